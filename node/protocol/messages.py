@@ -1,0 +1,163 @@
+"""What travels between a node and the coordinator, and what the log holds (docs/protocol.md, sections 3 and 8)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.reasons import Reason
+from shardcast.wire import Count, Digest, PublicKey, Wire
+
+REQUEST_DOMAIN = "veriswarm/request"
+RECEIPT_DOMAIN = "veriswarm/receipt"
+CHECKPOINT_DOMAIN = "veriswarm/checkpoint"
+MESSAGE_VERSION = 1
+
+MAX_CLAIM_BYTES = 2048
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_ENTRY_BYTES = 1024 * 1024
+AUTHORIZATION_SCHEME = "Veriswarm"
+
+Text = Annotated[str, Meta(max_length=200)]
+Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+HttpUrl = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
+
+
+class RequestClaim(Wire, frozen=True):
+    """What a node signs for one HTTP request; its envelope is the Authorization header."""
+
+    run_id: Digest
+    method: Literal["GET", "POST", "PUT"]
+    path: Annotated[str, Meta(max_length=500)]
+    body_digest: Digest
+    body_bytes: Count
+    issued_at: Count
+    nonce: Nonce
+
+
+class Registration(Wire, frozen=True):
+    """A node introduces itself; its key is the request's signer."""
+
+    software: Text
+    engine: Text
+
+
+class RelayAnnouncement(Wire, frozen=True):
+    """A relay says where it serves; anybody may, since nothing served is trusted."""
+
+    url: HttpUrl
+
+
+class LeaseRequest(Wire, frozen=True):
+    """A worker asks for work: which policies it holds (verified, on disk), and how many slots it wants."""
+
+    held_versions: Annotated[tuple[Count, ...], Meta(max_length=64)]
+    slots: Annotated[int, Meta(ge=1, le=1024)]
+
+
+class Lease(Wire, frozen=True):
+    """The right to submit one slot until `expires_at`."""
+
+    lease_id: Digest
+    version: Count
+    manifest_digest: Digest
+    slot: Count
+    expires_at: Count
+
+
+class LeaseReply(Wire, frozen=True):
+    """Leases of one policy version, or none and when to ask again."""
+
+    leases: tuple[Lease, ...]
+    head_version: int
+    retry_after_seconds: float
+
+
+class SubmissionReply(Wire, frozen=True):
+    """A submission was stored; its receipt follows under this id."""
+
+    submission: Digest
+
+
+class ErrorReply(Wire, frozen=True):
+    """A refusal at the door. `server_time` lets a node correct its clock."""
+
+    code: str
+    message: str
+    server_time: Count
+
+
+class Receipt(Wire, frozen=True):
+    """The coordinator's signed word about a submission, and where the log has it."""
+
+    run_id: Digest
+    submission: Digest
+    node: PublicKey
+    version: Count
+    slot: Count
+    outcome: Outcome
+    reason: Reason | None
+    detail: str
+    tokens: Count
+    log_index: Count
+    leaf_hash: Digest
+
+
+class Checkpoint(Wire, frozen=True):
+    """The signed size and root of the log."""
+
+    run_id: Digest
+    size: Count
+    root: Digest
+    issued_at: Count
+
+
+class RunEntry(Wire, frozen=True, tag_field="type", tag="run"):
+    """The log's first entry: the rules, by digest of the run's spec."""
+
+    run_id: Digest
+    spec_digest: Digest
+
+
+class PolicyEntry(Wire, frozen=True, tag_field="type", tag="policy"):
+    """A policy was published."""
+
+    version: Count
+    manifest_digest: Digest
+    result_digest: Digest
+
+
+class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
+    """A submission was judged. `request` and `body` are the digests of the evidence.
+
+    `request` is the signed envelope, `body` the Parquet file. `figures` is the worst of each figure over the
+    group, null when a check that needs no model refused first; `rewards` only when admitted.
+    """
+
+    submission: Digest
+    node: PublicKey
+    version: Count
+    manifest_digest: Digest
+    slot: Count
+    request: Digest
+    body: Digest
+    outcome: Outcome
+    reason: Reason | None
+    finding: Finding | None
+    detail: str
+    figures: Figures | None
+    rewards: tuple[float, ...] | None
+    tokens: Count
+    decided_at: Count
+
+
+class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):
+    """The training step that makes policy `step` + 1 uses exactly these submissions."""
+
+    step: Count
+    submissions: tuple[Digest, ...]
+
+
+LogEntry = RunEntry | PolicyEntry | VerdictEntry | BatchEntry

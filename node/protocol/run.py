@@ -1,0 +1,181 @@
+"""A run: its identity, and everything that is fixed for all who take part (docs/protocol.md, section 2).
+
+`run.toml` and the wire carry the same values; the operator signs them as a `Descriptor`. The digest of the
+spec is the log's first entry, so that limits cannot change under anybody's feet.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardcast.envelope import open_envelope
+from shardcast.errors import Malformed, Stale
+from shardcast.wire import Count, Digest, PublicKey, Wire, decode, derive, digest, encode
+
+DESCRIPTOR_DOMAIN = "veriswarm/run"
+DESCRIPTOR_VERSION = 1
+MAX_DESCRIPTOR_BYTES = 256 * 1024
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e9)]
+Url = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
+
+
+class ModelSpec(Wire, frozen=True):
+    """What is trained."""
+
+    initial: Annotated[str, Meta(min_length=1, max_length=500)] = "tiny"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class EnvironmentSpec(Wire, frozen=True):
+    """One source of problems, drawn with probability weight / sum of weights."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
+
+
+class SamplingSpec(Wire, frozen=True):
+    """How completions are drawn; the noise is the protocol's, so nobody has a choice."""
+
+    group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
+    temperature: Annotated[float, Meta(gt=0.01, le=10)] = 1.0
+    max_prompt_tokens: Positive = 128
+    max_new_tokens: Positive = 48
+
+
+class ProofSpec(Wire, frozen=True):
+    """The activation proof scheme and its size."""
+
+    scheme: Literal["toploc/1"] = "toploc/1"
+    chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 32
+    top_k: Annotated[int, Meta(ge=1, le=4096)] = 128
+
+
+class BatchSpec(Wire, frozen=True):
+    """How much work is in flight."""
+
+    groups_per_step: Positive = 16
+    max_async: Annotated[int, Meta(ge=0, le=64)] = 2
+    lease_seconds: PositiveFloat = 60.0
+    max_leases_per_node: Positive = 8
+    rejection_backoff_seconds: NonNegativeFloat = 0.5
+    rejection_backoff_max_seconds: NonNegativeFloat = 60.0
+
+
+class LimitsSpec(Wire, frozen=True):
+    """Where honest ends. Per chunk, per token and per rollout; a figure equal to its limit passes."""
+
+    exponent_mismatches: NonNegativeFloat = 38.0
+    mantissa_mean: NonNegativeFloat = 10.0
+    mantissa_median: NonNegativeFloat = 8.0
+    token_margin: NonNegativeFloat = 1.0
+    rollout_margin_mean: NonNegativeFloat = 0.05
+    logprob_error: NonNegativeFloat = 0.5
+    max_submission_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 4 * 1024 * 1024
+
+
+class TrainingSpec(Wire, frozen=True):
+    """GRPO as in INTELLECT-2 (arXiv 2505.07291)."""
+
+    steps: Positive = 30
+    learning_rate: PositiveFloat = 2e-4
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
+    weight_decay: NonNegativeFloat = 0.0
+    warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 4
+    minibatches: Positive = 4
+    clip_epsilon: PositiveFloat = 0.2
+    clip_delta: PositiveFloat = 4.0
+    gradient_clip: PositiveFloat = 1.0
+    normalize_advantage: bool = True
+
+
+class BroadcastSpec(Wire, frozen=True):
+    """How policies travel."""
+
+    chunk_bytes: Annotated[int, Meta(ge=4096, le=64 * 1024 * 1024)] = 1024 * 1024
+    keep_versions: Positive = 8
+
+
+class RunSpec(Wire, frozen=True):
+    """Everything that defines a run; see docs/run-toml.md for each key."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=100)]
+    environments: Annotated[tuple[EnvironmentSpec, ...], Meta(min_length=1, max_length=100)]
+    seed: Count = 0
+    model: ModelSpec = ModelSpec()
+    sampling: SamplingSpec = SamplingSpec()
+    proofs: ProofSpec = ProofSpec()
+    batch: BatchSpec = BatchSpec()
+    limits: LimitsSpec = LimitsSpec()
+    training: TrainingSpec = TrainingSpec()
+    broadcast: BroadcastSpec = BroadcastSpec()
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of the canonical encoding; the log's first entry names it."""
+        return digest(encode(self))
+
+
+class Descriptor(Wire, frozen=True):
+    """What a node learns about a run from anybody, and checks against the run's id."""
+
+    run_id: Digest
+    spec: RunSpec
+    relays: Annotated[tuple[Url, ...], Meta(max_length=256)]
+    issued_at: Count
+    expires_at: Count
+
+
+def run_id_of(public_key: bytes) -> str:
+    """The run's id: a digest of the run's Ed25519 public key (32 bytes)."""
+    return derive("veriswarm/1 run id", public_key).hex()
+
+
+def open_descriptor(data: bytes, *, run_id: str, now: float) -> tuple[Descriptor, bytes]:
+    """The descriptor in `data` and the run's public key, if it really is run `run_id`'s and current."""
+    opened = open_envelope(
+        data, domain=DESCRIPTOR_DOMAIN, versions=(DESCRIPTOR_VERSION,), max_payload_bytes=MAX_DESCRIPTOR_BYTES
+    )
+    if run_id_of(opened.signer) != run_id:
+        raise Malformed("signed by the key of another run", code="wrong_run")
+    descriptor = decode(Descriptor, opened.payload, max_bytes=MAX_DESCRIPTOR_BYTES)
+    if descriptor.run_id != run_id:
+        raise Malformed("describes another run", code="wrong_run")
+    if now >= descriptor.expires_at:
+        raise Stale("this run descriptor has expired", code="expired")
+    return descriptor, opened.signer
+
+
+def parse_run_toml(text: str) -> RunSpec:
+    """Read a run.toml; raise Malformed with the key that is wrong."""
+    try:
+        raw: dict[str, Any] = tomllib.loads(text)
+        return msgspec.convert(raw, RunSpec)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise Malformed(f"run.toml: {error}", code="bad_run_toml") from error
+
+
+__all__ = [
+    "BatchSpec",
+    "BroadcastSpec",
+    "Descriptor",
+    "EnvironmentSpec",
+    "LimitsSpec",
+    "ModelSpec",
+    "ProofSpec",
+    "PublicKey",
+    "RunSpec",
+    "SamplingSpec",
+    "TrainingSpec",
+    "open_descriptor",
+    "parse_run_toml",
+    "run_id_of",
+]

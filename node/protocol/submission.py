@@ -1,0 +1,101 @@
+"""What a worker returns for a slot, and every check of it that needs no model (docs/protocol.md, section 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import RunSpec
+
+MAX_LOGPROB = 1e-4
+"""A log-probability may exceed 0 by rounding only."""
+
+
+class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One completion: what was asked, what was sampled, and the proofs of how.
+
+    `logprobs` are of the run's temperature-scaled distribution, natural logarithm, one per completion token.
+    `proofs` are TOPLOC proofs of the final hidden states at positions P-1 .. P+n-2 (P prompt tokens, n
+    completion tokens), one per started chunk.
+    """
+
+    seed: bytes
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    proofs: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a slot's submission must contain, re-derived without asking the worker."""
+
+    prompt_ids: Sequence[int]
+    seeds: Sequence[bytes]
+    vocabulary: int
+    eos_ids: Collection[int]
+
+
+def chunk_count(tokens: int, *, chunk_tokens: int) -> int:
+    """How many proofs `tokens` completion tokens need: the last, shorter chunk counts."""
+    return -(-tokens // chunk_tokens)
+
+
+def proof_bytes(top_k: int) -> int:
+    """The size of one TOPLOC proof: a modulus and `top_k` coefficients, two bytes each."""
+    return 2 + 2 * top_k
+
+
+def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: RunSpec) -> None:
+    """Raise the first Refusal, in the order of section 6; cheap, and free of any model."""
+    if len(rollouts) != len(expected.seeds):
+        raise Refusal(Reason.WRONG_GROUP_SIZE, f"{len(rollouts)} rows where {len(expected.seeds)} were leased.")
+    for row, (rollout, seed) in enumerate(zip(rollouts, expected.seeds, strict=True)):
+        if list(rollout.prompt_ids) != list(expected.prompt_ids):
+            raise Refusal(Reason.WRONG_PROMPT, f"Row {row} answers another prompt.")
+        if rollout.seed != seed:
+            raise Refusal(Reason.WRONG_SEED, f"Row {row} carries seed {rollout.seed.hex()[:32]}.")
+        _check_tokens(row, rollout.completion_ids, expected=expected, spec=spec)
+        _check_logprobs(row, rollout)
+        _check_proofs(row, rollout, spec=spec)
+
+
+def _check_tokens(row: int, tokens: Sequence[int], *, expected: Expected, spec: RunSpec) -> None:
+    cap = spec.sampling.max_new_tokens
+    if not tokens:
+        raise Refusal(Reason.EMPTY_COMPLETION, f"Row {row} is empty.")
+    if len(tokens) > cap:
+        raise Refusal(Reason.TOO_LONG, f"Row {row} has {len(tokens)} tokens, the cap is {cap}.")
+    for position, token in enumerate(tokens):
+        if not 0 <= token < expected.vocabulary:
+            raise Refusal(Reason.TOKEN_OUT_OF_RANGE, f"Row {row} has token id {token} at position {position}.")
+    ends = [position for position, token in enumerate(tokens) if token in expected.eos_ids]
+    if ends and ends[0] != len(tokens) - 1:
+        raise Refusal(Reason.TOKENS_AFTER_EOS, f"Row {row} goes on after position {ends[0]}.")
+    if not ends and len(tokens) < cap:
+        raise Refusal(Reason.UNFINISHED, f"Row {row} stops after {len(tokens)} of {cap} tokens without an end.")
+
+
+def _check_logprobs(row: int, rollout: Rollout) -> None:
+    if len(rollout.logprobs) != len(rollout.completion_ids):
+        raise Refusal(
+            Reason.WRONG_LOGPROB_COUNT,
+            f"Row {row} has {len(rollout.logprobs)} for {len(rollout.completion_ids)} tokens.",
+        )
+    for position, logprob in enumerate(rollout.logprobs):
+        if not math.isfinite(logprob) or logprob > MAX_LOGPROB:
+            raise Refusal(Reason.LOGPROB_NOT_FINITE, f"Row {row} has {logprob} at position {position}.")
+
+
+def _check_proofs(row: int, rollout: Rollout, *, spec: RunSpec) -> None:
+    wanted = chunk_count(len(rollout.completion_ids), chunk_tokens=spec.proofs.chunk_tokens)
+    if len(rollout.proofs) != wanted:
+        raise Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row} has {len(rollout.proofs)} proofs, {wanted} are due.")
+    size = proof_bytes(spec.proofs.top_k)
+    for index, proof in enumerate(rollout.proofs):
+        if len(proof) != size:
+            raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {index} has {len(proof)} bytes, not {size}.")

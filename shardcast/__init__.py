@@ -1,0 +1,1 @@
+"""SHARDCAST: signed policy weights through a tree of relays that nobody trusts."""

@@ -1,0 +1,99 @@
+"""The signed envelope: exact bytes, a domain, a version, a key and an Ed25519 signature (RFC 8032).
+
+    envelope = "VSW1" | u8 n | domain (n ASCII bytes) | u16 version | key (32) | u32 m | payload (m) | sig (64)
+
+Integers are big-endian. The signature covers every byte before it. What was received is what is verified:
+the payload is never re-serialised. The domain keeps a signature made for one purpose from being worth
+anything for another; a domain or version that the caller did not name is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from shardcast.errors import BadSignature, Malformed
+
+MAGIC = b"VSW1"
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+_OVERHEAD_BYTES = len(MAGIC) + 1 + 255 + 2 + KEY_BYTES + 4 + SIGNATURE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An envelope whose signature held: who signed, for what, and the exact payload."""
+
+    signer: bytes
+    domain: str
+    version: int
+    payload: bytes
+
+
+def seal(payload: bytes, *, domain: str, version: int, key: Ed25519PrivateKey) -> bytes:
+    """Sign `payload` for `domain`."""
+    tag = domain.encode("ascii")
+    body = b"".join(
+        (
+            MAGIC,
+            struct.pack(">B", len(tag)),
+            tag,
+            struct.pack(">H", version),
+            key.public_key().public_bytes_raw(),
+            struct.pack(">I", len(payload)),
+            payload,
+        )
+    )
+    return body + key.sign(body)
+
+
+def open_envelope(
+    data: bytes, *, domain: str, versions: Collection[int], max_payload_bytes: int, signer: bytes | None = None
+) -> Opened:
+    """Check `data` and return what it carries.
+
+    `signer` is the raw public key that must have signed; None accepts any key, and then the caller decides
+    by `Opened.signer`. Raises Malformed or BadSignature.
+    """
+    if len(data) > max_payload_bytes + _OVERHEAD_BYTES:
+        raise Malformed(f"an envelope of {len(data)} bytes, more than is allowed here", code="oversized")
+    opened, signed_bytes = _split(data)
+    if opened.domain != domain or opened.version not in versions:
+        raise Malformed(
+            f"signed for {opened.domain!r} version {opened.version}, expected {domain!r}", code="wrong_domain"
+        )
+    if len(opened.payload) > max_payload_bytes:
+        raise Malformed(f"a payload of {len(opened.payload)} bytes, more than is allowed here", code="oversized")
+    if signer is not None and opened.signer != signer:
+        raise BadSignature(f"signed by {opened.signer.hex()[:16]}…, expected {signer.hex()[:16]}…", code="wrong_signer")
+    try:
+        Ed25519PublicKey.from_public_bytes(opened.signer).verify(data[signed_bytes:], data[:signed_bytes])
+    except (InvalidSignature, ValueError) as error:
+        raise BadSignature("the signature does not match the signed bytes") from error
+    return opened
+
+
+def _split(data: bytes) -> tuple[Opened, int]:
+    """Cut an envelope into its fields without checking the signature; also how many bytes were signed."""
+    if data[: len(MAGIC)] != MAGIC:
+        raise Malformed("not an envelope: it does not begin with VSW1")
+    try:
+        at = len(MAGIC)
+        (tag_bytes,) = struct.unpack_from(">B", data, at)
+        domain = data[at + 1 : at + 1 + tag_bytes].decode("ascii")
+        at += 1 + tag_bytes
+        (version,) = struct.unpack_from(">H", data, at)
+        key = data[at + 2 : at + 2 + KEY_BYTES]
+        at += 2 + KEY_BYTES
+        (payload_bytes,) = struct.unpack_from(">I", data, at)
+        at += 4
+    except (struct.error, UnicodeDecodeError) as error:
+        raise Malformed("an envelope that ends inside its header") from error
+    end = at + payload_bytes
+    if len(data) != end + SIGNATURE_BYTES:
+        raise Malformed("an envelope whose length is not what its header says")
+    return Opened(signer=key, domain=domain, version=version, payload=data[at:end]), end

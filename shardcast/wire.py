@@ -1,0 +1,72 @@
+"""Canonical JSON for values that are signed or hashed.
+
+One value has one encoding: msgspec's JSON of a frozen Struct, fields in declaration order, no white space,
+every field present. A decoder re-encodes what it read and compares, so duplicate keys, reordered keys,
+non-minimal numbers and unknown fields are all refused (docs/protocol.md, section 1).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from shardcast.errors import Malformed
+
+MAX_INTEGER = 2**53 - 1  # what every JSON reader can hold exactly
+
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+"""A 32-byte BLAKE3 digest in lower-case hexadecimal."""
+
+PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+"""A raw Ed25519 public key (RFC 8032) in lower-case hexadecimal."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+"""A non-negative integer: a size in bytes, a version, a time in whole seconds since 1970 (UTC)."""
+
+T = TypeVar("T")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every value that travels: immutable, and deaf to fields it does not know."""
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """The one canonical encoding of `value`."""
+    return msgspec.json.encode(value)
+
+
+def decode(cls: type[T], data: bytes, *, max_bytes: int) -> T:
+    """Read `data` as `cls`; raise Malformed for anything but the canonical encoding of a valid value."""
+    if len(data) > max_bytes:
+        raise Malformed(f"{len(data)} bytes where at most {max_bytes} are allowed", code="oversized")
+    try:
+        value = msgspec.json.decode(data, type=cls)
+        again = msgspec.json.encode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise Malformed(f"not a valid {cls.__name__}: {error}") from error
+    if again != data:
+        raise Malformed(f"not the canonical encoding of a {cls.__name__}", code="not_canonical")
+    return value
+
+
+def digest(data: bytes | memoryview) -> str:
+    """BLAKE3 of `data` in hexadecimal."""
+    return blake3(data).hexdigest()
+
+
+def derive(context: str, *parts: bytes) -> bytes:
+    """32 bytes from BLAKE3's key derivation mode; each part is preceded by its length as a u32, big-endian."""
+    hasher: Any = blake3(derive_key_context=context)
+    for part in parts:
+        hasher.update(len(part).to_bytes(4, "big"))
+        hasher.update(part)
+    return bytes(hasher.digest())
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` is a digest in the one form that is allowed; safe as a file name if so."""
+    return _DIGEST.fullmatch(text) is not None
