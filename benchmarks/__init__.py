@@ -1,0 +1,1 @@
+"""One runnable file per claim: `python -m benchmarks.NAME [--json]`."""

@@ -1,0 +1,115 @@
+"""From activations to the points of a proof: which elements of which chunk.
+
+A chunk is what one proof covers: the prefill, or up to `decode_batching_size` decoded tokens; the last one may
+be shorter. Its points are (index in the flattened chunk, bf16 bit pattern) of its k largest magnitudes. Chunks
+of similar size share a batch, whatever sequence they come from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from toploc.errors import BadActivations, BadArgument, ChunkTooSmall, NonFiniteActivations
+from toploc.field import MAX_TOPK
+from toploc.largest import largest
+
+# Elements in one pass: 2 MiB of bf16, so that each step finds what the last one wrote in a core's cache.
+_PASS_ELEMENTS = 2**20
+_MAGNITUDE_BITS = 0x7FFF
+_INFINITY_BITS = 0x7F80
+
+# The tensors whose flattened concatenation is the chunk.
+Chunk = Sequence[Tensor]
+
+
+def split(activations: Sequence[Tensor] | Tensor, decode_batching_size: int, *, skip_prefill: bool) -> list[Chunk]:
+    """The chunks of one sequence, none for an empty one.
+
+    `activations`: one tensor per decoded token, after one of the whole prefill unless `skip_prefill`; or a
+    single tensor whose rows stand for them.
+    """
+    if decode_batching_size < 1:
+        raise BadArgument(f"decode_batching_size is at least 1, not {decode_batching_size}")
+    if isinstance(activations, Tensor) and activations.ndim < 2:
+        raise BadActivations("activations in one tensor have a row for each token")
+    first = 0 if skip_prefill else 1
+    chunks: list[Chunk] = [[activations[0]]] if first and len(activations) else []
+    for start in range(first, len(activations), decode_batching_size):
+        run = activations[start : start + decode_batching_size]
+        chunks.append([run] if isinstance(run, Tensor) else run)
+    return chunks
+
+
+def checked_sizes(chunks: Sequence[Chunk], topk: int) -> list[int]:
+    """The elements of each chunk. Raises a `CallerFault` if `top_points` could not take them for their form."""
+    if not 1 <= topk <= MAX_TOPK:
+        raise BadArgument(f"topk is in 1 .. {MAX_TOPK}, not {topk}")
+    sizes = [_checked_size(chunk, topk, index) for index, chunk in enumerate(chunks)]
+    if len({part.device for chunk in chunks for part in chunk}) > 1:
+        raise BadActivations("activations lie on one device")
+    return sizes
+
+
+def _checked_size(chunk: Chunk, topk: int, index: int) -> int:
+    for part in chunk:
+        if not isinstance(part, Tensor) or part.dtype != torch.bfloat16:
+            message = "activations are tensors of bfloat16: cast with .to(torch.bfloat16), as the prover did"
+            raise BadActivations(message, index=index)
+    size = sum(part.numel() for part in chunk)
+    if size < topk:
+        raise ChunkTooSmall(f"a chunk of {size} elements has no {topk} largest", index=index)
+    return size
+
+
+@torch.no_grad()
+def top_points(chunks: Sequence[Chunk], sizes: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+    """Indices and bf16 bit patterns, both [n, topk] int64, of each chunk's `topk` largest magnitudes.
+
+    `chunks`: at least one; `sizes`: theirs, checked. The points of a row are in no particular order. They lie
+    on the activations' device, or on the CPU where that has no float64 to interpolate with. Raises
+    `NonFiniteActivations`.
+    """
+    device = chunks[0][0].device
+    index = torch.empty(len(chunks), topk, dtype=torch.int64, device=device)
+    bits = torch.empty_like(index)
+    for members in _passes(sizes):
+        rows = _rows([chunks[i] for i in members]).view(torch.int16)
+        top = largest(rows & _MAGNITUDE_BITS, topk)
+        index[members] = top
+        bits[members] = rows.gather(1, top).long() & 0xFFFF
+    _require_finite(bits)
+    return (index, bits) if device.type == "cuda" else (index.cpu(), bits.cpu())
+
+
+def _passes(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Positions of chunks to look at together: within a factor of two in size, and not too many at once."""
+    alike: defaultdict[int, list[int]] = defaultdict(list)
+    for position, size in enumerate(sizes):
+        alike[size.bit_length()].append(position)
+    for members in alike.values():
+        count = max(1, _PASS_ELEMENTS // max(sizes[i] for i in members))
+        for start in range(0, len(members), count):
+            yield members[start : start + count]
+
+
+def _rows(chunks: Sequence[Chunk]) -> Tensor:
+    """Chunks as rows [n, size of the largest]. Shorter ones end in zeros.
+
+    Padding is never among the k largest: nothing is smaller, and at equal magnitude it comes last.
+    """
+    parts = [part for chunk in chunks for part in chunk]
+    if len({part.shape for part in parts}) == 1 and len({len(chunk) for chunk in chunks}) == 1:
+        return torch.stack(parts).view(len(chunks), -1)
+    return pad_sequence([torch.cat([part.reshape(-1) for part in chunk]) for chunk in chunks], batch_first=True)
+
+
+def _require_finite(bits: Tensor) -> None:
+    """NaN and infinity have the largest magnitudes of all, so a chunk that has one has it among its points."""
+    bad = ((bits & _MAGNITUDE_BITS) >= _INFINITY_BITS).any(1).nonzero()
+    if bad.numel():
+        raise NonFiniteActivations("activations are finite", index=int(bad[0]))
