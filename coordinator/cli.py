@@ -1,0 +1,198 @@
+"""The operator's commands: coordinator, verifier, trainer, and the demonstration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.demo.command import demo
+from coordinator.errors import BadConfiguration
+from coordinator.home import Home, create_home, open_home
+from node.identity import load_key
+from node.protocol.run import parse_run_toml, run_id_of
+
+log = logging.getLogger(__name__)
+
+HOME_WAIT_SECONDS = 60.0
+KEEP_ALIVE_SECONDS = 30
+MAX_HEADER_BYTES = 16 * 1024
+MAX_CONNECTIONS = 1024
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _data_options(function: F) -> F:
+    data = click.option(
+        "--data",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=True,
+        help="The run's data folder, shared by coordinator, verifiers and trainer.",
+    )
+    database = click.option("--database-url", help="An SQLAlchemy URL instead of the data folder's SQLite file.")
+    return data(database(function))
+
+
+def _listen_options(port: int) -> Callable[[F], F]:
+    def add(function: F) -> F:
+        host = click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+        return host(click.option("--port", type=click.IntRange(0, 65535), default=port, show_default=True)(function))
+
+    return add
+
+
+_KEY = click.option(
+    "--key",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="The run's key file, made by `veriswarm keys new`. Whoever has it is the run.",
+)
+_STATE = click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="This process's own folder; kept across restarts.",
+)
+_THREADS = click.option(
+    "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="CPU threads for torch."
+)
+
+
+@click.command()
+@click.option(
+    "--run",
+    "run_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="run.toml: the model, the problems, the batch and the limits of the run.",
+)
+@_KEY
+@_data_options
+@_listen_options(8700)
+@click.option("--relay", "relays", multiple=True, metavar="URL", help="A relay to tell nodes about; repeatable.")
+def coordinator(
+    *,
+    run_file: Path,
+    key: Path,
+    data: Path,
+    database_url: str | None,
+    host: str,
+    port: int,
+    relays: tuple[str, ...],
+) -> None:
+    """Serve a run: give out work, take submissions, keep the log.
+
+    \b
+    Example, a new run:
+      veriswarm keys new run.key
+      veriswarm coordinator --run run.toml --key run.key --data run/ --port 8700
+    Then start `veriswarm verifier` and `veriswarm trainer` on the same --data.
+    """
+    import uvicorn
+
+    from coordinator.app import create_app
+    from coordinator.service import Coordinator
+
+    spec = parse_run_toml(run_file.read_text(encoding="utf-8"))
+    run_key = load_key(key)
+    public_key = run_key.public_key().public_bytes_raw()
+    home = create_home(data, public_key=public_key, spec=spec, database_url=database_url)
+    home.blobs.clear_incoming()
+    click.echo(f"run id  {home.run_id}")
+    click.echo(f"workers join with:  veriswarm worker --coordinator http://{host}:{port} --run-id {home.run_id}")
+    uvicorn.run(
+        create_app(Coordinator(home, key=run_key, relay_urls=relays)),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+
+
+@click.command()
+@_data_options
+@_STATE
+@click.option("--name", default="verifier-1", show_default=True, help="Unique among the verifiers of a run.")
+@click.option(
+    "--source", "sources", multiple=True, required=True, metavar="URL", help="An origin or relay; repeatable."
+)
+@_THREADS
+def verifier(
+    *, data: Path, database_url: str | None, state: Path, name: str, sources: tuple[str, ...], threads: int
+) -> None:
+    """Judge submissions: prefill them under their policy and decide.
+
+    \b
+    Example:
+      veriswarm verifier --data run/ --state verifier-1/ --source http://127.0.0.1:8710
+    Start as many as the queue needs; each wants its own --name and --state.
+    """
+    from coordinator.verifier import Verifier, VerifierSettings
+
+    home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+    settings = VerifierSettings(name=name, state=state, sources=sources, threads=threads)
+
+    async def work() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await Verifier(home, settings).run(stop)
+
+    asyncio.run(work())
+
+
+@click.command()
+@_data_options
+@_KEY
+@_STATE
+@_listen_options(8710)
+@_THREADS
+def trainer(
+    *, data: Path, database_url: str | None, key: Path, state: Path, host: str, port: int, threads: int
+) -> None:
+    """Train on what was admitted, and publish each policy from its origin.
+
+    \b
+    Example:
+      veriswarm trainer --data run/ --key run.key --state trainer/ --port 8710
+    Relays take the origin as their upstream: veriswarm relay --upstream http://HOST:8710 ...
+    """
+    from coordinator.trainer import Trainer, TrainerSettings
+    from shardcast import Origin, OriginServer
+
+    home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+    run_key = _run_key(home, key)
+    origin = Origin(state / "origin", run_key, home.run_id, chunk_bytes=home.spec.broadcast.chunk_bytes)
+    server = OriginServer(origin, host, port)
+    click.echo(f"origin  http://{host}:{server.start()}")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=state, threads=threads)).run(stop)
+    finally:
+        server.stop()
+        origin.close()
+
+
+def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
+    key = load_key(path)
+    if run_id_of(key.public_key().public_bytes_raw()) != home.run_id:
+        raise BadConfiguration(f"{path} is not the key of the run in {home.folder}")
+    return key
+
+
+COMMANDS = [coordinator, verifier, trainer, demo]
+"""What the entry point `veriswarm.commands` offers to the command line."""

@@ -1,0 +1,188 @@
+"""What the coordinator does for those who knock: one method for each endpoint, free of HTTP.
+
+Every method takes the time as an argument, runs in one transaction, and refuses with
+`node.protocol.reasons.Refusal`. Nothing here trusts a byte that has not been checked by `authenticate`.
+"""
+
+from __future__ import annotations
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from coordinator.home import Home
+from coordinator.storage import log, work
+from coordinator.storage.schema import SlotState, log_entries, nodes, nonces, policies, relays, slots, submissions
+from node.protocol import merkle, requests
+from node.protocol.admission import Outcome
+from node.protocol.messages import (
+    CHECKPOINT_DOMAIN,
+    MESSAGE_VERSION,
+    RECEIPT_DOMAIN,
+    Checkpoint,
+    LeaseReply,
+    LeaseRequest,
+    Receipt,
+    Registration,
+    RelayAnnouncement,
+    RequestClaim,
+)
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, Descriptor
+from shardcast.envelope import seal
+from shardcast.wire import encode
+
+DESCRIPTOR_SECONDS = 3600
+RELAY_SECONDS = 60
+MAX_RELAYS = 256
+
+
+class Coordinator:
+    """The run's judge and book-keeper, holding the run's key."""
+
+    def __init__(self, home: Home, *, key: Ed25519PrivateKey, relay_urls: tuple[str, ...] = ()) -> None:
+        self.home = home
+        self._key = key
+        self._fixed_relays = relay_urls
+
+    def descriptor(self, *, now: float) -> bytes:
+        """The signed description of the run."""
+        described = Descriptor(
+            run_id=self.home.run_id,
+            spec=self.home.spec,
+            relays=tuple(self.relay_urls(now=now)),
+            issued_at=int(now),
+            expires_at=int(now) + DESCRIPTOR_SECONDS,
+        )
+        return seal(encode(described), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=self._key)
+
+    def newest_policy(self) -> bytes:
+        """The signed manifest of the newest policy."""
+        with self.home.database.read() as connection:
+            newest = select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
+            manifest = connection.execute(newest).scalar()
+        if manifest is None:
+            raise Refusal(Reason.NOT_FOUND, "No policy is published yet.")
+        return bytes(manifest)
+
+    def authenticate(self, envelope: bytes, *, method: str, path: str, now: float) -> tuple[str, RequestClaim]:
+        """The node that signed this request, and what it claims; each signed request is good once."""
+        signer, claim = requests.open_claim(envelope)
+        requests.check_claim(claim, run_id=self.home.run_id, method=method, path=path, now=now)
+        try:
+            with self.home.database.write() as connection:
+                connection.execute(delete(nonces).where(nonces.c.expires_at < now))
+                expires_at = now + 2 * requests.MAX_CLOCK_SKEW_SECONDS
+                connection.execute(insert(nonces).values(nonce=signer.hex() + claim.nonce, expires_at=expires_at))
+        except IntegrityError as error:
+            raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error
+        return signer.hex(), claim
+
+    def register(self, node: str, registration: Registration, *, now: float) -> None:
+        """Make a node known to the run, or refresh what is known about it."""
+        about = {"software": registration.software, "engine": registration.engine, "seen_at": now}
+        with self.home.database.write() as connection:
+            if connection.execute(update(nodes).where(nodes.c.node == node).values(**about)).rowcount == 0:
+                connection.execute(insert(nodes).values(node=node, registered_at=now, **about))
+
+    def announce_relay(self, node: str, announcement: RelayAnnouncement, *, now: float) -> None:
+        """Note where a relay serves; forgotten unless repeated."""
+        with self.home.database.write() as connection:
+            connection.execute(delete(relays).where(relays.c.seen_at < now - RELAY_SECONDS))
+            known = select(relays.c.node)
+            if len(connection.execute(known).all()) >= MAX_RELAYS:
+                raise Refusal(Reason.TOO_MANY_REQUESTS, "The list of relays is full.")
+            connection.execute(delete(relays).where(relays.c.node == node))
+            connection.execute(insert(relays).values(node=node, url=announcement.url, seen_at=now))
+
+    def relay_urls(self, *, now: float) -> list[str]:
+        """Where relays serve, in the order in which they were announced."""
+        with self.home.database.read() as connection:
+            fresh = select(relays.c.url).where(relays.c.seen_at >= now - RELAY_SECONDS).order_by(relays.c.node)
+            announced = connection.execute(fresh).scalars().all()
+        return list(dict.fromkeys((*self._fixed_relays, *announced)))[:MAX_RELAYS]
+
+    def lease(self, node: str, request: LeaseRequest, *, now: float) -> LeaseReply:
+        """Give a node work."""
+        with self.home.database.write() as connection:
+            return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now)
+
+    def give_back(self, node: str, lease_id: str, *, now: float) -> None:
+        """Take a lease back."""
+        with self.home.database.write() as connection:
+            work.give_back(connection, node=node, lease_id=lease_id, now=now)
+
+    def may_submit(self, node: str, lease_id: str, *, now: float) -> None:
+        """Refuse a submission before its body is read."""
+        with self.home.database.read() as connection:
+            if connection.execute(select(nodes.c.node).where(nodes.c.node == node)).first() is None:
+                raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
+            work.check_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+
+    def submit(self, node: str, lease_id: str, arrival: work.Arrival, *, now: float) -> None:
+        """Queue a stored submission for verification."""
+        with self.home.database.write() as connection:
+            work.submit(connection, arrival, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+
+    def receipt(self, submission: str) -> bytes | str:
+        """The signed receipt of a submission, or the state it is in while there is none."""
+        with self.home.database.read() as connection:
+            query = (
+                select(submissions, slots.c.version, slots.c.number, log_entries.c.leaf)
+                .join(slots, slots.c.id == submissions.c.slot_id)
+                .outerjoin(log_entries, log_entries.c.index == submissions.c.log_index)
+                .where(submissions.c.submission == submission)
+            )
+            row = connection.execute(query).first()
+        if row is None:
+            raise Refusal(Reason.NOT_FOUND, "No such submission.")
+        if row.leaf is None:
+            return str(row.state)
+        receipt = Receipt(
+            run_id=self.home.run_id,
+            submission=row.submission,
+            node=row.node,
+            version=row.version,
+            slot=row.number,
+            outcome=Outcome(row.outcome),
+            reason=None if row.reason is None else Reason(row.reason),
+            detail=row.detail,
+            tokens=row.tokens,
+            log_index=row.log_index,
+            leaf_hash=merkle.leaf_hash(bytes(row.leaf)).hex(),
+        )
+        return seal(encode(receipt), domain=RECEIPT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
+
+    def checkpoint(self, *, now: float) -> bytes:
+        """The signed size and root of the log as it is now."""
+        with self.home.database.read() as connection:
+            size = log.size(connection)
+            root = log.root(connection, size)
+        checkpoint = Checkpoint(run_id=self.home.run_id, size=size, root=root.hex(), issued_at=int(now))
+        return seal(encode(checkpoint), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
+
+    def entries(self, start: int, end: int) -> list[bytes]:
+        """Exact leaves of the log."""
+        with self.home.database.read() as connection:
+            return log.leaves(connection, start, end)
+
+    def inclusion(self, index: int, size: int) -> list[bytes]:
+        """An inclusion proof; raises Refusal for sizes that the log never had."""
+        with self.home.database.read() as connection:
+            if not 0 <= index < size <= log.size(connection):
+                raise Refusal(Reason.NOT_FOUND, f"No entry {index} in a log of {size}.")
+            return log.inclusion(connection, index, size)
+
+    def consistency(self, first: int, second: int) -> list[bytes]:
+        """A consistency proof; raises Refusal for sizes that the log never had."""
+        with self.home.database.read() as connection:
+            if not 0 <= first <= second <= log.size(connection):
+                raise Refusal(Reason.NOT_FOUND, f"No log of {second} that extends one of {first}.")
+            return log.consistency(connection, first, second)
+
+    def queue_depths(self) -> dict[str, int]:
+        """How many slots are in each state."""
+        with self.home.database.read() as connection:
+            counts = connection.execute(select(slots.c.state, func.count()).group_by(slots.c.state))
+            by_state = {state: int(count) for state, count in counts}
+        return {state.value: by_state.get(state.value, 0) for state in SlotState}

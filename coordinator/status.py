@@ -1,0 +1,119 @@
+"""The run as people see it: what /v1/status, the live view and the report are made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, func, select
+
+from coordinator.storage import log, work
+from coordinator.storage.schema import nodes, policies, relays, steps, submissions
+from node.protocol.admission import Outcome
+
+if TYPE_CHECKING:
+    from coordinator.service import Coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTotals:
+    """All nodes together."""
+
+    count: int
+    tokens: int
+
+
+def node_totals(connection: Connection) -> NodeTotals:
+    """Registered nodes, and tokens of admitted rollouts."""
+    count, tokens = connection.execute(select(func.count(), func.coalesce(func.sum(nodes.c.tokens), 0))).one()
+    return NodeTotals(count=int(count), tokens=int(tokens))
+
+
+def reason_totals(connection: Connection) -> list[tuple[str, str | None, int]]:
+    """(outcome, reason, how many) over all verdicts."""
+    query = (
+        select(submissions.c.outcome, submissions.c.reason, func.count())
+        .where(submissions.c.outcome.is_not(None))
+        .group_by(submissions.c.outcome, submissions.c.reason)
+        .order_by(submissions.c.outcome, submissions.c.reason)
+    )
+    return [(outcome, reason, int(count)) for outcome, reason, count in connection.execute(query)]
+
+
+def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
+    """Everything about the run that is worth a look, as JSON values."""
+    home = coordinator.home
+    with home.database.read() as connection:
+        at = work.progress(connection)
+        finished = connection.execute(select(func.count()).where(steps.c.finished_at.is_not(None))).scalar_one()
+        return {
+            "run_id": home.run_id,
+            "name": home.spec.name,
+            "time": now,
+            "head_version": at.head,
+            "next_step": at.next_step,
+            "total_steps": home.spec.training.steps,
+            "finished_steps": int(finished),
+            "finished": int(finished) >= home.spec.training.steps,
+            "max_async": home.spec.batch.max_async,
+            "steps": _steps(connection),
+            "policies": _policies(connection),
+            "nodes": _nodes(connection),
+            "slots": coordinator.queue_depths(),
+            "verdicts": [
+                {"outcome": outcome, "reason": reason, "count": count}
+                for outcome, reason, count in reason_totals(connection)
+            ],
+            "relays": _relays(connection),
+            "log_size": log.size(connection),
+        }
+
+
+def _steps(connection: Connection) -> list[dict[str, Any]]:
+    rows = connection.execute(select(steps).order_by(steps.c.step)).all()
+    return [
+        {
+            "step": row.step,
+            "reward_mean": row.reward_mean,
+            "staleness_mean": row.staleness_mean,
+            "assigned_at": row.assigned_at,
+            "finished_at": row.finished_at,
+            "stats": json.loads(row.stats) if row.stats else None,
+        }
+        for row in rows
+    ]
+
+
+def _policies(connection: Connection) -> list[dict[str, Any]]:
+    rows = connection.execute(select(policies.c.version, policies.c.published_at).order_by(policies.c.version)).all()
+    return [{"version": row.version, "published_at": row.published_at} for row in rows]
+
+
+def _nodes(connection: Connection) -> list[dict[str, Any]]:
+    by_node: dict[str, dict[str, int]] = {}
+    reasons = select(submissions.c.node, submissions.c.reason, func.count()).where(
+        submissions.c.outcome == Outcome.REJECTED
+    )
+    for node, reason, count in connection.execute(reasons.group_by(submissions.c.node, submissions.c.reason)):
+        by_node.setdefault(node, {})[reason] = int(count)
+    rows = connection.execute(select(nodes).order_by(nodes.c.registered_at)).all()
+    return [
+        {
+            "node": row.node,
+            "engine": row.engine,
+            "admitted": row.admitted,
+            "rejected": row.rejected,
+            "tokens": row.tokens,
+            "reasons": by_node.get(row.node, {}),
+            "registered_at": row.registered_at,
+            "seen_at": row.seen_at,
+            "not_before": row.not_before,
+        }
+        for row in rows
+    ]
+
+
+def _relays(connection: Connection) -> list[dict[str, Any]]:
+    rows = connection.execute(select(relays).order_by(relays.c.node)).all()
+    return [{"node": row.node, "url": row.url, "seen_at": row.seen_at} for row in rows]

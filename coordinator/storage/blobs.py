@@ -1,0 +1,104 @@
+"""Content-addressed blobs in a folder: submissions, their signed requests, admitted groups."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from blake3 import blake3
+
+from coordinator.errors import StorageFault
+from node.protocol.reasons import Reason, Refusal
+from shardcast.wire import digest, is_digest
+
+
+class Incoming:
+    """A blob under way."""
+
+    def __init__(self, file: IO[bytes], *, max_bytes: int, commit: Callable[[str], None]) -> None:
+        self._file = file
+        self._max_bytes = max_bytes
+        self._commit = commit
+        self._hasher = blake3()
+        self.size_bytes = 0
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of what has arrived so far."""
+        return self._hasher.hexdigest()
+
+    def write(self, piece: bytes) -> None:
+        """Add `piece`; raises Refusal past the limit, before anything is written."""
+        self.size_bytes += len(piece)
+        if self.size_bytes > self._max_bytes:
+            raise Refusal(Reason.OVERSIZED_BODY, f"More than {self._max_bytes} bytes.")
+        self._hasher.update(piece)
+        self._file.write(piece)
+
+    def commit(self) -> str:
+        """Put the whole blob in its place, durably; return its digest."""
+        name = self.digest
+        self._commit(name)
+        return name
+
+
+class BlobStore:
+    """Blobs by their BLAKE3 digest. A blob is complete and on disk before its name exists."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._incoming = folder / "incoming"
+        self._incoming.mkdir(parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        """Where blob `name` lies; raises StorageFault for anything that is not a digest."""
+        if not is_digest(name):
+            raise StorageFault("not a blob's name")
+        return self._folder / name[:2] / name
+
+    def put(self, data: bytes) -> str:
+        """Store `data`; return its digest."""
+        name = digest(data)
+        if not self.path(name).exists():
+            descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                self._settle(file, Path(temporary), name)
+        return name
+
+    def get(self, name: str) -> bytes:
+        """The bytes of blob `name`, checked against it; raises StorageFault."""
+        try:
+            data = self.path(name).read_bytes()
+        except OSError as error:
+            raise StorageFault(f"blob {name} is missing") from error
+        if digest(data) != name:
+            raise StorageFault(f"blob {name} is damaged")
+        return data
+
+    @contextmanager
+    def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:
+        """A blob that arrives in pieces; what is not committed is removed at the end of the block."""
+        descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
+        path = Path(temporary)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield Incoming(file, max_bytes=max_bytes, commit=lambda name: self._settle(file, path, name))
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _settle(self, file: IO[bytes], temporary: Path, name: str) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        target = self.path(name)
+        target.parent.mkdir(exist_ok=True)
+        temporary.replace(target)
+
+    def clear_incoming(self) -> None:
+        """Remove what a killed process left half written; call before serving."""
+        for leftover in self._incoming.iterdir():
+            leftover.unlink()

@@ -1,0 +1,72 @@
+"""Opening the database: migrations, and two kinds of transaction.
+
+SQLite runs with a write-ahead log and full synchronisation, so that what was answered survives kill -9 and a
+power cut, and a writer takes its lock when it begins, so that two processes never deadlock on an upgrade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Engine, create_engine, event
+
+BUSY_TIMEOUT_MS = 30_000
+
+
+class Database:
+    """One process's way to the run's database."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._engine = create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            _prepare_sqlite(self._engine)
+
+    def migrate(self) -> None:
+        """Bring the schema to this release's; does nothing when it is there already."""
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+        config.set_main_option("path_separator", "os")
+        with self.write() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that may write: committed at the end of the block, rolled back on any exception."""
+        with self._engine.connect().execution_options(veriswarm_write=True) as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that sees one state of the database and takes no lock."""
+        with self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def sqlite_url(folder: Path) -> str:
+    """The default database of a data folder."""
+    return f"sqlite:///{folder / 'veriswarm.sqlite3'}"
+
+
+def _prepare_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def _connect(raw: Any, _record: Any) -> None:
+        raw.isolation_level = None  # BEGIN is ours, below
+        cursor = raw.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_TIMEOUT_MS}"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        write = connection.get_execution_options().get("veriswarm_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

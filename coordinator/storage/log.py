@@ -1,0 +1,59 @@
+"""The append-only log in the database. An entry is appended in the transaction of what it records."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, func, insert, select
+
+from coordinator.errors import StorageFault
+from coordinator.storage.schema import log_entries, log_nodes
+from node.protocol import merkle
+from node.protocol.messages import LogEntry
+from shardcast.wire import encode
+
+MAX_ENTRIES_PER_READ = 1000
+
+
+def append(connection: Connection, entry: LogEntry) -> int:
+    """Append `entry`; return its index. The write transaction makes the index unique."""
+    leaf = encode(entry)
+    index = size(connection)
+    connection.execute(insert(log_entries).values(index=index, leaf=leaf))
+    nodes = merkle.completed_nodes(index, merkle.leaf_hash(leaf), lambda level, at: _node(connection, level, at))
+    connection.execute(insert(log_nodes), [{"level": level, "index": at, "hash": value} for level, at, value in nodes])
+    return index
+
+
+def size(connection: Connection) -> int:
+    """How many entries the log has."""
+    last = connection.execute(select(func.max(log_entries.c.index))).scalar()
+    return 0 if last is None else last + 1
+
+
+def root(connection: Connection, size_: int) -> bytes:
+    """The Merkle root of the first `size_` entries."""
+    return merkle.root(size_, lambda level, at: _node(connection, level, at))
+
+
+def leaves(connection: Connection, start: int, end: int) -> list[bytes]:
+    """The exact bytes of entries start .. end - 1, at most MAX_ENTRIES_PER_READ of them."""
+    end = min(end, start + MAX_ENTRIES_PER_READ)
+    query = select(log_entries.c.leaf).where(log_entries.c.index >= start, log_entries.c.index < end)
+    return [bytes(leaf) for leaf in connection.execute(query.order_by(log_entries.c.index)).scalars()]
+
+
+def inclusion(connection: Connection, index: int, size_: int) -> list[bytes]:
+    """The audit path of entry `index` in the log of `size_` entries."""
+    return merkle.inclusion_proof(index, size_, lambda level, at: _node(connection, level, at))
+
+
+def consistency(connection: Connection, first: int, second: int) -> list[bytes]:
+    """The proof that the first `first` entries are a prefix of the first `second`."""
+    return merkle.consistency_proof(first, second, lambda level, at: _node(connection, level, at))
+
+
+def _node(connection: Connection, level: int, index: int) -> bytes:
+    query = select(log_nodes.c.hash).where(log_nodes.c.level == level, log_nodes.c.index == index)
+    found = connection.execute(query).scalar()
+    if found is None:
+        raise StorageFault(f"the log lacks its node {level}/{index}")
+    return bytes(found)

@@ -1,0 +1,1 @@
+"""Alembic steps; the newest equals schema.py."""

@@ -1,0 +1,118 @@
+"""What the trainer reads and writes: batches, steps and policies (docs/protocol.md, section 8)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from coordinator.storage import log
+from coordinator.storage.schema import SlotState, groups, policies, slots, steps
+from coordinator.storage.work import progress
+from node.protocol.messages import BatchEntry, PolicyEntry
+from node.protocol.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """An admitted group that a step trains on."""
+
+    submission: str
+    blob: str
+    version: int
+
+
+def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | None:
+    """Give the next step its groups and return its number, or None while there are too few.
+
+    The oldest groups come first. Groups that no later step could take join this one even beyond
+    `groups_per_step`, and a verification of such a group that is under way is waited for, so that nothing
+    admitted is ever thrown away. From here on, what is older than the next step may take is stale.
+    """
+    at = progress(connection)
+    step, oldest = at.next_step, at.floor(spec.batch)
+    if step >= spec.training.steps or step > at.head:
+        return None
+    pending = select(func.count()).where(slots.c.state == SlotState.SUBMITTED, slots.c.version <= oldest)
+    last_chance = step - spec.batch.max_async
+    if last_chance >= 0 and connection.execute(pending).scalar_one():
+        return None
+    query = (
+        select(groups.c.slot_id, groups.c.submission, groups.c.reward_mean, slots.c.version)
+        .join(slots, slots.c.id == groups.c.slot_id)
+        .where(groups.c.step.is_(None))
+        .order_by(slots.c.version, slots.c.id)
+    )
+    ready = connection.execute(query).all()
+    if len(ready) < spec.batch.groups_per_step:
+        return None
+    chosen = [row for rank, row in enumerate(ready) if rank < spec.batch.groups_per_step or row.version <= last_chance]
+    ids = [row.slot_id for row in chosen]
+    connection.execute(update(groups).where(groups.c.slot_id.in_(ids)).values(step=step))
+    connection.execute(update(slots).where(slots.c.id.in_(ids)).values(state=SlotState.USED))
+    connection.execute(
+        insert(steps).values(
+            step=step,
+            assigned_at=now,
+            reward_mean=sum(row.reward_mean for row in chosen) / len(chosen),
+            staleness_mean=sum(step - row.version for row in chosen) / len(chosen),
+        )
+    )
+    floor = progress(connection).floor(spec.batch)
+    abandoned = update(slots).where(slots.c.state.in_((SlotState.OPEN, SlotState.LEASED)), slots.c.version < floor)
+    connection.execute(abandoned.values(state=SlotState.STALE))
+    log.append(connection, BatchEntry(step=step, submissions=tuple(row.submission for row in chosen)))
+    return step
+
+
+def batch(connection: Connection, step: int) -> list[BatchRow]:
+    """The groups of `step`, in the order in which they are trained on."""
+    query = (
+        select(groups.c.submission, groups.c.blob, slots.c.version)
+        .join(slots, slots.c.id == groups.c.slot_id)
+        .where(groups.c.step == step)
+        .order_by(slots.c.version, slots.c.id)
+    )
+    return [BatchRow(*row) for row in connection.execute(query)]
+
+
+def unfinished_step(connection: Connection) -> int | None:
+    """The step that has its batch but no result yet, if any."""
+    return connection.execute(select(func.min(steps.c.step)).where(steps.c.finished_at.is_(None))).scalar()
+
+
+def finish_step(connection: Connection, step: int, *, stats: dict[str, float], now: float) -> None:
+    """Note that the policy after `step` is trained and published."""
+    row = update(steps).where(steps.c.step == step, steps.c.finished_at.is_(None))
+    connection.execute(row.values(finished_at=now, stats=json.dumps(stats)))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A policy as the origin announced it; `manifest` is the signed envelope."""
+
+    version: int
+    manifest_digest: str
+    result_digest: str
+    manifest: bytes
+
+
+def record_policy(connection: Connection, policy: Published, *, now: float) -> None:
+    """Make `policy` the run's newest; does nothing if it was recorded before."""
+    known = connection.execute(select(policies.c.version).where(policies.c.version == policy.version)).first()
+    if known is not None:
+        return
+    connection.execute(
+        insert(policies).values(
+            version=policy.version,
+            manifest_digest=policy.manifest_digest,
+            result_digest=policy.result_digest,
+            manifest=policy.manifest,
+            published_at=now,
+        )
+    )
+    entry = PolicyEntry(
+        version=policy.version, manifest_digest=policy.manifest_digest, result_digest=policy.result_digest
+    )
+    log.append(connection, entry)

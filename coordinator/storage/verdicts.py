@@ -1,0 +1,184 @@
+"""The verifiers' queue, and what a verdict changes, in one transaction with its log entry."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, and_, insert, or_, select, update
+
+from coordinator.storage import log
+from coordinator.storage.schema import SlotState, SubmissionState, groups, nodes, policies, slots, submissions
+from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.messages import VerdictEntry
+from node.protocol.reasons import Reason
+from node.protocol.run import RunSpec
+
+MAX_ATTEMPTS = 3
+"""How often a verification that could not decide is tried before the slot is given out anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A submission that this verifier is to judge."""
+
+    submission: str
+    node: str
+    request: str
+    body: str
+    version: int
+    slot: int
+    slot_id: int
+    manifest_digest: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A verdict as it is stored; `group` is the admitted group's blob and its mean reward."""
+
+    outcome: Outcome
+    reason: Reason | None
+    detail: str
+    tokens: int
+    finding: Finding | None = None
+    figures: Figures | None = None
+    rewards: tuple[float, ...] | None = None
+    group: str | None = None
+
+
+def claim(connection: Connection, *, verifier: str, now: float, seconds: float) -> Claimed | None:
+    """Take the oldest submission that nobody works on, or that this verifier left when it died."""
+    free = or_(
+        submissions.c.state == SubmissionState.QUEUED,
+        and_(
+            submissions.c.state == SubmissionState.VERIFYING,
+            or_(submissions.c.claimed_until <= now, submissions.c.verifier == verifier),
+        ),
+    )
+    query = (
+        select(
+            submissions.c.submission,
+            submissions.c.node,
+            submissions.c.request,
+            submissions.c.body,
+            slots.c.version,
+            slots.c.number,
+            slots.c.id,
+            policies.c.manifest_digest,
+            submissions.c.attempts,
+        )
+        .join(slots, slots.c.id == submissions.c.slot_id)
+        .join(policies, policies.c.version == slots.c.version)
+        .where(free)
+        .order_by(submissions.c.received_at)
+        .limit(1)
+        .with_for_update(of=submissions, skip_locked=True)
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        return None
+    taken = Claimed(*row)
+    connection.execute(
+        update(submissions)
+        .where(submissions.c.submission == taken.submission)
+        .values(
+            state=SubmissionState.VERIFYING,
+            verifier=verifier,
+            claimed_until=now + seconds,
+            attempts=taken.attempts + 1,
+        )
+    )
+    return taken
+
+
+def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> bool:
+    """Store a decision once; False if another verifier was faster. An undecided one may be queued again."""
+    state = select(submissions.c.state).where(submissions.c.submission == claimed.submission)
+    if connection.execute(state).scalar_one() != SubmissionState.VERIFYING:
+        return False
+    if decision.outcome is Outcome.INDETERMINATE and claimed.attempts + 1 < MAX_ATTEMPTS:
+        _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
+        return True
+    index = log.append(connection, _entry(claimed, decision, now=now))
+    _update_submission(
+        connection,
+        claimed,
+        state=SubmissionState.DONE,
+        outcome=decision.outcome,
+        reason=decision.reason,
+        detail=decision.detail,
+        tokens=decision.tokens,
+        log_index=index,
+        decided_at=now,
+    )
+    admitted = decision.outcome is Outcome.ADMITTED
+    _update_slot(connection, claimed, admitted=admitted)
+    if admitted:
+        _store_group(connection, claimed, decision)
+    _update_standing(connection, claimed.node, decision, spec=spec, now=now)
+    return True
+
+
+def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
+    return VerdictEntry(
+        submission=claimed.submission,
+        node=claimed.node,
+        version=claimed.version,
+        manifest_digest=claimed.manifest_digest,
+        slot=claimed.slot,
+        request=claimed.request,
+        body=claimed.body,
+        outcome=decision.outcome,
+        reason=decision.reason,
+        finding=decision.finding,
+        detail=decision.detail,
+        figures=decision.figures,
+        rewards=decision.rewards,
+        tokens=decision.tokens,
+        decided_at=int(now),
+    )
+
+
+def _update_submission(connection: Connection, claimed: Claimed, **values: object) -> None:
+    row = update(submissions).where(submissions.c.submission == claimed.submission)
+    connection.execute(row.values(**values))
+
+
+def _update_slot(connection: Connection, claimed: Claimed, *, admitted: bool) -> None:
+    state = SlotState.ADMITTED if admitted else SlotState.OPEN
+    connection.execute(update(slots).where(slots.c.id == claimed.slot_id).values(state=state))
+
+
+def _store_group(connection: Connection, claimed: Claimed, decision: Decision) -> None:
+    rewards = decision.rewards or ()
+    connection.execute(
+        insert(groups).values(
+            slot_id=claimed.slot_id,
+            submission=claimed.submission,
+            blob=decision.group,
+            reward_mean=sum(rewards) / len(rewards),
+        )
+    )
+
+
+def _update_standing(connection: Connection, node: str, decision: Decision, *, spec: RunSpec, now: float) -> None:
+    """Credit an admitted group; make a rejected node wait, twice as long each time in a row."""
+    row = update(nodes).where(nodes.c.node == node)
+    if decision.outcome is Outcome.ADMITTED:
+        values = {
+            "admitted": nodes.c.admitted + 1,
+            "tokens": nodes.c.tokens + decision.tokens,
+            "rejected_streak": 0,
+        }
+        connection.execute(row.values(values))
+    elif decision.outcome is Outcome.REJECTED:
+        streak = connection.execute(select(nodes.c.rejected_streak).where(nodes.c.node == node)).scalar_one()
+        batch = spec.batch
+        wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
+        connection.execute(row.values(rejected=nodes.c.rejected + 1, rejected_streak=streak + 1, not_before=now + wait))
+
+
+def clock() -> float:
+    """Seconds since 1970; the one place where the operator's processes read the time."""
+    return time.time()

@@ -1,0 +1,241 @@
+"""Slots, leases and submissions: who works on what (docs/protocol.md, sections 5 and 6).
+
+Every function takes a write transaction, a clock reading and the run's spec, and keeps these invariants:
+
+- A slot is leased to one node at a time, and never again to a node whose submission for it was rejected.
+- At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
+  before a step can take it.
+- A slot whose version no coming step may train on is stale; nothing of it is leased or accepted.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, insert, or_, select, update
+
+from coordinator.storage.schema import (
+    LeaseState,
+    SlotState,
+    SubmissionState,
+    leases,
+    nodes,
+    policies,
+    slots,
+    steps,
+    submissions,
+)
+from node.protocol.admission import Outcome
+from node.protocol.messages import Lease, LeaseReply, LeaseRequest
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import BatchSpec, RunSpec
+
+IDLE_RETRY_SECONDS = 0.25
+_IN_FLIGHT = (SlotState.OPEN, SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the run is: the newest policy (-1 before the first) and the next step that has no batch yet."""
+
+    head: int
+    next_step: int
+
+    def floor(self, batch: BatchSpec) -> int:
+        """The oldest policy version that a coming step may still train on."""
+        return max(0, self.next_step - batch.max_async)
+
+
+def progress(connection: Connection) -> Progress:
+    """Read where the run is."""
+    head = connection.execute(select(func.max(policies.c.version))).scalar()
+    assigned = connection.execute(select(func.max(steps.c.step))).scalar()
+    return Progress(head=-1 if head is None else head, next_step=0 if assigned is None else assigned + 1)
+
+
+def lease(connection: Connection, *, node: str, request: LeaseRequest, spec: RunSpec, now: float) -> LeaseReply:
+    """Lease up to `request.slots` slots of one policy version that the node holds."""
+    expire_leases(connection, now=now)
+    at = progress(connection)
+    wait = _standing_wait(connection, node=node, now=now)
+    quota = min(request.slots, spec.batch.max_leases_per_node - _unfinished(connection, node))
+    if wait > 0 or quota <= 0 or at.head < 0:
+        return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
+    usable = [v for v in request.held_versions if at.floor(spec.batch) <= v <= at.head]
+    chosen = _reopened(connection, node=node, versions=usable, most=quota)
+    if at.head in usable and len(chosen) < quota and all(row.version == at.head for row in chosen):
+        chosen += _open_new(connection, at=at, most=quota - len(chosen), spec=spec, now=now)
+    granted = tuple(_grant(connection, row, node=node, spec=spec, now=now) for row in chosen)
+    return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
+
+
+def expire_leases(connection: Connection, *, now: float) -> None:
+    """End the leases whose time is over; their slots go to whoever asks next."""
+    ended = select(leases.c.lease).where(leases.c.state == LeaseState.ACTIVE, leases.c.expires_at <= now)
+    for name in connection.execute(ended).scalars().all():
+        _end_lease(connection, name, LeaseState.EXPIRED)
+
+
+def give_back(connection: Connection, *, node: str, lease_id: str, now: float) -> None:
+    """A node hands a lease back; the slot goes on unchanged. Raises Refusal."""
+    _active_lease(connection, node=node, lease_id=lease_id, now=now)
+    _end_lease(connection, lease_id, LeaseState.RETURNED)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A submission whose body is stored: the blobs of its signed request and of the Parquet file."""
+
+    submission: str
+    request: str
+    body: str
+    body_bytes: int
+
+
+def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> int:
+    """The slot (by id) that `node` may submit under `lease_id`. Raises Refusal."""
+    row = _active_lease(connection, node=node, lease_id=lease_id, now=now)
+    floor = progress(connection).floor(spec.batch)
+    if row.version < floor:
+        raise Refusal(Reason.STALE_POLICY, f"The slot is of policy {row.version}, the oldest still taken is {floor}.")
+    slot_id: int = row.slot_id
+    return slot_id
+
+
+def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
+    """Put a stored submission into the verifiers' queue. Raises Refusal."""
+    slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
+    # An undecided file may come again: the slot was given out anew, and honest nodes generate the same bytes.
+    known = select(submissions.c.submission, submissions.c.node).where(
+        submissions.c.body == arrival.body,
+        or_(submissions.c.outcome.is_(None), submissions.c.outcome != Outcome.INDETERMINATE),
+    )
+    earlier = connection.execute(known).first()
+    if earlier is not None:
+        own = earlier.submission if earlier.node == node else None
+        raise Refusal(Reason.DUPLICATE_SUBMISSION, "This very file was submitted before.", submission=own)
+    connection.execute(update(leases).where(leases.c.lease == lease_id).values(state=LeaseState.SUBMITTED))
+    connection.execute(update(slots).where(slots.c.id == slot_id).values(state=SlotState.SUBMITTED))
+    connection.execute(
+        insert(submissions).values(
+            submission=arrival.submission,
+            lease=lease_id,
+            slot_id=slot_id,
+            node=node,
+            request=arrival.request,
+            body=arrival.body,
+            body_bytes=arrival.body_bytes,
+            received_at=now,
+            state=SubmissionState.QUEUED,
+            attempts=0,
+        )
+    )
+
+
+def _active_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> _LeaseRow:
+    query = (
+        select(leases.c.node, leases.c.state, leases.c.expires_at, leases.c.slot_id, slots.c.version, slots.c.state)
+        .join(slots, slots.c.id == leases.c.slot_id)
+        .where(leases.c.lease == lease_id)
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
+    holder, state, expires_at, slot_id, version, slot_state = row
+    if holder != node:
+        raise Refusal(Reason.FOREIGN_LEASE, f"Lease {lease_id[:16]}….")
+    if state == LeaseState.SUBMITTED:
+        own = connection.execute(select(submissions.c.submission).where(submissions.c.lease == lease_id)).scalar()
+        raise Refusal(Reason.DUPLICATE_SUBMISSION, f"Lease {lease_id[:16]}… was used.", submission=own)
+    if slot_state == SlotState.STALE:
+        raise Refusal(Reason.STALE_POLICY, f"Policy {version} is too old now.")
+    if state != LeaseState.ACTIVE or expires_at <= now:
+        raise Refusal(Reason.EXPIRED_LEASE, f"Lease {lease_id[:16]}… ended.")
+    return _LeaseRow(slot_id=slot_id, version=version)
+
+
+@dataclass(frozen=True, slots=True)
+class _LeaseRow:
+    slot_id: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotRow:
+    id: int
+    version: int
+    number: int
+
+
+def _end_lease(connection: Connection, name: str, state: LeaseState) -> None:
+    slot_id = connection.execute(select(leases.c.slot_id).where(leases.c.lease == name)).scalar_one()
+    connection.execute(update(leases).where(leases.c.lease == name).values(state=state))
+    reopen = update(slots).where(slots.c.id == slot_id, slots.c.state == SlotState.LEASED)
+    connection.execute(reopen.values(state=SlotState.OPEN))
+
+
+def _standing_wait(connection: Connection, *, node: str, now: float) -> float:
+    """Seconds for which this node gets no work after rejections. Raises Refusal for an unknown node."""
+    not_before = connection.execute(select(nodes.c.not_before).where(nodes.c.node == node)).scalar()
+    if not_before is None:
+        raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
+    connection.execute(update(nodes).where(nodes.c.node == node).values(seen_at=now))
+    return max(0.0, float(not_before) - now)
+
+
+def _unfinished(connection: Connection, node: str) -> int:
+    """Leases that the node holds plus its submissions without a verdict."""
+    held = select(func.count()).where(leases.c.node == node, leases.c.state == LeaseState.ACTIVE)
+    waiting = select(func.count()).where(submissions.c.node == node, submissions.c.state != SubmissionState.DONE)
+    return int(connection.execute(held).scalar_one()) + int(connection.execute(waiting).scalar_one())
+
+
+def _reopened(connection: Connection, *, node: str, versions: list[int], most: int) -> list[_SlotRow]:
+    """Open slots that wait for another try, oldest first, all of one version."""
+    failed_here = select(submissions.c.slot_id).where(
+        submissions.c.node == node, submissions.c.outcome == Outcome.REJECTED
+    )
+    query = (
+        select(slots.c.id, slots.c.version, slots.c.number)
+        .where(slots.c.state == SlotState.OPEN, slots.c.version.in_(versions), slots.c.id.not_in(failed_here))
+        .order_by(slots.c.id)
+        .limit(most)
+        .with_for_update(skip_locked=True)
+    )
+    rows = [_SlotRow(*row) for row in connection.execute(query)]
+    return [row for row in rows if row.version == rows[0].version]
+
+
+def _open_new(connection: Connection, *, at: Progress, most: int, spec: RunSpec, now: float) -> list[_SlotRow]:
+    """Open new slots of the newest policy, as many as the coming steps can take in time."""
+    steps_open = min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step
+    in_flight = connection.execute(select(func.count()).where(slots.c.state.in_(_IN_FLIGHT))).scalar_one()
+    room = min(most, steps_open * spec.batch.groups_per_step - int(in_flight))
+    last = connection.execute(select(func.max(slots.c.number)).where(slots.c.version == at.head)).scalar()
+    first = 0 if last is None else last + 1
+    opened = []
+    for number in range(first, first + room):
+        values = {"version": at.head, "number": number, "state": SlotState.OPEN, "opened_at": now}
+        added = connection.execute(insert(slots).values(**values).returning(slots.c.id)).scalar_one()
+        opened.append(_SlotRow(id=added, version=at.head, number=number))
+    return opened
+
+
+def _grant(connection: Connection, row: _SlotRow, *, node: str, spec: RunSpec, now: float) -> Lease:
+    name = secrets.token_hex(32)
+    expires_at = now + spec.batch.lease_seconds
+    connection.execute(update(slots).where(slots.c.id == row.id).values(state=SlotState.LEASED))
+    connection.execute(
+        insert(leases).values(
+            lease=name, slot_id=row.id, node=node, state=LeaseState.ACTIVE, issued_at=now, expires_at=expires_at
+        )
+    )
+    digest = connection.execute(select(policies.c.manifest_digest).where(policies.c.version == row.version))
+    return Lease(
+        lease_id=name,
+        version=row.version,
+        manifest_digest=digest.scalar_one(),
+        slot=row.number,
+        expires_at=int(expires_at),
+    )
