@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -177,11 +176,11 @@ def trainer(
     origin = Origin(state / "origin", run_key, home.run_id, chunk_bytes=home.spec.broadcast.chunk_bytes)
     server = OriginServer(origin, host, port)
     click.echo(f"origin  http://{host}:{server.start()}")
-    stop = threading.Event()
+    work = Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=state, threads=threads))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: work.stop())
     try:
-        Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=state, threads=threads)).run(stop)
+        work.run()
     finally:
         server.stop()
         origin.close()

@@ -86,7 +86,13 @@ def _try_open(folder: Path, database_url: str | None) -> Home | None:
         database.close()
         return None
     spec = decode(RunSpec, known["spec"].encode(), max_bytes=MAX_SPEC_BYTES)
-    return Home(run_id=known["run_id"], spec=spec, database=database, blobs=BlobStore(folder / "blobs"), folder=folder)
+    return Home(
+        public_key=bytes.fromhex(known["public_key"]),
+        spec=spec,
+        database=database,
+        blobs=BlobStore(folder / "blobs"),
+        folder=folder,
+    )
 
 
 def _facts(connection: Connection) -> dict[str, str]:

@@ -1,1 +1,52 @@
-"""SHARDCAST: signed policy weights through a tree of relays that nobody trusts."""
+"""SHARDCAST: signed policy weights through a tree of relays that nobody trusts.
+
+    origin = Origin("store", key, run_id)                    # publisher
+    server = OriginServer(origin); port = server.start()
+    server.publish("weights.bin", version=1)
+
+    relay = Relay([upstream_url], store_dir="relay", run_id=run_id, publisher_key=public_key)
+    port = await relay.start()
+
+    async with Client(run_id, public_key, [relay_url], "state") as client:
+        head = await client.wait_head(after=0)
+        path = await client.fetch(head)                      # verified, whole
+
+Goals: every byte is checked against a signature before anyone sees it; a version flows through the tree
+while it is still arriving; slow, silent and lying relays cost time only. Non-goals: secrecy (weights are
+public to whoever asks) and choosing whom to fetch from (the caller lists the sources).
+"""
+
+from shardcast.board import Board
+from shardcast.client import Client, Progress
+from shardcast.download import DownloadLimits
+from shardcast.listener import Listener, ServerLimits, listen
+from shardcast.manifest import Head, Limits, Manifest, SignedManifest
+from shardcast.origin import Origin, OriginServer
+from shardcast.relay import Relay
+from shardcast.server import make_app
+from shardcast.sources import SourceLimits
+from shardcast.transport import TransportLimits
+from shardcast.trust import FraudProof, TrustedState, check_fraud_proof
+
+__all__ = [
+    "Board",
+    "Client",
+    "DownloadLimits",
+    "FraudProof",
+    "Head",
+    "Limits",
+    "Listener",
+    "Manifest",
+    "Origin",
+    "OriginServer",
+    "Progress",
+    "Relay",
+    "ServerLimits",
+    "SignedManifest",
+    "SourceLimits",
+    "TransportLimits",
+    "TrustedState",
+    "check_fraud_proof",
+    "listen",
+    "make_app",
+]

@@ -21,6 +21,20 @@ from shardcast.errors import BadSignature, Malformed
 MAGIC = b"VSW1"
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+# Points whose order divides the cofactor (RFC 8032, 5.1.7 leaves them to the caller), with the sign bit cleared:
+# under such a key one constant signature is valid for every message, so it would sign for everybody.
+_SMALL_ORDER = frozenset(
+    bytes.fromhex(point)
+    for point in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
 _OVERHEAD_BYTES = len(MAGIC) + 1 + 255 + 2 + KEY_BYTES + 4 + SIGNATURE_BYTES
 
 
@@ -70,6 +84,8 @@ def open_envelope(
         raise Malformed(f"a payload of {len(opened.payload)} bytes, more than is allowed here", code="oversized")
     if signer is not None and opened.signer != signer:
         raise BadSignature(f"signed by {opened.signer.hex()[:16]}…, expected {signer.hex()[:16]}…", code="wrong_signer")
+    if opened.signer[:-1] + bytes([opened.signer[-1] & 0x7F]) in _SMALL_ORDER:
+        raise BadSignature("signed by a key of small order, which signs anything", code="weak_key")
     try:
         Ed25519PublicKey.from_public_bytes(opened.signer).verify(data[signed_bytes:], data[:signed_bytes])
     except (InvalidSignature, ValueError) as error:

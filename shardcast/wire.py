@@ -47,9 +47,9 @@ def decode(cls: type[T], data: bytes, *, max_bytes: int) -> T:
         value = msgspec.json.decode(data, type=cls)
         again = msgspec.json.encode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise Malformed(f"not a valid {cls.__name__}: {error}") from error
+        raise Malformed(f"not a valid {_name(cls)}: {error}") from error
     if again != data:
-        raise Malformed(f"not the canonical encoding of a {cls.__name__}", code="not_canonical")
+        raise Malformed(f"not the canonical encoding of a {_name(cls)}", code="not_canonical")
     return value
 
 
@@ -70,3 +70,8 @@ def derive(context: str, *parts: bytes) -> bytes:
 def is_digest(text: str) -> bool:
     """Whether `text` is a digest in the one form that is allowed; safe as a file name if so."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def _name(cls: Any) -> str:
+    """The name of a type for people; a union of types has none of its own."""
+    return str(getattr(cls, "__name__", cls))

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from coordinator.storage import log
 from coordinator.storage.schema import SlotState, groups, policies, slots, steps
-from coordinator.storage.work import progress
+from coordinator.storage.work import Progress, progress
 from node.protocol.messages import BatchEntry, PolicyEntry
 from node.protocol.run import RunSpec
 
@@ -23,32 +23,29 @@ class BatchRow:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    slot_id: int
+    submission: str
+    reward_mean: float
+    version: int
+
+
+def may_assign(connection: Connection, *, spec: RunSpec) -> bool:
+    """Whether `assign_batch` would find a batch; takes no lock, so the answer may be out of date."""
+    return _choose(connection, progress(connection), spec=spec) is not None
+
+
 def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | None:
     """Give the next step its groups and return its number, or None while there are too few.
 
-    The oldest groups come first. Groups that no later step could take join this one even beyond
-    `groups_per_step`, and a verification of such a group that is under way is waited for, so that nothing
-    admitted is ever thrown away. From here on, what is older than the next step may take is stale.
+    From here on, what is older than the step after may take is stale.
     """
     at = progress(connection)
-    step, oldest = at.next_step, at.floor(spec.batch)
-    if step >= spec.training.steps or step > at.head:
+    chosen = _choose(connection, at, spec=spec)
+    if chosen is None:
         return None
-    pending = select(func.count()).where(slots.c.state == SlotState.SUBMITTED, slots.c.version <= oldest)
-    last_chance = step - spec.batch.max_async
-    if last_chance >= 0 and connection.execute(pending).scalar_one():
-        return None
-    query = (
-        select(groups.c.slot_id, groups.c.submission, groups.c.reward_mean, slots.c.version)
-        .join(slots, slots.c.id == groups.c.slot_id)
-        .where(groups.c.step.is_(None))
-        .order_by(slots.c.version, slots.c.id)
-    )
-    ready = connection.execute(query).all()
-    if len(ready) < spec.batch.groups_per_step:
-        return None
-    chosen = [row for rank, row in enumerate(ready) if rank < spec.batch.groups_per_step or row.version <= last_chance]
-    ids = [row.slot_id for row in chosen]
+    step, ids = at.next_step, [row.slot_id for row in chosen]
     connection.execute(update(groups).where(groups.c.slot_id.in_(ids)).values(step=step))
     connection.execute(update(slots).where(slots.c.id.in_(ids)).values(state=SlotState.USED))
     connection.execute(
@@ -64,6 +61,31 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
     connection.execute(abandoned.values(state=SlotState.STALE))
     log.append(connection, BatchEntry(step=step, submissions=tuple(row.submission for row in chosen)))
     return step
+
+
+def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Ready] | None:
+    """The next step's groups, the oldest first, or None while it has to wait.
+
+    Groups that no later step could take join this one even beyond `groups_per_step`, and a verification of
+    such a group that is under way is waited for, so that nothing admitted is ever thrown away.
+    """
+    step = at.next_step
+    if step >= spec.training.steps or step > at.head:
+        return None
+    last_chance = step - spec.batch.max_async
+    pending = select(func.count()).where(slots.c.state == SlotState.SUBMITTED, slots.c.version <= last_chance)
+    if connection.execute(pending).scalar_one():
+        return None
+    query = (
+        select(groups.c.slot_id, groups.c.submission, groups.c.reward_mean, slots.c.version)
+        .join(slots, slots.c.id == groups.c.slot_id)
+        .where(groups.c.step.is_(None))
+        .order_by(slots.c.version, slots.c.id)
+    )
+    ready = [_Ready(*row) for row in connection.execute(query)]
+    if len(ready) < spec.batch.groups_per_step:
+        return None
+    return [row for rank, row in enumerate(ready) if rank < spec.batch.groups_per_step or row.version <= last_chance]
 
 
 def batch(connection: Connection, step: int) -> list[BatchRow]:

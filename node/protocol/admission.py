@@ -21,6 +21,9 @@ class Outcome(StrEnum):
     INDETERMINATE = "indeterminate"
 
 
+NOT_FINITE = 1e308  # what stands for NaN and the infinities, which JSON does not have
+
+
 class Figures(Wire, frozen=True):
     """What one prefill measured for one rollout; the worst chunk or token where several count.
 
@@ -50,14 +53,17 @@ class Finding(Wire, frozen=True):
 
 def worst(figures: Sequence[Figures]) -> Figures:
     """The largest of each figure over a group: what the log records as a verdict's evidence."""
-    return Figures(**{name: max(getattr(f, name) for f in figures) for name in Figures.__struct_fields__})
+    return Figures(**{name: max(_finite(getattr(f, name)) for f in figures) for name in Figures.__struct_fields__})
 
 
 def judge(figures: Sequence[Figures], *, limits: LimitsSpec) -> Finding | None:
     """The first failed check in the order of section 7, or None if every rollout is within the limits.
 
-    A figure that is not finite fails its check: doubt never passes.
+    A figure that is not finite fails its check: doubt never passes. Raises ValueError for no figures at all,
+    because nothing measured is not the same as nothing wrong.
     """
+    if not figures:
+        raise ValueError("nothing was measured")
     checks = (
         (Reason.PROOF_MISMATCH, "exponent_mismatches", limits.exponent_mismatches),
         (Reason.PROOF_MISMATCH, "mantissa_mean", limits.mantissa_mean),
@@ -68,8 +74,11 @@ def judge(figures: Sequence[Figures], *, limits: LimitsSpec) -> Finding | None:
     )
     for reason, name, limit in checks:
         for row, measured in enumerate(figures):
-            value = getattr(measured, name)
-            if not (math.isfinite(value) and value <= limit):
-                shown = value if math.isfinite(value) else 1e308
-                return Finding(reason=reason, row=row, figure=name, value=shown, limit=limit)
+            value = _finite(getattr(measured, name))
+            if value > limit:
+                return Finding(reason=reason, row=row, figure=name, value=value, limit=limit)
     return None
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else NOT_FINITE

@@ -82,11 +82,16 @@ class SubmissionReply(Wire, frozen=True):
 
 
 class ErrorReply(Wire, frozen=True):
-    """A refusal at the door. `server_time` lets a node correct its clock."""
+    """A refusal at the door.
+
+    `server_time` lets a node correct its clock. `submission` names the node's own earlier submission when a
+    duplicate is refused, so that a worker whose answer was lost finds its receipt.
+    """
 
     code: str
     message: str
     server_time: Count
+    submission: Digest | None = None
 
 
 class Receipt(Wire, frozen=True):

@@ -90,9 +90,13 @@ ADVICE: dict[Reason, str] = {
 
 
 class Refusal(Exception):
-    """Something was refused for a stable reason; `detail` says what was seen, without secrets."""
+    """Something was refused for a stable reason; `detail` says what was seen, without secrets.
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    `submission` is the sender's own earlier submission, where a duplicate of it was refused.
+    """
+
+    def __init__(self, reason: Reason, detail: str, *, submission: str | None = None) -> None:
         super().__init__(f"{reason.value}: {detail} {ADVICE[reason]}")
         self.reason = reason
         self.detail = detail
+        self.submission = submission

@@ -35,9 +35,12 @@ def read_authorization(header: str) -> bytes:
     if scheme != AUTHORIZATION_SCHEME or len(text) > MAX_HEADER_BYTES:
         raise Refusal(Reason.BAD_SIGNATURE, f"Authorization must be '{AUTHORIZATION_SCHEME} <envelope>'.")
     try:
-        return base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+        envelope = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error) as error:
         raise Refusal(Reason.BAD_SIGNATURE, "The Authorization header is not base64url.") from error
+    if base64.urlsafe_b64encode(envelope).decode("ascii") != text:
+        raise Refusal(Reason.BAD_SIGNATURE, "The Authorization header is not canonical base64url.")
+    return envelope
 
 
 def open_claim(envelope: bytes) -> tuple[bytes, RequestClaim]:

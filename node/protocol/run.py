@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
-from shardcast.wire import Count, Digest, PublicKey, Wire, decode, derive, digest, encode
+from shardcast.wire import MAX_INTEGER, Count, Digest, PublicKey, Wire, decode, derive, digest, encode
 
 DESCRIPTOR_DOMAIN = "veriswarm/run"
 DESCRIPTOR_VERSION = 1
@@ -24,6 +24,10 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e9)]
 Url = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
+
+Argument = (
+    str | bool | Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)] | Annotated[float, Meta(ge=-1e15, le=1e15)]
+)
 
 
 class ModelSpec(Wire, frozen=True):
@@ -38,7 +42,7 @@ class EnvironmentSpec(Wire, frozen=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
-    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
+    arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
 
 
 class SamplingSpec(Wire, frozen=True):
@@ -100,7 +104,7 @@ class TrainingSpec(Wire, frozen=True):
 class BroadcastSpec(Wire, frozen=True):
     """How policies travel."""
 
-    chunk_bytes: Annotated[int, Meta(ge=4096, le=64 * 1024 * 1024)] = 1024 * 1024
+    chunk_bytes: Annotated[int, Meta(ge=4096, le=16 * 1024 * 1024)] = 1024 * 1024
     keep_versions: Positive = 8
 
 
@@ -159,7 +163,7 @@ def parse_run_toml(text: str) -> RunSpec:
     try:
         raw: dict[str, Any] = tomllib.loads(text)
         return msgspec.convert(raw, RunSpec)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise Malformed(f"run.toml: {error}", code="bad_run_toml") from error
 
 

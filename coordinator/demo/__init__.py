@@ -1,0 +1,1 @@
+"""A whole swarm on one machine: `veriswarm demo` starts it, watches it, and reports on it."""

@@ -1,0 +1,200 @@
+"""The trainer process: takes admitted groups, makes the next policy, and publishes it from its origin.
+
+A step is: give it its batch (one transaction, logged), train, write the checkpoint, publish. Each is durable
+before the next begins, and each can be done again with the same result, so a trainer that is killed anywhere
+resumes at the same step, with the same batch and the same optimizer state.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from coordinator.errors import CoordinatorError, StorageFault
+from coordinator.home import Home
+from coordinator.storage import training
+from coordinator.storage.training import Published
+from coordinator.storage.verdicts import clock
+from coordinator.training.checkpoint import TrainerState, checkpoints, load_checkpoint, save_checkpoint
+from coordinator.training.groups import decode_group
+from coordinator.training.grpo import make_optimizer, train_step
+from coordinator.training.initial import initial_policy
+from node.policy import load_policy, save_policy
+from shardcast import Origin, OriginServer
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.05
+CHECKPOINTS_KEPT = 3
+_PROGRESS_SECONDS = 0.2
+
+
+class Stopped(CoordinatorError):
+    """The trainer was asked to stop while it made the first policy."""
+
+    code = "stopped"
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How this process works; the recipe is the run's."""
+
+    state: Path
+    threads: int = 1
+
+
+@dataclass
+class Learner:
+    """What training changes: `step` counts finished steps, and is the version of the policy in `model`."""
+
+    step: int
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    optimizer: torch.optim.Optimizer
+    stats: dict[str, float]
+
+
+class Trainer:
+    """Trains a run to its last step, then goes on serving its policies until it is stopped."""
+
+    def __init__(self, home: Home, *, origin: Origin, server: OriginServer, settings: TrainerSettings) -> None:
+        self._home = home
+        self._origin = origin
+        self._server = server
+        self._state = settings.state
+        self._threads = settings.threads
+        self._checkpoints = settings.state / "checkpoints"
+        self._first_policy = settings.state / "policy-0.safetensors"
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Make `run` return soon; safe from a signal handler or another thread."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Train until the run's last step, serve until `stop`."""
+        torch.set_num_threads(self._threads)
+        try:
+            learner = self._restore()
+        except Stopped:
+            return
+        self._publish(learner)
+        waited_since = time.monotonic()
+        while not self._stop.is_set():
+            step = self._next_step()
+            if step is None:
+                self._stop.wait(IDLE_SECONDS)
+                continue
+            waited = time.monotonic() - waited_since
+            if step == learner.step:
+                self._train(learner, waited=waited)
+            self._publish(learner)
+            waited_since = time.monotonic()
+
+    def _restore(self) -> Learner:
+        """The newest checkpoint, or the run's first policy."""
+        if not self._first_policy.exists():
+            model, tokenizer = initial_policy(self._home.spec, progress=self._note_progress)
+            save_policy(_cast(model, self._dtype), tokenizer, self._first_policy)
+        # Read back even when just written, so that a restart begins with the same bits.
+        policy = load_policy(self._first_policy, dtype=torch.float32)
+        optimizer = make_optimizer(policy.model, self._home.spec.training)
+        learner = Learner(0, policy.model, policy.tokenizer, optimizer, {})
+        found = checkpoints(self._checkpoints)
+        if found:
+            state = load_checkpoint(found[-1], model=policy.model, optimizer=optimizer)
+            learner.step = state.step
+            learner.stats = json.loads(str(state.counters["stats"]))
+            log.info("resuming at step %d", learner.step)
+        self._note("training", learner.step, self._home.spec.training.steps)
+        return learner
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._home.spec.model.dtype)
+        return dtype
+
+    def _next_step(self) -> int | None:
+        """The step that a killed trainer left, else a new one if enough was admitted."""
+        with self._home.database.read() as connection:
+            unfinished = training.unfinished_step(connection)
+            if unfinished is None and not training.may_assign(connection, spec=self._home.spec):
+                return None
+        if unfinished is not None:
+            return unfinished
+        with self._home.database.write() as connection:
+            return training.assign_batch(connection, spec=self._home.spec, now=clock())
+
+    def _train(self, learner: Learner, *, waited: float) -> None:
+        """Train one step and make it durable."""
+        started = time.monotonic()
+        with self._home.database.read() as connection:
+            rows = training.batch(connection, learner.step)
+        groups = [decode_group(self._home.blobs.get(row.blob)) for row in rows]
+        learner.model.train()
+        stats = train_step(learner.model, learner.optimizer, groups, spec=self._home.spec, step=learner.step)
+        learner.model.train(mode=False)
+        learner.stats = stats | {"wait_seconds": waited, "train_seconds": time.monotonic() - started}
+        learner.step += 1
+        state = TrainerState(step=learner.step, counters={"stats": json.dumps(learner.stats)})
+        save_checkpoint(
+            self._checkpoints,
+            model=learner.model,
+            optimizer=learner.optimizer,
+            state=state,
+            keep=CHECKPOINTS_KEPT,
+        )
+
+    def _publish(self, learner: Learner) -> None:
+        """Announce policy `learner.step` and finish the step that made it; does nothing the second time."""
+        started = time.monotonic()
+        manifest_digest = self._announce(learner)
+        signed = self._origin.store.get(learner.step)
+        if signed is None or signed.digest != manifest_digest:
+            raise StorageFault(f"the origin lost policy {learner.step}")
+        policy = Published(
+            version=learner.step,
+            manifest_digest=signed.digest,
+            result_digest=signed.manifest.result_digest,
+            manifest=signed.envelope,
+        )
+        stats = learner.stats | {"publish_seconds": time.monotonic() - started}
+        with self._home.database.write() as connection:
+            training.record_policy(connection, policy, now=clock())
+            training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
+        self._note("training", learner.step, self._home.spec.training.steps)
+        log.info("policy %d is published", learner.step)
+
+    def _announce(self, learner: Learner) -> str:
+        """Write the policy's file in the run's dtype and give it to the origin."""
+        if learner.step == 0:
+            return self._server.publish(self._first_policy, version=0)
+        path = self._state / "policy.safetensors"
+        save_policy(_cast(learner.model, self._dtype), learner.tokenizer, path)
+        return self._server.publish(path, version=learner.step)
+
+    def _note_progress(self, done: int, total: int, loss: float) -> None:
+        if self._stop.is_set():
+            raise Stopped("stopped during the warm start")
+        self._note("warm start", done, total, loss=loss)
+
+    def _note(self, phase: str, done: int, total: int, *, loss: float | None = None) -> None:
+        """Leave a note for whoever watches the state folder."""
+        path = self._state / "progress.json"
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode({"phase": phase, "done": done, "total": total, "loss": loss}))
+        partial.replace(path)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """`model` in the dtype that workers run; the trainer's own weights stay float32."""
+    return model if model.dtype == dtype else copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]  # its stub

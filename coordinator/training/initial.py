@@ -1,0 +1,47 @@
+"""The policy that a run starts from: `model.initial` in run.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from coordinator.errors import BadConfiguration
+from coordinator.training.warm_start import Progress, warm_start
+from node.protocol.run import RunSpec
+from node.tiny import make_model, make_tokenizer
+
+WARM_STARTED = "tiny"
+RANDOM = "random-tiny"
+
+
+def initial_policy(
+    spec: RunSpec, *, progress: Progress | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model, in float32 (the trainer's master weights), and its tokenizer; raises BadConfiguration.
+
+    "tiny" is warm-started from `spec.seed`, "random-tiny" is not trained at all (for tests), and anything else
+    is a local folder in Hugging Face's layout with safetensors weights. Nothing is ever downloaded.
+    """
+    initial = spec.model.initial
+    if initial == WARM_STARTED:
+        return warm_start(seed=spec.seed, progress=progress)
+    if initial == RANDOM:
+        return make_model(spec.seed), make_tokenizer()
+    return _from_folder(Path(initial))
+
+
+def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    if not (folder / "config.json").is_file():
+        raise BadConfiguration(f"model.initial: {folder} is neither 'tiny' nor a folder with a config.json")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise BadConfiguration(f"model.initial: {folder} cannot be loaded: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise BadConfiguration(f"model.initial: {folder} has no fast tokenizer (tokenizer.json)")
+    return model, tokenizer

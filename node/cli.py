@@ -1,0 +1,406 @@
+"""The `veriswarm` command: what every participant runs, and the operator's commands where they are installed.
+
+Settings come from flags, then the environment (VERISWARM_<COMMAND>_<FLAG>), then the TOML file of --config,
+then defaults. Whatever goes wrong is one sentence that says what to do, with exit code 2 for a wrong command
+line and 1 for everything else; --debug shows the traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from node.config import default_map, load_config, name_variables
+from node.identity import create_key, load_key, load_or_create_key, node_id
+from node.protocol.reasons import Refusal
+from node.protocol.run import run_id_of
+from node.signals import stop_on_signals
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "veriswarm.commands"
+ENVIRONMENT = "VERISWARM"
+REPEAT_SECONDS = 60.0
+_RUN_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class Failed(click.ClickException):
+    """A failure as a person should see it."""
+
+    exit_code = 1
+
+
+class CouldNotRun(Failed):
+    """A failure of a command whose exit code 1 is an answer."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def explained(failure: type[Failed] = Failed) -> Iterator[None]:
+    """Turn whatever goes wrong inside into one sentence, unless --debug was given."""
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        ctx = click.get_current_context(silent=True)
+        if ctx is not None and ctx.find_root().params.get("debug"):
+            raise
+        raise failure(_sentence(error)) from error
+
+
+def _sentence(error: Exception) -> str:
+    """Errors of this project speak for themselves: each has a stable `code`, or a `reason`."""
+    if isinstance(getattr(error, "code", None), str) or isinstance(error, Refusal):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'The system'}: {error.strerror or error}"
+    return f"Something unexpected happened ({type(error).__name__}: {error}); run again with --debug, and report it."
+
+
+class Commands(click.Group):
+    """The built-in commands, and those of other packages by entry point."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._others: dict[str, click.Command] | None = None
+        self._unloadable: dict[str, Exception] = {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command there is, in the order of the help."""
+        return sorted({*super().list_commands(ctx), *self._load_others()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command; other packages are imported only when it is none of ours."""
+        command = super().get_command(ctx, cmd_name) or self._load_others().get(cmd_name)
+        if command is not None:
+            name_variables(command, prefix=f"{ENVIRONMENT}_{cmd_name}")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it; a command that is missing because its package does not load says so."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            hints = [
+                f"(the commands of {name!r} could not be loaded: {reason})" for name, reason in self._unloadable.items()
+            ]
+            raise click.UsageError("\n".join((error.message, *hints)), ctx) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; its failure is one sentence."""
+        with explained():
+            return super().invoke(ctx)
+
+    def _load_others(self) -> dict[str, click.Command]:
+        if self._others is None:
+            self._others = {}
+            for entry in metadata.entry_points(group=ENTRY_POINTS):
+                try:
+                    self._others |= {str(command.name): command for command in entry.load()}
+                except Exception as error:
+                    log.debug("the commands of %s", entry.value, exc_info=True)
+                    self._unloadable[entry.name] = error
+        return self._others
+
+
+class Unrepeated(logging.Filter):
+    """Lets a message through once a minute: an outage is a line, not a line per retry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether `record` says something new."""
+        now = time.monotonic()
+        self._said = {text: at for text, at in self._said.items() if now - at < REPEAT_SECONDS}
+        return self._said.setdefault(record.getMessage(), now) == now
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Lines on stderr: time, level where it is not INFO, and the message."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S"))
+    if not verbose:
+        handler.addFilter(Unrepeated())
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, handlers=[handler], force=True)
+    for package in ("node", "coordinator", "shardcast"):
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar=f"{ENVIRONMENT}_CONFIG",
+    help="TOML file with a table per command.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Log every detail.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.pass_context
+def main(ctx: click.Context, config: Path | None, verbose: bool, debug: bool) -> None:  # noqa: ARG001
+    """Train a language model on machines that nobody vouches for.
+
+    \b
+    Contribute:   veriswarm worker --coordinator URL --run-id ID
+    Help others:  veriswarm relay --coordinator URL --run-id ID
+    Check a run:  veriswarm audit URL --run-id ID
+
+    Every flag can also be an environment variable, such as VERISWARM_WORKER_SLOTS=8, or a key in the
+    TOML file of --config, such as `slots = 8` under [worker]. The flag wins, then the environment.
+    """
+    set_up_logging(verbose=verbose)
+    if config is not None:
+        ctx.default_map = default_map(load_config(config), main, ctx)
+
+
+def _check_run_id(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    if _RUN_ID.fullmatch(value) is None:
+        raise click.BadParameter("a run's id has 64 hexadecimal digits; copy it from whoever told you of the run.")
+    return value
+
+
+_COORDINATOR = click.option("--coordinator", metavar="URL", required=True, help="The coordinator's address.")
+_RUN_ID_OPTION = click.option(
+    "--run-id",
+    metavar="ID",
+    required=True,
+    callback=_check_run_id,
+    help="Which run; all that is trusted follows from it.",
+)
+_KEY = click.option(
+    "--key",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="This node's key file, made if missing.  [default: key in the state folder]",
+)
+_STATE = click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="This node's own folder, kept across restarts.  [default: under ~/.veriswarm]",
+)
+
+
+def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
+    return state or Path.home() / ".veriswarm" / run_id[:16] / role
+
+
+@main.command()
+@_COORDINATOR
+@_RUN_ID_OPTION
+@_KEY
+@_STATE
+@click.option("--engine", type=click.Choice(["torch"]), default="torch", show_default=True, help="What generates.")
+@click.option(
+    "--slots", type=click.IntRange(1, 1024), default=4, show_default=True, help="Most slots leased at once, one batch."
+)
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="CPU threads for torch.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, 3600),
+    default=10.0,
+    show_default=True,
+    help="Seconds to finish a batch on SIGTERM; a longer one is handed back.",
+)
+@click.option("--once", is_flag=True, help="Do one batch, wait for its receipts, and end.")
+def worker(
+    *,
+    coordinator: str,
+    run_id: str,
+    key: Path | None,
+    state: Path | None,
+    engine: str,  # noqa: ARG001  (one choice so far)
+    slots: int,
+    threads: int,
+    grace: float,
+    once: bool,
+) -> None:
+    """Generate rollouts for a run and earn receipts for them.
+
+    \b
+    Example:
+      veriswarm worker --coordinator http://192.0.2.1:8700 --run-id 5f3c...
+    It makes its key, fetches the policy, works, and waits whenever the coordinator or the relays are away.
+    Ctrl-C finishes the batch or hands it back. What it does now is in status.json in its state folder.
+    """
+    from node.engines.torch import TorchEngine
+    from node.worker import WorkerSettings, run_worker
+
+    folder = _state_folder(state, run_id, "worker")
+    settings = WorkerSettings(
+        coordinator=coordinator, run_id=run_id, state=folder, slots=slots, grace_seconds=grace, once=once
+    )
+    node_key = load_or_create_key(key or folder / "key")
+
+    async def work() -> None:
+        await run_worker(
+            settings,
+            key=node_key,
+            make_engine=lambda spec: TorchEngine(spec, threads=threads),
+            stop=stop_on_signals(),
+        )
+
+    asyncio.run(work())
+
+
+@main.command()
+@_COORDINATOR
+@_RUN_ID_OPTION
+@_KEY
+@_STATE
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8720, show_default=True, help="0 takes a free one.")
+@click.option("--public-url", metavar="URL", help="Where others find this relay.  [default: http://HOST:PORT]")
+@click.option(
+    "--upstream",
+    "upstreams",
+    metavar="URL",
+    multiple=True,
+    help="An origin or relay to fetch from; repeatable.  [default: the run's relays]",
+)
+@click.option("--quota-gb", type=click.FloatRange(min=0, min_open=True), help="Most disk to use.  [default: no limit]")
+def relay(
+    *,
+    coordinator: str,
+    run_id: str,
+    key: Path | None,
+    state: Path | None,
+    host: str,
+    port: int,
+    public_url: str | None,
+    upstreams: tuple[str, ...],
+    quota_gb: float | None,
+) -> None:
+    """Serve the run's policies to workers and other relays.
+
+    \b
+    Example, reachable by others:
+      veriswarm relay --coordinator http://192.0.2.1:8700 --run-id 5f3c... \\
+        --host 0.0.0.0 --public-url http://198.51.100.7:8720
+    Nobody has to trust a relay: whoever fetches from it checks every byte.
+    """
+    from node.relay import RelaySettings, run_relay
+
+    folder = _state_folder(state, run_id, "relay")
+    settings = RelaySettings(
+        coordinator=coordinator,
+        run_id=run_id,
+        state=folder,
+        host=host,
+        port=port,
+        public_url=public_url,
+        upstreams=upstreams,
+        quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
+    )
+    node_key = load_or_create_key(key or folder / "key")
+
+    async def serve() -> None:
+        await run_relay(settings, key=node_key, stop=stop_on_signals())
+
+    asyncio.run(serve())
+
+
+@main.command()
+@click.argument("url")
+@_RUN_ID_OPTION
+@click.option("--sample", type=click.IntRange(min=0), help="How many verdicts to derive again.  [default: a few]")
+@click.option("--all", "all_", is_flag=True, help="Derive every verdict again.")
+@click.option("--seed", type=int, help="Draw the same sample as an earlier audit with this seed.")
+@_STATE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@click.pass_context
+def audit(
+    ctx: click.Context,
+    *,
+    url: str,
+    run_id: str,
+    sample: int | None,
+    all_: bool,
+    seed: int | None,
+    state: Path | None,
+    as_json: bool,
+) -> None:
+    """Check a coordinator's log, and derive its verdicts again.
+
+    \b
+    Example:
+      veriswarm audit http://192.0.2.1:8700 --run-id 5f3c... --sample 20
+    Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
+    """
+    with explained(CouldNotRun):
+        if all_ and sample is not None:
+            raise click.UsageError("Give --sample or --all, not both.")
+        from node.audit import run_audit
+
+        folder = _state_folder(state, run_id, "audit")
+        code = asyncio.run(
+            run_audit(url, run_id=run_id, sample=sample, all_=all_, seed=seed, state_dir=folder, as_json=as_json)
+        )
+    ctx.exit(code)
+
+
+@main.group()
+def keys() -> None:
+    """Make and show keys: a node's identity, or a run's.
+
+    \b
+    Example:
+      veriswarm keys new run.key
+    """
+
+
+_KEY_FILE = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+
+
+@keys.command()
+@_KEY_FILE
+def new(file: Path) -> None:
+    """Make a key in FILE, readable by you alone, and print its public part.
+
+    \b
+    Example:
+      veriswarm keys new run.key
+    Keep a copy in a safe place: nobody can make it again.
+    """
+    click.echo(node_id(create_key(file)))
+
+
+@keys.command()
+@_KEY_FILE
+def show(file: Path) -> None:
+    """Print the public part of the key in FILE: the node's id.
+
+    \b
+    Example:
+      veriswarm keys show ~/.veriswarm/5f3c.../worker/key
+    """
+    click.echo(node_id(load_key(file)))
+
+
+@keys.command("run-id")
+@_KEY_FILE
+def show_run_id(file: Path) -> None:
+    """Print the id of the run whose key is in FILE; this is what contributors need to be told.
+
+    \b
+    Example:
+      veriswarm keys run-id run.key
+    """
+    click.echo(run_id_of(load_key(file).public_key().public_bytes_raw()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`reasoning_gym:<dataset>`: datasets of the reasoning-gym package (arXiv 2505.24760), where that is safe.
+
+Completions are written by strangers, and a good part of the package's scorers evaluate the answer as Python
+(`eval`, or sympy's `parse_expr`, which calls it). And a part of its problems follow the order of a set of
+strings, which differs from one process to the next, so nobody could re-derive a prompt. Only datasets that
+are free of both are offered: those that keep the package's own comparison of strings, and a few whose scorer
+was read (version 0.1.25).
+
+What this does not guarantee: problems are the package's, drawn with Python's `random`, so every participant
+needs the same version of it. The argument `package_version` makes a run say which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from node.environments.base import EnvironmentFault, Problem, answer_in, draws
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_CHARACTERS = 4096
+"""A longer answer earns nothing; every scorer offered takes time linear in it."""
+
+INSTRUCTION = "Think first, end your thoughts with </think>, and then give the answer and nothing else."
+
+# fmt: off
+PLAIN = frozenset({
+    "acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation", "caesar_cipher",
+    "count_bits", "count_primes", "course_schedule", "gcd", "largest_island", "lcm", "leg_counting",
+    "letter_counting", "mahjong_puzzle", "maze", "modulo_grid", "number_filtering", "number_sequence",
+    "rotate_matrix", "rotten_oranges", "simple_equations", "simple_geometry", "string_manipulation",
+    "string_splitting", "string_synthesis", "syllogism", "word_sequence_reversal",
+})
+"""Scored by the package's base class: equality, or the share of the answer that is the right one."""
+
+REVIEWED = frozenset({
+    "chain_sum", "gsm_symbolic", "number_format", "products", "sentence_reordering", "spell_backward", "word_sorting",
+})
+"""Scorers of their own that compare strings, floats or decimals and do nothing else."""
+
+_REFUSED = {
+    "its scorer evaluates the answer as Python code, so a completion could run anything": (
+        "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+        "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
+    ),
+    "its problems follow the order of a set of strings, which differs between processes": (
+        "isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder",
+    ),
+    "its scorer expands numbers such as 1e999999999 without a limit": ("coin_flip",),
+}
+# fmt: on
+WHY_REFUSED = {dataset: why for why, datasets in _REFUSED.items() for dataset in datasets}
+"""The refused datasets for which there is more to say than that nobody has read their scorer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGym:
+    """One dataset: problem `index` is the only item of the dataset made with a 32-bit seed drawn from it."""
+
+    dataset: str
+    settings: Mapping[str, Any]
+    package: ModuleType
+
+    @property
+    def name(self) -> str:
+        return f"reasoning_gym:{self.dataset}"
+
+    def problem(self, index: int) -> Problem:
+        source = self._make(next(draws(self.name, index)) >> 32)
+        try:
+            entry = source[0]
+        except Exception as error:
+            raise EnvironmentFault(
+                f"{self.name} could not make problem {index}: {error!r}", code="problem_failed"
+            ) from error
+        return Problem(f"{entry['question']}\n{INSTRUCTION}\n", {"entry": entry, "score": source.score_answer})
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        answer = answer_in(completion)
+        if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
+            return 0.0
+        try:
+            score = float(problem.data["score"](answer, problem.data["entry"]))
+        except Exception as error:  # noqa: BLE001  (a third party's scorer, fed by strangers)
+            log.warning("%s could not score an answer of %d characters: %r", self.name, len(answer), error)
+            return 0.0
+        return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
+
+    def _make(self, seed: int) -> Any:
+        try:
+            return self.package.create_dataset(self.dataset, seed=seed, size=1, **self.settings)
+        except Exception as error:
+            raise EnvironmentFault(f"{self.name} refuses its arguments: {error!r}", code="bad_arguments") from error
+
+
+def load_dataset(dataset: str, arguments: Mapping[str, Any]) -> ReasoningGym:
+    """The environment over `dataset`; `arguments` are its own settings, and `package_version`.
+
+    Raises EnvironmentFault: refused_dataset, package_missing, package_version, bad_arguments, problem_failed.
+    """
+    if dataset not in PLAIN | REVIEWED:
+        why = WHY_REFUSED.get(dataset, "its scorer has not been reviewed")
+        raise EnvironmentFault(f"reasoning_gym:{dataset} is refused: {why}", code="refused_dataset")
+    settings = dict(arguments)
+    package = _import_package(settings.pop("package_version", None))
+    reserved = settings.keys() & {"seed", "size"}
+    if reserved:
+        raise EnvironmentFault(
+            f"reasoning_gym:{dataset}: {sorted(reserved)} follow from the slot", code="bad_arguments"
+        )
+    environment = ReasoningGym(dataset, settings, package)
+    _check_scorer(environment)
+    environment.problem(0)
+    return environment
+
+
+def _import_package(wanted: object) -> ModuleType:
+    try:
+        package = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise EnvironmentFault(
+            "this run needs the reasoning-gym package: pip install 'veriswarm[reasoning-gym]'", code="package_missing"
+        ) from error
+    installed = version("reasoning_gym")
+    if wanted is not None and wanted != installed:
+        raise EnvironmentFault(
+            f"this run needs reasoning-gym {wanted}, {installed} is installed", code="package_version"
+        )
+    return package
+
+
+def _check_scorer(environment: ReasoningGym) -> None:
+    """A newer package may have given a PLAIN dataset a scorer of its own; nobody has read that one."""
+    base = importlib.import_module("reasoning_gym.dataset").ProceduralDataset
+    inherited = type(environment._make(0)).score_answer is base.score_answer
+    if environment.dataset in PLAIN and not inherited:
+        raise EnvironmentFault(
+            f"{environment.name} is refused: this version of reasoning-gym scores it in a new way",
+            code="refused_dataset",
+        )

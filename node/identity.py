@@ -1,0 +1,112 @@
+"""A node's identity: one Ed25519 key (RFC 8032) in a file that nobody else can read.
+
+The file holds the 32-byte seed in hexadecimal and a newline. A node's id is its public key in hexadecimal; a
+run's id is a digest of the run's public key (`node.protocol.run.run_id_of`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.errors import IdentityError
+from shardcast.files import sync_folder
+
+_MAX_FILE_BYTES = 128
+_SEED = re.compile(rb"([0-9a-f]{64})\n?")
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def load_or_create_key(path: Path) -> Ed25519PrivateKey:
+    """The key in `path`, made first if there is none; raises IdentityError."""
+    try:
+        return load_key(path)
+    except IdentityError as error:
+        if error.code != "key_missing":
+            raise
+    try:
+        return create_key(path)
+    except IdentityError as error:
+        if error.code != "key_exists":
+            raise
+    return load_key(path)
+
+
+def create_key(path: Path) -> Ed25519PrivateKey:
+    """Make a new key in `path`, mode 0600; raises IdentityError, `key_exists` rather than replace one.
+
+    The file appears complete or not at all: two processes that start at once agree on one key.
+    """
+    key = Ed25519PrivateKey.generate()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_new(temporary, key.private_bytes_raw().hex().encode() + b"\n")
+        try:
+            _link_new(temporary, path)
+        finally:
+            temporary.unlink()
+        sync_folder(path.parent)
+    except OSError as error:
+        raise IdentityError(f"The key file {path} could not be made: {error.strerror}.", code="key_path") from error
+    return key
+
+
+def load_key(path: Path) -> Ed25519PrivateKey:
+    """The key in `path`; raises IdentityError, `key_missing` if there is no such file."""
+    match = _SEED.fullmatch(_read_private(path))
+    if match is None:
+        raise IdentityError(
+            f"{path} is not a key file (64 hexadecimal digits); restore it from a backup, or name another.",
+            code="not_a_key",
+        )
+    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(match[1].decode()))
+
+
+def node_id(key: Ed25519PrivateKey) -> str:
+    """The node's id: its public key in hexadecimal."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError as error:
+        raise IdentityError(
+            f"{path} exists already; a key is never replaced, name another file.", code="key_exists"
+        ) from error
+
+
+def _read_private(path: Path) -> bytes:
+    """The file's content, if it is a regular file that only its owner can reach."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise IdentityError(
+            f"There is no key file {path}; make one with: veriswarm keys new {path}", code="key_missing"
+        ) from error
+    except OSError as error:
+        raise IdentityError(f"The key file {path} cannot be read: {error.strerror}.", code="key_path") from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise IdentityError(f"{path} is not a file; name the key file.", code="not_a_key")
+        if mode & _OTHERS:
+            raise IdentityError(
+                f"Other users can read or change the key file {path}; run: chmod 600 {path}", code="key_exposed"
+            )
+        return os.read(descriptor, _MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)

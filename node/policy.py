@@ -1,0 +1,379 @@
+"""A policy as one safetensors file: weights, configuration and tokenizer (docs/protocol.md, section 3).
+
+    tensors        the state dict; a weight that several modules share is stored once, under its first name
+    __metadata__   "format": "pt", "veriswarm": "policy/1",
+                   "config": the model's configuration, JSON; only the fields its own class declares
+                   "tokenizer": tokenizer.json; "tokenizer_config": {"eos_token", "pad_token", "unk_token"}
+
+A file comes from a stranger and is data, never code: only the families below are built, from this machine's
+transformers; a configuration names no kernel, no repository and no class. Sizes are compared before memory is
+taken, so a file makes a reader allocate about as much as it weighs itself. What a loaded policy is worth, or
+whether it is the run's, is for the manifest to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+FORMAT = "policy/1"
+FAMILIES = frozenset({"llama", "mistral", "olmo2", "qwen2", "qwen3"})
+"""Model types that are built: full attention with rotary positions, and logits = output embedding of the final norm."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit; a tokenizer.json takes most of it (tens of MB for large vocabularies)."""
+MAX_CONFIG_BYTES = 64 * 1024
+MAX_NUMBER = 2**24
+"""No size, count or token id of a configuration is larger."""
+MAX_LAYERS = 1024
+MAX_MESSAGE = 1000
+"""Characters of an error's sentence: part of it may be what a stranger wrote."""
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+_METADATA = frozenset({"format", "veriswarm", "config", "tokenizer", "tokenizer_config"})
+# Declared by every configuration, and either another task's or a caller's way to ask for outputs.
+_NOT_STORED = frozenset(
+    {
+        "architectures",
+        "chunk_size_feed_forward",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+class PolicyError(Exception):
+    """Base of the two below; `code` is stable across releases."""
+
+    code = "policy_error"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message[:MAX_MESSAGE])
+        if code is not None:
+            self.code = code
+
+
+class MalformedPolicy(PolicyError):
+    """The file is not a policy that this version builds: whoever made it is at fault, or this node is outdated.
+
+    Codes: not_safetensors, oversized_header, wrong_metadata, bad_config, unsupported_model, bad_tokenizer,
+    wrong_tensors, broken_model.
+    """
+
+    code = "malformed_policy"
+
+
+class UnreadablePolicy(PolicyError):
+    """This machine could not read the file."""
+
+    code = "unreadable"
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which of the tokenizer's entries end a text, pad it, and stand for what it does not know."""
+
+    eos_token: str
+    pad_token: str | None = None
+    unk_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model with what is needed to feed and read it. `vocabulary` counts logits, `hidden` the last norm's width."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: int
+    eos_ids: frozenset[int]
+    hidden: int
+
+
+def render_prompt(policy: Policy, text: str) -> list[int]:
+    """The token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds."""
+    ids: list[int] = policy.tokenizer(text)["input_ids"]
+    return ids
+
+
+def render_completion(policy: Policy, ids: list[int]) -> str:
+    """The text of a completion without its end mark; ids that the tokenizer has no entry for are dropped."""
+    kept = [token for token in ids if token not in policy.eos_ids]
+    text: str = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
+    return text
+
+
+def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Write `path` at once or not at all; equal input makes equal bytes. Streams, one tensor in memory at a time.
+
+    Raises ValueError for a model that `load_policy` would refuse for its family or dtypes, and OSError.
+    """
+    tensors = dict(sorted(_stored(model).items()))
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"a {model.config.model_type} model does not travel")
+    if {tensor.dtype for tensor in tensors.values()} != {model.dtype} or str(model.dtype)[6:] not in _DTYPES.values():
+        raise ValueError("a policy's tensors have one dtype: float32, bfloat16 or float16")
+    header = _header(tensors, _metadata(model, tokenizer))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for tensor in tensors.values():
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def load_policy(path: Path, *, dtype: torch.dtype) -> Policy:
+    """Build the policy in `path` on the CPU, in `dtype`, in evaluation mode.
+
+    Raises MalformedPolicy for whatever is wrong with the file and UnreadablePolicy where the disk is at fault.
+    """
+    try:
+        _check_file(path)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return _load(file, dtype=dtype)
+    except SafetensorError as error:
+        raise MalformedPolicy(f"not a safetensors file: {error}", code="not_safetensors") from error
+    except OSError as error:
+        raise UnreadablePolicy(f"cannot read {path}: {error}") from error
+
+
+def _load(file: Any, *, dtype: torch.dtype) -> Policy:
+    metadata = file.metadata() or {}
+    if set(metadata) != _METADATA or metadata["veriswarm"] != FORMAT:
+        raise MalformedPolicy(f"its metadata is not that of {FORMAT}", code="wrong_metadata")
+    shapes, stored = _declared(file)
+    config = _parse_config(metadata["config"], tensors=len(shapes))
+    if config.dtype != stored:
+        raise MalformedPolicy(f"holds {stored}, but its configuration says {config.dtype}", code="wrong_tensors")
+    tokenizer = _parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
+    eos_ids = _eos_ids(config, tokenizer)
+    model = _skeleton(config, dtype=dtype)
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in _stored(model).items()}, shapes)
+    _fill(model, {name: file.get_tensor(name).to(dtype, copy=True) for name in shapes})
+    _probe(model)
+    return Policy(model, tokenizer, config.vocab_size, eos_ids, config.hidden_size)
+
+
+def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict, shared weights once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: state[name] for name in first.values()}
+
+
+def _metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    values = model.config.to_dict() | {"dtype": str(model.dtype)[6:]}
+    config = {name: values[name] for name in _config_fields(type(model.config)) if name in values}
+    # Padding and truncation are how some earlier call used the tokenizer, not what it is.
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    marks = {name: getattr(tokenizer, name) for name in TokenizerConfig.__struct_fields__}
+    return {
+        "config": json.dumps(config | {"model_type": model.config.model_type}, sort_keys=True),
+        "format": "pt",
+        "tokenizer": json.dumps(backend, ensure_ascii=False, separators=(",", ":")),
+        "tokenizer_config": json.dumps(marks, ensure_ascii=False, sort_keys=True),
+        "veriswarm": FORMAT,
+    }
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The safetensors header. Written here because that package's own order of metadata varies between calls."""
+    names = {str(getattr(torch, dtype)): name for name, dtype in _DTYPES.items()}
+    entries: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": names[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise UnreadablePolicy(f"{path} is not a file")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise MalformedPolicy(f"its header claims {size} bytes, {MAX_HEADER_BYTES} are read", code="oversized_header")
+
+
+def _declared(file: Any) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
+    """The shapes and the one dtype that the header declares; nothing is read yet."""
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    dtypes = {part.get_dtype() for part in slices.values()}
+    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
+        raise MalformedPolicy(
+            f"tensors have one dtype of {sorted(_DTYPES)}, not {sorted(dtypes)}", code="wrong_tensors"
+        )
+    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    return shapes, getattr(torch, _DTYPES[dtypes.pop()])
+
+
+def _config_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """The fields a configuration may set: declared ones, so not `auto_map`, a kernel's or a quantizer's name."""
+    return frozenset(field.name for field in dataclasses.fields(config_class)) - _NOT_STORED
+
+
+def _parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
+    values = _decode_config(text)
+    family = values.pop("model_type", None)
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise MalformedPolicy(f"is of a family that is not built here: {str(family)[:100]!r}", code="unsupported_model")
+    config_class: type[PreTrainedConfig] = CONFIG_MAPPING[family]
+    unknown = sorted(values.keys() - _config_fields(config_class))
+    if unknown:
+        raise MalformedPolicy(f"its configuration sets {unknown[0][:100]!r}", code="bad_config")
+    if values.get("dtype") not in _DTYPES.values():
+        raise MalformedPolicy("its configuration names no dtype", code="bad_config")
+    layers = values.get("num_hidden_layers")
+    if not isinstance(layers, int) or not 1 <= layers <= min(MAX_LAYERS, tensors):
+        raise MalformedPolicy(f"{tensors} tensors are not {layers} layers", code="bad_config")
+    try:
+        config = config_class(**values)
+    except Exception as error:
+        raise MalformedPolicy(f"its configuration is refused: {error}", code="bad_config") from error
+    _check_attention(config)
+    return config
+
+
+def _decode_config(text: str) -> dict[str, Any]:
+    if len(text) > MAX_CONFIG_BYTES:
+        raise MalformedPolicy(f"its configuration has more than {MAX_CONFIG_BYTES} bytes", code="bad_config")
+    try:
+        values = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MalformedPolicy(f"its configuration is not JSON: {error}", code="bad_config") from error
+    _check_values(values, depth=2)
+    return values
+
+
+def _check_values(value: object, *, depth: int) -> None:
+    """Numbers that are sizes stay sizes that fit; containers nest twice at most (`rope_parameters`)."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise MalformedPolicy("its configuration nests too deep", code="bad_config")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_values(item, depth=depth - 1)
+    elif isinstance(value, int) and not 0 <= value <= MAX_NUMBER:
+        raise MalformedPolicy(f"its configuration has {str(value)[:30]}, at most {MAX_NUMBER} fits", code="bad_config")
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    """Refuse what makes a token's hidden state depend on more than the tokens before it, or on fewer.
+
+    Frequencies that change with the length of the batch would tell decoding and prefill apart, and so honest
+    workers from the verifier; windows are not what the engines' masks describe.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _ROPE_TYPES:
+        raise MalformedPolicy(f"its positions are not one of {sorted(_ROPE_TYPES)}", code="unsupported_model")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+        raise MalformedPolicy("its attention is not full in each layer", code="unsupported_model")
+
+
+def _parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:
+    try:
+        config = msgspec.json.decode(marks, type=TokenizerConfig)
+        backend = Tokenizer.from_str(text)
+    except Exception as error:
+        raise MalformedPolicy(f"its tokenizer is refused: {error}", code="bad_tokenizer") from error
+    entries = backend.get_vocab(with_added_tokens=True)
+    if max(entries.values(), default=-1) >= vocabulary:
+        raise MalformedPolicy("its tokenizer has ids that the model has not", code="bad_tokenizer")
+    named = {name: mark for name, mark in msgspec.structs.asdict(config).items() if mark is not None}
+    if not named.keys() >= {"eos_token"} or not set(named.values()) <= entries.keys():
+        raise MalformedPolicy("its tokenizer has no entry for an end or padding mark", code="bad_tokenizer")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)  # type: ignore[no-untyped-call]
+
+
+def _eos_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    declared = config.eos_token_id
+    ids = {*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None}
+    if not all(isinstance(token, int) and token < config.vocab_size for token in ids):
+        raise MalformedPolicy("an end mark is not in the model's vocabulary", code="bad_config")
+    return frozenset(ids)
+
+
+def _skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without memory for its weights, from this machine's classes alone."""
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = build(config, dtype=dtype, attn_implementation="sdpa")
+    except Exception as error:
+        raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
+    return model
+
+
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    for name in sorted(expected.keys() ^ found.keys()):
+        what = "lacks" if name in expected else "has an unexpected"
+        raise MalformedPolicy(f"{what} tensor {name[:200]!r}", code="wrong_tensors")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise MalformedPolicy(f"{name} has shape {found[name]}, not {shape}", code="wrong_tensors")
+
+
+def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Give the skeleton its weights, and compute what no file carries: the rotary frequencies."""
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    base: Any = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=model.config)
+    model.train(False)
+
+
+def _probe(model: PreTrainedModel) -> None:
+    """One forward pass: head counts that do not divide, or weights that are not finite, show up here.
+
+    Of the last token, then the first: the first is often padding, whose zeros would hide what the layers hold.
+    """
+    ids = torch.tensor([[model.config.vocab_size - 1, 0]])
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False).logits
+        finite = bool(logits.isfinite().all())
+    except Exception as error:
+        raise MalformedPolicy(f"it does not run: {error}", code="broken_model") from error
+    if not finite:
+        raise MalformedPolicy("its logits are not finite", code="broken_model")

@@ -1,0 +1,153 @@
+"""From a generated slot to its receipt, in the background: generation waits for neither.
+
+What is delivered is on disk (`node.worker_state`), so this goes on where it stopped after a crash. The
+coordinator decides whether a lease still holds; the worker only asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from node.coordinator_client import CoordinatorClient
+from node.errors import BadReply, Refused
+from node.exchange import Backoff, printable
+from node.protocol.admission import Outcome
+from node.protocol.messages import Receipt
+from node.protocol.reasons import ADVICE, Reason
+from node.worker_state import Pending, WorkerState
+
+log = logging.getLogger(__name__)
+
+RECEIPT_WAIT_SECONDS = 20.0
+RECEIPT_PAUSE_SECONDS = 0.5
+FOR_EVER = float("inf")
+
+
+class Delivery:
+    """Uploads and waits for receipts, one task for each slot."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        state: WorkerState,
+        *,
+        register: Callable[[], Awaitable[None]],
+        backoff: Backoff,
+    ) -> None:
+        self.lost = 0
+        self._client = client
+        self._state = state
+        self._register = register
+        self._backoff = backoff
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unsent: set[str] = set()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
+
+    def __len__(self) -> int:
+        """Slots on their way."""
+        return len(self._tasks)
+
+    def start(self, pending: Pending, group: asyncio.TaskGroup) -> None:
+        """Deliver one slot in the background."""
+        if pending.submission is None:
+            self._unsent.add(pending.lease.lease_id)
+            self._all_sent.clear()
+        task = group.create_task(self._deliver(pending))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finish(self, *, upload_seconds: float, receipts: bool = False) -> None:
+        """Let uploads end within `upload_seconds`; then drop the rest, which is on disk. Or wait for everything."""
+        if receipts and self._tasks:
+            await asyncio.wait(self._tasks)
+        try:
+            async with asyncio.timeout(upload_seconds):
+                await self._all_sent.wait()
+        except TimeoutError:
+            log.warning("%d submissions are not uploaded yet; the next start goes on with them", len(self._unsent))
+        for task in self._tasks:
+            task.cancel()
+
+    async def _deliver(self, pending: Pending) -> None:
+        if pending.submission is None:
+            try:
+                submission = await self._upload(pending)
+            finally:
+                self._unsent.discard(pending.lease.lease_id)
+                if not self._unsent:
+                    self._all_sent.set()
+            if submission is None:
+                return
+            pending = self._state.acknowledge(pending, submission)
+        await self._await_receipt(pending, str(pending.submission))
+
+    async def _upload(self, pending: Pending) -> str | None:
+        """The submission's id, or None if the coordinator does not take it any more."""
+        body = self._state.body_of(pending)
+        failures, registered = 0, False
+        while True:
+            try:
+                return await self._client.submit(pending.lease.lease_id, body, patience_seconds=FOR_EVER)
+            except Refused as error:
+                if error.code == Reason.DUPLICATE_SUBMISSION and error.submission is not None:
+                    return error.submission
+                if error.code != Reason.UNKNOWN_IDENTITY or registered:
+                    self._lose(pending, str(error))
+                    return None
+                registered = True
+                await self._register()
+            except BadReply as error:
+                failures += 1
+                await self._wait_after(error, failures)
+
+    async def _await_receipt(self, pending: Pending, submission: str) -> None:
+        failures = 0
+        while True:
+            asked = time.monotonic()
+            try:
+                found = await self._client.receipt(
+                    submission, wait_seconds=RECEIPT_WAIT_SECONDS, patience_seconds=FOR_EVER
+                )
+            except Refused as error:
+                self._lose(pending, str(error))
+                return
+            except BadReply as error:
+                failures += 1
+                await self._wait_after(error, failures)
+                continue
+            if found is not None:
+                self._settle(pending, *found)
+                return
+            # A server that answers a long poll at once must not make this loop spin.
+            if time.monotonic() - asked < RECEIPT_PAUSE_SECONDS:
+                await asyncio.sleep(RECEIPT_PAUSE_SECONDS)
+
+    def _settle(self, pending: Pending, receipt: Receipt, envelope: bytes) -> None:
+        if (receipt.version, receipt.slot) != (pending.lease.version, pending.lease.slot):
+            self._lose(pending, "the run signed a receipt for another slot under this submission's name")
+            return
+        self._state.settle(pending, receipt, envelope)
+        tally = self._state.tally
+        counts = f"{tally.admitted} admitted, {tally.rejected} rejected so far"
+        if receipt.outcome is Outcome.ADMITTED:
+            log.info(
+                "admitted: slot %d of policy %d, %d tokens; %s", receipt.slot, receipt.version, receipt.tokens, counts
+            )
+            return
+        why = (
+            "" if receipt.reason is None else f"{receipt.reason}: {printable(receipt.detail)} {ADVICE[receipt.reason]}"
+        )
+        log.warning("%s: slot %d of policy %d, %s; %s", receipt.outcome, receipt.slot, receipt.version, why, counts)
+
+    def _lose(self, pending: Pending, why: str) -> None:
+        self.lost += 1
+        log.warning("slot %d of policy %d comes to nothing: %s", pending.lease.slot, pending.lease.version, why)
+        self._state.forget(pending)
+
+    async def _wait_after(self, error: BadReply, failures: int) -> None:
+        log.warning("%s Trying again", error)
+        await asyncio.sleep(self._backoff.delay(failures))

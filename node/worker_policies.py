@@ -1,0 +1,95 @@
+"""The policies that a worker holds: follows the run's newest and keeps those that may still be asked for.
+
+Every file here was checked against the run's signature by `shardcast.client`. The manifest digest that came
+with it is what the worker derives its work from, whatever a coordinator says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.exchange import Backoff, printable
+from shardcast import Client, Head, Progress
+from shardcast.errors import ShardcastError
+
+log = logging.getLogger(__name__)
+
+HEAD_WAIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPolicy:
+    """A verified policy on disk."""
+
+    manifest_digest: str
+    path: Path
+
+
+class PolicyFeed:
+    """Downloads each new policy as it is announced. `arrived` is set whenever one is complete."""
+
+    def __init__(self, broadcast: Client, *, backoff: Backoff) -> None:
+        self.arrived = asyncio.Event()
+        self.downloading: tuple[int, Progress | None] | None = None
+        self._broadcast = broadcast
+        self._backoff = backoff
+        self._held: dict[int, HeldPolicy] = {}
+        self._away_since: float | None = None
+
+    def versions(self) -> tuple[int, ...]:
+        """Versions on disk, newest first; the broadcast client deletes old ones."""
+        self._held = {version: held for version, held in self._held.items() if held.path.exists()}
+        return tuple(sorted(self._held, reverse=True))
+
+    def get(self, version: int) -> HeldPolicy | None:
+        """The policy of a version, if it is held."""
+        return self._held.get(version)
+
+    def drop(self, version: int) -> None:
+        """Take no more work for a version, because this machine cannot load it."""
+        self._held.pop(version, None)
+
+    async def follow(self) -> None:
+        """Fetch every new version; never ends, and never gives up."""
+        newest, failures = -1, 0
+        while True:
+            try:
+                head = await self._broadcast.wait_head(after=newest, timeout_s=HEAD_WAIT_SECONDS)
+                if head is not None:
+                    await self._fetch(head)
+                    newest = head.version
+                self._note_back()
+                failures = 0
+            except ShardcastError as error:
+                failures += 1
+                self._note_away(error)
+                await asyncio.sleep(self._backoff.delay(failures))
+            finally:
+                self.downloading = None
+
+    async def _fetch(self, head: Head) -> None:
+        started = time.monotonic()
+
+        def note(progress: Progress) -> None:
+            self.downloading = head.version, progress
+
+        self.downloading = head.version, None
+        path = await self._broadcast.fetch(head, progress=note)
+        self._held[head.version] = HeldPolicy(manifest_digest=head.manifest_digest, path=path)
+        size_mb, seconds = path.stat().st_size / 1e6, time.monotonic() - started
+        log.info("policy %d is here: %.1f MB in %.1f s", head.version, size_mb, seconds)
+        self.arrived.set()
+
+    def _note_away(self, error: ShardcastError) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.warning("no relay serves the newest policy (%s); trying until one does", printable(str(error)))
+
+    def _note_back(self) -> None:
+        if self._away_since is not None:
+            log.warning("relays serve again after %.0f s", time.monotonic() - self._away_since)
+            self._away_since = None

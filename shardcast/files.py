@@ -1,0 +1,64 @@
+"""The few file operations that must survive a crash at any instruction."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from shardcast.errors import LocalFault, Malformed
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: after a crash there is the old content or the new, never a mixture."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_bounded(path: Path, *, max_bytes: int) -> bytes:
+    """All of `path`; raises Malformed when it is longer than `max_bytes`."""
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise Malformed(f"{path} is longer than {max_bytes} bytes", code="oversized")
+    return data
+
+
+def as_local_fault(error: OSError, path: Path) -> LocalFault:
+    """`error` as a LocalFault that says what to do."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return LocalFault(f"no space left for {path}: free some, or keep fewer versions", code="disk_full")
+    return LocalFault(f"{path}: {error.strerror or error}")
+
+
+class FolderLock:
+    """Exclusive use of a folder by one process; the kernel releases it when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "lock").open("wb")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise LocalFault(f"{folder} is in use by another process", code="in_use") from error
+
+    def release(self) -> None:
+        self._file.close()

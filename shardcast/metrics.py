@@ -1,0 +1,46 @@
+"""Prometheus figures of a node, read from its board when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shardcast.board import Board
+
+
+class BoardCollector(Collector):
+    """Reads one board; register it in a registry of its own, so that nodes may share a process."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        board, traffic = self._board, self._board.traffic
+        head = board.head()
+        versions = board.store.versions()
+        yield GaugeMetricFamily("shardcast_version", "newest version shown", -1 if head is None else head.version)
+        yield GaugeMetricFamily("shardcast_versions_held", "versions whose manifest is held", len(versions))
+        yield GaugeMetricFamily("shardcast_planned_bytes", "bytes of all held versions", board.store.planned_bytes)
+        missing = len(board.store.missing(versions[-1].manifest.version)) if versions else 0
+        yield GaugeMetricFamily("shardcast_missing_chunks", "chunks of the newest version still to come", missing)
+        yield CounterMetricFamily("shardcast_received_bytes", "payload bytes fetched", traffic.bytes_in)
+        yield CounterMetricFamily("shardcast_sent_bytes", "bytes served", traffic.bytes_out)
+        yield CounterMetricFamily("shardcast_requests", "requests answered", traffic.requests)
+        yield CounterMetricFamily("shardcast_refused_requests", "requests refused", traffic.refused)
+        yield from self._sources()
+
+    def _sources(self) -> Iterator[Metric]:
+        rate = GaugeMetricFamily("shardcast_source_bytes_per_second", "measured bandwidth", labels=["source"])
+        success = GaugeMetricFamily("shardcast_source_success", "measured share of successes", labels=["source"])
+        quarantined = GaugeMetricFamily(
+            "shardcast_source_quarantined", "1 while a source is not used, with the reason", labels=["source", "reason"]
+        )
+        for source in self._board.upstreams():
+            rate.add_metric([source["url"]], source["bytes_per_s"] or 0.0)
+            success.add_metric([source["url"]], source["success"])
+            if source["state"] == "quarantined":
+                quarantined.add_metric([source["url"], source["code"]], 1)
+        yield from (rate, success, quarantined)

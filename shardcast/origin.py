@@ -1,0 +1,242 @@
+"""The publisher's end: cut a file into chunks, sign its manifest, and serve both to the first relays.
+
+Publishing is idempotent, so a trainer that was killed publishes its newest version again after a restart
+and nobody downstream notices. A version is announced only after its chunks and manifest are on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shardcast import wire
+from shardcast.board import Announced, Board
+from shardcast.errors import LocalFault
+from shardcast.files import as_local_fault
+from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
+from shardcast.manifest import (
+    DEFAULT_LIMITS,
+    MIB,
+    Head,
+    Limits,
+    Manifest,
+    SignedManifest,
+    check_consistency,
+    seal_head,
+    seal_manifest,
+)
+from shardcast.server import make_app
+from shardcast.store import ChunkStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    size_bytes: int
+    chunk_digests: bytes
+    digest: str
+
+
+class Origin:
+    """Signs and stores versions of one run. Safe to use from several threads.
+
+    A head lives for `head_lifetime_s` and is signed again once it is `head_refresh_s` old: the first bounds
+    how long a withholding relay goes unnoticed, the second how far the clocks of a relay tree may lag.
+    """
+
+    def __init__(
+        self,
+        store_dir: Path | str,
+        key: Ed25519PrivateKey,
+        run_id: str,
+        *,
+        chunk_bytes: int = MIB,
+        keep: int | None = None,
+        quota_bytes: int | None = None,
+        manifest_lifetime_s: int = 90 * 86400,
+        head_lifetime_s: int = 60,
+        head_refresh_s: float = 5.0,
+        limits: Limits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not limits.min_chunk_bytes <= chunk_bytes <= limits.max_chunk_bytes:
+            raise LocalFault(f"chunks of {chunk_bytes} bytes are out of bounds", code="bad_setting")
+        self.run_id = run_id
+        self.publisher_key = key.public_key().public_bytes_raw()
+        self._key, self._limits, self._clock = key, limits, clock
+        self._chunk_bytes, self._manifest_lifetime_s = chunk_bytes, manifest_lifetime_s
+        self._head_lifetime_s, self._head_refresh_s = head_lifetime_s, head_refresh_s
+        self._publishing = threading.Lock()
+        self._head: tuple[Head, bytes] | None = None
+        self.store = ChunkStore(Path(store_dir), run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
+        self._latest = self.store.latest()
+
+    def close(self) -> None:
+        self.store.close()
+
+    def publish(self, path: Path | str, *, version: int) -> str:
+        """Make the bytes of `path` version `version`; returns its manifest digest.
+
+        The same bytes for a published version return its manifest again, and repair chunks that were lost.
+        Raises LocalFault: "version_conflict" for other bytes, "version_not_rising", "empty", "quota",
+        "disk_full", or "too_large" for the limits.
+        """
+        with self._publishing:
+            held = self.store.get(version)
+            if held is None and self._latest is not None and version <= self._latest.manifest.version:
+                raise LocalFault(
+                    f"version {version} is not above {self._latest.manifest.version}", code="version_not_rising"
+                )
+            chunk_bytes = self._chunk_bytes if held is None else held.manifest.chunk_bytes
+            try:
+                payload = self._stage(Path(path), chunk_bytes)
+                if held is not None:
+                    _refuse_change(held.manifest, payload)
+                    return held.digest
+                return self._add(payload, version)
+            finally:
+                self.store.discard_staged()
+
+    def head(self) -> Announced | None:
+        """The newest head, signed again if it is no longer fresh; None before the first version."""
+        latest, now = self._latest, self._clock()
+        if latest is None:
+            return None
+        current = self._head
+        if current is None or current[0].manifest_digest != latest.digest or self._is_due(current[0], now):
+            current = self._head = self._sign_head(latest, int(now))
+        return Announced(current[0].version, current[1])
+
+    def _is_due(self, head: Head, now: float) -> bool:
+        return not head.issued_at <= now < head.issued_at + self._head_refresh_s
+
+    def _sign_head(self, latest: SignedManifest, now: int) -> tuple[Head, bytes]:
+        head = Head(
+            run_id=self.run_id,
+            version=latest.manifest.version,
+            manifest_digest=latest.digest,
+            issued_at=now,
+            expires_at=now + self._head_lifetime_s,
+        )
+        return head, seal_head(head, self._key)
+
+    def _stage(self, path: Path, chunk_bytes: int) -> _Payload:
+        """One pass over the file: chunks into the store, digests into memory."""
+        whole, digests, size_bytes = blake3(), bytearray(), 0
+        try:
+            with path.open("rb") as file:
+                while data := file.read(chunk_bytes):
+                    size_bytes += len(data)
+                    if len(digests) >= self._limits.max_chunks * 32 or size_bytes > self._limits.max_payload_bytes:
+                        raise LocalFault(f"{path} is too large for chunks of {chunk_bytes} bytes", code="too_large")
+                    digest = wire.digest(data)
+                    self.store.put(digest, data, staged=True)
+                    whole.update(data)
+                    digests += bytes.fromhex(digest)
+        except OSError as error:
+            raise as_local_fault(error, path) from error
+        if not size_bytes:
+            raise LocalFault(f"{path} is empty", code="empty")
+        return _Payload(size_bytes, bytes(digests), whole.hexdigest())
+
+    def _add(self, payload: _Payload, version: int) -> str:
+        now = int(self._clock())
+        manifest = Manifest(
+            run_id=self.run_id,
+            version=version,
+            previous=None if self._latest is None else self._latest.digest,
+            issued_at=now,
+            expires_at=now + self._manifest_lifetime_s,
+            encoding="full",
+            base=None,
+            base_version=None,
+            chunk_bytes=self._chunk_bytes,
+            payload_bytes=payload.size_bytes,
+            chunk_digests=payload.chunk_digests,
+            result_bytes=payload.size_bytes,
+            result_digest=payload.digest,
+        )
+        check_consistency(manifest, self._limits)
+        signed = seal_manifest(manifest, self._key)
+        self.store.add_manifest(signed)
+        self._latest = signed
+        logger.info("published version %d: %d bytes as %s", version, payload.size_bytes, signed.digest[:16])
+        return signed.digest
+
+
+def _refuse_change(manifest: Manifest, payload: _Payload) -> None:
+    found = (payload.size_bytes, payload.chunk_digests, payload.digest)
+    if found != (manifest.payload_bytes, manifest.chunk_digests, manifest.result_digest):
+        raise LocalFault(f"version {manifest.version} was published with other bytes", code="version_conflict")
+
+
+class OriginServer:
+    """Serves an origin from a thread with its own event loop; `publish` may be called from any thread."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+    ) -> None:
+        self._origin, self._host, self._port, self._limits = origin, host, port, limits
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._board: Board | None = None
+        self._stopping: asyncio.Event | None = None
+
+    def start(self) -> int:
+        """Returns the bound port once it accepts connections. Raises LocalFault "cannot_bind"."""
+        bound: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(bound,), name="shardcast-origin", daemon=True)
+        self._thread.start()
+        return bound.result()
+
+    def publish(self, path: Path | str, *, version: int) -> str:
+        """`Origin.publish`, then wake everyone who waits for a new version."""
+        digest = self._origin.publish(path, version=version)
+        if self._loop is not None and self._board is not None:
+            self._loop.call_soon_threadsafe(self._board.announce)
+        return digest
+
+    def stop(self) -> None:
+        """Close every connection and end the thread; the origin stays usable."""
+        if self._thread is not None and self._loop is not None and self._stopping is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
+        self._thread = self._loop = self._board = self._stopping = None
+
+    def _run(self, bound: concurrent.futures.Future[int]) -> None:
+        try:
+            asyncio.run(self._serve(bound))
+        finally:
+            if not bound.done():
+                bound.set_exception(LocalFault("the origin's server ended before it was ready"))
+
+    async def _serve(self, bound: concurrent.futures.Future[int]) -> None:
+        origin = self._origin
+        board = Board(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
+        try:
+            listener = await listen(
+                make_app(board, self._limits), host=self._host, port=self._port, limits=self._limits
+            )
+        except LocalFault as error:
+            bound.set_exception(error)
+            return
+        stopping = asyncio.Event()
+        self._loop, self._board, self._stopping = asyncio.get_running_loop(), board, stopping
+        bound.set_result(listener.port)
+        await stopping.wait()
+        await listener.stop()

@@ -1,0 +1,211 @@
+"""A relay: follows its upstreams, verifies everything before it is visible, and serves it on at once.
+
+A new head is shown as soon as its manifest is verified; the chunks follow, and whoever asks for one that
+is still on its way waits for it here. Nobody trusts a relay, and it trusts no upstream: it passes on the
+publisher's envelopes byte for byte. When every upstream is away it serves what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from shardcast.board import Announced, Board
+from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
+from shardcast.errors import Equivocation, LocalFault, PeerFault, ShardcastError, Stale
+from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
+from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
+from shardcast.server import make_app
+from shardcast.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
+from shardcast.store import ChunkStore
+from shardcast.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
+from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
+
+logger = logging.getLogger(__name__)
+
+
+class Relay:
+    """One relay of one run. `start` binds and begins to follow; `stop` ends both."""
+
+    def __init__(
+        self,
+        upstreams: Iterable[str],
+        *,
+        store_dir: Path | str,
+        run_id: str,
+        publisher_key: bytes,
+        keep: int | None = 3,
+        quota_bytes: int | None = None,
+        poll_s: float = 5.0,
+        limits: Limits = DEFAULT_LIMITS,
+        download_limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
+        source_limits: SourceLimits = DEFAULT_SOURCE_LIMITS,
+        transport_limits: TransportLimits = DEFAULT_TRANSPORT_LIMITS,
+        server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        root = Path(store_dir)
+        self._root, self._state_path, self._poll_s, self._clock = root, root / "state.json", poll_s, clock
+        self._download_limits, self._server_limits = download_limits, server_limits
+        self._sources = Sources(upstreams, limits=source_limits)
+        self._transport = Transport(limits=limits, patience=transport_limits)
+        self._store = ChunkStore(root, run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
+        try:
+            self._trust = TrustedState(
+                run_id=run_id, publisher_key=publisher_key, limits=limits, seen=load_seen(self._state_path)
+            )
+        except LocalFault:
+            self._store.close()
+            raise
+        self._shown: tuple[Head, bytes] | None = None
+        self._adopting = asyncio.Lock()
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._downloads: dict[int, asyncio.Task[None]] = {}
+        self._listener: Listener | None = None
+        self._board = Board(
+            store=self._store, role="relay", run_id=run_id, head=self._head, upstreams=self._describe_upstreams
+        )
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Serve what is held and follow the upstreams; returns the bound port."""
+        self._show_remembered_head()
+        self._listener = await listen(
+            make_app(self._board, self._server_limits), host=host, port=port, limits=self._server_limits
+        )
+        self._resume_downloads()
+        self._watch_upstreams()
+        return self._listener.port
+
+    async def stop(self) -> None:
+        """End every task and connection; what was verified stays on disk."""
+        tasks = [*self._watchers.values(), *self._downloads.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            await self._listener.stop()
+        await self._transport.close()
+        self._store.close()
+
+    def set_upstreams(self, urls: Iterable[str]) -> None:
+        """Follow these from now on; those that stay keep their measurements."""
+        self._sources.set_urls(urls)
+        for url in [url for url in self._watchers if url not in self._sources.urls]:
+            self._watchers.pop(url).cancel()
+        self._watch_upstreams()
+
+    # -- heads
+
+    def _head(self) -> Announced | None:
+        return None if self._shown is None else Announced(self._shown[0].version, self._shown[1])
+
+    def _show_remembered_head(self) -> None:
+        """After a restart, the last head; readers judge its age themselves."""
+        seen = self._trust.seen
+        if seen is None or self._store.by_digest(seen.manifest_digest) is None:
+            return
+        with contextlib.suppress(PeerFault):  # signed by a key that is no longer the run's
+            head = open_head(seen.head, run_id=self._trust.run_id, publisher_key=self._trust.publisher_key)
+            self._shown = (head, seen.head)
+
+    def _watch_upstreams(self) -> None:
+        for url in self._sources.urls:
+            if url not in self._watchers:
+                self._watchers[url] = asyncio.create_task(self._watch(url))
+
+    async def _watch(self, url: str) -> None:
+        failures = 0
+        while True:
+            asked = time.monotonic()
+            try:
+                progressed = await self._poll(url)
+                failures = 0
+            except ShardcastError as error:
+                progressed = False
+                failures = min(failures + 1, 16)
+                self._note_failure(url, error)
+            self._resume_downloads()
+            # A peer that answers a long poll at once without news must not make this loop spin.
+            if not progressed and (failures or time.monotonic() - asked < self._poll_s / 2):
+                backoff_s = min(self._poll_s, 0.1 * 2**failures) * random.uniform(0.5, 1.5)
+                await asyncio.sleep(backoff_s)
+
+    def _note_failure(self, url: str, error: ShardcastError) -> None:
+        logger.warning("upstream %s: %s (%s)", url, error, error.code)
+        if isinstance(error, Equivocation) and self._trust.fraud is not None:
+            save_fraud_proof(self._root, self._trust.version, self._trust.fraud)
+        # A relay that lags shows an old head in good faith, and a full disk here is not the peer's doing.
+        if not isinstance(error, Stale | LocalFault):
+            self._sources.failed(url, error, time.monotonic())
+
+    async def _poll(self, url: str) -> bool:
+        """Ask once for a newer head; True if it was adopted."""
+        shown = -1 if self._shown is None else self._shown[0].version
+        data = await self._transport.head(url, after=shown, wait_s=self._poll_s)
+        self._board.traffic.bytes_in += len(data)
+        async with self._adopting:
+            return await self._adopt(url, data)
+
+    async def _adopt(self, url: str, data: bytes) -> bool:
+        before = self._trust.version
+        head = self._trust.accept_head(data, self._clock())
+        if self._trust.version > before and self._trust.seen is not None:
+            await asyncio.to_thread(save_seen, self._state_path, self._trust.seen)
+        if self._shown is not None and self._shown[0].version == head.version:
+            if head.issued_at > self._shown[0].issued_at:
+                self._shown = (head, data)
+            return False
+        if self._store.by_digest(head.manifest_digest) is None:
+            envelope = await self._transport.manifest(url, head.manifest_digest)
+            self._board.traffic.bytes_in += len(envelope)
+            signed = self._trust.accept_manifest(envelope, self._clock(), head.manifest_digest)
+            await asyncio.to_thread(self._store.add_manifest, signed)
+        self._shown = (head, data)
+        self._board.announce()
+        return True
+
+    # -- chunks
+
+    def _resume_downloads(self) -> None:
+        """One download per held version that lacks chunks; none for versions that were dropped."""
+        for version, task in list(self._downloads.items()):
+            if task.done() or self._store.get(version) is None:
+                task.cancel()
+                del self._downloads[version]
+        for signed in self._store.versions():
+            version = signed.manifest.version
+            if version not in self._downloads and self._store.missing(version):
+                self._downloads[version] = asyncio.create_task(self._download(signed))
+
+    async def _download(self, signed: SignedManifest) -> None:
+        manifest = signed.manifest
+
+        def keep(index: int, data: bytearray) -> None:
+            self._store.put(manifest.chunk_digest(index), data)
+
+        def arrived(index: int) -> None:
+            self._board.traffic.bytes_in += manifest.chunk_length(index)
+            self._board.chunk_arrived(manifest.chunk_digest(index))
+
+        download = Download(
+            manifest,
+            self._store.missing(manifest.version),
+            sources=self._sources,
+            transport=self._transport,
+            sink=keep,
+            arrived=arrived,
+            limits=self._download_limits,
+        )
+        try:
+            await download.run()
+            logger.info("version %d is complete", manifest.version)
+        except ShardcastError as error:  # the watchers start it again
+            logger.warning("version %d is incomplete: %s (%s)", manifest.version, error, error.code)
+
+    def _describe_upstreams(self) -> list[dict[str, object]]:
+        return self._sources.status(time.monotonic())

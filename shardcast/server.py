@@ -1,0 +1,204 @@
+"""The HTTP face of an origin and of a relay: one application, read-only, the same for everyone.
+
+    GET /v1/head?after=V&wait=S     the signed head, once its version exceeds V; 204 after S seconds
+    GET /v1/versions/{version}      the manifest envelope of a version
+    GET /v1/manifests/{digest}      the manifest envelope with this digest
+    GET /v1/chunks/{digest}?wait=S  a chunk; one still on its way is waited for up to S seconds, then 503
+    GET /v1/status                  what is held and from where, as JSON, for people
+    GET /health, GET /metrics       liveness, and Prometheus figures
+
+Nothing served has to be trusted: whoever fetches verifies. Names in URLs are digests and numbers, matched
+by the router before any file is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from shardcast.board import Board
+from shardcast.errors import Malformed
+from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits
+from shardcast.metrics import BoardCollector
+from shardcast.wire import MAX_INTEGER
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_DIGEST = "{digest:[0-9a-f]{64}}"
+_VERSION = "{version:[0-9]{1,16}}"
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
+_BINARY = "application/octet-stream"
+
+
+class _File(web.FileResponse):
+    """A file by sendfile, within a deadline: a reader that dawdles loses its connection."""
+
+    def __init__(self, path: Path, deadline_s: float) -> None:
+        super().__init__(path, headers={hdrs.CONTENT_TYPE: _BINARY})
+        self._deadline_s = deadline_s
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await super().prepare(request)
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the peer reads too slowly") from error
+
+
+class Server:
+    """Handlers over one board."""
+
+    def __init__(self, board: Board, limits: ServerLimits) -> None:
+        self._board = board
+        self._limits = limits
+        self._registry = CollectorRegistry()
+        self._registry.register(BoardCollector(board))
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/head", self.head, allow_head=False),
+            web.get(f"/v1/versions/{_VERSION}", self.version, allow_head=False),
+            web.get(f"/v1/manifests/{_DIGEST}", self.manifest, allow_head=False),
+            web.get(f"/v1/chunks/{_DIGEST}", self.chunk, allow_head=False),
+            web.get("/v1/status", self.status, allow_head=False),
+            web.get("/health", self.health, allow_head=False),
+            web.get("/metrics", self.metrics, allow_head=False),
+        ]
+
+    async def head(self, request: web.Request) -> web.StreamResponse:
+        after = _version(request, "after")
+        found = await self._board.newer_head(after, self._wait_s(request))
+        if found is None:
+            return web.Response(status=204)
+        self._board.traffic.bytes_out += len(found.envelope)
+        return web.Response(body=found.envelope, content_type=_BINARY)
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return self._manifest(int(request.match_info["version"]))
+
+    async def manifest(self, request: web.Request) -> web.StreamResponse:
+        found = self._board.store.by_digest(request.match_info["digest"])
+        return self._manifest(-1 if found is None else found.manifest.version)
+
+    async def chunk(self, request: web.Request) -> web.StreamResponse:
+        digest = request.match_info["digest"]
+        path = await self._board.chunk(digest, self._wait_s(request))
+        if path is not None:
+            return self._file(path)
+        if self._board.store.wants(digest):
+            return _refusal(503, "not_yet", "this chunk has not arrived here yet; ask again or elsewhere")
+        return _refusal(404, "unknown_chunk", "no version held here has this chunk")
+
+    async def status(self, _: web.Request) -> web.StreamResponse:
+        body = msgspec.json.encode(await asyncio.to_thread(describe, self._board))
+        return web.Response(body=body, content_type="application/json")
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+
+    async def metrics(self, _: web.Request) -> web.StreamResponse:
+        body = await asyncio.to_thread(generate_latest, self._registry)
+        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
+
+    def _manifest(self, version: int) -> web.StreamResponse:
+        if self._board.store.get(version) is None:
+            return _refusal(404, "unknown_version", "this version is not held here")
+        return self._file(self._board.store.manifest_path(version))
+
+    def _file(self, path: Path) -> web.StreamResponse:
+        return _File(path, self._limits.transfer_timeout_s)
+
+    def _wait_s(self, request: web.Request) -> float:
+        text = request.query.get("wait", "0")
+        if _SECONDS.fullmatch(text) is None:
+            raise Malformed("wait must be seconds, such as 5 or 2.5", code="bad_query")
+        return min(float(text), self._limits.max_wait_s)
+
+    async def count_sent(self, _: web.Request, response: web.StreamResponse) -> None:
+        if isinstance(response, _File):
+            self._board.traffic.bytes_out += response.content_length or 0
+
+
+def make_app(board: Board, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.Application:
+    """The application that serves `board`; it must live in the board's event loop."""
+    server = Server(board, limits)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        board.traffic.requests += 1
+        response = await _guarded(request, handler)
+        if response.status >= 400:
+            board.traffic.refused += 1
+        return response
+
+    app = web.Application(middlewares=[guard], client_max_size=1)
+    app.add_routes(server.routes())
+    app.on_response_prepare.append(server.count_sent)
+    return app
+
+
+async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.body_exists:
+        response = _refusal(413, "body_refused", "this server takes no request bodies")
+        response.force_close()
+        return response
+    try:
+        return await handler(request)
+    except Malformed as error:
+        return _refusal(400, error.code, str(error))
+    except web.HTTPException as error:
+        return _refusal(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
+
+
+def describe(board: Board) -> dict[str, Any]:
+    """What /v1/status shows: role, versions with chunks held, sources with measured figures, traffic."""
+    head = board.head()
+    store = board.store
+    return {
+        "role": board.role,
+        "run_id": board.run_id,
+        "version": None if head is None else head.version,
+        "started_at": int(board.started_at),
+        "versions": [
+            {
+                "version": signed.manifest.version,
+                "manifest_digest": signed.digest,
+                "payload_bytes": signed.manifest.payload_bytes,
+                "chunks_total": signed.manifest.chunk_count,
+                "chunks_held": sum(store.holds(digest) for digest, _ in signed.manifest.chunks()),
+            }
+            for signed in store.versions()
+        ],
+        "planned_bytes": store.planned_bytes,
+        "upstreams": board.upstreams(),
+        "bytes_in": board.traffic.bytes_in,
+        "bytes_out": board.traffic.bytes_out,
+        "requests": board.traffic.requests,
+        "refused": board.traffic.refused,
+    }
+
+
+def _version(request: web.Request, name: str) -> int:
+    """A version from the query; -1, before every version, when it is absent."""
+    text = request.query.get(name)
+    if text is None:
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_INTEGER):
+        raise Malformed(f"{name} must be a version number", code="bad_query")
+    return int(text)
+
+
+def _refusal(status: int, code: str, message: str) -> web.Response:
+    body = msgspec.json.encode({"code": code, "message": message})
+    return web.Response(status=status, body=body, content_type="application/json")

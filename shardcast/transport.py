@@ -1,0 +1,152 @@
+"""Fetching from peers that may be hostile: every read has a byte limit, a deadline and a minimum rate.
+
+Redirects, cookies, proxies from the environment and content encodings are off: a peer gets to send bytes,
+and nothing else. What arrives is verified by the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import aiohttp
+
+from shardcast.errors import LocalFault, Malformed, NotServed, TooSlow, Unreachable
+from shardcast.manifest import DEFAULT_LIMITS, KIB, Limits
+
+_ENVELOPE_OVERHEAD_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportLimits:
+    """Patience with one answer. `min_bytes_per_s` counts from the first byte, after `rate_grace_s`."""
+
+    connect_s: float = 5.0
+    answer_s: float = 10.0
+    idle_s: float = 10.0
+    total_s: float = 120.0
+    rate_grace_s: float = 5.0
+    min_bytes_per_s: float = 8 * KIB
+
+
+DEFAULT_TRANSPORT_LIMITS = TransportLimits()
+
+
+class Transport:
+    """HTTP to any number of peers from one event loop; close it there too."""
+
+    def __init__(
+        self, *, limits: Limits = DEFAULT_LIMITS, patience: TransportLimits = DEFAULT_TRANSPORT_LIMITS
+    ) -> None:
+        self._limits = limits
+        self._patience = patience
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def head(self, url: str, *, after: int, wait_s: float) -> bytes:
+        """The newest head the peer shows, waiting up to `wait_s` for a version above `after`.
+
+        After that time the peer's current head is returned all the same: its age is what shows a freeze.
+        """
+        query = f"?wait={max(0.0, wait_s):.3f}" + (f"&after={after}" if after >= 0 else "")
+        limit = self._limits.max_head_bytes + _ENVELOPE_OVERHEAD_BYTES
+        data = await self._get(f"{url}/v1/head{query}", max_bytes=limit, wait_s=wait_s)
+        if data is None:
+            data = await self._get(f"{url}/v1/head", max_bytes=limit)
+        if data is None:
+            raise NotServed(f"{url} has no version yet", code="no_head")
+        return bytes(data)
+
+    async def manifest(self, url: str, digest: str) -> bytes:
+        return await self._envelope(f"{url}/v1/manifests/{digest}")
+
+    async def version(self, url: str, version: int) -> bytes:
+        """The manifest envelope of a version by its number."""
+        return await self._envelope(f"{url}/v1/versions/{version}")
+
+    async def chunk(self, url: str, digest: str, *, length: int, wait_s: float) -> bytearray:
+        """`length` bytes said to be chunk `digest`, waiting up to `wait_s` for one still on its way to the peer."""
+        address = f"{url}/v1/chunks/{digest}?wait={max(0.0, wait_s):.3f}"
+        data = await self._get(address, max_bytes=length, wait_s=wait_s)
+        if data is None or len(data) != length:
+            raise Malformed(f"{url} sent {len(data or b'')} bytes of {length}", code="wrong_length")
+        return data
+
+    async def _envelope(self, address: str) -> bytes:
+        limit = self._limits.max_manifest_bytes + _ENVELOPE_OVERHEAD_BYTES
+        data = await self._get(address, max_bytes=limit)
+        if data is None:
+            raise Malformed("an empty answer where a manifest was asked for", code="wrong_length")
+        return bytes(data)
+
+    async def _get(self, address: str, *, max_bytes: int, wait_s: float = 0.0) -> bytearray | None:
+        """The body of a 200, None for a 204; everything else is a typed error."""
+        loop = asyncio.get_running_loop()
+        with _typed_errors(address):
+            async with asyncio.timeout(wait_s + self._patience.answer_s) as deadline:
+                async with self._opened().get(address, allow_redirects=False) as response:
+                    if response.status == 204:
+                        return None
+                    if response.status != 200:
+                        raise NotServed(f"{address} answers {response.status}", code="not_served")
+                    return await _read(response, max_bytes, self._patience, deadline, loop)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._patience.connect_s),
+                headers={"User-Agent": "shardcast/1", "Accept-Encoding": "identity"},
+                auto_decompress=False,
+                trust_env=False,
+                read_bufsize=256 * KIB,
+                max_line_size=KIB,
+                max_field_size=4 * KIB,
+            )
+        return self._session
+
+
+async def _read(
+    response: aiohttp.ClientResponse,
+    max_bytes: int,
+    patience: TransportLimits,
+    deadline: asyncio.Timeout,
+    loop: asyncio.AbstractEventLoop,
+) -> bytearray:
+    declared = response.content_length
+    if declared is not None and declared > max_bytes:
+        raise Malformed(f"{declared} bytes announced where at most {max_bytes} are allowed", code="oversized")
+    body = bytearray()
+    started = loop.time()
+    deadline.reschedule(started + min(patience.idle_s, patience.total_s))
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > max_bytes:
+            raise Malformed(f"more than the {max_bytes} bytes that are allowed", code="oversized")
+        now = loop.time()
+        if len(body) < patience.min_bytes_per_s * (now - started - patience.rate_grace_s):
+            raise TooSlow(f"{len(body) / (now - started):.0f} bytes/s, below the minimum")
+        deadline.reschedule(min(now + patience.idle_s, started + patience.total_s))
+    return body
+
+
+@contextmanager
+def _typed_errors(address: str) -> Iterator[None]:
+    """aiohttp's errors as ours, by whose fault they are."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TooSlow(f"{address} did not answer in time") from error
+    except aiohttp.InvalidURL as error:
+        raise LocalFault(f"{address} is not a URL", code="bad_url") from error
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        raise Unreachable(f"{address}: {error or type(error).__name__}") from error
+    except (aiohttp.ClientError, ValueError) as error:
+        raise Malformed(f"{address} does not speak HTTP: {error}") from error

@@ -1,0 +1,281 @@
+"""A small run in one process, over real HTTP: what tests of the coordinator knock at.
+
+The coordinator is served by uvicorn, the policy by a SHARDCAST origin, and a verifier works the queue, each in
+a thread of its own. Nothing is replaced: an attacker's test sends bytes to the port and reads what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.app import create_app
+from coordinator.home import Home, create_home
+from coordinator.service import Coordinator
+from coordinator.storage import training
+from coordinator.storage.training import Published
+from coordinator.verifier import Verifier, VerifierSettings
+from node.engines.base import SampleRequest
+from node.engines.torch import TorchEngine
+from node.environments import load_environment
+from node.parquet import write_rollouts
+from node.policy import render_prompt
+from node.protocol.messages import (
+    MESSAGE_VERSION,
+    RECEIPT_DOMAIN,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    Receipt,
+    Registration,
+    RequestClaim,
+)
+from node.protocol.requests import sign_request
+from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, run_id_of
+from node.protocol.slots import group_seeds, slot_problem
+from node.protocol.submission import Rollout
+from shardcast import Origin, OriginServer
+from shardcast.envelope import open_envelope
+from shardcast.wire import decode, digest, encode
+
+VERDICT_SECONDS = 60.0
+
+TIGHT = LimitsSpec(
+    exponent_mismatches=8,
+    mantissa_mean=1.0,
+    mantissa_median=1.0,
+    token_margin=1e-3,
+    rollout_margin_mean=1e-3,
+    logprob_error=1e-3,
+)
+"""Limits between honest float32 and everything else, for the tiny policy."""
+
+
+def small_spec(**changes: object) -> RunSpec:
+    """A run of two groups of four a step, over both of the tiny policy's tasks."""
+    spec = RunSpec(
+        name="test",
+        environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
+        limits=TIGHT,
+    )
+    spec = msgspec.structs.replace(
+        spec,
+        sampling=msgspec.structs.replace(spec.sampling, group_size=4, max_new_tokens=40),
+        batch=msgspec.structs.replace(
+            spec.batch, groups_per_step=2, rejection_backoff_seconds=0.0, max_leases_per_node=1000
+        ),
+    )
+    return msgspec.structs.replace(spec, **changes)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the door said."""
+
+    status: int
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """The reason code of a refusal."""
+        return str(json.loads(self.body)["code"])
+
+
+@dataclass
+class Peer:
+    """Somebody with a key who talks to the coordinator, as honestly as the test wants."""
+
+    url: str
+    run_id: str
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+
+    @property
+    def node(self) -> str:
+        return self.key.public_key().public_bytes_raw().hex()
+
+    def claim(self, method: str, path: str, body: bytes, /, **changes: object) -> RequestClaim:
+        """The claim an honest node would sign, with `changes`."""
+        claim = RequestClaim(
+            run_id=self.run_id,
+            method=method,
+            path=path,
+            body_digest=digest(body),
+            body_bytes=len(body),
+            issued_at=int(time.time()),
+            nonce=secrets.token_hex(16),
+        )
+        return msgspec.structs.replace(claim, **changes)
+
+    def signed(self, method: str, path: str, body: bytes, /, **changes: object) -> Reply:
+        """Send a signed request."""
+        header, _ = sign_request(self.claim(method, path, body, **changes), key=self.key)
+        return self.send(method, path, body, {"Authorization": header})
+
+    def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
+        """Send bytes as they are."""
+        request = urllib.request.Request(self.url + path, data=body, headers=headers or {}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return Reply(answer.status, answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, error.read())
+
+    def register(self) -> Reply:
+        return self.signed("POST", "/v1/nodes", encode(Registration(software="test", engine="torch")))
+
+    def ask(self, *, held: tuple[int, ...] = (0,), slots: int = 1) -> LeaseReply:
+        """Ask for leases, as a worker does."""
+        body = encode(LeaseRequest(held_versions=held, slots=slots))
+        reply = self.signed("POST", "/v1/leases", body)
+        assert reply.status == 200, reply
+        return decode(LeaseReply, reply.body, max_bytes=2**20)
+
+    def lease(self) -> Lease:
+        """One lease; waits while others hold everything."""
+        deadline = time.monotonic() + VERDICT_SECONDS
+        while time.monotonic() < deadline:
+            leases = self.ask().leases
+            if leases:
+                return leases[0]
+            time.sleep(0.1)
+        raise AssertionError("no lease to be had")
+
+    def submit(self, lease_id: str, body: bytes, /, **changes: object) -> Reply:
+        return self.signed("PUT", f"/v1/submissions/{lease_id}", body, **changes)
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """A run that is being served."""
+
+    home: Home
+    url: str
+    policy_path: Path
+    engine: TorchEngine
+    origin_url: str
+
+    def peer(self, *, registered: bool = True) -> Peer:
+        """A new identity."""
+        peer = Peer(self.url, self.home.run_id)
+        if registered:
+            assert peer.register().status == 200
+        return peer
+
+    def requests(self, lease: Lease) -> list[SampleRequest]:
+        """What the slot of `lease` asks for."""
+        where = {"run_id": self.home.run_id, "manifest_digest": lease.manifest_digest, "slot": lease.slot}
+        chosen = slot_problem(self.home.spec, **where)
+        environment = load_environment(self.home.spec.environments[chosen.environment])
+        prompt = render_prompt(self.engine.policy, environment.problem(chosen.problem).prompt)
+        return [SampleRequest(tuple(prompt), seed) for seed in group_seeds(self.home.spec, **where)]
+
+    def honest(self, lease: Lease) -> list[Rollout]:
+        """What an honest worker generates for `lease`."""
+        return asyncio.run(self.engine.generate(self.requests(lease)))
+
+    def verdict(self, peer: Peer, reply: Reply) -> Receipt:
+        """The receipt for a submission that was taken."""
+        assert reply.status == 202, reply
+        submission = json.loads(reply.body)["submission"]
+        deadline = time.monotonic() + VERDICT_SECONDS
+        while time.monotonic() < deadline:
+            answer = peer.send("GET", f"/v1/receipts/{submission}?wait=10")
+            if answer.status == 200:
+                opened = open_envelope(
+                    answer.body,
+                    domain=RECEIPT_DOMAIN,
+                    versions=(MESSAGE_VERSION,),
+                    max_payload_bytes=2**16,
+                    signer=self.home.public_key,
+                )
+                return decode(Receipt, opened.payload, max_bytes=2**16)
+        raise AssertionError("no verdict in time")
+
+    def judge(self, peer: Peer, rollouts: list[Rollout], lease: Lease) -> Receipt:
+        """Submit `rollouts` through the door and wait for the verdict."""
+        return self.verdict(peer, peer.submit(lease.lease_id, write_rollouts(rollouts)))
+
+
+@contextmanager
+def serve(coordinator: Coordinator) -> Iterator[str]:
+    """The coordinator on a free port of loopback."""
+    config = uvicorn.Config(create_app(coordinator), host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def verifying(home: Home, *, source: str, state: Path) -> Iterator[None]:
+    """A verifier at work in a thread."""
+    stop = asyncio.Event()
+    loop = asyncio.new_event_loop()
+    verifier = Verifier(home, VerifierSettings(name="verifier-1", state=state, sources=(source,)))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(verifier.run(stop)), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+@contextmanager
+def running(folder: Path, policy_path: Path, *, spec: RunSpec | None = None) -> Iterator[Swarm]:
+    """A run whose version 0 is the policy in `policy_path`."""
+    key = Ed25519PrivateKey.generate()
+    home = create_home(folder / "data", public_key=key.public_key().public_bytes_raw(), spec=spec or small_spec())
+    origin = Origin(folder / "origin", key, home.run_id)
+    server = OriginServer(origin)
+    origin_url = f"http://127.0.0.1:{server.start()}"
+    publish(home, origin, server, policy_path, version=0)
+    engine = TorchEngine(home.spec)
+    asyncio.run(engine.load(policy_path, version=0))
+    try:
+        with serve(Coordinator(home, key=key)) as url, verifying(home, source=origin_url, state=folder / "verifier"):
+            yield Swarm(home=home, url=url, policy_path=policy_path, engine=engine, origin_url=origin_url)
+    finally:
+        server.stop()
+        origin.close()
+        home.database.close()
+
+
+def publish(home: Home, origin: Origin, server: OriginServer, path: Path, *, version: int) -> None:
+    """Publish a policy as the trainer does."""
+    server.publish(path, version=version)
+    signed = origin.store.get(version)
+    assert signed is not None
+    policy = Published(
+        version=version,
+        manifest_digest=signed.digest,
+        result_digest=signed.manifest.result_digest,
+        manifest=signed.envelope,
+    )
+    with home.database.write() as connection:
+        training.record_policy(connection, policy, now=time.time())
+
+
+__all__ = ["TIGHT", "Peer", "Reply", "Swarm", "publish", "run_id_of", "running", "serve", "small_spec", "verifying"]

@@ -1,0 +1,375 @@
+"""The run's state: what a crash, a cheat or bad luck must never do to it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import insert, select
+
+from coordinator.errors import BadConfiguration, StorageFault
+from coordinator.home import Home, create_home, open_home
+from coordinator.storage import log, training, verdicts, work
+from coordinator.storage.blobs import BlobStore
+from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
+from coordinator.storage.verdicts import Decision
+from coordinator.storage.work import Arrival
+from node.protocol import merkle
+from node.protocol.admission import Outcome
+from node.protocol.messages import BatchEntry, LeaseRequest, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import EnvironmentSpec, RunSpec
+from shardcast.wire import decode, digest
+
+PUBLIC_KEY = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+
+
+def spec_of(*, groups_per_step: int = 3, max_async: int = 2, steps: int = 12) -> RunSpec:
+    spec = RunSpec(name="test", environments=(EnvironmentSpec(name="arithmetic"),))
+    return msgspec.structs.replace(
+        spec,
+        batch=msgspec.structs.replace(
+            spec.batch,
+            groups_per_step=groups_per_step,
+            max_async=max_async,
+            lease_seconds=50.0,
+            max_leases_per_node=3,
+            rejection_backoff_seconds=4.0,
+            rejection_backoff_max_seconds=10.0,
+        ),
+        training=msgspec.structs.replace(spec.training, steps=steps),
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of())
+    yield home
+    home.database.close()
+
+
+def who(name: str) -> str:
+    """A node's id for a short name."""
+    return digest(name.encode())
+
+
+class Actors:
+    """Workers, verifier and trainer of a run, with the clock in the test's hand."""
+
+    def __init__(self, home: Home) -> None:
+        self.home, self.now, self.files = home, 1000.0, 0
+
+    def register(self, *names: str) -> None:
+        with self.home.database.write() as connection:
+            for name in names:
+                values = {"node": who(name), "software": "", "engine": "", "registered_at": 0.0, "seen_at": 0.0}
+                connection.execute(insert(nodes).values(**values))
+
+    def publish(self, version: int) -> None:
+        policy = training.Published(
+            version=version, manifest_digest=f"{version:064x}", result_digest="0" * 64, manifest=b""
+        )
+        with self.home.database.write() as connection:
+            training.record_policy(connection, policy, now=self.now)
+            training.finish_step(connection, version - 1, stats={}, now=self.now)
+
+    def lease(self, node: str, *, held: tuple[int, ...], count: int = 1) -> list[work.Lease]:
+        with self.home.database.write() as connection:
+            request = LeaseRequest(held_versions=held, slots=count)
+            return list(
+                work.lease(connection, node=who(node), request=request, spec=self.home.spec, now=self.now).leases
+            )
+
+    def submit(self, node: str, lease_id: str) -> str:
+        self.files += 1
+        name = digest(str(self.files).encode())
+        with self.home.database.write() as connection:
+            arrival = Arrival(submission=name, request=name, body=name, body_bytes=1)
+            work.submit(connection, arrival, node=who(node), lease_id=lease_id, spec=self.home.spec, now=self.now)
+        return name
+
+    def claim(self, verifier: str = "v", seconds: float = 30.0) -> verdicts.Claimed | None:
+        with self.home.database.write() as connection:
+            return verdicts.claim(connection, verifier=verifier, now=self.now, seconds=seconds)
+
+    def decide(self, claimed: verdicts.Claimed, outcome: Outcome) -> bool:
+        reason = {Outcome.REJECTED: Reason.WRONG_TOKEN, Outcome.INDETERMINATE: Reason.VERIFIER_FAILED}.get(outcome)
+        rewards = (1.0, 0.0) if outcome is Outcome.ADMITTED else None
+        decision = Decision(outcome, reason, "", tokens=5, rewards=rewards, group=claimed.body)
+        with self.home.database.write() as connection:
+            return verdicts.record(connection, claimed, decision, spec=self.home.spec, now=self.now)
+
+    def assign(self) -> int | None:
+        with self.home.database.write() as connection:
+            return training.assign_batch(connection, spec=self.home.spec, now=self.now)
+
+    def entries(self) -> list[LogEntry]:
+        with self.home.database.read() as connection:
+            leaves = log.leaves(connection, 0, log.size(connection))
+        return [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def actors(home: Home) -> Actors:
+    actors = Actors(home)
+    actors.register("a", "b")
+    actors.publish(0)
+    return actors
+
+
+def test_the_migrations_make_the_schema(home: Home) -> None:
+    with home.database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_another_key_or_spec_does_not_open_a_runs_folder(home: Home) -> None:
+    with pytest.raises(BadConfiguration, match="another key"):
+        create_home(home.folder, public_key=bytes(32), spec=home.spec)
+    with pytest.raises(BadConfiguration, match="differs"):
+        create_home(home.folder, public_key=PUBLIC_KEY, spec=spec_of(steps=99))
+    again = open_home(home.folder)
+    assert (again.run_id, again.spec) == (home.run_id, home.spec)
+    again.database.close()
+
+
+def test_no_run_in_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(BadConfiguration, match="start `veriswarm coordinator`"):
+        open_home(tmp_path)
+
+
+def test_at_most_max_async_plus_one_steps_of_work_are_in_flight(actors: Actors) -> None:
+    actors.register(*(f"n{i}" for i in range(20)))
+    leased = [lease for i in range(20) for lease in actors.lease(f"n{i}", held=(0,), count=3)]
+    assert len(leased) == 9  # (2 + 1) steps of 3 groups
+    assert sorted(lease.slot for lease in leased) == list(range(9))
+
+
+def test_one_node_cannot_hoard_leases(actors: Actors) -> None:
+    first = actors.lease("a", held=(0,), count=100)
+    assert len(first) == 3
+    assert actors.lease("a", held=(0,), count=100) == []
+    actors.submit("a", first[0].lease_id)
+    assert actors.lease("a", held=(0,), count=100) == [], "a submission without a verdict counts too"
+    assert actors.decide(actors.claim(), Outcome.ADMITTED)
+    assert len(actors.lease("a", held=(0,), count=100)) == 1
+
+
+def test_dropping_a_bad_draw_gains_nothing(actors: Actors) -> None:
+    """An abandoned slot comes back as it was: same version, same number, so same problem and seeds."""
+    (lease,) = actors.lease("a", held=(0,))
+    actors.now += 51
+    (again,) = actors.lease("b", held=(0,))
+    assert (again.version, again.slot) == (lease.version, lease.slot)
+    with pytest.raises(Refusal) as refusal:
+        actors.submit("a", lease.lease_id)
+    assert refusal.value.reason is Reason.EXPIRED_LEASE
+
+
+def test_rejections_make_a_node_wait_longer_each_time(actors: Actors) -> None:
+    waits = []
+    for _ in range(4):
+        (lease,) = actors.lease("a", held=(0,))
+        actors.submit("a", lease.lease_id)
+        actors.decide(actors.claim(), Outcome.REJECTED)
+        before = actors.now
+        while not (got := actors.lease("a", held=(0,))):
+            actors.now += 1
+        waits.append(actors.now - before)
+        with actors.home.database.write() as connection:
+            work.give_back(connection, node=who("a"), lease_id=got[0].lease_id, now=actors.now)
+    assert waits == [4, 8, 10, 10]
+
+
+def test_a_verifier_that_died_loses_nothing(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    name = actors.submit("a", lease.lease_id)
+    assert actors.claim("first") is not None
+    assert actors.claim("second") is None, "while the first may still be at work"
+    again = actors.claim("first")
+    assert again is not None, "a verifier that was restarted finds its own work"
+    actors.now += 31
+    taken = actors.claim("second")
+    assert taken is not None
+    assert taken.submission == name
+    assert actors.decide(taken, Outcome.ADMITTED)
+    assert not actors.decide(again, Outcome.REJECTED), "the slower verdict is dropped"
+    assert sum(isinstance(entry, VerdictEntry) for entry in actors.entries()) == 1
+
+
+def test_doubt_is_nobodys_fault(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    actors.submit("a", lease.lease_id)
+    for _ in range(verdicts.MAX_ATTEMPTS):
+        claimed = actors.claim()
+        assert claimed is not None
+        actors.decide(claimed, Outcome.INDETERMINATE)
+    assert actors.claim() is None
+    (again,) = actors.lease("a", held=(0,))
+    assert again.slot == lease.slot, "the slot is given out anew, to the same node too, and without a wait"
+
+
+@pytest.mark.parametrize("max_async", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_events_loses_and_repeats_nothing(tmp_path: Path, max_async: int, seed: int) -> None:
+    """Workers that are slow, die, cheat or race, in a random order, until the run's last step."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(max_async=max_async, steps=6))
+    actors, rng = Actors(home), random.Random(seed)
+    names = [f"n{i}" for i in range(5)]
+    actors.register(*names)
+    actors.publish(0)
+    head, training_now, held = 0, False, []
+    for _ in range(6000):
+        actors.now += rng.random() * 5
+        event = rng.choice(["lease", "submit", "submit", "verify", "verify", "assign", "publish"])
+        if event == "lease":
+            name = rng.choice(names)
+            versions = tuple(range(max(0, head - rng.randint(0, 3)), head + 1))
+            held += [(name, lease) for lease in actors.lease(name, held=versions, count=rng.randint(1, 3))]
+        elif event == "submit" and held:
+            name, lease = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.8:  # else the worker died
+                try:
+                    actors.submit(name, lease.lease_id)
+                except Refusal as refusal:
+                    assert refusal.reason in (Reason.STALE_POLICY, Reason.EXPIRED_LEASE)
+        elif event == "verify":
+            claimed = actors.claim()
+            if claimed is not None and rng.random() < 0.9:  # else the verifier died
+                weights = [0.1] * 3 if claimed.node == who("n0") else [0.8, 0.1, 0.1]
+                actors.decide(claimed, rng.choices(list(Outcome), weights)[0])
+        elif event == "assign" and not training_now:
+            training_now = actors.assign() is not None
+        elif event == "publish" and training_now:
+            head, training_now = head + 1, False
+            actors.publish(head)
+        if head == 6:
+            break
+    assert head == 6, "the run went on to its end"
+    check_log(actors, max_async=max_async)
+    home.database.close()
+
+
+def check_log(actors: Actors, *, max_async: int) -> None:
+    """The log alone shows that every admitted group was trained on once, in time, or waits at the end."""
+    admitted: dict[str, VerdictEntry] = {}
+    slots_done, used = set(), set()
+    for entry in actors.entries():
+        if isinstance(entry, VerdictEntry) and entry.outcome is Outcome.ADMITTED:
+            assert (entry.version, entry.slot) not in slots_done, "one slot was admitted twice"
+            slots_done.add((entry.version, entry.slot))
+            admitted[entry.submission] = entry
+        if isinstance(entry, BatchEntry):
+            assert len(entry.submissions) >= actors.home.spec.batch.groups_per_step
+            for name in entry.submissions:
+                assert name in admitted, "trained on something that was not admitted"
+                assert name not in used, "trained on twice"
+                assert entry.step - max_async <= admitted[name].version <= entry.step
+                used.add(name)
+    left = admitted.keys() - used
+    with actors.home.database.read() as connection:
+        waiting = connection.execute(
+            select(groups.c.submission).join(slots).where(slots.c.state == SlotState.ADMITTED)
+        ).scalars()
+        assert left == set(waiting), "an admitted group was lost"
+
+
+def test_the_log_proves_itself(actors: Actors) -> None:
+    for version in range(1, 40):
+        actors.publish(version)
+    with actors.home.database.read() as connection:
+        size = log.size(connection)
+        leaves = log.leaves(connection, 0, size)
+        whole = log.root(connection, size)
+        for index in (0, 1, size // 2, size - 1):
+            merkle.verify_inclusion(
+                merkle.leaf_hash(leaves[index]),
+                index=index,
+                size=size,
+                proof=log.inclusion(connection, index, size),
+                root_hash=whole,
+            )
+        for first in (1, 7, 8, size):
+            merkle.verify_consistency(
+                first=first,
+                first_root=log.root(connection, first),
+                second=size,
+                second_root=whole,
+                proof=log.consistency(connection, first, size),
+            )
+    policies = [entry for entry in actors.entries() if isinstance(entry, PolicyEntry)]
+    assert [entry.version for entry in policies] == list(range(40))
+
+
+def test_two_writers_append_without_losing_an_entry(home: Home) -> None:
+    def write(start: int) -> None:
+        for version in range(start, start + 40):
+            entry = PolicyEntry(version=version, manifest_digest="0" * 64, result_digest="0" * 64)
+            with home.database.write() as connection:
+                log.append(connection, entry)
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {entry.version for entry in Actors(home).entries() if isinstance(entry, PolicyEntry)}
+    assert found == {*range(40), *range(100, 140)}
+
+
+def test_a_transaction_that_fails_leaves_nothing(actors: Actors) -> None:
+    before = len(actors.entries())
+    with pytest.raises(RuntimeError), actors.home.database.write() as connection:
+        log.append(connection, PolicyEntry(version=5, manifest_digest="0" * 64, result_digest="0" * 64))
+        raise RuntimeError("the process died here")
+    assert len(actors.entries()) == before
+
+
+def test_a_damaged_blob_is_noticed(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path)
+    name = blobs.put(b"evidence")
+    assert blobs.get(name) == b"evidence"
+    blobs.path(name).write_bytes(b"evidencf")
+    with pytest.raises(StorageFault, match="damaged"):
+        blobs.get(name)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, "0" * 63, "0" * 64 + "\n"])
+def test_a_blobs_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageFault):
+        BlobStore(tmp_path).path(name)
+
+
+def test_half_an_upload_leaves_nothing(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path)
+    with pytest.raises(ConnectionError), blobs.incoming(max_bytes=100) as incoming:
+        incoming.write(b"half")
+        raise ConnectionError
+    with pytest.raises(Refusal), blobs.incoming(max_bytes=3) as incoming:
+        incoming.write(b"four")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "incoming").mkdir()
+    (tmp_path / "incoming" / "half").write_bytes(b"x")
+    blobs = BlobStore(tmp_path)
+    blobs.clear_incoming()
+    assert list((tmp_path / "incoming").iterdir()) == []
+
+
+def test_submissions_table_is_what_receipts_read(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    name = actors.submit("a", lease.lease_id)
+    actors.decide(actors.claim(), Outcome.ADMITTED)
+    with actors.home.database.read() as connection:
+        row = connection.execute(select(submissions).where(submissions.c.submission == name)).one()
+        (leaf,) = log.leaves(connection, row.log_index, row.log_index + 1)
+    entry = decode(LogEntry, leaf, max_bytes=2**20)  # type: ignore[arg-type]
+    assert (entry.submission, entry.outcome, entry.tokens) == (name, row.outcome, row.tokens)
