@@ -131,13 +131,12 @@ class Client:
             outcome = await self._ask_head(url, after, wait_s)
             if isinstance(outcome, Equivocation):
                 raise outcome
-            if isinstance(outcome, Head):
-                attempt = 0
-                if outcome.version > after:
-                    return outcome
+            if isinstance(outcome, Head) and outcome.version > after:
+                return outcome
             # A source that answers a long poll at once without news must not make this loop spin.
-            pause_s = 0.0 if time.monotonic() - asked > wait_s / 2 else min(2.0, 0.1 * 2**attempt)
-            attempt = min(attempt + 1, 10)
+            waited = time.monotonic() - asked > wait_s / 2
+            attempt = 0 if waited else min(attempt + 1, 10)
+            pause_s = 0.0 if waited else min(2.0, 0.05 * 2**attempt)
             if time.monotonic() + pause_s >= deadline:
                 if isinstance(outcome, ShardcastError):
                     raise outcome

@@ -13,14 +13,20 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: after a crash there is the old content or the new, never a mixture."""
+    """Replace `path` by `data`: after a crash there is the old content or the new, never a mixture.
+
+    Raises LocalFault, "disk_full" among others.
+    """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync_folder(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise as_local_fault(error, path) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -52,8 +58,11 @@ class FolderLock:
     """Exclusive use of a folder by one process; the kernel releases it when the process dies."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "lock").open("wb")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / "lock").open("wb")
+        except OSError as error:
+            raise as_local_fault(error, folder) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -14,10 +14,22 @@ import socket
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from shardcast.errors import LocalFault
 
 logger = logging.getLogger(__name__)
+
+
+class _NotAboutStrangers(logging.Filter):
+    """Drops aiohttp's traceback for each request that is not HTTP: anyone could fill the log with them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_http_logger = logging.getLogger(f"{__name__}.http")
+_http_logger.addFilter(_NotAboutStrangers())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +123,7 @@ async def listen(
         app,
         handle_signals=False,
         access_log=None,
+        logger=_http_logger,
         handler_cancellation=True,
         keepalive_timeout=limits.idle_timeout_s,
         shutdown_timeout=0.2,

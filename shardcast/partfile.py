@@ -39,9 +39,9 @@ class PartFile:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             self._journal = os.open(self._journal_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             _preallocate(self._file, manifest.payload_bytes)
+            self.missing = set(range(manifest.chunk_count)) - self._recover()
         except OSError as error:
             raise as_local_fault(error, path) from error
-        self.missing = set(range(manifest.chunk_count)) - self._recover()
 
     def write(self, index: int, data: bytes | bytearray) -> None:
         """Verify a chunk and write it at its place. Raises CorruptChunk or LocalFault."""
@@ -90,7 +90,8 @@ class PartFile:
 
     def _recover(self) -> set[int]:
         """Journalled chunks whose bytes are right; the journal is rewritten to just those."""
-        journal = os.pread(self._journal, _MAX_JOURNAL_BYTES, 0)
+        size_bytes = min(os.fstat(self._journal).st_size, _MAX_JOURNAL_BYTES)
+        journal = os.pread(self._journal, size_bytes, 0)
         whole = len(journal) - len(journal) % _INDEX.size
         claimed = {index for (index,) in _INDEX.iter_unpack(journal[:whole])}
         intact = {index for index in claimed if self._is_intact(index)}

@@ -119,21 +119,22 @@ class Relay:
                 self._watchers[url] = asyncio.create_task(self._watch(url))
 
     async def _watch(self, url: str) -> None:
-        failures = 0
+        fruitless = 0
         while True:
             asked = time.monotonic()
+            progressed = failed = False
             try:
                 progressed = await self._poll(url)
-                failures = 0
             except ShardcastError as error:
-                progressed = False
-                failures = min(failures + 1, 16)
+                failed = True
                 self._note_failure(url, error)
             self._resume_downloads()
             # A peer that answers a long poll at once without news must not make this loop spin.
-            if not progressed and (failures or time.monotonic() - asked < self._poll_s / 2):
-                backoff_s = min(self._poll_s, 0.1 * 2**failures) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(backoff_s)
+            if progressed or not (failed or time.monotonic() - asked < self._poll_s / 2):
+                fruitless = 0
+                continue
+            fruitless = min(fruitless + 1, 16)
+            await asyncio.sleep(min(self._poll_s, 0.05 * 2**fruitless) * random.uniform(0.5, 1.5))
 
     def _note_failure(self, url: str, error: ShardcastError) -> None:
         logger.warning("upstream %s: %s (%s)", url, error, error.code)

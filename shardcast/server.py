@@ -14,10 +14,11 @@ by the router before any file is touched.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from aiohttp import hdrs, web
@@ -39,20 +40,40 @@ _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 _BINARY = "application/octet-stream"
 
 
-class _File(web.FileResponse):
-    """A file by sendfile, within a deadline: a reader that dawdles loses its connection."""
+class _File(web.StreamResponse):
+    """A whole file by sendfile, within a deadline: a reader that dawdles loses its connection.
+
+    Not web.FileResponse: that opens the file in a thread, and loses it when the peer leaves meanwhile.
+    """
 
     def __init__(self, path: Path, deadline_s: float) -> None:
-        super().__init__(path, headers={hdrs.CONTENT_TYPE: _BINARY})
+        super().__init__(headers={hdrs.CONTENT_TYPE: _BINARY})
+        self._path = path
         self._deadline_s = deadline_s
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         try:
+            file = self._path.open("rb")
+        except OSError:  # dropped since it was looked up
+            self.set_status(404)
+            self.content_length = 0
+            return await super().prepare(request)
+        with file:
+            return await self._send(request, file)
+
+    async def _send(self, request: web.BaseRequest, file: BinaryIO) -> AbstractStreamWriter | None:
+        self.content_length = os.fstat(file.fileno()).st_size
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("the peer has gone")
+        try:
             async with asyncio.timeout(self._deadline_s):
-                return await super().prepare(request)
+                writer = await super().prepare(request)
+                await asyncio.get_running_loop().sendfile(transport, file)
+                await super().write_eof()
+                return writer
         except TimeoutError as error:
-            if request.transport is not None:
-                request.transport.abort()
+            transport.abort()
             raise ConnectionResetError("the peer reads too slowly") from error
 
 

@@ -61,7 +61,10 @@ class ChunkStore:
         self._verified: set[str] = set()
         try:
             self._recover()
-        except BaseException:
+        except OSError as error:
+            self._lock_file.release()
+            raise as_local_fault(error, root) from error
+        except LocalFault:
             self._lock_file.release()
             raise
 

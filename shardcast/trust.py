@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardcast import wire
 from shardcast.errors import Equivocation, LocalFault, Malformed, PeerFault, Stale
-from shardcast.files import read_bounded, write_atomically
+from shardcast.files import as_local_fault, read_bounded, write_atomically
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, Manifest, SignedManifest, open_head, open_manifest
 from shardcast.wire import Count, Digest, Wire
 
@@ -182,6 +182,8 @@ def load_seen(path: Path) -> Seen | None:
         return wire.decode(Seen, read_bounded(path, max_bytes=_MAX_STATE_BYTES), max_bytes=_MAX_STATE_BYTES)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise as_local_fault(error, path) from error
     except Malformed as error:
         raise LocalFault(f"{path} is damaged ({error}); restore it or use another folder", code="bad_state") from error
 

@@ -56,7 +56,7 @@ class VersionFolder:
         if not path.exists():
             return None
         if path not in self._checked and not _is_intact(path, signed):
-            path.unlink()
+            path.unlink(missing_ok=True)
             return None
         self._checked.add(path)
         os.utime(path)

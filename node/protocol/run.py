@@ -122,6 +122,11 @@ class RunSpec(Wire, frozen=True):
     training: TrainingSpec = TrainingSpec()
     broadcast: BroadcastSpec = BroadcastSpec()
 
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other; msgspec turns the ValueError into its own error."""
+        if self.broadcast.keep_versions < self.batch.max_async + 2:
+            raise ValueError("broadcast.keep_versions must be at least batch.max_async + 2, or workers lose policies")
+
     @property
     def digest(self) -> str:
         """BLAKE3 of the canonical encoding; the log's first entry names it."""

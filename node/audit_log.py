@@ -1,0 +1,196 @@
+"""What an auditor can tell from the log alone, without any policy (docs/protocol.md, section 8).
+
+Pure: entries in, problems out. A problem is something that no honest coordinator's log contains.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.protocol.admission import Finding, Outcome, judge
+from node.protocol.merkle import completed_nodes, leaf_hash, root
+from node.protocol.messages import MAX_ENTRY_BYTES, BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
+from node.protocol.reasons import Reason
+from node.protocol.run import RunSpec
+from shardcast.errors import Malformed
+from shardcast.wire import decode
+
+_ENTRY: Any = LogEntry  # a union, which type checkers do not take for a type
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One point on which the audit disagrees with the coordinator; `code` is stable."""
+
+    code: str
+    detail: str
+    log_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedVerdict:
+    """A verdict and where the log has it."""
+
+    log_index: int
+    entry: VerdictEntry
+
+
+class LeafTree:
+    """The Merkle tree of a growing log, for its root alone: two hashes for each leaf."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._levels: list[list[bytes]] = []
+
+    def append(self, leaf: bytes) -> None:
+        """Add one leaf's exact bytes."""
+        for level, _, value in completed_nodes(self.size, leaf_hash(leaf), self._node):
+            if level == len(self._levels):
+                self._levels.append([])
+            self._levels[level].append(value)
+        self.size += 1
+
+    def root(self) -> bytes:
+        """The root of everything appended so far."""
+        return root(self.size, self._node)
+
+    def _node(self, level: int, index: int) -> bytes:
+        return self._levels[level][index]
+
+
+def read_entries(leaves: Iterable[bytes]) -> tuple[list[LogEntry | None], list[Problem]]:
+    """Every leaf as an entry, None where it is none; that is a problem, because the run signed it."""
+    entries: list[LogEntry | None] = []
+    problems: list[Problem] = []
+    for index, leaf in enumerate(leaves):
+        try:
+            entries.append(decode(_ENTRY, leaf, max_bytes=MAX_ENTRY_BYTES))
+        except Malformed as error:
+            entries.append(None)
+            problems.append(Problem("malformed_entry", f"{error}.", index))
+    return entries, problems
+
+
+def check_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) -> list[Problem]:
+    """Every violation of the invariants of section 8.1."""
+    checker = _Checker(run_id=run_id, spec=spec)
+    if not entries:
+        return [Problem("wrong_rules", "The log is empty; its first entry must name the rules.")]
+    for index, entry in enumerate(entries):
+        checker.check(index, entry)
+    return checker.problems
+
+
+def choose_verdicts(verdicts: Sequence[LoggedVerdict], *, count: int | None, rng: random.Random) -> list[LoggedVerdict]:
+    """`count` decided verdicts, half of them rejections where there are enough of either kind; all for None.
+
+    Indeterminate ones are not drawn: the coordinator claims nothing about them.
+    """
+    admitted = [verdict for verdict in verdicts if verdict.entry.outcome is Outcome.ADMITTED]
+    rejected = [verdict for verdict in verdicts if verdict.entry.outcome is Outcome.REJECTED]
+    if count is not None:
+        of_rejected = min(len(rejected), max(count // 2, count - len(admitted)))
+        rejected = rng.sample(rejected, of_rejected)
+        admitted = rng.sample(admitted, min(len(admitted), count - of_rejected))
+    return sorted([*admitted, *rejected], key=lambda verdict: (verdict.entry.version, verdict.log_index))
+
+
+class _Checker:
+    """Walks the log once, in order."""
+
+    def __init__(self, *, run_id: str, spec: RunSpec) -> None:
+        self.problems: list[Problem] = []
+        self._run_id = run_id
+        self._spec = spec
+        self._manifests: dict[int, str] = {}
+        self._newest = -1
+        self._step = -1
+        self._judged: set[str] = set()
+        self._taken: set[tuple[int, int]] = set()
+        self._admitted: dict[str, int] = {}
+        self._used: set[str] = set()
+
+    def check(self, index: int, entry: LogEntry | None) -> None:
+        if index == 0 and not isinstance(entry, RunEntry):
+            self._note(index, "wrong_rules", "The first entry does not name the rules.")
+        match entry:
+            case RunEntry():
+                self._check_rules(index, entry)
+            case PolicyEntry():
+                self._check_policy(index, entry)
+            case VerdictEntry():
+                self._check_verdict(index, entry)
+            case BatchEntry():
+                self._check_batch(index, entry)
+
+    def _note(self, index: int, code: str, detail: str) -> None:
+        self.problems.append(Problem(code, detail, index))
+
+    def _check_rules(self, index: int, entry: RunEntry) -> None:
+        if index != 0:
+            self._note(index, "wrong_rules", "The rules are named a second time.")
+        elif entry.run_id != self._run_id or entry.spec_digest != self._spec.digest:
+            self._note(index, "wrong_rules", "The log's rules are not those of the descriptor.")
+
+    def _check_policy(self, index: int, entry: PolicyEntry) -> None:
+        if entry.version <= self._newest:
+            self._note(index, "policy_order", f"Policy {entry.version} after policy {self._newest}.")
+            return
+        self._newest = entry.version
+        self._manifests[entry.version] = entry.manifest_digest
+
+    def _check_verdict(self, index: int, entry: VerdictEntry) -> None:
+        if self._manifests.get(entry.version) != entry.manifest_digest:
+            self._note(index, "unknown_policy", f"No such policy {entry.version} was published before.")
+        if entry.submission in self._judged:
+            self._note(index, "duplicate_verdict", f"Submission {entry.submission[:16]}… was judged before.")
+        self._judged.add(entry.submission)
+        contradiction = _contradiction(entry, spec=self._spec)
+        if contradiction is not None:
+            self._note(index, "contradictory_verdict", contradiction)
+        if entry.outcome is Outcome.ADMITTED:
+            if (entry.version, entry.slot) in self._taken:
+                self._note(index, "duplicate_admission", f"Slot {entry.version}/{entry.slot} was admitted before.")
+            self._taken.add((entry.version, entry.slot))
+            self._admitted[entry.submission] = entry.version
+
+    def _check_batch(self, index: int, entry: BatchEntry) -> None:
+        if entry.step <= self._step:
+            self._note(index, "batch_order", f"Step {entry.step} after step {self._step}.")
+        self._step = max(self._step, entry.step)
+        for submission in entry.submissions:
+            version = self._admitted.get(submission)
+            if version is None:
+                self._note(index, "batch_not_admitted", f"Submission {submission[:16]}… was not admitted before.")
+            elif not entry.step - self._spec.batch.max_async <= version <= entry.step:
+                self._note(index, "batch_stale", f"Step {entry.step} uses work of policy {version}.")
+            if submission in self._used:
+                self._note(index, "batch_reuse", f"Submission {submission[:16]}… is used twice.")
+            self._used.add(submission)
+
+
+def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
+    """In what a verdict contradicts itself, if it does."""
+    finding = None if entry.figures is None else judge([entry.figures], limits=spec.limits)
+    if entry.outcome is Outcome.ADMITTED:
+        return _admission_contradiction(entry, finding, group_size=spec.sampling.group_size)
+    if entry.reason is None or entry.rewards is not None:
+        return "Not admitted, but without a reason or with rewards."
+    if (entry.reason is Reason.VERIFIER_FAILED) != (entry.outcome is Outcome.INDETERMINATE):
+        return f"Outcome {entry.outcome} for the reason {entry.reason}."
+    if entry.figures is not None and (finding is None or finding.reason is not entry.reason):
+        return f"Rejected as {entry.reason}, which its figures do not show."
+    return None
+
+
+def _admission_contradiction(entry: VerdictEntry, finding: Finding | None, *, group_size: int) -> str | None:
+    if entry.reason is not None or entry.figures is None or entry.rewards is None:
+        return "Admitted with a reason, or without figures or rewards."
+    if finding is not None:
+        return f"Admitted, but its {finding.figure} of {finding.value:g} is over the limit of {finding.limit:g}."
+    if len(entry.rewards) != group_size or not all(0 <= reward <= 1 for reward in entry.rewards):
+        return "Its rewards are not one for each row, from 0 to 1."
+    return None

@@ -1,0 +1,496 @@
+"""The auditor against a real coordinator over HTTP, a real log and real policies: whom it convicts, and whom not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import delete, update
+
+from coordinator.app import create_app
+from coordinator.home import Home, create_home
+from coordinator.service import Coordinator
+from coordinator.storage import log
+from coordinator.storage.schema import log_entries, log_nodes
+from node.audit import run_audit
+from node.engines.base import SampleRequest
+from node.engines.torch import TorchEngine
+from node.environments import load_environment
+from node.identity import node_id
+from node.parquet import write_rollouts
+from node.parquet_reader import ParquetReader
+from node.policy import Policy
+from node.protocol.admission import Figures, Outcome
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RequestClaim, VerdictEntry
+from node.protocol.reasons import Reason
+from node.protocol.requests import sign_request
+from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec, run_id_of
+from node.protocol.submission import Rollout
+from node.verification import expected_of, verify
+from shardcast import Origin, OriginServer
+from shardcast.wire import decode, digest
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+NODE = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
+RUN = run_id_of(KEY.public_key().public_bytes_raw())
+SPEC = RunSpec(
+    name="audited",
+    environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
+    sampling=SamplingSpec(group_size=2, max_new_tokens=12),
+    limits=LimitsSpec(
+        exponent_mismatches=4.0,
+        mantissa_mean=1.0,
+        mantissa_median=1.0,
+        token_margin=0.001,
+        rollout_margin_mean=0.0001,
+        logprob_error=0.001,
+    ),
+)
+replace = msgspec.structs.replace
+
+
+@dataclass
+class Audited:
+    """A finished run on disk, the origin of its policy, and where each kind of entry stands in its log."""
+
+    home: Path
+    origin_url: str
+
+    ADMITTED, ALSO_ADMITTED, WRONG_TOKEN, NOT_PARQUET, UNDECIDED, BATCH = range(2, 8)
+
+
+def evidence(home: Home, body: bytes) -> dict[str, str]:
+    """Store what a node sent, as the coordinator does, and return what the log says of it."""
+    claim = RequestClaim(
+        run_id=RUN,
+        method="PUT",
+        path=f"/v1/submissions/{secrets.token_hex(32)}",
+        body_digest=digest(body),
+        body_bytes=len(body),
+        issued_at=int(time.time()),
+        nonce=secrets.token_hex(16),
+    )
+    _, envelope = sign_request(claim, key=NODE)
+    request = home.blobs.put(envelope)
+    return {"submission": request, "request": request, "body": home.blobs.put(body), "node": node_id(NODE)}
+
+
+def generate(policy: Policy, engine: TorchEngine, manifest_digest: str, slot: int) -> list[Rollout]:
+    environments = [load_environment(spec) for spec in SPEC.environments]
+    expected = expected_of(SPEC, policy, environments, run_id=RUN, manifest_digest=manifest_digest, slot=slot)
+    requests = [SampleRequest(prompt_ids=tuple(expected.prompt_ids), seed=seed) for seed in expected.seeds]
+    return asyncio.run(engine.generate(requests))
+
+
+def other_token(rollout: Rollout) -> Rollout:
+    """A worker that prefers another first token than the forced one."""
+    tokens = list(rollout.completion_ids)
+    tokens[0] = 40 if tokens[0] != 40 else 41
+    return replace(rollout, completion_ids=tokens)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Audited]:
+    folder = tmp_path_factory.mktemp("audited")
+    origin = Origin(folder / "origin", KEY, RUN, chunk_bytes=64 * 1024)
+    server = OriginServer(origin, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.start()}"
+    manifest_digest = server.publish(tiny_policy_path, version=0)
+    home = create_home(folder / "home", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    engine = TorchEngine(SPEC)
+    asyncio.run(engine.load(tiny_policy_path, version=0))
+    groups = [generate(engine.policy, engine, manifest_digest, slot) for slot in range(3)]
+    bodies = [write_rollouts(group) for group in groups[:2]]
+    bodies += [
+        write_rollouts([groups[2][0], other_token(groups[2][1])]),
+        b"PAR1 garbage PAR1",
+        write_rollouts(groups[2]),
+    ]
+    entries: list[LogEntry] = [
+        PolicyEntry(version=0, manifest_digest=manifest_digest, result_digest=digest(tiny_policy_path.read_bytes()))
+    ]
+    environments = [load_environment(spec) for spec in SPEC.environments]
+    with ParquetReader() as reader:
+        for slot, body in enumerate(bodies):
+            verdict = verify(
+                body,
+                reader=reader,
+                run_id=RUN,
+                manifest_digest=manifest_digest,
+                slot=slot,
+                policy=engine.policy,
+                environments=environments,
+                spec=SPEC,
+            )
+            entry = VerdictEntry(
+                **evidence(home, body),
+                version=0,
+                manifest_digest=manifest_digest,
+                slot=slot,
+                outcome=verdict.outcome,
+                reason=verdict.reason,
+                finding=verdict.finding,
+                detail=verdict.detail,
+                figures=verdict.figures,
+                rewards=verdict.rewards,
+                tokens=verdict.tokens,
+                decided_at=int(time.time()),
+            )
+            entries.append(entry)
+    undecided = {"outcome": Outcome.INDETERMINATE, "reason": Reason.VERIFIER_FAILED, "detail": "MemoryError."}
+    entries[-1] = replace(entries[-1], **undecided, finding=None, figures=None, rewards=None)
+    entries.append(BatchEntry(step=0, submissions=(entries[1].submission,)))
+    with home.database.write() as connection:
+        for entry in entries:
+            log.append(connection, entry)
+    home.database.close()
+    yield Audited(folder / "home", url)
+    server.stop()
+    origin.close()
+
+
+@contextmanager
+def serving(folder: Path, *relays: str) -> Iterator[str]:
+    """The real service over the run in `folder`."""
+    home = create_home(folder, public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    app = create_app(Coordinator(home, key=KEY, relay_urls=relays))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        home.database.close()
+
+
+Edit = Callable[[list[LogEntry]], list[LogEntry]]
+
+
+def forged(run: Audited, to: Path, edit: Edit) -> Path:
+    """A copy of the run whose operator, who has the run's key, wrote another log over the same evidence."""
+    shutil.copytree(run.home, to)
+    home = create_home(to, public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    with home.database.write() as connection:
+        old = [decode(LogEntry, leaf, max_bytes=10_000) for leaf in log.leaves(connection, 0, 1000)]
+        connection.execute(delete(log_entries))
+        connection.execute(delete(log_nodes))
+        for entry in edit(old):
+            log.append(connection, entry)
+    home.database.close()
+    return to
+
+
+def with_entry(index: int, **changes: object) -> Edit:
+    return lambda entries: [*entries[:index], replace(entries[index], **changes), *entries[index + 1 :]]
+
+
+@dataclass
+class Outcomes:
+    code: int
+    report: dict
+
+    @property
+    def problems(self) -> list[tuple[str, int | None]]:
+        return [(problem["code"], problem["log_index"]) for problem in self.report["problems"]]
+
+    def result(self, index: int) -> str:
+        (verdict,) = [v for v in self.report["verdicts"] if v["log_index"] == index]
+        return verdict["result"]
+
+
+@pytest.fixture
+def audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcomes]:
+    def audit(url: str, **changes: object) -> Outcomes:
+        settings = {"run_id": RUN, "sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
+        code = asyncio.run(run_audit(url, as_json=True, **(settings | changes)))
+        report = json.loads(capsys.readouterr().out)
+        assert report["exit_code"] == code
+        return Outcomes(code, report)
+
+    return audit
+
+
+# -- an honest coordinator
+
+
+def test_an_honest_run_agrees_and_is_remembered(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    with serving(run.home, run.origin_url) as url:
+        first = audit(url)
+        again = audit(url, all_=False, sample=2, seed=5)
+        repeated = audit(url, all_=False, sample=2, seed=5)
+        nothing = audit(url, all_=False, sample=0)
+    assert (first.code, first.report["outcome"], first.problems, first.report["error"]) == (0, "agree", [], None)
+    assert first.report["log"] == {
+        "entries": 8,
+        "policies": 1,
+        "batches": 1,
+        "admitted": 2,
+        "rejected": 2,
+        "indeterminate": 1,
+    }
+    assert first.report["results"] == {"agree": 4, "disagree": 0, "indeterminate": 0, "unavailable": 0}
+    assert first.report["coordinator_indeterminate"] == [run.UNDECIDED]
+    assert first.report["previous_checkpoint"] is None
+    logged = {v["log_index"]: (v["logged"], v["derived"]) for v in first.report["verdicts"]}
+    assert logged[run.WRONG_TOKEN][0] == logged[run.WRONG_TOKEN][1]
+    assert logged[run.NOT_PARQUET][1] == {"outcome": "rejected", "reason": "not_parquet"}
+    assert again.report["previous_checkpoint"]["size"] == 8
+    assert {v["logged"]["outcome"] for v in again.report["verdicts"]} == {"admitted", "rejected"}
+    assert [v["log_index"] for v in again.report["verdicts"]] == [v["log_index"] for v in repeated.report["verdicts"]]
+    assert (nothing.code, nothing.report["verdicts"]) == (0, [])
+    assert (tmp_path / "auditor" / f"{RUN}.checkpoint").is_file()
+
+
+def test_two_audits_draw_differently_unless_told(run: Audited, audit: Callable[..., Outcomes]) -> None:
+    """A draw that the coordinator could predict would be a list of the verdicts that it has to get right."""
+    with serving(run.home, run.origin_url) as url:
+        seeds = {audit(url, all_=False, sample=0).report["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_a_person_reads_tables_without_the_strangers_control_characters(
+    run: Audited, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker chooses part of a detail's text; it must not clear the auditor's screen or paint a green tick."""
+    hostile = {
+        "detail": "\x1b[2J\x1b[32magree[/bold][link=x]",
+        "outcome": Outcome.REJECTED,
+        "reason": Reason.WRONG_SEED,
+    }
+    edit = with_entry(run.ADMITTED, **hostile, finding=None, figures=None, rewards=None)
+    with serving(forged(run, tmp_path / "forged", edit), run.origin_url) as url:
+        arguments = {"run_id": RUN, "sample": None, "all_": True, "seed": 1, "state_dir": tmp_path / "auditor"}
+        code = asyncio.run(run_audit(url, as_json=False, **arguments))
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "disagree" in shown
+    assert "verdict_differs" in shown
+    assert "\x1b" not in shown
+
+
+# -- a lying operator, who has the run's key
+
+LIES: dict[str, tuple[int, dict[str, object], str]] = {
+    "junk admitted": (
+        Audited.WRONG_TOKEN,
+        {
+            "outcome": Outcome.ADMITTED,
+            "reason": None,
+            "finding": None,
+            "figures": Figures(**dict.fromkeys(Figures.__struct_fields__, 0.0)),
+            "rewards": (1.0, 1.0),
+        },
+        "verdict_differs",
+    ),
+    "an honest worker rejected": (
+        Audited.ALSO_ADMITTED,
+        {"outcome": Outcome.REJECTED, "reason": Reason.WRONG_SEED, "figures": None, "rewards": None},
+        "verdict_differs",
+    ),
+    "another reason": (Audited.NOT_PARQUET, {"reason": Reason.WRONG_SCHEMA}, "verdict_differs"),
+    "rewards for the wrong answers": (Audited.ADMITTED, {"rewards": (1.0, 1.0)}, "verdict_differs"),
+    "tokens that were not generated": (Audited.ADMITTED, {"tokens": 9999}, "verdict_differs"),
+    "work credited to another node": (Audited.ADMITTED, {"node": "ab" * 32}, "evidence_signature"),
+    "work moved to another slot": (Audited.ADMITTED, {"slot": 77}, "verdict_differs"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_about_a_verdict_is_found(lie: str, run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    index, changes, code = LIES[lie]
+    with serving(forged(run, tmp_path / "forged", with_entry(index, **changes)), run.origin_url) as url:
+        outcome = audit(url)
+    assert outcome.code == 1
+    assert (code, index) in outcome.problems
+    assert outcome.result(index) == "disagree"
+
+
+def test_a_body_the_node_did_not_sign_is_found(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    """The operator swaps a good file for a bad one, to get rid of a worker."""
+
+    def swap(entries: list[LogEntry]) -> list[LogEntry]:
+        return with_entry(run.NOT_PARQUET, body=entries[run.ADMITTED].body)(entries)
+
+    with serving(forged(run, tmp_path / "forged", swap), run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems) == (1, [("evidence_mismatch", run.NOT_PARQUET)])
+
+
+def test_a_policy_file_other_than_the_logged_one_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    lie = with_entry(1, result_digest="ab" * 32)
+    with serving(forged(run, tmp_path / "forged", lie), run.origin_url) as url:
+        outcome = audit(url)
+    assert outcome.code == 1
+    assert set(outcome.problems) == {("policy_differs", index) for index in range(run.ADMITTED, run.NOT_PARQUET)}
+
+
+def test_an_entry_that_cannot_be_proved_to_a_worker_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """A worker checks its receipt by such a proof; with eight entries the root does not depend on these nodes."""
+    shutil.copytree(run.home, tmp_path / "forged")
+    home = create_home(tmp_path / "forged", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    with home.database.write() as connection:
+        connection.execute(update(log_nodes).where(log_nodes.c.level == 1).values(hash=bytes(32)))
+    home.database.close()
+    with serving(tmp_path / "forged", run.origin_url) as url:
+        outcome = audit(url)
+    assert outcome.code == 1
+    assert {code for code, _ in outcome.problems} == {"inclusion_proof"}
+
+
+def test_training_on_rejected_work_is_found_without_any_policy(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    def train(entries: list[LogEntry]) -> list[LogEntry]:
+        return with_entry(run.BATCH, submissions=(entries[run.WRONG_TOKEN].submission,))(entries)
+
+    with serving(forged(run, tmp_path / "forged", train)) as url:
+        outcome = audit(url, all_=False, sample=0)
+    assert (outcome.code, outcome.problems) == (1, [("batch_not_admitted", run.BATCH)])
+
+
+def remember_then_audit(run: Audited, audit: Callable[..., Outcomes], forged_home: Path) -> Outcomes:
+    with serving(run.home) as url:
+        assert audit(url, all_=False, sample=0).code == 0
+    with serving(forged_home) as url:
+        return audit(url, all_=False, sample=0)
+
+
+def kept_evidence(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "auditor").glob("evidence-*/*"))
+
+
+def test_a_log_that_forgot_its_last_entries_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", lambda entries: entries[:-1]))
+    assert (outcome.code, outcome.problems) == (1, [("log_shrank", None)])
+    assert kept_evidence(tmp_path) == ["first.checkpoint", "second.checkpoint"]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_rewritten_history_is_found(more: int, run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    """With as many entries as before or more: the new log is sound in itself, it is only not the old one."""
+
+    def rewrite(entries: list[LogEntry]) -> list[LogEntry]:
+        return (
+            with_entry(run.NOT_PARQUET, detail="It never was.")(entries) + [BatchEntry(step=1, submissions=())] * more
+        )
+
+    remembered = tmp_path / "auditor" / f"{RUN}.checkpoint"
+    outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", rewrite))
+    assert (outcome.code, outcome.problems) == (1, [("log_forked", None)])
+    assert kept_evidence(tmp_path) == ["first.checkpoint", "second.checkpoint"]
+    (first,) = (tmp_path / "auditor").glob("evidence-*/first.checkpoint")
+    assert remembered.read_bytes() == first.read_bytes(), "the lie must not replace what is remembered"
+
+
+def test_a_log_that_grew_agrees(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    more = [BatchEntry(step=1, submissions=())]
+    outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", lambda entries: entries + more))
+    assert (outcome.code, outcome.problems) == (0, [])
+    assert (outcome.report["previous_checkpoint"]["size"], outcome.report["checkpoint"]["size"]) == (8, 9)
+
+
+def test_entries_that_the_checkpoint_does_not_sign_are_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    shutil.copytree(run.home, tmp_path / "forged")
+    home = create_home(tmp_path / "forged", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    with home.database.write() as connection:
+        leaf = log.leaves(connection, 3, 4)[0].replace(b'"tokens":', b'"tokens":1')
+        connection.execute(update(log_entries).where(log_entries.c.index == 3).values(leaf=leaf))
+    home.database.close()
+    with serving(tmp_path / "forged", run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems) == (1, [("root_mismatch", None)])
+    assert outcome.report["verdicts"] == [], "nothing is derived from entries that nobody signed"
+
+
+# -- what cannot be checked is said to be unchecked
+
+
+def test_withheld_evidence_is_neither_agreement_nor_guilt(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    shutil.copytree(run.home, tmp_path / "lossy")
+    home = create_home(tmp_path / "lossy", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    with home.database.read() as connection:
+        leaf = log.leaves(connection, run.ADMITTED, run.ADMITTED + 1)[0]
+    home.blobs.path(decode(VerdictEntry, leaf, max_bytes=10_000).body).unlink()
+    home.database.close()
+    with serving(tmp_path / "lossy", run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.report["outcome"], outcome.problems) == (2, "incomplete", [])
+    assert outcome.result(run.ADMITTED) == "unavailable"
+    assert outcome.report["results"]["agree"] == 3
+
+
+def test_damaged_evidence_does_not_convict(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    shutil.copytree(run.home, tmp_path / "damaged")
+    for path in (tmp_path / "damaged" / "blobs").glob("??/*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with serving(tmp_path / "damaged", run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems) == (2, [])
+    assert outcome.report["results"]["unavailable"] == 4
+
+
+def test_without_the_policy_only_cheap_verdicts_are_derived(run: Audited, audit: Callable[..., Outcomes]) -> None:
+    with serving(run.home) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems) == (2, [])
+    assert outcome.result(run.NOT_PARQUET) == "agree"
+    assert [outcome.result(index) for index in (run.ADMITTED, run.ALSO_ADMITTED, run.WRONG_TOKEN)] == [
+        "unavailable"
+    ] * 3
+
+
+def test_the_auditor_may_bring_its_own_source_of_policies(run: Audited, audit: Callable[..., Outcomes]) -> None:
+    with serving(run.home) as url:
+        assert audit(url, sources=(run.origin_url,)).code == 0
+
+
+def test_a_coordinator_that_is_away_or_another_run_could_not_be_audited(
+    run: Audited, audit: Callable[..., Outcomes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.audit.PATIENCE_SECONDS", 0.1)
+    with serving(run.home, run.origin_url) as url:
+        other = audit(url, run_id="ab" * 32)
+    away = audit(url)
+    nonsense = audit("ftp://x")
+    unnamed = audit(url, run_id="../../etc")
+    assert [outcome.code for outcome in (other, away, nonsense, unnamed)] == [2, 2, 2, 2]
+    assert other.report["error"]["code"] == "wrong_run"
+    assert nonsense.report["error"]["code"] == unnamed.report["error"]["code"] == "config_error"
+    assert away.report["checkpoint"] is None
+
+
+def test_a_damaged_memory_is_not_forgotten_silently(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """Forgetting would let a fork through: whoever can damage one file could then show another history."""
+    (tmp_path / "auditor").mkdir()
+    (tmp_path / "auditor" / f"{RUN}.checkpoint").write_bytes(b"VSW1 damaged")
+    with serving(run.home, run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.report["error"]["code"]) == (2, "state_error")

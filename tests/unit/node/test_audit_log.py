@@ -1,0 +1,319 @@
+"""What an auditor sees in the log alone: each test is one way in which an operator could cheat or err."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from node.audit_evidence import BORDERLINE_FACTOR, compare, is_borderline
+from node.audit_log import LeafTree, LoggedVerdict, check_log, choose_verdicts, read_entries
+from node.audit_report import Result
+from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
+from node.protocol.reasons import Reason
+from node.protocol.run import BatchSpec, EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.verification import Verdict
+from shardcast.wire import encode
+
+RUN = "11" * 32
+SPEC = RunSpec(
+    name="t",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    sampling=SamplingSpec(group_size=2),
+    batch=BatchSpec(max_async=1),
+)
+ZERO = Figures(**dict.fromkeys(Figures.__struct_fields__, 0.0))
+WRONG = msgspec.structs.replace(ZERO, token_margin=5.0)
+replace = msgspec.structs.replace
+
+
+def submission(number: int) -> str:
+    return f"{number:064x}"
+
+
+def admitted(number: int, *, version: int = 0, slot: int | None = None, **changes: object) -> VerdictEntry:
+    entry = VerdictEntry(
+        submission=submission(number),
+        node="22" * 32,
+        version=version,
+        manifest_digest=f"{version + 100:064x}",
+        slot=number if slot is None else slot,
+        request=submission(number),
+        body="33" * 32,
+        outcome=Outcome.ADMITTED,
+        reason=None,
+        finding=None,
+        detail="",
+        figures=ZERO,
+        rewards=(0.0, 1.0),
+        tokens=9,
+        decided_at=1,
+    )
+    return replace(entry, **changes)
+
+
+def rejected(number: int, **changes: object) -> VerdictEntry:
+    entry = admitted(number, outcome=Outcome.REJECTED, reason=Reason.WRONG_TOKEN, figures=WRONG, rewards=None)
+    return replace(entry, **changes)
+
+
+def policy(version: int) -> PolicyEntry:
+    return PolicyEntry(version=version, manifest_digest=f"{version + 100:064x}", result_digest="44" * 32)
+
+
+def batch(step: int, *numbers: int) -> BatchEntry:
+    return BatchEntry(step=step, submissions=tuple(map(submission, numbers)))
+
+
+RULES = RunEntry(run_id=RUN, spec_digest=SPEC.digest)
+UNDECIDED = rejected(4, outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, figures=None)
+CHEAP = rejected(5, reason=Reason.NOT_PARQUET, figures=None, tokens=0)
+HONEST: list[LogEntry] = [
+    RULES,
+    policy(0),
+    admitted(1),
+    rejected(2),
+    admitted(3),
+    UNDECIDED,
+    CHEAP,
+    batch(0, 1),
+    policy(1),
+    admitted(6, version=1, slot=1),
+    batch(1, 3, 6),
+]
+
+
+def codes(entries: list[LogEntry | None]) -> list[tuple[str, int | None]]:
+    return [(problem.code, problem.log_index) for problem in check_log(entries, run_id=RUN, spec=SPEC)]
+
+
+def edited(index: int, entry: LogEntry | None) -> list[LogEntry | None]:
+    return [*HONEST[:index], entry, *HONEST[index + 1 :]]
+
+
+def test_an_honest_log_has_no_problem() -> None:
+    assert codes(list(HONEST)) == []
+
+
+ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
+    "the rules of another run": (edited(0, replace(RULES, run_id="99" * 32)), [("wrong_rules", 0)]),
+    "other limits than were signed": (edited(0, replace(RULES, spec_digest="99" * 32)), [("wrong_rules", 0)]),
+    "no rules": (list(HONEST[1:]), [("wrong_rules", 0)]),
+    "rules changed half way": ([*HONEST, RULES], [("wrong_rules", 11)]),
+    "one version twice": ([*HONEST, policy(1)], [("policy_order", 11)]),
+    "an older policy published anew": ([*HONEST, policy(0)], [("policy_order", 11)]),
+    "a verdict on a policy nobody saw": ([*HONEST, admitted(9, version=7)], [("unknown_policy", 11)]),
+    "a verdict on other weights": (edited(2, admitted(1, manifest_digest="99" * 32)), [("unknown_policy", 2)]),
+    "one submission judged twice": ([*HONEST, rejected(2)], [("duplicate_verdict", 11)]),
+    "one slot admitted twice": ([*HONEST, admitted(9, slot=1)], [("duplicate_admission", 11)]),
+    "training on rejected work": ([*HONEST, batch(2, 2)], [("batch_not_admitted", 11)]),
+    "training on undecided work": ([*HONEST, batch(2, 4)], [("batch_not_admitted", 11)]),
+    "training on work nobody submitted": ([*HONEST, batch(2, 77)], [("batch_not_admitted", 11)]),
+    "training on work before it is admitted": (
+        [*HONEST[:2], batch(0, 1), *HONEST[2:7], policy(1)],
+        [("batch_not_admitted", 2)],
+    ),
+    "one group trained on twice": ([*HONEST, batch(2, 6)], [("batch_reuse", 11)]),
+    "one group twice in a step": (edited(7, batch(0, 1, 1)), [("batch_reuse", 7)]),
+    "work that is too old": ([*HONEST[:7], batch(2, 1)], [("batch_stale", 7)]),
+    "work of a later policy": ([*HONEST[:7], policy(1), admitted(6, version=1), batch(0, 6)], [("batch_stale", 9)]),
+    "a step done again": ([*HONEST, batch(1)], [("batch_order", 11)]),
+    "admitted over its limit": (edited(2, admitted(1, figures=WRONG)), [("contradictory_verdict", 2)]),
+    "admitted without figures": (edited(2, admitted(1, figures=None)), [("contradictory_verdict", 2)]),
+    "admitted with a reason": (
+        edited(2, admitted(1, reason=Reason.WRONG_TOKEN)),
+        [("contradictory_verdict", 2)],
+    ),
+    "a reward for a row too few": (edited(2, admitted(1, rewards=(1.0,))), [("contradictory_verdict", 2)]),
+    "a reward above one": (edited(2, admitted(1, rewards=(1.0, 2.0))), [("contradictory_verdict", 2)]),
+    "rejected with good figures": (edited(3, rejected(2, figures=ZERO)), [("contradictory_verdict", 3)]),
+    "rejected for another reason than its figures": (
+        edited(3, rejected(2, reason=Reason.PROOF_MISMATCH)),
+        [("contradictory_verdict", 3)],
+    ),
+    "rejected without a reason": (edited(3, rejected(2, reason=None, figures=None)), [("contradictory_verdict", 3)]),
+    "rejected and rewarded": (edited(3, rejected(2, rewards=(1.0, 1.0))), [("contradictory_verdict", 3)]),
+    "the verifier's failure called a rejection": (
+        edited(5, replace(UNDECIDED, outcome=Outcome.REJECTED)),
+        [("contradictory_verdict", 5)],
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_log_that_breaks_a_rule_is_found_out(attack: str) -> None:
+    entries, expected = ATTACKS[attack]
+    assert codes(entries) == expected
+
+
+def test_an_empty_log_is_a_problem() -> None:
+    assert codes([]) == [("wrong_rules", None)]
+
+
+def test_signed_bytes_that_are_no_entry_are_a_problem_and_not_a_gap() -> None:
+    leaves = [encode(entry) for entry in HONEST]
+    leaves[3] = leaves[3].replace(b'"tokens":9', b'"tokens": 9')
+    leaves[4] = b'{"type":"coup"}'
+    entries, problems = read_entries(leaves)
+    assert [(problem.code, problem.log_index) for problem in problems] == [
+        ("malformed_entry", 3),
+        ("malformed_entry", 4),
+    ]
+    assert entries[3] is None
+    assert entries[5] == HONEST[5]
+    assert ("batch_not_admitted", 10) in codes(entries), "what cannot be read was not admitted"
+
+
+def test_the_tree_is_that_of_the_log() -> None:
+    tree = LeafTree()
+    assert tree.root() == EMPTY_ROOT
+    a, b, c = (leaf_hash(leaf) for leaf in (b"a", b"b", b"c"))
+    for leaf, expected in ((b"a", a), (b"b", node_hash(a, b)), (b"c", node_hash(node_hash(a, b), c))):
+        tree.append(leaf)
+        assert tree.root() == expected
+
+
+# -- which verdicts are drawn
+
+
+def population(admissions: int, rejections: int) -> list[LoggedVerdict]:
+    entries = [admitted(number) for number in range(admissions)]
+    entries += [rejected(1000 + number) for number in range(rejections)]
+    return [LoggedVerdict(index, entry) for index, entry in enumerate([*entries, UNDECIDED])]
+
+
+@pytest.mark.parametrize(
+    ("admissions", "rejections", "count", "expected"),
+    [
+        (90, 10, 10, (5, 5)),
+        (90, 2, 10, (8, 2)),
+        (2, 90, 10, (2, 8)),
+        (3, 3, 10, (3, 3)),
+        (50, 0, 10, (10, 0)),
+        (0, 50, 10, (0, 10)),
+        (50, 50, 1, (1, 0)),
+        (50, 50, 0, (0, 0)),
+        (50, 50, None, (50, 50)),
+    ],
+)
+def test_both_kinds_are_drawn(admissions: int, rejections: int, count: int | None, expected: tuple[int, int]) -> None:
+    """Rejections are rare in a good run: a plain draw would never look at how honest workers are refused."""
+    drawn = choose_verdicts(population(admissions, rejections), count=count, rng=random.Random(1))
+    kinds = [verdict.entry.outcome for verdict in drawn]
+    assert (kinds.count(Outcome.ADMITTED), kinds.count(Outcome.REJECTED)) == expected
+    assert len({verdict.log_index for verdict in drawn}) == len(drawn)
+
+
+def test_a_seed_repeats_a_draw_and_another_does_not() -> None:
+    def draw(seed: int) -> list[int]:
+        return [v.log_index for v in choose_verdicts(population(100, 100), count=20, rng=random.Random(seed))]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+# -- how a derived verdict is compared
+
+LIMITS = LimitsSpec(token_margin=1.0, mantissa_mean=10.0)
+
+
+def verdict_of(entry: VerdictEntry, **changes: object) -> Verdict:
+    values = {
+        "outcome": entry.outcome,
+        "reason": entry.reason,
+        "figures": entry.figures,
+        "rewards": entry.rewards,
+        "tokens": entry.tokens,
+    }
+    return Verdict(**(values | changes))
+
+
+def measured(**figures: float) -> Figures:
+    return replace(ZERO, **figures)
+
+
+def rejection(figures: Figures, reason: Reason) -> Verdict:
+    finding = Finding(reason=reason, row=0, figure="token_margin", value=1.0, limit=1.0)
+    return Verdict(outcome=Outcome.REJECTED, reason=reason, finding=finding, figures=figures, tokens=9)
+
+
+def test_the_same_decision_agrees_whatever_its_figures() -> None:
+    assert (
+        compare(admitted(1), verdict_of(admitted(1), figures=measured(token_margin=0.5)), limits=LIMITS)[0] == "agree"
+    )
+    assert compare(CHEAP, verdict_of(CHEAP), limits=LIMITS)[0] == "agree"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rewards": (1.0, 1.0)}, {"rewards": (1.0, 0.0)}, {"tokens": 10}],
+)
+def test_other_rewards_or_tokens_disagree(changes: dict) -> None:
+    assert compare(admitted(1), verdict_of(admitted(1), **changes), limits=LIMITS)[0] is Result.DISAGREE
+
+
+def test_junk_that_was_admitted_disagrees() -> None:
+    derived = rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN)
+    assert compare(admitted(1), derived, limits=LIMITS)[0] is Result.DISAGREE
+
+
+def test_junk_admitted_under_invented_figures_near_the_limit_still_disagrees() -> None:
+    """An operator cannot hide behind rounding: what counts is this machine's figure too."""
+    entry = admitted(1, figures=measured(token_margin=0.99))
+    assert compare(entry, rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN), limits=LIMITS)[0] == "disagree"
+
+
+def test_an_honest_worker_rejected_under_invented_figures_still_disagrees() -> None:
+    entry = rejected(1, figures=measured(token_margin=1.1))
+    derived = verdict_of(admitted(1), figures=measured(token_margin=0.0001))
+    assert compare(entry, derived, limits=LIMITS)[0] is Result.DISAGREE
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(0.81, 1.24), (1.24, 0.81), (1.01, 1.0), (1.0, 1.01)])
+def test_figures_on_both_sides_of_a_limit_are_nobodys_fault(ours: float, theirs: float) -> None:
+    figures = measured(token_margin=ours), measured(token_margin=theirs)
+    assert is_borderline(*figures, limits=LIMITS)
+    entry = rejected(1, figures=figures[1]) if theirs > 1 else admitted(1, figures=figures[1])
+    derived = rejection(figures[0], Reason.WRONG_TOKEN) if ours > 1 else verdict_of(admitted(1), figures=figures[0])
+    assert compare(entry, derived, limits=LIMITS)[0] is Result.INDETERMINATE
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"token_margin": 0.79}, {"token_margin": 1.01}),
+        ({"token_margin": 1.26}, {"token_margin": 0.99}),
+        ({"token_margin": 0.9}, {"token_margin": 0.9}),
+        ({"mantissa_mean": 10.1, "token_margin": 9.0}, {"mantissa_mean": 1.0, "token_margin": 9.0}),
+    ],
+)
+def test_what_rounding_does_not_explain_is_not_borderline(ours: dict, theirs: dict) -> None:
+    assert not is_borderline(measured(**ours), measured(**theirs), limits=LIMITS)
+
+
+def test_another_reason_is_borderline_only_if_the_earlier_figure_is() -> None:
+    ours = measured(mantissa_mean=10.1, token_margin=9.0)
+    assert is_borderline(ours, measured(mantissa_mean=9.9, token_margin=9.0), limits=LIMITS)
+    assert not is_borderline(ours, measured(mantissa_mean=2.0, token_margin=9.0), limits=LIMITS)
+
+
+def test_a_limit_of_zero_has_no_border() -> None:
+    assert not is_borderline(ZERO, measured(token_margin=1e-9), limits=LimitsSpec(token_margin=0.0))
+
+
+def test_a_check_without_a_model_has_no_border() -> None:
+    assert not is_borderline(None, ZERO, limits=LIMITS)
+    derived = Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_SEED, tokens=9)
+    assert compare(admitted(1), derived, limits=LIMITS)[0] is Result.DISAGREE
+
+
+def test_this_machines_failure_is_no_disagreement() -> None:
+    derived = Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail="MemoryError.")
+    assert compare(admitted(1), derived, limits=LIMITS)[0] is Result.UNAVAILABLE
+
+
+def test_the_documented_factor_is_the_one_used() -> None:
+    assert BORDERLINE_FACTOR == 1.25

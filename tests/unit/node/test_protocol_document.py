@@ -1,0 +1,223 @@
+"""The documents are what other implementations and operators work from: they must say what the code does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator import app
+from node.protocol import messages
+from node.protocol.admission import Figures, Finding
+from node.protocol.reasons import Reason
+from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
+from node.protocol.run import Descriptor, RunSpec, parse_run_toml
+from node.protocol.sampling import TABLE_DIGEST
+from node.protocol.submission import MAX_LOGPROB
+from shardcast.manifest import Head, Manifest
+
+ROOT = Path(__file__).parents[3]
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+RUN_TOML = (ROOT / "docs" / "run-toml.md").read_text(encoding="utf-8")
+
+
+def section(number: int) -> str:
+    """The text of one numbered section of the protocol."""
+    return re.split(rf"^## {number}\. ", PROTOCOL, flags=re.MULTILINE)[1].split("\n## ")[0]
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of every table row in `text`, without heads."""
+    for line in text.splitlines():
+        if line.startswith("|") and not set(line) <= set("|- "):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def test_the_sections_are_those_that_docstrings_name() -> None:
+    titles = re.findall(r"^## (\d+)\. ", PROTOCOL, flags=re.MULTILINE)
+    assert titles == [str(number) for number in range(1, 13)]
+
+
+REASON_ROWS = {row[0].strip("`"): row for row in rows(section(9)) if row[0].startswith("`")}
+
+
+def test_the_table_of_reasons_lists_exactly_the_codes_in_order() -> None:
+    assert list(REASON_ROWS) == [reason.value for reason in Reason]
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_reason_is_documented_where_and_with_which_status_it_comes(reason: Reason) -> None:
+    _, where, status, meaning, advice = REASON_ROWS[reason.value]
+    known = app._STATUS.get(reason)
+    assert (where, status) == ("door" if known else "verdict", str(known or ""))
+    assert meaning
+    assert advice
+
+
+def test_the_order_of_checks_is_the_order_of_the_codes() -> None:
+    listed = [row[2].strip("`") for row in rows(section(6)) if row[0].isdigit()]
+    verdicts = [reason.value for reason in Reason if reason not in app._STATUS]
+    assert listed == verdicts[: len(listed)]
+    judged = [row[2].strip("`") for row in rows(section(7)) if len(row) == 3 and row[1].startswith("limits.")]
+    assert list(dict.fromkeys(judged)) == verdicts[len(listed) : -1]
+
+
+def test_the_figures_are_judged_in_the_documented_order() -> None:
+    judged = [row[0] for row in rows(section(7)) if len(row) == 3 and row[1].startswith("limits.")]
+    assert judged == list(Figures.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+\.json)`", PROTOCOL)) - {"tokenizer.json"}))
+def test_every_vector_file_that_is_named_exists(name: str) -> None:
+    assert (ROOT / "tests" / "vectors" / "protocol" / name).is_file()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "vectors" / "protocol").iterdir()), ids=lambda p: p.name)
+def test_every_vector_file_is_named(path: Path) -> None:
+    assert f"`{path.name}`" in PROTOCOL
+
+
+MESSAGES = [
+    messages.Registration,
+    messages.RelayAnnouncement,
+    messages.LeaseRequest,
+    messages.LeaseReply,
+    messages.Lease,
+]
+MESSAGES += [messages.SubmissionReply, messages.ErrorReply]
+
+
+@pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
+def test_the_fields_of_a_message_are_documented_in_wire_order(cls: type[msgspec.Struct]) -> None:
+    (text,) = [row[1] for row in rows(section(3)) if row[0] == cls.__name__]
+    assert re.findall(r"(\w+): ", text) == list(cls.__struct_fields__)
+
+
+ENTRIES = [messages.RunEntry, messages.PolicyEntry, messages.VerdictEntry, messages.BatchEntry]
+
+
+@pytest.mark.parametrize("cls", ENTRIES, ids=lambda cls: cls.__name__)
+def test_the_fields_of_a_log_entry_are_documented_in_wire_order(cls: type[msgspec.Struct]) -> None:
+    tag = f'`"type":"{cls.__struct_config__.tag}"`'
+    (text,) = [row[1] for row in rows(section(8)) if row[0] == tag]
+    assert re.findall(r"(\w+): ", text) == list(cls.__struct_fields__)
+
+
+@pytest.mark.parametrize(("cls", "number"), [(messages.RequestClaim, 3), (Descriptor, 2), (Manifest, 10)])
+def test_the_fields_of_what_is_signed_are_documented_in_wire_order(cls: type[msgspec.Struct], number: int) -> None:
+    fields = list(cls.__struct_fields__)
+    names = [name for row in rows(section(number)) for name in row[0].split(", ")]
+    assert [name for name in names if name in fields] == fields
+
+
+@pytest.mark.parametrize("cls", [Head, messages.Checkpoint, messages.Receipt, Finding], ids=lambda cls: cls.__name__)
+def test_the_fields_of_short_values_are_documented_in_wire_order(cls: type[msgspec.Struct]) -> None:
+    (text,) = re.findall(rf"\b{cls.__name__}: ((?:.|\n(?!\n))*?)\.(?:\s|$)", PROTOCOL)
+    words = re.findall(r"\w+", text)
+    places = [words.index(field) for field in cls.__struct_fields__]
+    assert places == sorted(places)
+
+
+def test_the_endpoints_are_those_of_the_coordinator() -> None:
+    documented = set()
+    for row in rows(section(3)):
+        for method, path in re.findall(r"`?(GET|POST|PUT) (/[\w/{}]+)", row[0]):
+            documented.add((method, path))
+        documented |= {("GET", path) for path in re.findall(r"`GET (/metrics|/health)`", row[0])}
+    text = (ROOT / "coordinator" / "app.py").read_text(encoding="utf-8")
+    served = {(method.upper(), path) for method, path in re.findall(r'@app\.(get|post|put)\("([^"]+)"', text)}
+    same_name = {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in served}
+    assert {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in documented} == same_name
+
+
+def test_the_constants_are_the_codes() -> None:
+    assert TABLE_DIGEST in section(4)
+    assert f"<= {MAX_CLOCK_SKEW_SECONDS} s" in section(3)
+    assert f"{MAX_LOGPROB:.0e}".replace("e-0", "e-") in section(6)
+    for domain in (messages.REQUEST_DOMAIN, messages.RECEIPT_DOMAIN, messages.CHECKPOINT_DOMAIN):
+        assert f"`{domain}`" in section(1)
+
+
+# -- run.toml
+
+
+def settings() -> Iterator[tuple[str, str, str, str]]:
+    """(table, key, type, default) of every setting, as the document has to spell them."""
+    yield from _fields("Top level", RunSpec)
+    for field in msgspec.structs.fields(RunSpec):
+        kind = msgspec.inspect.type_info(field.type)
+        if isinstance(kind, msgspec.inspect.VarTupleType):
+            yield from _fields(f"[[{field.name}]]", kind.item_type.cls)
+        elif isinstance(kind, msgspec.inspect.StructType):
+            yield from _fields(f"[{field.name}]", kind.cls)
+
+
+def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
+    for field in msgspec.structs.fields(cls):
+        kind = msgspec.inspect.type_info(field.type)
+        if not isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.StructType):
+            yield table, field.name, _type(kind), _default(field)
+
+
+def _type(kind: object) -> str:
+    match kind:
+        case msgspec.inspect.IntType(ge=low, le=high):
+            return f"integer, {low} .. {high}"
+        case msgspec.inspect.FloatType():
+            bounds = [(">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le)]
+            shown = [f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None]
+            return ", ".join(["number", *shown])
+        case msgspec.inspect.StrType(min_length=low, max_length=high):
+            return f"text, {low} .. {high} characters"
+        case msgspec.inspect.LiteralType(values=values):
+            # msgspec sorts the alternatives; the document's order is free.
+            return " ".join(sorted(values))
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.DictType():
+            return "table of texts, numbers and booleans"
+    raise AssertionError(f"no words for {kind}")
+
+
+def _number(bound: float) -> str:
+    return "1e9" if bound == 1e9 else f"{bound:g}"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{field.default_factory()}`"
+    if field.default is msgspec.NODEFAULT:
+        return "required"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"
+
+
+def documented(table: str) -> dict[str, list[str]]:
+    text = RUN_TOML.split(f"\n## {table}\n")[1].split("\n## ")[0]
+    return {row[0].strip("`"): row for row in rows(text) if row[0].startswith("`")}
+
+
+@pytest.mark.parametrize(("table", "key", "kind", "default"), list(settings()), ids=lambda value: value)
+def test_every_setting_is_documented_with_its_type_and_default(table: str, key: str, kind: str, default: str) -> None:
+    """An operator sets limits by this page: a wrong default here rejects somebody's honest work."""
+    _, shown, shown_default, meaning, when = documented(table)[key]
+    if shown.startswith("`"):
+        shown = " ".join(sorted(re.findall(r'"([^"]+)"', shown)))
+    assert shown == kind
+    assert shown_default == default
+    assert meaning
+    assert when
+
+
+def test_nothing_is_documented_that_does_not_exist() -> None:
+    tables = re.findall(r"^## (.+)$", RUN_TOML, flags=re.MULTILINE)
+    assert {(table, key) for table in tables for key in documented(table)} == {row[:2] for row in settings()}
+
+
+def test_the_pages_example_is_a_run() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", RUN_TOML, flags=re.DOTALL)
+    assert parse_run_toml(example).environments[0].name == "arithmetic"

@@ -1,0 +1,138 @@
+"""The golden vectors are what another implementation is checked against: they may not drift."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+from blake3 import blake3
+
+from node.protocol import messages
+from node.protocol.messages import CHECKPOINT_DOMAIN, MESSAGE_VERSION, Checkpoint, LogEntry
+from node.protocol.requests import open_claim, read_authorization
+from node.protocol.run import RunSpec, open_descriptor, run_id_of
+from shardcast.envelope import open_envelope
+from shardcast.wire import decode, derive, digest, encode
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+NAMES = ["admission", "log", "run", "sampling", "slots", "wire"]
+
+
+def load(name: str) -> dict:
+    return json.loads((VECTORS / "protocol" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_protocol_vectors", VECTORS / "make_protocol_vectors.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_code_still_makes_every_published_vector(maker: ModuleType) -> None:
+    made = maker.all_vectors()
+    assert sorted(made) == NAMES
+    for name, vectors in made.items():
+        published = (VECTORS / "protocol" / f"{name}.json").read_text(encoding="utf-8")
+        assert maker.render(vectors) == published, f"{name}.json: the protocol has changed"
+
+
+@pytest.mark.parametrize("vector", load("wire")["values"], ids=lambda v: v["type"])
+def test_a_reader_of_the_document_decodes_each_value(vector: dict) -> None:
+    cls = getattr(messages, vector["type"])
+    raw = vector["canonical"].encode()
+    assert encode(decode(cls, raw, max_bytes=len(raw))) == raw
+    assert blake3(raw).hexdigest() == vector["digest"] == digest(raw)
+
+
+@pytest.mark.parametrize("vector", load("wire")["floats"], ids=lambda v: v["canonical"])
+def test_floats_have_the_spelling_of_section_1(vector: dict) -> None:
+    value = float.fromhex(vector["float64_hex"])
+    assert msgspec.json.encode(value).decode() == vector["canonical"]
+    assert float(vector["canonical"]).hex() == vector["float64_hex"]
+    assert _spell(value) == vector["canonical"]
+
+
+def _spell(value: float) -> str:
+    """Section 1's rule for floats, built from Python's shortest digits."""
+    sign, digits, exponent = ("-" if repr(value)[0] == "-" else ""), *_shortest(value)
+    point = len(digits) + exponent
+    if -5 < point <= 16 and digits != "0":
+        if exponent >= 0:
+            return f"{sign}{digits}{'0' * exponent}.0"
+        if point > 0:
+            return f"{sign}{digits[:point]}.{digits[point:]}"
+        return f"{sign}0.{'0' * -point}{digits}"
+    if digits == "0":
+        return f"{sign}0.0"
+    fraction = f".{digits[1:]}" if len(digits) > 1 else ""
+    return f"{sign}{digits[0]}{fraction}e{point - 1}"
+
+
+def _shortest(value: float) -> tuple[str, int]:
+    mantissa, _, exponent = f"{abs(value)!r}".partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    digits, power = whole + fraction, int(exponent or 0) - len(fraction)
+    stripped = digits.rstrip("0")
+    return (stripped.lstrip("0") or "0", power + len(digits) - len(stripped))
+
+
+def test_the_float_rule_holds_over_all_magnitudes() -> None:
+    for power in range(-320, 308):
+        for lead in ("1", "1.5", "9.87654321", "1.2345678901234567"):
+            value = float(f"{lead}e{power}")
+            if value:
+                assert _spell(value) == msgspec.json.encode(value).decode()
+
+
+@pytest.mark.parametrize("vector", load("wire")["derive"], ids=lambda v: v["output"][:8])
+def test_derivation_is_blake3_with_length_prefixes(vector: dict) -> None:
+    parts = [bytes.fromhex(part) for part in vector["parts"]]
+    framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    assert blake3(framed, derive_key_context=vector["context"]).hexdigest() == vector["output"]
+    assert derive(vector["context"], *parts).hex() == vector["output"]
+
+
+def test_the_envelope_vector_opens() -> None:
+    vector = load("wire")["envelope"]
+    opened = open_envelope(
+        bytes.fromhex(vector["envelope"]),
+        domain=vector["domain"],
+        versions=(vector["version"],),
+        max_payload_bytes=1000,
+        signer=bytes.fromhex(vector["public_key"]),
+    )
+    assert opened.payload.hex() == vector["payload"]
+
+
+def test_the_run_vectors_open_and_bind_to_one_another() -> None:
+    vector = load("run")
+    descriptor, signer = open_descriptor(
+        bytes.fromhex(vector["descriptor"]), run_id=vector["run_id"], now=1_760_000_001.0
+    )
+    assert signer.hex() == vector["run_public_key"]
+    assert run_id_of(signer) == vector["run_id"]
+    assert encode(descriptor.spec).decode() == vector["spec"]
+    assert decode(RunSpec, vector["spec"].encode(), max_bytes=10_000).digest == vector["spec_digest"]
+    envelope = read_authorization(vector["request"]["authorization"])
+    assert digest(envelope) == vector["request"]["submission"]
+    assert encode(open_claim(envelope)[1]).decode() == vector["request"]["claim"]
+
+
+def test_the_log_vectors_decode() -> None:
+    vector = load("log")
+    kinds = [type(decode(LogEntry, e["canonical"].encode(), max_bytes=10_000)).__name__ for e in vector["entries"]]
+    assert kinds == ["RunEntry", "PolicyEntry", "VerdictEntry", "VerdictEntry", "BatchEntry"]
+    opened = open_envelope(
+        bytes.fromhex(vector["checkpoint"]),
+        domain=CHECKPOINT_DOMAIN,
+        versions=(MESSAGE_VERSION,),
+        max_payload_bytes=1000,
+        signer=bytes.fromhex(load("run")["run_public_key"]),
+    )
+    assert decode(Checkpoint, opened.payload, max_bytes=1000).root == vector["roots"][8]

@@ -1,0 +1,362 @@
+"""Write the golden vectors of docs/protocol.md: `python tests/vectors/make_protocol_vectors.py`.
+
+The files under tests/vectors/protocol/ are normative. Running this again must change nothing; where it does,
+the protocol has changed, and every participant in every run has to change with it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.protocol import messages as m
+from node.protocol.admission import Figures, Finding, Outcome, judge, worst
+from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
+from node.protocol.reasons import Reason
+from node.protocol.requests import sign_request
+from node.protocol.run import (
+    DESCRIPTOR_DOMAIN,
+    DESCRIPTOR_VERSION,
+    Descriptor,
+    EnvironmentSpec,
+    LimitsSpec,
+    RunSpec,
+    SamplingSpec,
+    run_id_of,
+)
+from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
+from node.protocol.slots import group_seeds, slot_problem
+from shardcast.envelope import seal
+from shardcast.wire import derive, digest, encode
+
+FOLDER = Path(__file__).parent / "protocol"
+RUN_KEY = bytes(range(32))
+NODE_KEY = bytes(range(32, 64))
+DIGEST_A, DIGEST_B = "aa" * 32, "0123456789abcdef" * 4
+
+# The reference tree of Certificate Transparency's own tests.
+CT_LEAVES = ("", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f")
+
+
+def _key(seed: bytes) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def _public(seed: bytes) -> str:
+    return _key(seed).public_key().public_bytes_raw().hex()
+
+
+def spec() -> RunSpec:
+    """A run with two environments of unequal weight and small groups; everything else is the default."""
+    return RunSpec(
+        name="vectors",
+        environments=(
+            EnvironmentSpec(name="arithmetic", weight=3, arguments={"digits": 2, "carry": True}),
+            EnvironmentSpec(name="reverse"),
+        ),
+        seed=7,
+        sampling=SamplingSpec(group_size=4),
+    )
+
+
+RUN_ID = run_id_of(bytes.fromhex(_public(RUN_KEY)))
+
+
+def claim() -> m.RequestClaim:
+    return m.RequestClaim(
+        run_id=RUN_ID,
+        method="PUT",
+        path=f"/v1/submissions/{DIGEST_B}",
+        body_digest=digest(b"body"),
+        body_bytes=4,
+        issued_at=1_760_000_000,
+        nonce="00112233445566778899aabbccddeeff",
+    )
+
+
+def log_entries() -> list[m.LogEntry]:
+    figures = Figures(
+        exponent_mismatches=2.0,
+        mantissa_mean=0.25,
+        mantissa_median=0.0,
+        token_margin=0.001,
+        margin_mean=1e-6,
+        logprob_error=2.5e-7,
+    )
+    common: dict[str, Any] = {
+        "submission": DIGEST_A,
+        "node": _public(NODE_KEY),
+        "version": 0,
+        "manifest_digest": DIGEST_B,
+        "slot": 5,
+        "request": DIGEST_A,
+        "body": DIGEST_B,
+        "decided_at": 1_760_000_060,
+    }
+    finding = Finding(reason=Reason.WRONG_TOKEN, row=3, figure="token_margin", value=7.5, limit=1.0)
+    return [
+        m.RunEntry(run_id=RUN_ID, spec_digest=spec().digest),
+        m.PolicyEntry(version=0, manifest_digest=DIGEST_B, result_digest=DIGEST_A),
+        m.VerdictEntry(
+            **common,
+            outcome=Outcome.ADMITTED,
+            reason=None,
+            finding=None,
+            detail="",
+            figures=figures,
+            rewards=(0.0, 1.0, 0.5, 0.0),
+            tokens=64,
+        ),
+        m.VerdictEntry(
+            **common,
+            outcome=Outcome.REJECTED,
+            reason=Reason.WRONG_TOKEN,
+            finding=finding,
+            detail="Row 3: token_margin 7.5, the limit is 1.0.",
+            figures=msgspec.structs.replace(figures, token_margin=7.5),
+            rewards=None,
+            tokens=64,
+        ),
+        m.BatchEntry(step=0, submissions=(DIGEST_A,)),
+    ]
+
+
+def wire_vectors() -> dict[str, Any]:
+    """Section 1: canonical values, digests, key derivation, envelopes."""
+    values: list[msgspec.Struct] = [
+        m.Registration(software="veriswarm 0.1.0", engine="torch"),
+        m.RelayAnnouncement(url="http://relay.example:8001"),
+        m.LeaseRequest(held_versions=(3, 4), slots=2),
+        m.LeaseReply(
+            leases=(m.Lease(lease_id=DIGEST_A, version=4, manifest_digest=DIGEST_B, slot=9, expires_at=1_760_000_060),),
+            head_version=4,
+            retry_after_seconds=0.5,
+        ),
+        m.SubmissionReply(submission=DIGEST_A),
+        m.ErrorReply(code="clock_skew", message='Über "60 s"\n', server_time=1_760_000_000),
+        claim(),
+    ]
+    floats = [0.0, -0.0, 1.0, 38.0, 0.1, 0.0001, 0.00001, 0.000001, 1.5e-7, 1e15, 1e16, 1e300, 5e-324]
+    payload = b'{"software":"veriswarm 0.1.0","engine":"torch"}'
+    return {
+        "values": [
+            {"type": type(v).__name__, "canonical": encode(v).decode(), "digest": digest(encode(v))} for v in values
+        ],
+        "floats": [{"float64_hex": v.hex(), "canonical": msgspec.json.encode(v).decode()} for v in floats],
+        "derive": [
+            {"context": context, "parts": [p.hex() for p in parts], "output": derive(context, *parts).hex()}
+            for context, parts in (
+                ("veriswarm/1 run id", (bytes.fromhex(_public(RUN_KEY)),)),
+                ("veriswarm/1 test", ()),
+                ("veriswarm/1 test", (b"", b"ab")),
+                ("veriswarm/1 test", (b"a", b"b")),
+            )
+        ],
+        "envelope": {
+            "private_key": NODE_KEY.hex(),
+            "public_key": _public(NODE_KEY),
+            "domain": "veriswarm/test",
+            "version": 258,
+            "payload": payload.hex(),
+            "envelope": seal(payload, domain="veriswarm/test", version=258, key=_key(NODE_KEY)).hex(),
+        },
+    }
+
+
+def run_vectors() -> dict[str, Any]:
+    """Sections 2 and 3: a spec, its digest, the run's id, a descriptor and a signed request."""
+    descriptor = Descriptor(
+        run_id=RUN_ID,
+        spec=spec(),
+        relays=("http://relay.example:8001",),
+        issued_at=1_760_000_000,
+        expires_at=1_760_086_400,
+    )
+    header, envelope = sign_request(claim(), key=_key(NODE_KEY))
+    return {
+        "run_private_key": RUN_KEY.hex(),
+        "run_public_key": _public(RUN_KEY),
+        "run_id": RUN_ID,
+        "spec": encode(spec()).decode(),
+        "spec_digest": spec().digest,
+        "descriptor": seal(
+            encode(descriptor), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=_key(RUN_KEY)
+        ).hex(),
+        "request": {
+            "private_key": NODE_KEY.hex(),
+            "claim": encode(claim()).decode(),
+            "authorization": header,
+            "submission": digest(envelope),
+        },
+    }
+
+
+def sampling_vectors() -> dict[str, Any]:
+    """Section 4: Philox words, table entries, noise, and choices made with it."""
+    words = [0, 1, 2047, 2048, 4095, 4096, 4097, 8191, 8192, 2**31 - 1, 2**31, 2**32 - 1]
+    table, index = gumbel_table(), table_index(np.array(words, dtype=np.uint64))
+    seeds = [bytes(16), bytes([255]) * 16, bytes(range(16))]
+    noise = []
+    for seed in seeds:
+        for position in (0, 1, 2047):
+            row = gumbel_noise([seed], [position], vocabulary=10)[0]
+            noise.append(
+                {"seed": seed.hex(), "position": position, "float32_le_hex": row.astype("<f4").tobytes().hex()}
+            )
+    return {
+        "philox4x32_10": [_philox([0] * 6), _philox([2**32 - 1] * 6), _philox(_PI_WORDS)],
+        "table": {
+            "entries": len(table),
+            "digest": TABLE_DIGEST,
+            "lookups": [
+                {"word": w, "index": int(i), "float32_le_hex": table[i].astype("<f4").tobytes().hex()}
+                for w, i in zip(words, index, strict=True)
+            ],
+        },
+        "noise": noise,
+        "choices": _choices(),
+    }
+
+
+_PI_WORDS = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
+
+
+def _philox(words: list[int]) -> dict[str, list[str]]:
+    out = philox4x32(
+        np.array(words[:4], dtype=np.uint64).reshape(4, 1), np.array(words[4:], dtype=np.uint64).reshape(2, 1)
+    )
+    return {
+        "counter": [f"{w:08x}" for w in words[:4]],
+        "key": [f"{w:08x}" for w in words[4:]],
+        "output": [f"{int(w):08x}" for w in out[:, 0]],
+    }
+
+
+def _choices() -> list[dict[str, Any]]:
+    """The forced tokens of one seed over eight positions, for constant logits (exact in float32) and two T."""
+    logits = np.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -8.0], dtype=np.float32)
+    seed = bytes(range(16))
+    noise = gumbel_noise([seed] * 8, list(range(8)), vocabulary=8)
+    return [
+        {
+            "seed": seed.hex(),
+            "logits": logits.tolist(),
+            "temperature": temperature,
+            "tokens": np.argmax(logits / np.float32(temperature) + noise, axis=1).tolist(),
+        }
+        for temperature in (1.0, 0.5)
+    ]
+
+
+def slot_vectors() -> dict[str, Any]:
+    """Section 5: problems and seeds of some slots of two policies."""
+    slots = []
+    for manifest_digest in (DIGEST_A, DIGEST_B):
+        for slot in (0, 1, 2, 2**32, 2**53 - 1):
+            drawn = slot_problem(spec(), run_id=RUN_ID, manifest_digest=manifest_digest, slot=slot)
+            seeds = group_seeds(spec(), run_id=RUN_ID, manifest_digest=manifest_digest, slot=slot)
+            slots.append(
+                {
+                    "manifest_digest": manifest_digest,
+                    "slot": slot,
+                    "environment": drawn.environment,
+                    "problem": str(drawn.problem),
+                    "seeds": [s.hex() for s in seeds],
+                }
+            )
+    return {"run_id": RUN_ID, "weights": [e.weight for e in spec().environments], "group_size": 4, "slots": slots}
+
+
+def admission_vectors() -> dict[str, Any]:
+    """Section 7: figures and what they lead to, with the default limits."""
+    good = Figures(
+        exponent_mismatches=38.0,
+        mantissa_mean=10.0,
+        mantissa_median=8.0,
+        token_margin=1.0,
+        margin_mean=0.05,
+        logprob_error=0.5,
+    )
+    groups = [
+        [good, good],
+        [good, msgspec.structs.replace(good, logprob_error=0.51)],
+        [msgspec.structs.replace(good, logprob_error=9.0), msgspec.structs.replace(good, token_margin=1.01)],
+        [msgspec.structs.replace(good, token_margin=9.0), msgspec.structs.replace(good, mantissa_median=8.5)],
+        [msgspec.structs.replace(good, margin_mean=1e308), good],
+    ]
+    return {
+        "limits": msgspec.to_builtins(LimitsSpec()),
+        "groups": [
+            {
+                "figures": msgspec.to_builtins(group),
+                "worst": msgspec.to_builtins(worst(group)),
+                "finding": msgspec.to_builtins(judge(group, limits=LimitsSpec())),
+            }
+            for group in groups
+        ],
+    }
+
+
+def log_vectors() -> dict[str, Any]:
+    """Section 8: the reference tree with its roots and proofs, and one entry of each type."""
+    store: dict[tuple[int, int], bytes] = {}
+    roots = [root(0, lambda level, index: store[level, index]).hex()]
+    for index, leaf in enumerate(CT_LEAVES):
+        for level, at, value in completed_nodes(
+            index, leaf_hash(bytes.fromhex(leaf)), lambda level, index: store[level, index]
+        ):
+            store[level, at] = value
+        roots.append(root(index + 1, lambda level, index: store[level, index]).hex())
+
+    def node(level: int, index: int) -> bytes:
+        return store[level, index]
+
+    return {
+        "leaves": list(CT_LEAVES),
+        "roots": roots,
+        "inclusion": [
+            {"index": i, "size": n, "proof": [h.hex() for h in inclusion_proof(i, n, node)]}
+            for i, n in ((0, 1), (0, 8), (5, 8), (2, 3), (1, 5))
+        ],
+        "consistency": [
+            {"first": a, "second": b, "proof": [h.hex() for h in consistency_proof(a, b, node)]}
+            for a, b in ((1, 1), (1, 8), (6, 8), (2, 5))
+        ],
+        "entries": [
+            {"canonical": encode(entry).decode(), "leaf_hash": leaf_hash(encode(entry)).hex()}
+            for entry in log_entries()
+        ],
+        "checkpoint": seal(
+            encode(m.Checkpoint(run_id=RUN_ID, size=8, root=roots[8], issued_at=1_760_000_100)),
+            domain=m.CHECKPOINT_DOMAIN,
+            version=m.MESSAGE_VERSION,
+            key=_key(RUN_KEY),
+        ).hex(),
+    }
+
+
+def all_vectors() -> dict[str, dict[str, Any]]:
+    return {
+        "wire": wire_vectors(),
+        "run": run_vectors(),
+        "sampling": sampling_vectors(),
+        "slots": slot_vectors(),
+        "admission": admission_vectors(),
+        "log": log_vectors(),
+    }
+
+
+def render(vectors: dict[str, Any]) -> str:
+    """The text of one vector file."""
+    return json.dumps(vectors, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, vectors in all_vectors().items():
+        (FOLDER / f"{name}.json").write_text(render(vectors), encoding="utf-8")
