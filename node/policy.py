@@ -1,4 +1,4 @@
-"""A policy as one safetensors file: weights, configuration and tokenizer (docs/protocol.md, section 3).
+"""A policy as one safetensors file: weights, configuration and tokenizer (docs/protocol.md, section 11).
 
     tensors        the state dict; a weight that several modules share is stored once, under its first name
     __metadata__   "format": "pt", "veriswarm": "policy/1",

@@ -58,7 +58,7 @@ def test_every_setting_is_part_of_the_digest() -> None:
             continue
         changed = 0
         for name in value.__struct_fields__:
-            for other in (not getattr(value, name), 3, "float16", 0.125):
+            for other in (not getattr(value, name), 3, 5, "float16", 0.125):
                 try:
                     raw = msgspec.to_builtins(SPEC)
                     raw[field][name] = other

@@ -1,0 +1,476 @@
+"""Rollouts that are well formed and not what the policy forces: each way to cheat, and the check that sees it.
+
+The limits are those that fit a float32 policy on one kind of machine, where an honest worker's figures are all
+but zero. The policy has random weights, with the last norm scaled up so that its choices are as decided as a
+trained one's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from node.engines.base import SampleRequest
+from node.engines.torch import prove, sample
+from node.environments import Environment, load_environment
+from node.policy import Policy, load_policy, save_policy
+from node.prefill import measure
+from node.protocol.admission import Outcome, judge
+from node.protocol.reasons import Reason
+from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.sampling import gumbel_noise
+from node.protocol.submission import Expected, Rollout
+from node.tiny import make_model, make_tokenizer
+from node.verification import Verdict, decide, expected_of
+from toploc import build_chunk_proofs
+
+RUN_ID, MANIFEST, SLOT = "12" * 32, "34" * 32, 7
+SPEC = RunSpec(
+    name="cheating",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    sampling=SamplingSpec(group_size=4, max_new_tokens=40),
+    limits=LimitsSpec(
+        exponent_mismatches=2.0,
+        mantissa_mean=0.05,
+        mantissa_median=0.5,
+        token_margin=1e-3,
+        rollout_margin_mean=1e-4,
+        logprob_error=2e-4,
+    ),
+)
+ENVIRONMENTS: list[Environment] = [load_environment(environment) for environment in SPEC.environments]
+SHARPNESS = 8.0
+
+Chooser = Callable[[Tensor, Tensor], int]
+"""From one position's scaled logits and noise, both [vocabulary], to a token."""
+
+
+def policy_file(folder: Path, *, seed: int, change: Callable[[torch.nn.Module], None] | None = None) -> Path:
+    model = make_model(seed=seed)
+    with torch.no_grad():
+        model.base_model.norm.weight.fill_(SHARPNESS)
+        if change is not None:
+            change(model)
+    path = folder / "policy.safetensors"
+    save_policy(model, make_tokenizer(), path)
+    return path
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A run's policy, and what it expects for SLOT."""
+
+    policy: Policy
+    expected: Expected
+
+    @property
+    def requests(self) -> list[SampleRequest]:
+        return [SampleRequest(tuple(self.expected.prompt_ids), seed) for seed in self.expected.seeds]
+
+    def verdict(self, rollouts: Sequence[Rollout], *, slot: int = SLOT) -> Verdict:
+        return decide(
+            rollouts,
+            run_id=RUN_ID,
+            manifest_digest=MANIFEST,
+            slot=slot,
+            policy=self.policy,
+            environments=ENVIRONMENTS,
+            spec=SPEC,
+        )
+
+    def reason(self, rollouts: Sequence[Rollout]) -> Reason | None:
+        verdict = self.verdict(rollouts)
+        assert (verdict.reason is None) == (verdict.outcome is Outcome.ADMITTED)
+        return verdict.reason
+
+    def forged(self, completions: Sequence[Sequence[int]]) -> list[Rollout]:
+        """Any completions, with the policy's true log-probabilities and true proofs: the best a colluder can do."""
+        return [
+            forge(self.policy, self.expected.prompt_ids, tokens, seed=seed)
+            for tokens, seed in zip(completions, self.expected.seeds, strict=True)
+        ]
+
+    def chosen(self, choose: Chooser, *, policy: Policy | None = None) -> list[list[int]]:
+        """Completions by `choose` in place of the forced choice."""
+        return [decode(policy or self.policy, self.expected, seed, choose) for seed in self.expected.seeds]
+
+
+@torch.inference_mode()
+def forge(policy: Policy, prompt_ids: Sequence[int], tokens: Sequence[int], *, seed: bytes) -> Rollout:
+    ids = torch.tensor([[*prompt_ids, *tokens]])
+    output = policy.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    rows = slice(len(prompt_ids) - 1, len(prompt_ids) - 1 + len(tokens))
+    hidden = output.hidden_states[-1][0, rows].bfloat16()
+    logprobs = output.logits[0, rows].float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return Rollout(
+        seed=seed,
+        prompt_ids=list(prompt_ids),
+        completion_ids=list(tokens),
+        logprobs=logprobs.tolist(),
+        proofs=build_chunk_proofs(list(torch.split(hidden, SPEC.proofs.chunk_tokens)), SPEC.proofs.top_k),
+    )
+
+
+@torch.inference_mode()
+def decode(policy: Policy, expected: Expected, seed: bytes, choose: Chooser) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < SPEC.sampling.max_new_tokens and not (tokens and tokens[-1] in policy.eos_ids):
+        ids = torch.tensor([[*expected.prompt_ids, *tokens]])
+        logits = policy.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        noise = torch.from_numpy(gumbel_noise([seed], [len(tokens)], vocabulary=policy.vocabulary))[0]
+        tokens.append(choose(logits, noise))
+    return tokens
+
+
+def engine_rollouts(policy: Policy, requests: Sequence[SampleRequest], *, spec: RunSpec = SPEC) -> list[Rollout]:
+    """What the real engine returns with `policy` loaded."""
+    return prove(requests, sample(policy, requests, spec=spec, stop=threading.Event()), spec=spec)
+
+
+def relabelled(rollouts: Sequence[Rollout], bench: Bench) -> list[Rollout]:
+    """Somebody's rollouts under the slot's own prompt and seeds."""
+    return [
+        msgspec.structs.replace(one, seed=seed, prompt_ids=list(bench.expected.prompt_ids))
+        for one, seed in zip(rollouts, bench.expected.seeds, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    policy = load_policy(policy_file(tmp_path_factory.mktemp("policy"), seed=20), dtype=torch.float32)
+    expected = expected_of(SPEC, policy, ENVIRONMENTS, run_id=RUN_ID, manifest_digest=MANIFEST, slot=SLOT)
+    return Bench(policy=policy, expected=expected)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """Another model of the same shape and tokenizer: smaller in cost, in a real attack."""
+    return load_policy(policy_file(tmp_path_factory.mktemp("other"), seed=21), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def honest(bench: Bench) -> list[Rollout]:
+    return engine_rollouts(bench.policy, bench.requests)
+
+
+# Honest work passes, or nothing below means anything.
+
+
+def test_honest_rollouts_are_admitted(bench, honest):
+    assert bench.reason(honest) is None
+
+
+def test_honest_rollouts_of_many_slots_stay_far_inside_the_limits(bench):
+    """The limits leave at least five times the largest honest figure."""
+    requests = []
+    for slot in range(32):
+        expected = expected_of(SPEC, bench.policy, ENVIRONMENTS, run_id=RUN_ID, manifest_digest=MANIFEST, slot=slot)
+        requests += [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
+    figures = measure(bench.policy, engine_rollouts(bench.policy, requests), spec=SPEC).figures
+    tighter = LimitsSpec(
+        exponent_mismatches=0.0,
+        mantissa_mean=0.01,
+        mantissa_median=0.0,
+        token_margin=1e-4,
+        rollout_margin_mean=1e-5,
+        logprob_error=4e-5,
+    )
+    assert judge(figures, limits=tighter) is None
+
+
+def test_true_proofs_and_logprobs_from_another_implementation_are_admitted(bench, honest):
+    """What the forgers below lack is the right tokens, and nothing else."""
+    assert bench.reason(bench.forged([one.completion_ids for one in honest])) is None
+
+
+# Other weights.
+
+
+def test_another_models_tokens_logprobs_and_proofs(bench, other):
+    assert bench.reason(engine_rollouts(other, bench.requests)) == Reason.PROOF_MISMATCH
+
+
+def test_another_models_tokens_with_the_right_models_proofs(bench, other):
+    """A cheap model decodes, and one prefill of the real one makes proofs and log-probabilities true."""
+    tokens = [one.completion_ids for one in engine_rollouts(other, bench.requests)]
+    assert bench.reason(bench.forged(tokens)) == Reason.WRONG_TOKEN
+
+
+def int8(model: torch.nn.Module) -> None:
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+            weight.copy_((weight / scale).round() * scale)
+
+
+def bfloat16(model: torch.nn.Module) -> None:
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16().float())
+
+
+def noise(share: float) -> Callable[[torch.nn.Module], None]:
+    def change(model: torch.nn.Module) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(1 + share * torch.randn(weight.shape, generator=generator))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change", [int8, bfloat16, noise(0.01), noise(0.001)], ids=["int8", "bfloat16", "1 % noise", "0.1 % noise"]
+)
+def test_weights_that_are_almost_the_policys(bench, tmp_path, change):
+    """Cheaper weights, or those of a step ago: in float32 every group of four is seen, whatever its tokens."""
+    policy = load_policy(policy_file(tmp_path, seed=20, change=change), dtype=torch.float32)
+    assert bench.reason(engine_rollouts(policy, bench.requests)) in {Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB}
+
+
+def test_a_policy_one_optimizer_step_old(bench, honest, tmp_path):
+    """Stale by one step of the demonstration's smallest learning rate, claimed to be current."""
+
+    def step(model: torch.nn.Module) -> None:
+        generator = torch.Generator().manual_seed(4)
+        for weight in model.parameters():
+            weight.add_(5e-5 * torch.sign(torch.randn(weight.shape, generator=generator)))
+
+    new = load_policy(policy_file(tmp_path, seed=20, change=step), dtype=torch.float32)
+    assert Bench(policy=new, expected=bench.expected).reason(honest) == Reason.PROOF_MISMATCH
+
+
+# Other tokens.
+
+
+def test_colluders_with_a_constant_answer_and_true_logprobs(bench):
+    answer = [*bench.policy.tokenizer.backend_tokenizer.encode("<think></think>0").ids, min(bench.policy.eos_ids)]
+    assert bench.reason(bench.forged([answer] * 4)) == Reason.WRONG_TOKEN
+
+
+def test_the_best_of_many_samples(bench):
+    """Drawing again with seeds of one's own until the answer is right."""
+    others = [SampleRequest(request.prompt_ids, bytes([9]) * 16) for request in bench.requests]
+    assert bench.reason(relabelled(engine_rollouts(bench.policy, others), bench)) == Reason.WRONG_TOKEN
+
+
+def test_one_row_better_than_drawn_among_honest_ones(bench, honest):
+    own_seed = SampleRequest(bench.requests[2].prompt_ids, bytes([9]) * 16)
+    (better,) = engine_rollouts(bench.policy, [own_seed])
+    rollouts = [*honest[:2], msgspec.structs.replace(better, seed=honest[2].seed), honest[3]]
+    verdict = bench.verdict(rollouts)
+    assert verdict.reason == Reason.WRONG_TOKEN
+    assert verdict.finding is not None
+    assert verdict.finding.row == 2
+
+
+def test_seeds_swapped_between_rows(bench, honest):
+    swapped = relabelled([honest[1], honest[0], *honest[2:]], bench)
+    assert bench.reason(swapped) == Reason.WRONG_TOKEN
+
+
+def test_one_honest_sample_sent_for_the_whole_group(bench, honest):
+    assert bench.reason(relabelled([honest[0]] * 4, bench)) == Reason.WRONG_TOKEN
+
+
+CHOOSERS: dict[str, Chooser] = {
+    "greedy": lambda logits, _: int(logits.argmax()),
+    "cooler than the run": lambda logits, noise: int((logits / 0.9 + noise).argmax()),
+    "top-p": lambda logits, noise: int((kept(logits, share=0.9) + noise).argmax()),
+    "always the runner-up": lambda logits, noise: int((logits + noise).topk(2).indices[1]),
+}
+
+
+def kept(logits: Tensor, *, share: float) -> Tensor:
+    """`logits` with all but the nucleus at minus infinity."""
+    ordered, index = logits.softmax(-1).sort(descending=True)
+    return logits.index_fill(0, index[ordered.cumsum(0) - ordered > share], -torch.inf)
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_another_rule_of_choice(bench, name):
+    assert bench.reason(bench.forged(bench.chosen(CHOOSERS[name]))) == Reason.WRONG_TOKEN
+
+
+def test_one_token_changed(bench, honest):
+    tokens = [list(one.completion_ids) for one in honest]
+    tokens[3][5] = (tokens[3][5] + 3) % 100 + 3
+    assert bench.reason(bench.forged(tokens)) == Reason.WRONG_TOKEN
+
+
+def test_stopping_early(bench, honest):
+    """Fewer tokens cost less: cut, and close with an end mark."""
+    cut = [[*one.completion_ids[:3], min(bench.policy.eos_ids)] for one in honest]
+    assert bench.reason(bench.forged(cut)) == Reason.WRONG_TOKEN
+
+
+def test_suppressing_the_end(bench, honest):
+    """More tokens can earn more, where pay is by the token: never take an end mark when one is drawn."""
+    eos = min(bench.policy.eos_ids)
+
+    def choose(logits: Tensor, noise: Tensor) -> int:
+        scores = logits + noise
+        scores[eos] = -torch.inf
+        return int(scores.argmax())
+
+    assert any(one.completion_ids[-1] == eos for one in honest)
+    suppressed = bench.chosen(choose)
+    assert all(len(tokens) == SPEC.sampling.max_new_tokens for tokens in suppressed)
+    assert bench.reason(bench.forged(suppressed)) == Reason.WRONG_TOKEN
+
+
+def test_padding_after_the_end(bench, honest):
+    padded = [[*one.completion_ids[:3], min(bench.policy.eos_ids), 5, 6] for one in honest]
+    assert bench.reason(bench.forged(padded)) == Reason.TOKENS_AFTER_EOS
+
+
+# Other prompts.
+
+
+def test_an_easier_prompt_behind_the_prescribed_one(bench):
+    """Sampled with a hint in front, and sent under the slot's own prompt."""
+    hint = bench.policy.tokenizer.backend_tokenizer.encode("Hint: say 7. ").ids
+    requests = [SampleRequest((*hint, *request.prompt_ids), request.seed) for request in bench.requests]
+    assert bench.reason(relabelled(engine_rollouts(bench.policy, requests), bench)) == Reason.PROOF_MISMATCH
+
+
+def test_a_changed_prompt_sent_openly(bench, honest):
+    changed = [msgspec.structs.replace(one, prompt_ids=[*one.prompt_ids[:-1], 5]) for one in honest]
+    assert bench.reason(changed) == Reason.WRONG_PROMPT
+
+
+def test_another_slots_honest_rollouts(bench, honest):
+    """Replay of one's own or a copy of somebody else's work."""
+    assert bench.verdict(honest, slot=SLOT + 1).reason in {Reason.WRONG_PROMPT, Reason.WRONG_SEED}
+
+
+# Other numbers.
+
+
+def test_forged_logprobs(bench, honest):
+    """The trainer's ratio would be against probabilities that never were."""
+    for shift in (-0.5, -1e-3, 1e-3):
+        forged = [
+            msgspec.structs.replace(one, logprobs=[min(0.0, value + shift) for value in one.logprobs]) for one in honest
+        ]
+        assert bench.reason(forged) == Reason.WRONG_LOGPROB
+
+
+def test_one_forged_logprob(bench, honest):
+    at = min(range(len(honest[1].logprobs)), key=honest[1].logprobs.__getitem__)
+    logprobs = [0.0 if index == at else value for index, value in enumerate(honest[1].logprobs)]
+    forged = [honest[0], msgspec.structs.replace(honest[1], logprobs=logprobs), *honest[2:]]
+    assert bench.reason(forged) == Reason.WRONG_LOGPROB
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.5])
+def test_logprobs_that_are_no_log_probabilities(bench, honest, value):
+    forged = [msgspec.structs.replace(honest[0], logprobs=[value] * len(honest[0].logprobs)), *honest[1:]]
+    assert bench.reason(forged) == Reason.LOGPROB_NOT_FINITE
+
+
+def with_proofs(rollouts: Sequence[Rollout], make: Callable[[Rollout], list[bytes]]) -> list[Rollout]:
+    return [msgspec.structs.replace(one, proofs=make(one)) for one in rollouts]
+
+
+def test_proofs_of_one_rollout_with_the_tokens_of_another(bench, honest):
+    rows = [one for one in honest if len(one.proofs) == len(honest[0].proofs)]
+    assert len(rows) >= 2
+    swapped = [msgspec.structs.replace(one, proofs=rows[index - 1].proofs) for index, one in enumerate(rows)]
+    others = [one for one in honest if len(one.proofs) != len(honest[0].proofs)]
+    by_seed = {one.seed: one for one in [*swapped, *others]}
+    assert bench.reason([by_seed[seed] for seed in bench.expected.seeds]) == Reason.PROOF_MISMATCH
+
+
+def test_the_first_chunks_proof_for_every_chunk(bench, honest):
+    repeated = with_proofs(honest, lambda one: [one.proofs[0]] * len(one.proofs))
+    assert any(len(one.proofs) > 1 for one in honest)
+    assert bench.reason(repeated) == Reason.PROOF_MISMATCH
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_missing_and_extra_proofs(bench, honest, extra):
+    """A verifier that pairs proofs and chunks loosely checks fewer chunks than there are."""
+    changed = with_proofs(honest, lambda one: [one.proofs[0]] * (len(one.proofs) + extra))
+    assert bench.reason(changed) == Reason.WRONG_PROOF_COUNT
+
+
+def test_no_proofs_at_all(bench, honest):
+    """All of nothing is true."""
+    assert bench.reason(with_proofs(honest, lambda _: [])) == Reason.WRONG_PROOF_COUNT
+
+
+def test_null_proofs(bench, honest):
+    """All zeros, modulus 0: what a careless prover emits on any error, and what crashes a careless verifier."""
+    assert bench.reason(with_proofs(honest, lambda one: [bytes(258)] * len(one.proofs))) == Reason.MALFORMED_PROOF
+
+
+@pytest.mark.parametrize("modulus", [0, 1, 2, 65496, 65498, 65535])
+def test_true_proofs_under_another_modulus(bench, honest, modulus):
+    """A small modulus folds all indices onto few values, which a constant then fits."""
+
+    def change(one: Rollout) -> list[bytes]:
+        return [modulus.to_bytes(2, "big") + proof[2:] for proof in one.proofs]
+
+    assert bench.reason(with_proofs(honest, change)) == Reason.MALFORMED_PROOF
+
+
+def test_coefficients_outside_the_field(bench, honest):
+    def change(one: Rollout) -> list[bytes]:
+        return [proof[:-2] + b"\xff\xff" for proof in one.proofs]
+
+    assert bench.reason(with_proofs(honest, change)) == Reason.MALFORMED_PROOF
+
+
+@pytest.mark.parametrize("size", [0, 2, 4, 256, 260, 516])
+def test_proofs_of_another_size(bench, honest, size):
+    proofs = (b"\xff\xd9" + bytes(600))[:size]
+    assert bench.reason(with_proofs(honest, lambda one: [proofs] * len(one.proofs))) == Reason.MALFORMED_PROOF
+
+
+def constant_proof(value: int) -> bytes:
+    """The polynomial that says `value`, a bf16 bit pattern, at every index."""
+    return b"\xff\xd9" + value.to_bytes(2, "big") + bytes(254)
+
+
+@pytest.mark.parametrize("value", [0x0000, 0x405B, 0xC05B, 0x3F80, 0x7FC0])
+def test_one_constant_as_the_proof_of_everything(bench, honest, value):
+    """The top magnitudes of a chunk are alike: one constant passes limits that are far from the honest figures."""
+    forged = with_proofs(honest, lambda one: [constant_proof(value)] * len(one.proofs))
+    assert bench.reason(forged) == Reason.PROOF_MISMATCH
+
+
+def test_the_best_constant_for_each_chunk(bench, honest):
+    """A forger who knows the typical magnitude: the constant with the smallest figures of all."""
+
+    def best(one: Rollout) -> list[bytes]:
+        candidates = range(0x3F80, 0x4280)
+
+        def badness(value: int) -> float:
+            (figures,) = measure(
+                bench.policy, with_proofs([one], lambda _: [constant_proof(value)] * len(one.proofs)), spec=SPEC
+            ).figures
+            return figures.exponent_mismatches
+
+        return [constant_proof(min(candidates[::16], key=badness))] * len(one.proofs)
+
+    rollouts = with_proofs(honest[:1], best) + list(honest[1:])
+    verdict = bench.verdict(rollouts)
+    assert verdict.reason == Reason.PROOF_MISMATCH
+    assert verdict.figures is not None
+    assert verdict.figures.exponent_mismatches > 10 * SPEC.limits.exponent_mismatches
+
+
+def test_proofs_of_noise(bench, honest):
+    def noise_proofs(one: Rollout) -> list[bytes]:
+        generator = torch.Generator().manual_seed(5)
+        chunk = torch.randn(SPEC.proofs.chunk_tokens, bench.policy.hidden, generator=generator).bfloat16() * SHARPNESS
+        return build_chunk_proofs([chunk] * len(one.proofs), SPEC.proofs.top_k)
+
+    assert bench.reason(with_proofs(honest, noise_proofs)) == Reason.PROOF_MISMATCH

@@ -1,0 +1,375 @@
+"""What a newcomer meets first: help that can be acted on, and mistakes that cost one sentence, not an evening."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from node import cli
+from node.command_line import Commands, Unrepeated
+from node.errors import ConfigError
+from node.identity import load_key, node_id
+from node.protocol.run import run_id_of
+
+RUN_ID = "ab" * 32
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def quiet_root_logger():
+    """The command sets up logging for its process; tests share one."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before[0], before[1]
+    for package in ("node", "coordinator", "shardcast"):
+        logging.getLogger(package).setLevel(logging.NOTSET)
+
+
+def veriswarm(*arguments, **environment):
+    return CliRunner().invoke(cli.main, arguments, env=environment, prog_name="veriswarm")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the worker command would start with; the worker itself does not run."""
+    seen = {}
+
+    async def record(settings, **_):
+        seen["settings"] = settings
+
+    monkeypatch.setattr("node.worker.run_worker", record)
+    return seen
+
+
+# -- help
+
+
+def _commands(group, path=()):
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def test_every_command_explains_itself_with_an_example_and_every_option_has_help():
+    found = dict(_commands(cli.main))
+    assert {("worker",), ("relay",), ("audit",), ("keys", "new"), ("keys", "show"), ("keys", "run-id")} <= found.keys()
+    for path, command in found.items():
+        result = veriswarm(*path, "--help")
+        assert result.exit_code == 0, result.output
+        assert "Example" in result.output, path
+        assert f"veriswarm {' '.join(path)}" in result.output, path
+        for option in command.params:
+            documented = path[0] not in cli.main.commands or not isinstance(option, click.Option) or option.help
+            assert documented, (path, option.name)
+
+
+def test_the_help_of_the_whole_names_the_ways_to_take_part():
+    result = veriswarm("--help")
+    assert result.exit_code == 0
+    for line in (
+        "veriswarm worker --coordinator URL --run-id ID",
+        "veriswarm audit URL --run-id ID",
+        "VERISWARM_WORKER_",
+    ):
+        assert line in result.output
+
+
+def test_the_module_runs_as_a_program():
+    command = [sys.executable, "-m", "node.cli", "keys", "--help"]
+    assert "Usage:" in subprocess.check_output(command, cwd=ROOT, text=True, timeout=60)
+
+
+# -- keys
+
+
+def test_keys_are_made_once_for_their_owner_and_shown_without_the_secret(tmp_path):
+    path = tmp_path / "run.key"
+    made = veriswarm("keys", "new", str(path))
+    key = load_key(path)
+    assert made.output == node_id(key) + "\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert veriswarm("keys", "show", str(path)).output == node_id(key) + "\n"
+    assert veriswarm("keys", "run-id", str(path)).output == run_id_of(key.public_key().public_bytes_raw()) + "\n"
+    again = veriswarm("keys", "new", str(path))
+    assert again.exit_code == 1
+    assert "never replaced" in again.output
+    secret = key.private_bytes_raw().hex()
+    assert secret not in made.output + again.output
+
+
+def test_a_missing_key_says_how_to_make_one(tmp_path):
+    result = veriswarm("keys", "show", str(tmp_path / "none"))
+    assert result.exit_code == 1
+    assert f"veriswarm keys new {tmp_path / 'none'}" in result.output
+    assert "Traceback" not in result.output
+
+
+# -- flags over environment over TOML over defaults
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (((), {}, ""), 4),
+        (((), {}, "slots = 5"), 5),
+        (((), {"VERISWARM_WORKER_SLOTS": "6"}, "slots = 5"), 6),
+        ((("--slots", "7"), {"VERISWARM_WORKER_SLOTS": "6"}, "slots = 5"), 7),
+    ],
+)
+def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path, seen, given, expected):
+    flag, environment, toml = given
+    config = tmp_path / "config.toml"
+    config.write_text(f'[worker]\ncoordinator = "http://h:1"\nrun-id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n{toml}\n')
+    result = veriswarm("--config", str(config), "worker", *flag, **environment)
+    assert result.exit_code == 0, result.output
+    assert seen["settings"].slots == expected
+    assert seen["settings"].run_id == RUN_ID
+
+
+def test_everything_can_come_from_the_environment(tmp_path, seen):
+    result = veriswarm(
+        "worker",
+        VERISWARM_WORKER_COORDINATOR="http://h:1",
+        VERISWARM_WORKER_RUN_ID=RUN_ID,
+        VERISWARM_WORKER_STATE=str(tmp_path / "s"),
+        VERISWARM_WORKER_ONCE="1",
+    )
+    assert result.exit_code == 0, result.output
+    assert seen["settings"].once is True
+
+
+def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
+    seen = {}
+
+    async def record(settings, **_):
+        seen["settings"] = settings
+
+    monkeypatch.setattr("node.relay.run_relay", record)
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'[relay]\ncoordinator = "http://h:1"\nrun_id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n'
+        'upstream = ["http://a:1", "http://b:2"]\nport = 0\nquota-gb = 1.5\n'
+    )
+    result = veriswarm("--config", str(config), "relay")
+    assert result.exit_code == 0, result.output
+    assert seen["settings"].upstreams == ("http://a:1", "http://b:2")
+    assert seen["settings"].quota_bytes == 1_500_000_000
+
+
+@pytest.mark.parametrize(
+    ("toml", "sentence"),
+    [
+        ("[worker]\nslot = 3", "no setting 'slot' in [worker]; did you mean 'slots'?"),
+        ("[wroker]\nslots = 3", "no command 'wroker' in the configuration file; did you mean 'worker'?"),
+        ("[keys.nwe]\nfile = 'x'", "no command 'nwe' in [keys]; did you mean 'new'?"),
+        ("slots = 3", "no command 'slots'"),
+        ("worker = 3", "worker must be a table"),
+        ("[worker]\nonce = 'yes'", "worker.once must be true or false"),
+        ("[worker]\nslots = true", "worker.slots must be a string or a number"),
+        ("[worker]\nslots = [3]", "worker.slots must be a string or a number"),
+        ("[relay]\nupstream = 'http://a'", "relay.upstream must be a list"),
+        ("[worker", "is not a TOML file"),
+        ("[worker]\nslots = 1\nslots = 2", "is not a TOML file"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_and_nothing_starts(tmp_path, seen, toml, sentence):
+    config = tmp_path / "config.toml"
+    config.write_text(toml)
+    result = veriswarm("--config", str(config), "worker", "--coordinator", "http://h", "--run-id", RUN_ID)
+    assert result.exit_code == 1
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert seen == {}
+
+
+def test_a_wrong_value_in_the_file_is_judged_like_one_on_the_command_line(tmp_path, seen):
+    config = tmp_path / "config.toml"
+    config.write_text("[worker]\nslots = 0")
+    result = veriswarm("--config", str(config), "worker", "--coordinator", "http://h", "--run-id", RUN_ID)
+    assert result.exit_code == 2
+    assert "slots" in result.output
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"x" * 300_000, None])
+def test_a_file_that_is_no_configuration_is_one_sentence(tmp_path, content):
+    config = tmp_path / "config.toml"
+    if content is not None:
+        config.write_bytes(content)
+    result = veriswarm("--config", str(config), "keys", "show", "x")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("worker",), "--coordinator"),
+        (("worker", "--coordinator", "http://h", "--run-id", "abc"), "64 hexadecimal digits"),
+        (("worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--slots", "0"), "--slots"),
+        (("wrok",), "No such command 'wrok'"),
+        (("audit", "http://h", "--run-id", RUN_ID, "--all", "--sample", "3"), "not both"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(arguments, sentence):
+    result = veriswarm(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.output
+
+
+@pytest.mark.parametrize("command", ["worker", "relay"])
+def test_an_address_that_is_none_is_one_sentence_and_code_1(tmp_path, command):
+    result = veriswarm(command, "--coordinator", "h:8000", "--run-id", RUN_ID, "--state", str(tmp_path / "s"))
+    assert result.exit_code == 1
+    assert "give one such as http://" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_relay_that_nobody_could_reach_is_refused(tmp_path):
+    result = veriswarm(
+        *("relay", "--coordinator", "http://127.0.0.1:1", "--run-id", RUN_ID),
+        *("--state", str(tmp_path / "s"), "--host", "0.0.0.0"),
+    )
+    assert result.exit_code == 1
+    assert "--public-url" in result.output
+
+
+def test_a_state_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = veriswarm(
+        "worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--state", str(tmp_path / "file" / "state")
+    )
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_the_unexpected_has_a_traceback_only_with_debug(monkeypatch, tmp_path):
+    async def broken(*_, **__):
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr("node.worker.run_worker", broken)
+    arguments = ("worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--state", str(tmp_path))
+    plain = veriswarm(*arguments)
+    assert plain.exit_code == 1
+    assert "run again with --debug" in plain.output
+    assert "Traceback" not in plain.output
+    assert isinstance(veriswarm("--debug", *arguments).exception, ZeroDivisionError)
+
+
+# -- audit's exit codes
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
+    seen = {}
+
+    async def audited(url, **arguments):
+        seen.update(arguments, url=url)
+        return code
+
+    monkeypatch.setattr("node.audit.run_audit", audited)
+    arguments = ("--run-id", RUN_ID, "--sample", "3", "--seed", "9", "--json", "--state", str(tmp_path))
+    assert veriswarm("audit", "http://h", *arguments).exit_code == code
+    assert seen == {
+        "url": "http://h",
+        "run_id": RUN_ID,
+        "sample": 3,
+        "all_": False,
+        "seed": 9,
+        "state_dir": tmp_path,
+        "as_json": True,
+    }
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such address"), ZeroDivisionError()])
+def test_an_audit_that_fails_is_never_taken_for_a_disagreement(monkeypatch, error):
+    async def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr("node.audit.run_audit", failing)
+    assert veriswarm("audit", "http://h", "--run-id", RUN_ID).exit_code == 2
+
+
+# -- commands of other packages
+
+
+def _entry_point(monkeypatch, value):
+    entry = metadata.EntryPoint(name="operator", value=value, group="veriswarm.commands")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [entry])
+
+
+def test_operator_commands_that_are_not_installed_are_missed_by_nobody_else(monkeypatch, tmp_path):
+    _entry_point(monkeypatch, "no_such_package.cli:COMMANDS")
+    group = Commands(name="veriswarm", commands=dict(cli.main.commands))
+    runner = CliRunner()
+    assert runner.invoke(group, ["keys", "new", str(tmp_path / "key")]).exit_code == 0
+    assert runner.invoke(group, ["--help"]).exit_code == 0
+    missing = runner.invoke(group, ["coordinator"])
+    assert missing.exit_code == 2
+    assert "no_such_package" in missing.output
+
+
+def test_operator_commands_appear_with_their_variables(monkeypatch):
+    _entry_point(monkeypatch, f"{__name__}:COMMANDS")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    group = Commands(name="veriswarm")
+    result = CliRunner().invoke(group, ["operate"], env={"VERISWARM_OPERATE_RUN_FILE": "x.toml"})
+    assert result.output == "x.toml\n"
+
+
+@click.command()
+@click.option("--run-file", "file")
+def operate(file):
+    click.echo(file)
+
+
+COMMANDS = [operate]
+
+
+# -- logs
+
+
+def test_an_outage_is_a_line_a_minute_not_a_line_a_retry():
+    unrepeated = Unrepeated()
+
+    def passes(text):
+        return unrepeated.filter(logging.LogRecord("x", logging.WARNING, "", 0, text, None, None))
+
+    assert [passes("away"), passes("away"), passes("other"), passes("away")] == [True, False, True, False]
+
+
+def test_a_worker_that_is_interrupted_while_it_waits_ends_in_peace(tmp_path):
+    command = [sys.executable, "-m", "node.cli", "worker", "--coordinator", "http://127.0.0.1:9", "--run-id", RUN_ID]
+    process = subprocess.Popen(
+        [*command, "--state", str(tmp_path)], cwd=ROOT, env={**os.environ}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        lines = []
+        while not any("is away" in line for line in lines):
+            line = process.stderr.readline()
+            assert line, lines
+            lines.append(line)
+        process.terminate()
+        _, rest = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in "".join(lines) + rest
+    assert len(lines) == 2

@@ -1,0 +1,292 @@
+"""The torch engine against plain, unbatched forward passes without a cache, and its manners as a component."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from node.engines import BadRequest, BrokenPolicy, EngineError, Interrupted, NoPolicy, SampleRequest
+from node.engines.torch import Sampled, TorchEngine, prove, sample
+from node.policy import FAMILIES, MalformedPolicy, Policy, load_policy, save_policy
+from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec, SamplingSpec
+from node.protocol.sampling import gumbel_noise
+from node.protocol.submission import Expected, Rollout, check_rollouts
+from node.tiny import make_model, make_tokenizer
+from toploc import VerificationResult, verify_chunk_proofs
+
+SPEC = RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),))
+MANY_ENDS = list(range(1, 16))
+"""With 15 end marks of 128, completions of random weights have very different lengths, 8.5 on average."""
+
+
+def make_spec(*, chunk_tokens: int = 8, dtype: str = "float32", **sampling: float) -> RunSpec:
+    return RunSpec(
+        name="test",
+        environments=(EnvironmentSpec("arithmetic"),),
+        model=ModelSpec(dtype=dtype),
+        sampling=SamplingSpec(**sampling),
+        proofs=ProofSpec(chunk_tokens=chunk_tokens),
+    )
+
+
+def make_requests(groups: int, samples: int = 8, *, seed: int = 0) -> list[SampleRequest]:
+    """Groups that share a prompt; the prompts' lengths differ, from a single token to the run's limit."""
+    generator = torch.Generator().manual_seed(seed)
+    requests = []
+    for group in range(groups):
+        length = (1, 128, 17)[group] if group < 3 else int(torch.randint(2, 40, (1,), generator=generator))
+        prompt = tuple(torch.randint(0, 128, (length,), generator=generator).tolist())
+        seeds = torch.randint(0, 256, (samples, 16), generator=generator, dtype=torch.uint8)
+        requests += [SampleRequest(prompt, bytes(row.tolist())) for row in seeds]
+    return requests
+
+
+def save_family(family: str, path: Path, *, eos: list[int] = MANY_ENDS, seed: int = 1, vocabulary: int = 128) -> None:
+    config = CONFIG_MAPPING[family](
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=0,
+        sliding_window=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:  # further from uniform than fresh weights are
+                parameter.data.mul_(2)
+    save_policy(model, make_tokenizer(), path)
+
+
+def truncate(path: Path, shorter: Path) -> None:
+    shorter.write_bytes(path.read_bytes()[:-4])
+
+
+async def loaded(path: Path, spec: RunSpec, **options: int) -> TorchEngine:
+    engine = TorchEngine(spec, **options)
+    await engine.load(path, version=1)
+    return engine
+
+
+@torch.inference_mode()
+def prefill(policy: Policy, rollout: Rollout, spec: RunSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [n, hidden] and scaled logits [n, vocabulary] of one rollout: one row, no padding, no cache."""
+    first, count = len(rollout.prompt_ids) - 1, len(rollout.completion_ids)
+    seen = {}
+    hook = policy.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.update(hidden=inputs[0])
+    )
+    logits = policy.model(torch.tensor([rollout.prompt_ids + rollout.completion_ids]), use_cache=False).logits
+    hook.remove()
+    rows = slice(first, first + count)
+    return seen["hidden"][0, rows], logits[0, rows].float() / spec.sampling.temperature
+
+
+def proof_figures(policy: Policy, rollout: Rollout, spec: RunSpec) -> list[VerificationResult]:
+    hidden, _ = prefill(policy, rollout, spec)
+    chunks = list(hidden.bfloat16().split(spec.proofs.chunk_tokens))
+    return verify_chunk_proofs(chunks, rollout.proofs, spec.proofs.top_k)
+
+
+def forced_tokens(logits: torch.Tensor, seed: bytes) -> list[int]:
+    noise = gumbel_noise([seed] * len(logits), list(range(len(logits))), vocabulary=logits.shape[1])
+    return (logits + torch.from_numpy(noise)).argmax(-1).tolist()
+
+
+# Honest workers pass: what an engine returns is what a verifier's prefill finds.
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+async def test_decoding_agrees_with_a_prefill_of_each_row_alone(family: str, tmp_path: Path) -> None:
+    spec = make_spec(temperature=0.7, max_new_tokens=40)
+    save_family(family, tmp_path / "policy")
+    engine = await loaded(tmp_path / "policy", spec)
+    requests = make_requests(4)
+    rollouts = await engine.generate(requests)
+    assert len({len(rollout.completion_ids) for rollout in rollouts}) > 5, "rows must end at different steps"
+    for request, rollout in zip(requests, rollouts, strict=True):
+        _, logits = prefill(engine.policy, rollout, spec)
+        assert tuple(rollout.prompt_ids) == request.prompt_ids
+        assert rollout.completion_ids == forced_tokens(logits, request.seed)
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+        assert (torch.tensor(rollout.logprobs) - chosen).abs().max() < 1e-5
+        for figures in proof_figures(engine.policy, rollout, spec):
+            assert figures.exp_mismatches == 0
+            assert figures.mant_err_mean < 0.1
+
+
+async def test_every_rollout_passes_the_checks_of_the_protocol(tmp_path: Path) -> None:
+    spec = make_spec(max_new_tokens=12)
+    save_family("llama", tmp_path / "policy")
+    engine = await loaded(tmp_path / "policy", spec)
+    requests = make_requests(3)
+    rollouts = await engine.generate(requests)
+    for start in range(0, len(requests), 8):
+        group = requests[start : start + 8]
+        expected = Expected(
+            prompt_ids=group[0].prompt_ids,
+            seeds=[request.seed for request in group],
+            vocabulary=engine.policy.vocabulary,
+            eos_ids=engine.policy.eos_ids,
+        )
+        check_rollouts(rollouts[start : start + 8], expected=expected, spec=spec)
+    ended = [rollout.completion_ids[-1] in engine.policy.eos_ids for rollout in rollouts]
+    assert any(ended)
+    assert not all(ended), "some completions must reach the cap"
+
+
+async def test_bfloat16_rollouts_stay_within_the_published_limits(tmp_path: Path) -> None:
+    spec = make_spec(chunk_tokens=32, dtype="bfloat16")
+    save_family("qwen3", tmp_path / "policy")
+    engine = await loaded(tmp_path / "policy", spec)
+    assert engine.policy.model.dtype == torch.bfloat16
+    for rollout in await engine.generate(make_requests(3)):
+        for figures in proof_figures(engine.policy, rollout, spec):
+            assert figures.exp_mismatches <= 38
+            assert figures.mant_err_mean <= 10
+
+
+async def test_another_policys_rollouts_do_not_agree(tmp_path: Path) -> None:
+    save_family("llama", tmp_path / "policy", seed=1)
+    save_family("llama", tmp_path / "other", seed=2)
+    spec = make_spec(chunk_tokens=32)
+    engine = await loaded(tmp_path / "policy", spec)
+    other = load_policy(tmp_path / "other", dtype=torch.float32)
+    for rollout in await engine.generate(make_requests(3)):
+        assert all(figures.exp_mismatches > 38 for figures in proof_figures(other, rollout, spec))
+
+
+async def test_a_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+    """A slot is verified alone, whatever the worker decoded beside it, and however it split its work."""
+    spec = make_spec()
+    save_family("llama", tmp_path / "policy")
+    requests = make_requests(5)
+    together = await (await loaded(tmp_path / "policy", spec)).generate(requests)
+    split = await (await loaded(tmp_path / "policy", spec, max_rows=7)).generate(requests)
+    assert [rollout.completion_ids for rollout in split] == [rollout.completion_ids for rollout in together]
+    assert [rollout.seed for rollout in split] == [request.seed for request in requests]
+
+
+async def test_equal_requests_get_equal_rollouts(tiny_policy_path: Path) -> None:
+    engine = await loaded(tiny_policy_path, SPEC)
+    request = make_requests(1)[0]
+    first, second = await engine.generate([request, request])
+    assert first.completion_ids == second.completion_ids
+    assert await engine.generate([]) == []
+
+
+# A worker's daemon can live with it.
+
+
+async def test_generating_before_loading_is_refused() -> None:
+    engine = TorchEngine(SPEC)
+    assert engine.version is None
+    with pytest.raises(NoPolicy):
+        await engine.generate(make_requests(1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seed"),
+    [
+        ((), bytes(16)),
+        ((5,) * 129, bytes(16)),
+        ((5, -1), bytes(16)),
+        ((5, 128), bytes(16)),
+        ((5,), bytes(15)),
+        ((5,), b""),
+    ],
+    ids=["empty_prompt", "long_prompt", "negative_token", "token_beyond_the_vocabulary", "short_seed", "no_seed"],
+)
+async def test_a_request_outside_the_run_is_refused(
+    prompt: tuple[int, ...], seed: bytes, tiny_policy_path: Path
+) -> None:
+    engine = await loaded(tiny_policy_path, SPEC)
+    with pytest.raises(BadRequest):
+        await engine.generate([*make_requests(1), SampleRequest(prompt, seed)])
+
+
+async def test_a_policy_that_fails_to_load_leaves_the_old_one_at_work(tiny_policy_path: Path, tmp_path: Path) -> None:
+    engine = await loaded(tiny_policy_path, SPEC)
+    truncate(tiny_policy_path, tmp_path / "bad")
+    with pytest.raises(MalformedPolicy):
+        await engine.load(tmp_path / "bad", version=2)
+    assert engine.version == 1
+    assert len(await engine.generate(make_requests(1))) == 8
+
+
+async def test_a_policy_too_narrow_for_the_proofs_is_refused_at_once(tiny_policy_path: Path) -> None:
+    engine = TorchEngine(
+        RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),), proofs=ProofSpec(top_k=129))
+    )
+    with pytest.raises(BrokenPolicy, match="129"):
+        await engine.load(tiny_policy_path, version=1)
+    assert engine.version is None
+
+
+async def test_a_new_policy_does_not_reach_into_work_under_way(tiny_policy_path: Path, tmp_path: Path) -> None:
+    """Half of a completion from each of two policies would verify under neither."""
+    engine = await loaded(tiny_policy_path, SPEC)
+    requests = make_requests(3)
+    expected = await engine.generate(requests)
+    save_policy(make_model(seed=21), make_tokenizer(), tmp_path / "next")
+    under_way = asyncio.create_task(engine.generate(requests))
+    await asyncio.sleep(0)
+    await engine.load(tmp_path / "next", version=2)
+    assert engine.version == 2
+    assert await under_way == expected
+    assert await engine.generate(requests) != expected
+
+
+def test_numbers_that_are_not_finite_are_an_error_not_a_rollout() -> None:
+    spec = make_spec(max_new_tokens=1)
+    request = make_requests(1)[0]
+    for logprob, hidden in ((float("nan"), 1.0), (-1.0, float("nan")), (-1.0, float("inf"))):
+        sampled = Sampled(
+            tokens=torch.tensor([[5]]),
+            logprobs=torch.tensor([[logprob]]),
+            lengths=torch.tensor([1]),
+            chunks=[torch.full((1, 8, 128), hidden, dtype=torch.bfloat16)],
+        )
+        with pytest.raises(BrokenPolicy):
+            prove([request], sampled, spec=spec)
+
+
+def test_decoding_stops_at_the_first_step_after_it_was_told_to(tiny_policy_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    policy = load_policy(tiny_policy_path, dtype=torch.float32)
+    with pytest.raises(Interrupted) as caught:
+        sample(policy, make_requests(1), spec=SPEC, stop=stop)
+    assert isinstance(caught.value, EngineError)
+    assert caught.value.code == "interrupted"
+
+
+def test_a_cancelled_worker_leaves_in_time_to_hand_its_slot_back(tmp_path: Path) -> None:
+    """Long completions of a large vocabulary: many seconds of decoding, cut short by a cancellation."""
+    save_family("llama", tmp_path / "policy", eos=[1], vocabulary=16384)
+    spec = make_spec(max_new_tokens=100_000, chunk_tokens=32)
+    took: list[float] = []
+
+    async def begin_and_cancel() -> None:
+        engine = await loaded(tmp_path / "policy", spec)
+        work = asyncio.create_task(engine.generate(make_requests(1, samples=4)))
+        await asyncio.sleep(0.3)
+        assert not work.done()
+        took.append(time.monotonic())
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    asyncio.run(begin_and_cancel())  # which waits for the executor's threads
+    assert time.monotonic() - took[0] < 10

@@ -1,0 +1,448 @@
+"""The reference prefill measures what it says, and only a sender's fault ever becomes a rejection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from node import prefill
+from node.engines.base import SampleRequest
+from node.engines.torch import TorchEngine
+from node.environments import Environment, Problem, load_environment
+from node.parquet import write_rollouts
+from node.parquet_reader import ParquetReader
+from node.policy import Policy, load_policy
+from node.prefill import NOT_FINITE, measure, measure_many
+from node.protocol.admission import Outcome
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.sampling import gumbel_noise
+from node.protocol.slots import group_seeds, slot_problem
+from node.protocol.submission import Rollout
+from node.verification import Claim, Verdict, VerifierFailed, decide, decide_many, expected_of, read_claim, verify
+from toploc import verify_proofs_bytes
+
+RUN_ID, MANIFEST = "ab" * 32, "cd" * 32
+SPEC = RunSpec(
+    name="verification",
+    environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
+    sampling=SamplingSpec(group_size=3, max_new_tokens=40, temperature=0.7),
+    limits=LimitsSpec(
+        exponent_mismatches=8.0,
+        mantissa_mean=0.5,
+        mantissa_median=1.0,
+        token_margin=1e-3,
+        rollout_margin_mean=1e-4,
+        logprob_error=1e-3,
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy_path: Path) -> Policy:
+    return load_policy(tiny_policy_path, dtype=torch.float32)
+
+
+@pytest.fixture
+def own_policy(tiny_policy_path: Path) -> Policy:
+    """A policy that the test may break."""
+    return load_policy(tiny_policy_path, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def environments() -> list[Environment]:
+    return [load_environment(environment) for environment in SPEC.environments]
+
+
+@pytest.fixture(scope="module")
+def groups(tiny_policy_path: Path, policy: Policy, environments: list[Environment]) -> list[list[Rollout]]:
+    """What an honest worker returns for slots 0 to 3."""
+    engine = TorchEngine(SPEC)
+    requests = []
+    for slot in range(4):
+        expected = expected_of(SPEC, policy, environments, run_id=RUN_ID, manifest_digest=MANIFEST, slot=slot)
+        requests += [SampleRequest(prompt_ids=tuple(expected.prompt_ids), seed=seed) for seed in expected.seeds]
+
+    async def generate() -> list[Rollout]:
+        await engine.load(tiny_policy_path, version=1)
+        return await engine.generate(requests)
+
+    rollouts = asyncio.run(generate())
+    return [rollouts[start : start + 3] for start in range(0, len(rollouts), 3)]
+
+
+def decided(rollouts: Sequence[Rollout], policy: Policy, environments: Sequence[Environment], *, slot: int) -> Verdict:
+    return decide(
+        rollouts,
+        run_id=RUN_ID,
+        manifest_digest=MANIFEST,
+        slot=slot,
+        policy=policy,
+        environments=environments,
+        spec=SPEC,
+    )
+
+
+def changed(group: Sequence[Rollout], row: int, **fields: object) -> list[Rollout]:
+    """`group` with some fields of one row replaced."""
+    return [msgspec.structs.replace(one, **fields) if at == row else one for at, one in enumerate(group)]
+
+
+# Measuring.
+
+
+def naive(policy: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Hidden states, log-probabilities and margins of one rollout, from the whole model and one row at a time."""
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    with torch.inference_mode():
+        output = policy.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    first, count = len(rollout.prompt_ids) - 1, len(rollout.completion_ids)
+    logits = output.logits[0, first : first + count].float() / SPEC.sampling.temperature
+    logprobs = torch.stack(
+        [row.log_softmax(0)[token] for row, token in zip(logits, rollout.completion_ids, strict=True)]
+    )
+    margins = []
+    for position, token in enumerate(rollout.completion_ids):
+        noise = gumbel_noise([rollout.seed], [position], vocabulary=policy.vocabulary)
+        score = logits[position] + torch.from_numpy(noise)[0]
+        margins.append(float(score.max() - score[token]))
+    return output.hidden_states[-1][0, first : first + count], logprobs, margins
+
+
+def test_figures_are_those_of_the_whole_model_row_by_row(policy, groups):
+    """One position off, and every honest worker would be rejected or every dishonest one admitted."""
+    other = [
+        msgspec.structs.replace(one, completion_ids=[3, *one.completion_ids[1:]], logprobs=[-1.0] * len(one.logprobs))
+        for one in groups[0]
+    ]
+    measured = measure(policy, other, spec=SPEC)
+    for rollout, figures, logprobs in zip(other, measured.figures, measured.logprobs, strict=True):
+        hidden, expected_logprobs, margins = naive(policy, rollout)
+        torch.testing.assert_close(torch.tensor(logprobs), expected_logprobs, atol=1e-5, rtol=0)
+        assert figures.token_margin == pytest.approx(max(margins), abs=1e-5)
+        assert figures.margin_mean == pytest.approx(sum(margins) / len(margins), abs=1e-5)
+        assert figures.logprob_error == pytest.approx(float((expected_logprobs + 1.0).abs().max()), abs=1e-5)
+        proofs = verify_proofs_bytes(hidden.bfloat16(), rollout.proofs, 32, 128, True)
+        assert figures.exponent_mismatches == max(proof.exp_mismatches for proof in proofs)
+        assert figures.mantissa_mean == pytest.approx(max(proof.mant_err_mean for proof in proofs), rel=0.05)
+    assert measured.figures[0].token_margin > 0.1
+
+
+def test_an_honest_group_has_figures_near_zero(policy, groups):
+    for group in groups:
+        for figures, rollout, logprobs in zip(
+            measure(policy, group, spec=SPEC).figures,
+            group,
+            measure(policy, group, spec=SPEC).logprobs,
+            strict=True,
+        ):
+            assert figures.exponent_mismatches <= 1
+            assert figures.mantissa_mean < 0.1
+            assert figures.token_margin < 1e-4
+            assert figures.logprob_error < 1e-5
+            assert logprobs == pytest.approx(rollout.logprobs, abs=1e-5)
+
+
+def test_a_last_token_alone_in_its_chunk_is_measured(policy, groups):
+    """Completions of 33 tokens have a chunk of one token: its proof counts."""
+    long = next(one for group in groups for one in group if len(one.completion_ids) > 33)
+    cut = msgspec.structs.replace(long, completion_ids=long.completion_ids[:33], logprobs=long.logprobs[:33])
+    assert measure(policy, [cut], spec=SPEC).figures[0].exponent_mismatches > 8
+
+
+def test_a_single_token_completion(policy, groups):
+    one = groups[0][0]
+    short = msgspec.structs.replace(
+        one, completion_ids=one.completion_ids[:1], logprobs=one.logprobs[:1], proofs=one.proofs[:1]
+    )
+    measured = measure(policy, [short], spec=SPEC)
+    assert measured.logprobs[0] == pytest.approx(one.logprobs[:1], abs=1e-5)
+    assert measured.figures[0].token_margin < 1e-4
+
+
+def test_a_proof_too_few_in_one_row_does_not_take_the_next_rows(policy, groups):
+    """Counted over a batch, one row's missing proof and another's extra one would cancel out."""
+    first, second, third = groups[0]
+    shifted = [
+        msgspec.structs.replace(first, proofs=first.proofs[:-1]),
+        msgspec.structs.replace(second, proofs=[first.proofs[-1], *second.proofs]),
+        third,
+    ]
+    with pytest.raises(Refusal) as caught:
+        measure(policy, shifted, spec=SPEC)
+    assert caught.value.reason == Reason.WRONG_PROOF_COUNT
+
+
+def test_nobodys_figures_depend_on_who_is_verified_beside_them(policy, groups):
+    together = measure_many(policy, groups, spec=SPEC)
+    for group, result in zip(groups, together, strict=True):
+        assert isinstance(result, prefill.Measured)
+        alone = measure(policy, group, spec=SPEC)
+        for ours, theirs in zip(alone.figures, result.figures, strict=True):
+            assert msgspec.structs.astuple(ours) == pytest.approx(msgspec.structs.astuple(theirs), abs=0.05)
+        for ours_row, theirs_row in zip(alone.logprobs, result.logprobs, strict=True):
+            assert ours_row == pytest.approx(theirs_row, abs=1e-5)
+
+
+def test_small_batches_measure_the_same_as_one_large_one(policy, groups, monkeypatch):
+    whole = measure_many(policy, groups, spec=SPEC)
+    monkeypatch.setattr(prefill, "MAX_BATCH_TOKENS", 100)
+    monkeypatch.setattr(prefill, "MAX_LOGITS", 7 * policy.vocabulary)
+    monkeypatch.setattr(prefill, "MAX_NOISE_VALUES", 3 * policy.vocabulary)
+    for small, large in zip(measure_many(policy, groups, spec=SPEC), whole, strict=True):
+        assert isinstance(small, prefill.Measured)
+        assert isinstance(large, prefill.Measured)
+        for ours, theirs in zip(small.logprobs, large.logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+        assert max(figures.token_margin for figures in small.figures) < 1e-4
+
+
+def test_a_forward_pass_holds_a_bounded_number_of_tokens(policy, groups, monkeypatch):
+    """A submission of the longest allowed completions must not take the verifier's memory."""
+    monkeypatch.setattr(prefill, "MAX_BATCH_TOKENS", 120)
+    shapes = []
+    handle = policy.model.base_model.register_forward_pre_hook(
+        lambda _, __, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
+    measure_many(policy, groups, spec=SPEC)
+    handle.remove()
+    assert len(shapes) > 1
+    assert all(rows == 1 or rows * length <= 120 for rows, length in shapes)
+
+
+def test_a_figure_that_is_not_a_number_is_never_small(policy, groups):
+    """NaN compares false with every limit, and `max` may skip it."""
+    for bad in (float("nan"), float("-inf")):
+        logprobs = [groups[0][0].logprobs[0], bad, *groups[0][0].logprobs[2:]]
+        measured = measure(policy, changed(groups[0], 0, logprobs=logprobs), spec=SPEC)
+        assert measured.figures[0].logprob_error == NOT_FINITE
+        msgspec.json.decode(msgspec.json.encode(measured.figures[0]))
+
+
+def test_weights_that_are_not_finite_are_the_verifiers_failure(own_policy, groups):
+    with torch.no_grad():
+        own_policy.model.base_model.norm.weight[0] = float("nan")
+    with pytest.raises(VerifierFailed):
+        measure(own_policy, groups[0], spec=SPEC)
+
+
+def test_a_malformed_proof_is_the_senders_fault_and_nobody_elses(policy, groups):
+    bad = changed(groups[1], 2, proofs=[bytes(258)] * len(groups[1][2].proofs))
+    results = measure_many(policy, [groups[0], bad, groups[2]], spec=SPEC)
+    assert [type(result) for result in results] == [prefill.Measured, Refusal, prefill.Measured]
+    refusal = results[1]
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == Reason.MALFORMED_PROOF
+    assert "Row 2, proof 0" in refusal.detail
+    with pytest.raises(Refusal):
+        measure(policy, bad, spec=SPEC)
+
+
+# Deciding.
+
+
+@dataclass(frozen=True)
+class Length:
+    """An environment whose reward shows which text it was given."""
+
+    name: str = "length"
+
+    def problem(self, index: int) -> Problem:
+        return Problem(prompt=f"Q:{index % 90 + 10}?\nA:")
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        assert "<eos>" not in completion
+        return len(completion) / 1000
+
+
+def test_what_a_slot_must_contain_is_derived_from_its_number(policy, environments):
+    expected = expected_of(SPEC, policy, environments, run_id=RUN_ID, manifest_digest=MANIFEST, slot=5)
+    drawn = slot_problem(SPEC, run_id=RUN_ID, manifest_digest=MANIFEST, slot=5)
+    prompt = environments[drawn.environment].problem(drawn.problem).prompt
+    assert policy.tokenizer.backend_tokenizer.decode(list(expected.prompt_ids), skip_special_tokens=False) == prompt
+    assert list(expected.seeds) == group_seeds(SPEC, run_id=RUN_ID, manifest_digest=MANIFEST, slot=5)
+    assert (expected.vocabulary, expected.eos_ids) == (policy.vocabulary, policy.eos_ids)
+
+
+def test_honest_work_is_admitted_with_the_verifiers_own_logprobs_and_rewards(policy, environments, groups):
+    """A worker may round its log-probabilities within the limit; the trainer must not use its version."""
+    rounded = [
+        msgspec.structs.replace(one, logprobs=[min(0.0, value + 5e-4) for value in one.logprobs]) for one in groups[0]
+    ]
+    verdict = decided(rounded, policy, environments, slot=0)
+    assert (verdict.outcome, verdict.reason, verdict.finding) == (Outcome.ADMITTED, None, None)
+    assert verdict.tokens == sum(len(one.completion_ids) for one in rounded)
+    assert verdict.figures is not None
+    assert verdict.figures.logprob_error == pytest.approx(5e-4, rel=0.1)
+    assert verdict.rewards == (0.0,) * 3
+    assert verdict.rollouts == rounded
+    assert verdict.logprobs is not None
+    for ours, honest in zip(verdict.logprobs, groups[0], strict=True):
+        assert ours == pytest.approx(honest.logprobs, abs=1e-5)
+
+
+def test_rewards_are_of_the_text_without_its_end_mark(policy, tiny_policy_path):
+    environments = [Length(), Length()]
+    expected = expected_of(SPEC, policy, environments, run_id=RUN_ID, manifest_digest=MANIFEST, slot=0)
+    engine = TorchEngine(SPEC)
+
+    async def generate() -> list[Rollout]:
+        await engine.load(tiny_policy_path, version=1)
+        return await engine.generate([SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds])
+
+    rollouts = asyncio.run(generate())
+    verdict = decided(rollouts, policy, environments, slot=0)
+    assert verdict.rewards is not None
+    for rollout, reward in zip(rollouts, verdict.rewards, strict=True):
+        kept = [token for token in rollout.completion_ids if token not in policy.eos_ids]
+        text = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
+        assert reward == len(text) / 1000
+
+
+def test_a_rejection_names_the_row_the_figure_and_the_limit(policy, environments, groups):
+    forged = changed(groups[0], 1, logprobs=[-0.1] * len(groups[0][1].logprobs))
+    verdict = decided(forged, policy, environments, slot=0)
+    assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, Reason.WRONG_LOGPROB)
+    assert verdict.finding is not None
+    assert (verdict.finding.row, verdict.finding.figure, verdict.finding.limit) == (1, "logprob_error", 1e-3)
+    assert verdict.detail.startswith("Row 1: logprob_error is ")
+    assert verdict.figures is not None
+    assert (verdict.rewards, verdict.rollouts, verdict.logprobs) == (None, None, None)
+
+
+def test_what_needs_no_model_is_refused_before_the_model_is_asked(own_policy, environments, groups):
+    """Garbage must not buy a forward pass."""
+    own_policy.model.base_model.register_forward_pre_hook(broken)
+    verdict = decided(changed(groups[0], 0, seed=bytes(16)), own_policy, environments, slot=0)
+    assert (verdict.outcome, verdict.reason, verdict.figures) == (Outcome.REJECTED, Reason.WRONG_SEED, None)
+
+
+def broken(*_: object) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 20 GiB in /home/operator/secret")
+
+
+def test_a_failing_model_blames_nobody(own_policy, environments, groups):
+    own_policy.model.base_model.register_forward_pre_hook(broken)
+    verdict = decided(groups[0], own_policy, environments, slot=0)
+    assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+    assert verdict.detail == "OutOfMemoryError."
+    assert (verdict.finding, verdict.figures, verdict.rewards) == (None, None, None)
+
+
+@dataclass(frozen=True)
+class Unreliable(Length):
+    reward_value: float | None = None
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        if self.reward_value is None:
+            raise ZeroDivisionError("a bug of the environment")
+        return self.reward_value
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -0.1, 1.1])
+def test_a_failing_environment_blames_nobody(policy, environments, groups, value):
+    """A reward that is no reward would poison training; one that raises would stop it."""
+    unreliable = [WithRewards(inner, Unreliable(reward_value=value)) for inner in environments]
+    assert decided(groups[0], policy, unreliable, slot=0).outcome == Outcome.INDETERMINATE
+
+
+@dataclass(frozen=True)
+class WithRewards:
+    """The problems of one environment with the rewards of another."""
+
+    inner: Environment
+    judge: Environment
+    name: str = "mixed"
+
+    def problem(self, index: int) -> Problem:
+        return self.inner.problem(index)
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return self.judge.reward(problem, completion)
+
+
+def claims_of(groups: Sequence[Sequence[Rollout]]) -> list[Claim]:
+    return [Claim(slot=slot, rollouts=group) for slot, group in enumerate(groups)]
+
+
+def decided_together(claims: Sequence[Claim], policy: Policy, environments: Sequence[Environment]) -> list[Verdict]:
+    return decide_many(
+        claims,
+        run_id=RUN_ID,
+        manifest_digest=MANIFEST,
+        policy=policy,
+        environments=environments,
+        spec=SPEC,
+    )
+
+
+def test_each_claim_of_a_batch_gets_its_own_verdict(policy, environments, groups):
+    claims = claims_of(
+        [
+            groups[0],
+            changed(groups[1], 0, seed=bytes(16)),
+            changed(groups[2], 1, proofs=[bytes(258)] * len(groups[2][1].proofs)),
+            changed(groups[3], 2, logprobs=[-0.1] * len(groups[3][2].logprobs)),
+        ]
+    )
+    verdicts = decided_together(claims, policy, environments)
+    assert [verdict.reason for verdict in verdicts] == [
+        None,
+        Reason.WRONG_SEED,
+        Reason.MALFORMED_PROOF,
+        Reason.WRONG_LOGPROB,
+    ]
+    assert decided_together([], policy, environments) == []
+
+
+def test_a_batch_too_large_for_the_machine_is_measured_one_by_one(own_policy, environments, groups):
+    def small(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
+        if len(inputs["input_ids"]) > 3:
+            broken()
+
+    own_policy.model.base_model.register_forward_pre_hook(small, with_kwargs=True)
+    verdicts = decided_together(claims_of(groups), own_policy, environments)
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.ADMITTED] * 4
+
+
+# From the bytes.
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ParquetReader]:
+    with ParquetReader() as reader:
+        yield reader
+
+
+def verified(body: bytes | Path, reader: ParquetReader, policy: Policy, environments: Sequence[Environment]) -> Verdict:
+    return verify(
+        body,
+        reader=reader,
+        run_id=RUN_ID,
+        manifest_digest=MANIFEST,
+        slot=0,
+        policy=policy,
+        environments=environments,
+        spec=SPEC,
+    )
+
+
+def test_a_submission_is_judged_from_its_bytes(reader, policy, environments, groups):
+    assert verified(write_rollouts(groups[0]), reader, policy, environments).outcome == Outcome.ADMITTED
+    assert verified(write_rollouts(groups[1]), reader, policy, environments).reason == Reason.WRONG_PROMPT
+    assert verified(write_rollouts(groups[0][:2]), reader, policy, environments).reason == Reason.WRONG_GROUP_SIZE
+    assert verified(b"garbage", reader, policy, environments).reason == Reason.NOT_PARQUET
+
+
+def test_a_body_that_the_verifier_has_lost_blames_nobody(reader, policy, environments, tmp_path):
+    verdict = verified(tmp_path / "gone", reader, policy, environments)
+    assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+    assert str(tmp_path) not in verdict.detail
+    claim = read_claim(tmp_path / "gone", reader=reader, slot=0, spec=SPEC)
+    assert isinstance(claim, Verdict)

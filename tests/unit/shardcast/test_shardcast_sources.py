@@ -1,0 +1,161 @@
+"""Choosing sources: a slow, failing or lying relay must lose its draws, and get them back when it recovers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from shardcast.errors import CorruptChunk, LocalFault, TooSlow, Unreachable
+from shardcast.sources import SourceLimits, Sources
+
+FAST, SLOW, BAD = "http://fast:1", "http://slow:1", "http://bad:1"
+
+
+def pool(*urls: str, **limits: float) -> Sources:
+    return Sources(urls, limits=SourceLimits(**limits), rng=random.Random(7))  # type: ignore[arg-type]
+
+
+def draws(sources: Sources, now: float, count: int = 2000) -> Counter[str | None]:
+    return Counter(sources.draw(now) for _ in range(count))
+
+
+def row(sources: Sources, url: str, now: float) -> dict[str, object]:
+    return next(row for row in sources.status(now) if row["url"] == url)
+
+
+def test_bandwidth_decides_the_share_of_draws() -> None:
+    sources = pool(FAST, SLOW)
+    sources.succeeded(FAST, received_bytes=900, seconds=1, now=0)
+    sources.succeeded(SLOW, received_bytes=100, seconds=1, now=0)
+    counted = draws(sources, 0)
+    assert 0.86 < counted[FAST] / 2000 < 0.94
+
+
+def test_a_slow_source_is_still_tried_sometimes() -> None:
+    """Otherwise nobody would notice that it has become fast."""
+    sources = pool(FAST, SLOW)
+    sources.succeeded(FAST, received_bytes=10**9, seconds=1, now=0)
+    sources.succeeded(SLOW, received_bytes=1, seconds=1, now=0)
+    assert 10 < draws(sources, 0)[SLOW] < 120
+
+
+def test_a_failed_fetch_never_raises_the_bandwidth() -> None:
+    """The defect of shardcast 0.3.2: seconds until the timeout were read as MB/s."""
+    sources = pool(BAD)
+    sources.succeeded(BAD, received_bytes=100, seconds=1, now=0)
+    before = row(sources, BAD, 0)["bytes_per_s"]
+    sources.failed(BAD, TooSlow("60 s"), 60)
+    sources.lost_race(BAD, 60)
+    assert row(sources, BAD, 60)["bytes_per_s"] == before
+
+
+def test_failures_cost_draws_and_heal_with_time() -> None:
+    sources = pool(FAST, BAD, healing_half_life_s=10, first_backoff_s=0)
+    for url in (FAST, BAD):
+        sources.succeeded(url, received_bytes=100, seconds=1, now=0)
+    for _ in range(8):
+        sources.failed(BAD, Unreachable("refused"), 0)
+    assert draws(sources, 0)[BAD] < 250
+    assert 800 < draws(sources, 200)[BAD] < 1200
+
+
+def test_a_failing_source_backs_off_longer_each_time_and_success_ends_it() -> None:
+    sources = pool(BAD, first_backoff_s=1, max_backoff_s=8)
+    delays = []
+    now = 0.0
+    for _ in range(6):
+        sources.failed(BAD, Unreachable("refused"), now)
+        at = sources.next_usable_at()
+        assert at is not None
+        delays.append(at - now)
+        assert sources.draw(at - 0.01) is None
+        assert sources.draw(at + 0.01) == BAD
+        now = at
+    assert all(0.5 * 2**n <= delay <= 1.5 * 2**n for n, delay in enumerate(delays[:4]))
+    assert max(delays) <= 12
+    sources.succeeded(BAD, received_bytes=1, seconds=1, now=now)
+    sources.failed(BAD, Unreachable("refused"), now)
+    at = sources.next_usable_at()
+    assert at is not None
+    assert at - now <= 1.5
+
+
+def test_a_liar_is_quarantined_with_the_reason_and_longer_when_it_lies_again() -> None:
+    sources = pool(FAST, BAD, first_quarantine_s=10, max_quarantine_s=30)
+    sources.failed(BAD, CorruptChunk("chunk 5 is wrong"), 0)
+    sources.failed(BAD, CorruptChunk("chunk 6 is wrong"), 0)
+    described = row(sources, BAD, 1)
+    assert (described["state"], described["code"], described["reason"]) == (
+        "quarantined",
+        "corrupt_chunk",
+        "chunk 5 is wrong",
+    )
+    assert described["offences"] == 1, "requests in flight at once are one offence"
+    assert draws(sources, 9.9)[BAD] == 0
+    assert draws(sources, 10.1)[BAD] > 0
+    sources.failed(BAD, CorruptChunk("again"), 11)
+    assert draws(sources, 30.9)[BAD] == 0
+    for _ in range(5):
+        sources.failed(BAD, CorruptChunk("again"), 1000)
+    assert draws(sources, 1031)[BAD] > 0
+
+
+def test_slots_per_source_are_bounded() -> None:
+    """A source that hangs must not hold every slot of a download."""
+    sources = pool(FAST, per_source=2)
+    for _ in range(2):
+        assert sources.draw(0) == FAST
+        sources.started(FAST)
+    assert sources.draw(0) is None
+    sources.ended(FAST)
+    assert sources.draw(0) == FAST
+
+
+def test_a_race_asks_somebody_else() -> None:
+    sources = pool(FAST, SLOW)
+    assert sources.draw(0, exclude=[FAST]) == SLOW
+    assert sources.draw(0, exclude=[FAST, SLOW]) is None
+
+
+def test_replacing_sources_keeps_what_was_measured() -> None:
+    sources = pool(FAST, SLOW)
+    sources.succeeded(FAST, received_bytes=100, seconds=1, now=0)
+    sources.set_urls([FAST + "/", BAD])
+    assert sources.urls == [FAST, BAD]
+    assert row(sources, FAST, 0)["bytes_per_s"] == 100
+    sources.ended(SLOW)
+    sources.failed(SLOW, Unreachable("gone"), 0)
+
+
+def test_the_most_telling_error_is_a_lie() -> None:
+    sources = pool(FAST, BAD)
+    sources.failed(FAST, Unreachable("refused"), 0)
+    sources.failed(BAD, CorruptChunk("wrong"), 0)
+    error = sources.last_error()
+    assert error is not None
+    assert error.code == "corrupt_chunk"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "relay",
+        "ftp://a",
+        "http://",
+        "http://a:99999",
+        "http://a?x=1",
+        "http://a#b",
+        "file:///etc/passwd",
+        "http://user@a",
+        "http://[::1",
+    ],
+)
+def test_a_source_that_is_no_url_is_refused_by_name(url: str) -> None:
+    sources = pool(FAST)
+    with pytest.raises(LocalFault) as caught:
+        sources.set_urls([SLOW, url])
+    assert caught.value.code == "bad_url"
+    assert sources.urls == [FAST]
