@@ -42,7 +42,11 @@ def _data_options(function: F) -> F:
 def _listen_options(port: int) -> Callable[[F], F]:
     def add(function: F) -> F:
         host = click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-        return host(click.option("--port", type=click.IntRange(0, 65535), default=port, show_default=True)(function))
+        return host(
+            click.option(
+                "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 takes a free one."
+            )(function)
+        )
 
     return add
 

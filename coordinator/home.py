@@ -47,6 +47,7 @@ def create_home(folder: Path, *, public_key: bytes, spec: RunSpec, database_url:
     database.migrate()
     blobs = BlobStore(folder / "blobs")
     text = encode(spec)
+    decode(RunSpec, text, max_bytes=MAX_SPEC_BYTES)  # what nodes could not read must not start a run
     run_id = run_id_of(public_key)
     with database.write() as connection:
         known = _facts(connection)

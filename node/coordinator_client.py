@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 from node.errors import BadReply, ConfigError, CoordinatorFault, Refused, Unavailable
-from node.exchange import Backoff, Exchange, ExchangeLimits, Reply, Request, measure_body, printable
+from node.exchange import Backoff, Exchange, ExchangeLimits, Reply, Request, measure_body, printable, sound_urls
 from node.identity import node_id
 from node.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -47,6 +47,7 @@ from shardcast.wire import Wire, decode, digest, encode
 log = logging.getLogger(__name__)
 
 MAX_LEASE_REPLY_BYTES: Final = 512 * 1024  # 1024 leases of about 300 bytes
+MAX_RELAY_LIST_BYTES: Final = 256 * 1024
 _ENVELOPE_OVERHEAD_BYTES: Final = 512
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
@@ -88,6 +89,7 @@ class CoordinatorClient:
         self._clock = clock
         self._clock_offset = 0.0
         self._away_since: float | None = None
+        self._outage_logged = False
 
     async def __aenter__(self) -> Self:
         await self._exchange.__aenter__()
@@ -125,9 +127,9 @@ class CoordinatorClient:
         return descriptor
 
     async def relays(self, *, patience_seconds: float = 60.0) -> tuple[str, ...]:
-        """URLs of relays that announced themselves lately."""
-        body = await self.fetch("/v1/relays", max_bytes=MAX_MESSAGE_BYTES, patience_seconds=patience_seconds)
-        return self._decode(RelayList, body).relays
+        """URLs of relays that announced themselves lately, without those that are none."""
+        body = await self.fetch("/v1/relays", max_bytes=MAX_RELAY_LIST_BYTES, patience_seconds=patience_seconds)
+        return sound_urls(self._decode(RelayList, body).relays)
 
     async def register(self, registration: Registration, *, patience_seconds: float = 60.0) -> None:
         """Introduce this node, under its key."""
@@ -294,14 +296,17 @@ class CoordinatorClient:
         return True
 
     def _note_away(self, error: Unavailable) -> None:
+        """The first failure may be an idle connection that was closed; the second is an outage."""
         if self._away_since is None:
             self._away_since = time.monotonic()
-            log.warning("the coordinator %s is away (%s); trying until it is back", self.url, error)
+        elif not self._outage_logged:
+            self._outage_logged = True
+            log.warning("the coordinator %s is away (%s); trying until it answers", self.url, error)
 
     def _note_back(self) -> None:
-        if self._away_since is not None:
+        if self._outage_logged and self._away_since is not None:
             log.warning("the coordinator is back after %.0f s", time.monotonic() - self._away_since)
-            self._away_since = None
+        self._away_since, self._outage_logged = None, False
 
     def _open_receipt(self, data: bytes, submission: str) -> Receipt:
         if self.run_key is None or self._key is None:

@@ -5,6 +5,8 @@ NodeError
 ├── ConfigError            a flag, an environment variable or a key of the TOML file is wrong
 ├── StateError             the state folder is damaged, in use, or another run's
 ├── EngineFailed           the engine could not load a policy or generate
+├── EnvironmentFault       an environment cannot be used on this machine, or for this run
+├── VerifierFailed         a verification could not decide, for reasons of its own
 └── CoordinatorFault       a call to the coordinator did not succeed
     ├── Unavailable        it cannot be reached, or does not answer in time
     ├── Refused            it said no, with a stable code

@@ -8,9 +8,10 @@ the caller's decision.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -140,12 +141,21 @@ def checked_url(url: str) -> str:
     """`url` without a slash at its end, if it is one that a node may call; raises ConfigError."""
     try:
         parts = urlsplit(url)
-        sound = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        sound = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and url.isprintable()
     except ValueError:
         sound = False
     if not sound or parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(f"{printable(url)!r} is no URL of a server; give one such as http://192.0.2.1:8000")
     return url.rstrip("/")
+
+
+def sound_urls(urls: Iterable[str]) -> tuple[str, ...]:
+    """Those of `urls` that may be called: one bad entry in a stranger's list must not spoil the others."""
+    sound = []
+    for url in urls:
+        with contextlib.suppress(ConfigError):
+            sound.append(checked_url(url))
+    return tuple(dict.fromkeys(sound))
 
 
 def printable(text: str) -> str:

@@ -77,7 +77,7 @@ def _check_frame(body: bytes) -> None:
         raise Refusal(Reason.NOT_PARQUET, f"{len(body)} bytes that do not begin and end with PAR1.")
     footer_bytes = int.from_bytes(body[-8:-4], "little")
     if footer_bytes > min(MAX_FOOTER_BYTES, len(body) - MIN_FILE_BYTES):
-        raise Refusal(Reason.NOT_PARQUET, f"A footer of {footer_bytes} bytes; at most {MAX_FOOTER_BYTES} are read.")
+        raise Refusal(Reason.NOT_PARQUET, f"A footer of {footer_bytes} bytes in a file of {len(body)}.")
 
 
 def _check_metadata(file: pq.ParquetFile, *, shape: Shape) -> None:

@@ -60,8 +60,8 @@ class ChildLimits:
 
     address_space_bytes: int = 1024 * 1024 * 1024
     cpu_seconds: int = 4
-    wall_seconds: float = 60.0
-    start_seconds: float = 120.0
+    wall_seconds: float = 20.0
+    start_seconds: float = 60.0
 
 
 class _ChildDied(Exception):
@@ -150,7 +150,8 @@ class ParquetReader:
 
     def _start(self, spec: RunSpec) -> subprocess.Popen[bytes]:
         address_space = self._limits.address_space_bytes + _PARSE_BYTES_PER_BODY_BYTE * spec.limits.max_submission_bytes
-        command = [sys.executable, "-m", self._module, str(address_space), str(self._limits.cpu_seconds)]
+        # -P: the folder that this process happens to run in is no place to import from.
+        command = [sys.executable, "-P", "-m", self._module, str(address_space), str(self._limits.cpu_seconds)]
         try:
             child = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()

@@ -25,7 +25,7 @@ from node.protocol.run import RunSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Rollout
 from toploc import VerificationResult, verify_chunk_proofs
-from toploc.errors import BadProof
+from toploc.errors import BadProof, WrongProofCount
 
 MAX_BATCH_TOKENS = 16 * 1024
 """Tokens in one forward pass, padding included; a longer sequence goes alone."""
@@ -51,8 +51,8 @@ class Measured:
 def measure(policy: Policy, rollouts: Sequence[Rollout], *, spec: RunSpec) -> Measured:
     """What one prefill says of `rollouts` (of one prompt or of several), which passed `check_rollouts`.
 
-    Raises Refusal (MALFORMED_PROOF) for a proof that no honest prover makes, VerifierFailed where the policy
-    cannot be measured at all.
+    Raises Refusal for proofs that no honest prover makes of these tokens (MALFORMED_PROOF, WRONG_PROOF_COUNT),
+    VerifierFailed where the policy cannot be measured at all.
     """
     (result,) = measure_many(policy, [rollouts], spec=spec)
     if isinstance(result, Refusal):
@@ -181,8 +181,10 @@ def _noise(seeds: list[bytes], positions: list[int], *, vocabulary: int) -> Tens
 def _check_proofs(
     batch: Sequence[_Row], hidden: Sequence[Tensor], *, spec: RunSpec
 ) -> list[list[VerificationResult] | Refusal]:
-    """The distances of each row's chunks from its proofs; malformed ones are found again row by row."""
+    """The distances of each row's chunks from its proofs; faults are found again row by row."""
     chunks = [list(torch.split(states.bfloat16(), spec.proofs.chunk_tokens)) for states in hidden]
+    if any(len(row.rollout.proofs) != len(own) for row, own in zip(batch, chunks, strict=True)):
+        return [_check_row(row, own, spec=spec) for row, own in zip(batch, chunks, strict=True)]
     try:
         results = iter(
             verify_chunk_proofs(
@@ -191,14 +193,17 @@ def _check_proofs(
                 spec.proofs.top_k,
             )
         )
-        return [list(islice(results, len(own))) for own in chunks]
     except BadProof:
         return [_check_row(row, own, spec=spec) for row, own in zip(batch, chunks, strict=True)]
+    return [list(islice(results, len(own))) for own in chunks]
 
 
 def _check_row(row: _Row, chunks: list[Tensor], *, spec: RunSpec) -> list[VerificationResult] | Refusal:
     try:
         return verify_chunk_proofs(chunks, row.rollout.proofs, spec.proofs.top_k)
+    except WrongProofCount:
+        count = len(row.rollout.proofs)
+        return Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row.row} has {count} proofs, {len(chunks)} are due.")
     except BadProof as error:
         return Refusal(Reason.MALFORMED_PROOF, f"Row {row.row}, proof {error.index}: {error.code}.")
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.coordinator_client import CoordinatorClient
 from node.errors import ConfigError, CoordinatorFault
-from node.exchange import checked_url
+from node.exchange import checked_url, sound_urls
 from node.protocol.messages import RelayAnnouncement
 from shardcast import Relay
 
@@ -77,7 +77,7 @@ async def _serve(settings: RelaySettings, client: CoordinatorClient) -> None:
         url = checked_url(settings.public_url or _url_of(settings.host, port))
         log.info("relaying run %s… at %s", settings.run_id[:16], url)
         if not settings.upstreams:
-            relay.set_upstreams(_others(descriptor.relays, url))
+            relay.set_upstreams(_others(sound_urls(descriptor.relays), url))
         while True:
             await _keep_in_touch(client, relay, url, follow_all=not settings.upstreams)
             await asyncio.sleep(ANNOUNCE_SECONDS)
@@ -96,7 +96,7 @@ async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, f
 
 
 def _others(urls: tuple[str, ...], own: str) -> list[str]:
-    return [url for url in urls if url.rstrip("/") != own]
+    return [url for url in urls if url != own]
 
 
 def _url_of(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""Ending a daemon: the first signal asks, the second insists."""
+"""Ending a daemon: the first signal asks, the second insists; and giving up work when an event says so."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
 EXIT_AT_ONCE = 130
+
+T = TypeVar("T")
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -28,4 +32,22 @@ def stop_on_signals() -> asyncio.Event:
 
 
 class Stopped(Exception):
-    """Work was given up because the daemon is to end."""
+    """Work was given up, because what it was for has changed."""
+
+
+async def race(
+    work: Coroutine[Any, Any, T], stop: asyncio.Event, *, linger_seconds: Callable[[], float] = lambda: 0.0
+) -> T:
+    """The result of `work`; Stopped if `stop` is set and `work` does not end within `linger_seconds` of it."""
+    task, stopper = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopper}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=linger_seconds())
+        if task.done():
+            return task.result()
+        raise Stopped
+    finally:
+        stopper.cancel()
+        task.cancel()
+        await asyncio.gather(task, stopper, return_exceptions=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -23,20 +23,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.coordinator_client import DEFAULT_BACKOFF, CoordinatorClient
 from node.engines.base import Engine
 from node.errors import BadReply, CoordinatorFault, EngineFailed, Refused
-from node.exchange import Backoff
+from node.exchange import Backoff, sound_urls
 from node.identity import node_id
 from node.parquet import write_rollouts
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest, Registration
 from node.protocol.reasons import Reason
 from node.protocol.run import Descriptor, RunSpec
 from node.protocol.submission import Rollout
-from node.signals import Stopped
+from node.signals import Stopped, race
 from node.worker_delivery import FOR_EVER, Delivery
 from node.worker_engine import Producer, SlotGenerator, generate
 from node.worker_policies import PolicyFeed
 from node.worker_state import Pending, WorkerState
 from shardcast import Client as BroadcastClient
-from shardcast.errors import LocalFault
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ UNSOUND_PAUSE_SECONDS: Final = 5.0
 MAX_ENGINE_FAILURES: Final = 5
 
 MakeEngine = Callable[[RunSpec], Engine]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,7 @@ async def run_worker(
             async with BroadcastClient(
                 settings.run_id,
                 client.run_key,
-                descriptor.relays,
+                sound_urls(descriptor.relays),
                 settings.state / "shardcast",
                 keep=descriptor.spec.batch.max_async + 1,
             ) as broadcast:
@@ -107,24 +104,6 @@ async def run_worker(
                     produce=produce,
                 )
                 await worker.run(stop)
-
-
-async def race(
-    work: Coroutine[Any, Any, T], stop: asyncio.Event, *, linger_seconds: Callable[[], float] = lambda: 0.0
-) -> T:
-    """The result of `work`; Stopped if `stop` is set and `work` does not end within `linger_seconds` of it."""
-    task, stopper = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({task, stopper}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            await asyncio.wait({task}, timeout=linger_seconds())
-        if task.done():
-            return task.result()
-        raise Stopped
-    finally:
-        stopper.cancel()
-        task.cancel()
-        await asyncio.gather(task, stopper, return_exceptions=True)
 
 
 class Worker:
@@ -142,10 +121,9 @@ class Worker:
         produce: Producer = generate,
     ) -> None:
         self._settings = settings
-        self._known_relays = descriptor.relays
+        self._known_relays = sound_urls(descriptor.relays)
         self._state = state
         self._client = client
-        self._broadcast = broadcast
         self._feed = PolicyFeed(broadcast, backoff=settings.backoff)
         self._generator = SlotGenerator(engine, produce, self._feed, spec=descriptor.spec, run_id=settings.run_id)
         self._delivery = Delivery(client, state, register=self._register, backoff=settings.backoff)
@@ -165,9 +143,7 @@ class Worker:
                 ]
                 await self._work(stop, group)
                 self._doing = "stopping"
-                await self._delivery.finish(
-                    upload_seconds=self._settings.grace_seconds, receipts=self._settings.once and not stop.is_set()
-                )
+                await self._delivery.finish(upload_seconds=self._settings.grace_seconds)
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -187,6 +163,7 @@ class Worker:
                 for pending in ready:
                     self._delivery.start(pending, group)
                 if ready and self._settings.once:
+                    await race(self._delivery.settled(), stop)
                     return
         except Stopped:
             return
@@ -300,13 +277,12 @@ class Worker:
     async def _refresh(self) -> None:
         """Keep the list of relays current; the descriptor's serve until the coordinator names others."""
         while True:
-            relays: tuple[str, ...] = ()
             try:
-                relays = await self._client.relays(patience_seconds=FOR_EVER) or self._known_relays
-                self._broadcast.set_sources(relays)
-            except (Refused, BadReply, LocalFault) as error:
+                relays = await self._client.relays(patience_seconds=FOR_EVER)
+                self._feed.set_sources(relays or self._known_relays)
+            except (Refused, BadReply) as error:
                 self._complain("no list of relays", error)
-            await asyncio.sleep(REFRESH_SECONDS if relays else REFUSED_PAUSE_SECONDS)
+            await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)
 
     def _complain(self, topic: str, error: Exception) -> None:
         """Log what is said again and again only once."""

@@ -60,10 +60,13 @@ class Delivery:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def finish(self, *, upload_seconds: float, receipts: bool = False) -> None:
-        """Let uploads end within `upload_seconds`; then drop the rest, which is on disk. Or wait for everything."""
-        if receipts and self._tasks:
+    async def settled(self) -> None:
+        """Wait until every slot has its receipt, or comes to nothing."""
+        while self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def finish(self, *, upload_seconds: float) -> None:
+        """Let uploads end within `upload_seconds`, and drop what is not done: it is on disk."""
         try:
             async with asyncio.timeout(upload_seconds):
                 await self._all_sent.wait()
@@ -149,5 +152,6 @@ class Delivery:
         self._state.forget(pending)
 
     async def _wait_after(self, error: BadReply, failures: int) -> None:
-        log.warning("%s Trying again", error)
+        if failures == 1:
+            log.warning("%s Trying again", error)
         await asyncio.sleep(self._backoff.delay(failures))

@@ -7,12 +7,14 @@ with it is what the worker derives its work from, whatever a coordinator says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.exchange import Backoff, printable
+from node.signals import Stopped, race
 from shardcast import Client, Head, Progress
 from shardcast.errors import ShardcastError
 
@@ -39,6 +41,15 @@ class PolicyFeed:
         self._backoff = backoff
         self._held: dict[int, HeldPolicy] = {}
         self._away_since: float | None = None
+        self._sources: tuple[str, ...] = ()
+        self._sources_changed = asyncio.Event()
+
+    def set_sources(self, urls: tuple[str, ...]) -> None:
+        """Fetch from these relays from now on; `sound_urls` has looked at them."""
+        if urls != self._sources:
+            self._broadcast.set_sources(urls)
+            self._sources = urls
+            self._sources_changed.set()
 
     def versions(self) -> tuple[int, ...]:
         """Versions on disk, newest first; the broadcast client deletes old ones."""
@@ -57,8 +68,10 @@ class PolicyFeed:
         """Fetch every new version; never ends, and never gives up."""
         newest, failures = -1, 0
         while True:
+            self._sources_changed.clear()
             try:
-                head = await self._broadcast.wait_head(after=newest, timeout_s=HEAD_WAIT_SECONDS)
+                waiting = self._broadcast.wait_head(after=newest, timeout_s=HEAD_WAIT_SECONDS)
+                head = await race(waiting, self._sources_changed)
                 if head is not None:
                     await self._fetch(head)
                     newest = head.version
@@ -67,7 +80,10 @@ class PolicyFeed:
             except ShardcastError as error:
                 failures += 1
                 self._note_away(error)
-                await asyncio.sleep(self._backoff.delay(failures))
+                with contextlib.suppress(Stopped):
+                    await race(asyncio.sleep(self._backoff.delay(failures)), self._sources_changed)
+            except Stopped:
+                continue
             finally:
                 self.downloading = None
 

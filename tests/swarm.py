@@ -54,7 +54,7 @@ from shardcast.wire import decode, digest, encode
 VERDICT_SECONDS = 60.0
 
 TIGHT = LimitsSpec(
-    exponent_mismatches=8,
+    exponent_mismatches=8.0,
     mantissa_mean=1.0,
     mantissa_median=1.0,
     token_margin=1e-3,

@@ -1,4 +1,4 @@
-"""Problems, and rewards for completions of them (docs/protocol.md, section 8).
+"""Problems, and rewards for completions of them (docs/protocol.md, sections 5 and 7).
 
 An environment is a pure function of its arguments: worker, coordinator and auditor each compute
 `problem(index)` and get the same prompt, and anyone can recompute a reward. So nothing here reads a clock, a

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.reasons import Reason
+from node.protocol.run import Url
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
 REQUEST_DOMAIN = "veriswarm/request"
@@ -22,7 +23,6 @@ AUTHORIZATION_SCHEME = "Veriswarm"
 
 Text = Annotated[str, Meta(max_length=200)]
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-HttpUrl = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
 
 
 class RequestClaim(Wire, frozen=True):
@@ -47,7 +47,7 @@ class Registration(Wire, frozen=True):
 class RelayAnnouncement(Wire, frozen=True):
     """A relay says where it serves; anybody may, since nothing served is trusted."""
 
-    url: HttpUrl
+    url: Url
 
 
 class LeaseRequest(Wire, frozen=True):

@@ -286,11 +286,13 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
 
     monkeypatch.setattr("node.audit.run_audit", audited)
     arguments = ("--run-id", RUN_ID, "--sample", "3", "--seed", "9", "--json", "--state", str(tmp_path))
+    arguments += ("--source", "http://origin")
     assert veriswarm("audit", "http://h", *arguments).exit_code == code
     assert seen == {
         "url": "http://h",
         "run_id": RUN_ID,
         "sample": 3,
+        "sources": ("http://origin",),
         "all_": False,
         "seed": 9,
         "state_dir": tmp_path,
