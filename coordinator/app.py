@@ -66,11 +66,11 @@ _JSON = "application/json"
 T = TypeVar("T")
 
 
-def create_app(coordinator: Coordinator) -> FastAPI:
-    """The service of one run."""
+def create_app(coordinator: Coordinator, *, registrations_per_minute: int = 120) -> FastAPI:
+    """The service of one run. One address may register nodes and announce relays so many times a minute."""
     app = FastAPI(title="veriswarm coordinator", docs_url=None, redoc_url=None, openapi_url=None)
     metrics = Metrics(coordinator)
-    newcomers = AddressLimiter(per_minute=120)
+    newcomers = AddressLimiter(per_minute=registrations_per_minute)
     _handle_errors(app)
     _count_requests(app, metrics)
     _public_routes(app, coordinator, metrics)

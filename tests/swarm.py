@@ -211,9 +211,10 @@ class Swarm:
 
 
 @contextmanager
-def serve(coordinator: Coordinator) -> Iterator[str]:
+def serve(coordinator: Coordinator, *, registrations_per_minute: int = 100_000) -> Iterator[str]:
     """The coordinator on a free port of loopback."""
-    config = uvicorn.Config(create_app(coordinator), host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    app = create_app(coordinator, registrations_per_minute=registrations_per_minute)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
