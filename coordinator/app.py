@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from coordinator.errors import StorageFault
 from coordinator.limits import AddressLimiter
+from coordinator.log_watch import LogWatch
 from coordinator.metrics import Metrics
 from coordinator.service import Coordinator
 from coordinator.status import run_status
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 BODY_DEADLINE_SECONDS = 30.0
 UPLOAD_DEADLINE_SECONDS = 120.0
 RECEIPT_WAIT_MAX_SECONDS = 30.0
-RECEIPT_POLL_SECONDS = 0.1
 _STATUS = {
     Reason.BAD_REQUEST: 400,
     Reason.BAD_SIGNATURE: 401,
@@ -251,6 +251,8 @@ def _node_routes(app: FastAPI, coordinator: Coordinator, newcomers: AddressLimit
 
 
 def _submission_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    watch = LogWatch(coordinator.log_size)
+
     @app.put("/v1/submissions/{lease_id}")
     async def submit(request: Request, lease_id: str) -> Response:
         envelope = read_authorization(request.headers.get("authorization", ""))
@@ -276,12 +278,13 @@ def _submission_routes(app: FastAPI, coordinator: Coordinator) -> None:
     ) -> Response:
         deadline = time.monotonic() + wait
         while True:
+            ticket = watch.ticket()
             found = await run_in_threadpool(coordinator.receipt, submission)
             if isinstance(found, bytes):
                 return Response(found, media_type=_BYTES)
             if time.monotonic() >= deadline:
                 return JSONResponse({"state": found}, status_code=202)
-            await asyncio.sleep(RECEIPT_POLL_SECONDS)
+            await watch.wait(ticket, seconds=deadline - time.monotonic())
 
 
 async def _receive(request: Request, coordinator: Coordinator, claim: RequestClaim) -> str:

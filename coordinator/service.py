@@ -161,6 +161,11 @@ class Coordinator:
         checkpoint = Checkpoint(run_id=self.home.run_id, size=size, root=root.hex(), issued_at=int(now))
         return seal(encode(checkpoint), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
 
+    def log_size(self) -> int:
+        """How many entries the log has."""
+        with self.home.database.read() as connection:
+            return log.size(connection)
+
     def entries(self, start: int, end: int) -> list[bytes]:
         """Exact leaves of the log."""
         with self.home.database.read() as connection:
