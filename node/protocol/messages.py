@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.reasons import Reason
-from node.protocol.run import Url
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
 REQUEST_DOMAIN = "veriswarm/request"
@@ -22,6 +21,15 @@ MAX_ENTRY_BYTES = 1024 * 1024
 AUTHORIZATION_SCHEME = "Veriswarm"
 
 Text = Annotated[str, Meta(max_length=200)]
+PlainUrl = Annotated[
+    str,
+    Meta(
+        max_length=500,
+        pattern=r"^https?://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]{0,200})?\Z",
+    ),
+]
+"""A web address without user name, query or fragment."""
+
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
@@ -47,7 +55,7 @@ class Registration(Wire, frozen=True):
 class RelayAnnouncement(Wire, frozen=True):
     """A relay says where it serves; anybody may, since nothing served is trusted."""
 
-    url: Url
+    url: PlainUrl
 
 
 class LeaseRequest(Wire, frozen=True):

@@ -37,6 +37,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> I
 def _still_works(swarm: Swarm) -> Iterator[None]:
     """After each attack an honest node still gets its work admitted: no refusal costs a process."""
     yield
+    with swarm.home.database.write() as connection:  # the test's own leases are no longer wanted
+        connection.exec_driver_sql("UPDATE leases SET expires_at = 1 WHERE state = 'active'")
     peer = swarm.peer()
     lease = peer.lease()
     receipt = swarm.judge(peer, swarm.honest(lease), lease)
