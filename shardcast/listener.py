@@ -8,10 +8,10 @@ TCP_USER_TIMEOUT, which ends a peer that stops reading.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -54,11 +54,16 @@ class Listener:
     """One bound port that serves one aiohttp application; use `listen` to make one."""
 
     def __init__(self, runner: web.AppRunner, bound: socket.socket, limits: ServerLimits) -> None:
+        assert runner.server is not None, "the runner must be set up"
         self._runner = runner
+        self._server = runner.server
         self._socket = bound
         self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._opening: dict[asyncio.Task[None], tuple[Any, ...]] = {}
+        self._pause: asyncio.TimerHandle | None = None
         self.refused = 0
-        self._accepting = asyncio.create_task(self._accept_forever())
+        self._accept_from_now_on()
 
     @property
     def port(self) -> int:
@@ -67,44 +72,53 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        server = self._runner.server
-        return 0 if server is None else len(server.connections)
+        return len(self._server.connections)
 
     async def stop(self) -> None:
         """Stop accepting, then close what is open."""
-        self._accepting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._accepting
+        self._loop.remove_reader(self._socket)
+        if self._pause is not None:
+            self._pause.cancel()
         self._socket.close()
+        await asyncio.gather(*self._opening, return_exceptions=True)
         await self._runner.cleanup()
 
-    async def _accept_forever(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(self._socket)
-            except OSError as error:  # out of descriptors, or reset before it was accepted
-                logger.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            try:
-                await self._admit(connection, str(address[0]))
-            except OSError:
-                connection.close()
+    def _accept_from_now_on(self) -> None:
+        self._loop.add_reader(self._socket, self._accept)
 
-    async def _admit(self, connection: socket.socket, address: str) -> None:
-        server = self._runner.server
-        if server is None or not self._has_room(server, address):
+    def _accept(self) -> None:
+        """Accept in a callback, not in a task: a cancelled task would lose the socket it was about to get."""
+        try:
+            connection, address = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors: the listening socket stays readable, so wait
+            logger.warning("cannot accept connections: %s", error)
+            self._loop.remove_reader(self._socket)
+            self._pause = self._loop.call_later(0.1, self._accept_from_now_on)
+            return
+        host = str(address[0])
+        if not self._has_room(host):
             self.refused += 1
             connection.close()
             return
         connection.setblocking(False)
-        await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+        task = self._loop.create_task(self._open(connection))
+        self._opening[task] = address
+        task.add_done_callback(self._opening.pop)
 
-    def _has_room(self, server: web.Server, address: str) -> bool:
-        peers = [handler.peername for handler in server.connections]
-        from_here = sum(1 for peer in peers if peer is not None and peer[0] == address)
-        return len(peers) < self._limits.max_connections and from_here < self._limits.max_connections_per_address
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._server, connection)
+        except OSError as error:
+            logger.debug("a connection ended before it began: %s", error)
+            connection.close()
+
+    def _has_room(self, host: str) -> bool:
+        # By (host, port), since for a moment a connection is both being opened and already the server's.
+        peers = {handler.peername for handler in self._server.connections} | set(self._opening.values())
+        from_host = sum(1 for peer in peers if peer is not None and peer[0] == host)
+        return len(peers) < self._limits.max_connections and from_host < self._limits.max_connections_per_address
 
 
 async def listen(

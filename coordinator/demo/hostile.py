@@ -1,6 +1,6 @@
 """Two dishonest workers: `python -m coordinator.demo.hostile --kind KIND`, otherwise with a worker's options.
 
-Each is the released daemon with another producer in it, so everything about it is honest but the rollouts:
+Each is the released daemon with another engine in it, so everything about it is honest but the rollouts:
 
     other-model  tokens, log-probabilities and proofs of another model than the run's policy, all consistent
     colluder     one constant answer to every problem, with the policy's true log-probabilities and proofs
@@ -31,49 +31,43 @@ from node.protocol.submission import Rollout
 from node.signals import stop_on_signals
 from node.tiny import make_model, make_tokenizer
 from node.worker import WorkerSettings, run_worker
-from node.worker_engine import Producer
 from toploc import build_chunk_proofs
 
 CONSTANT_ANSWER = "<think></think>0"
 OTHER_SEED = 0x0DD
 
 
-class OtherModel:
-    """Answers with a model of the policy's shape and other weights."""
+class OtherModelEngine(TorchEngine):
+    """Loads a model of the policy's shape and other weights, whatever policy it is given."""
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
-        self._engine = TorchEngine(spec)
-        self._file = folder / "other.safetensors"
+        super().__init__(spec)
+        self._other = folder / "other-model.safetensors"
+        save_policy(make_model(OTHER_SEED), make_tokenizer(), self._other)
 
-    async def __call__(self, _engine: Engine, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        if self._engine.version is None:
-            await asyncio.to_thread(save_policy, make_model(OTHER_SEED), make_tokenizer(), self._file)
-            await self._engine.load(self._file, version=0)
-        return await self._engine.generate(requests)
+    async def load(self, path: Path, *, version: int) -> None:  # noqa: ARG002  (what it was given)
+        await super().load(self._other, version=version)
 
 
-class Colluder:
-    """Answers CONSTANT_ANSWER, truthfully saying how likely the policy found it."""
+class ColludingEngine(TorchEngine):
+    """Answers CONSTANT_ANSWER, truthfully saying how likely the policy finds it."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
+        super().__init__(spec)
+        self._rules = spec
 
-    async def __call__(self, engine: Engine, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        return await asyncio.to_thread(self._answer, engine.policy, requests)
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+        return await asyncio.to_thread(lambda: [self._answer(request) for request in requests])
 
-    def _answer(self, policy: Policy, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        answers = {request.prompt_ids: constant_answer(policy, request.prompt_ids, self._spec) for request in requests}
-        return [
-            Rollout(
-                seed=request.seed,
-                prompt_ids=list(request.prompt_ids),
-                completion_ids=completion_ids,
-                logprobs=logprobs,
-                proofs=proofs,
-            )
-            for request in requests
-            for completion_ids, logprobs, proofs in [answers[request.prompt_ids]]
-        ]
+    def _answer(self, request: SampleRequest) -> Rollout:
+        completion_ids, logprobs, proofs = constant_answer(self.policy, request.prompt_ids, self._rules)
+        return Rollout(
+            seed=request.seed,
+            prompt_ids=list(request.prompt_ids),
+            completion_ids=completion_ids,
+            logprobs=logprobs,
+            proofs=proofs,
+        )
 
 
 @torch.inference_mode()
@@ -92,27 +86,9 @@ def constant_answer(
     return completion, logprobs_T.tolist(), build_chunk_proofs(chunks, spec.proofs.top_k)
 
 
-def make_producer(kind: str, spec: RunSpec, folder: Path) -> Producer:
-    """The producer of a strategy."""
-    return OtherModel(spec, folder) if kind == "other-model" else Colluder(spec)
-
-
-class Deferred:
-    """A producer that is made when the daemon has learnt the run's rules and asks for an engine."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        self._kind = kind
-        self._folder = folder
-        self._producer: Producer | None = None
-
-    def make_engine(self, spec: RunSpec) -> Engine:
-        """What the daemon calls once; the engine is the honest one."""
-        self._producer = make_producer(self._kind, spec, self._folder)
-        return TorchEngine(spec)
-
-    async def __call__(self, engine: Engine, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        assert self._producer is not None, "the daemon makes its engine before it generates"
-        return await self._producer(engine, requests)
+def make_engine(kind: str, spec: RunSpec, folder: Path) -> Engine:
+    """The engine of a strategy."""
+    return OtherModelEngine(spec, folder) if kind == "other-model" else ColludingEngine(spec)
 
 
 @click.command()
@@ -125,15 +101,13 @@ def main(*, kind: str, coordinator: str, run_id: str, state: Path, slots: int) -
     """Join a run dishonestly, to see it refuse what this worker sends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = WorkerSettings(coordinator=coordinator, run_id=run_id, state=state, slots=slots)
-    strategy = Deferred(kind, state)
 
     async def work() -> None:
         await run_worker(
             settings,
             key=load_or_create_key(state / WORKER_KEY),
-            make_engine=strategy.make_engine,
+            make_engine=lambda spec: make_engine(kind, spec, state),
             stop=stop_on_signals(),
-            produce=strategy,
         )
 
     asyncio.run(work())

@@ -20,7 +20,7 @@ from node.protocol.run import RunSpec, parse_run_toml, run_id_of
 HOST = "127.0.0.1"
 HONEST = "honest"
 STRATEGIES = ("other-model", "colluder")
-WORKER_KEY = "node.key"
+WORKER_KEY = "key"
 _PORTS = range(15_000, 32_000)
 """Below the range of which Linux takes ports for outgoing connections: those must not land on a server's port
 while the server is being started again."""

@@ -29,13 +29,14 @@ _LIMIT_OF = {
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """A training step. Seconds: until its batch was complete, and from there until its policy was published."""
+    """A training step. It waits until its batch is complete, trains, and publishes the next policy."""
 
     step: int
     reward_mean: float
     staleness_mean: float
     waiting_seconds: float
     training_seconds: float
+    publishing_seconds: float
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -160,13 +161,15 @@ def _step_rows(status: Mapping[str, Any]) -> list[StepRow]:
     for step in status.get("steps", []):
         if step["finished_at"] is None:
             break
+        trained = step["stats"].get("train_seconds", 0.0)
         rows.append(
             StepRow(
                 step=step["step"],
                 reward_mean=step["reward_mean"],
                 staleness_mean=step["staleness_mean"],
                 waiting_seconds=max(0.0, step["assigned_at"] - before),
-                training_seconds=step["finished_at"] - step["assigned_at"],
+                training_seconds=trained,
+                publishing_seconds=max(0.0, step["finished_at"] - step["assigned_at"] - trained),
             )
         )
         before = step["finished_at"]
@@ -182,7 +185,8 @@ def _phases(status: Mapping[str, Any], steps: Sequence[StepRow], observed: Obser
         "starting the processes": warm - observed.started_at,
         "warm start": first - warm,
         "waiting for admitted groups": sum(step.waiting_seconds for step in steps),
-        "training and publishing": sum(step.training_seconds for step in steps),
+        "training": sum(step.training_seconds for step in steps),
+        "publishing": sum(step.publishing_seconds for step in steps),
     }
     phases["audit and end"] = max(0.0, observed.ended_at - observed.started_at - sum(phases.values()))
     return phases

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -81,6 +81,32 @@ class _Child:
 def clean_environment() -> dict[str, str]:
     """What a child gets to see: no credential of whoever runs the demonstration, and one thread each."""
     return {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ADDED_VARIABLES
+
+
+def launch(arguments: Sequence[str], *, output: Path, errors: Path) -> subprocess.Popen[bytes]:
+    """Start this Python with `arguments` in a session of its own; it ends when this process does."""
+    # The kernel ties a child to the thread that started it, not to the process.
+    assert threading.current_thread() is threading.main_thread(), "children are started by the main thread"
+    launcher = (sys.executable, "-I", "-S", str(Path(__file__).with_name("launcher.py")), str(os.getpid()))
+    with output.open("ab") as stdout, errors.open("ab") as stderr:
+        return subprocess.Popen(  # noqa: S603  (our own program, no shell)
+            (*launcher, sys.executable, *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=clean_environment(),
+            start_new_session=True,
+        )
+
+
+@contextlib.contextmanager
+def launched(arguments: Sequence[str], *, output: Path, errors: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """As `launch`, for a program that ends by itself; killed if it has not when the block is left."""
+    process = launch(arguments, output=output, errors=errors)
+    try:
+        yield process
+    finally:
+        _bury(process)
 
 
 @dataclass(slots=True)
@@ -173,18 +199,8 @@ class Supervisor:
         return "\n".join(text.splitlines()[-lines:])
 
     def _spawn(self, child: _Child) -> None:
-        # The kernel ties a child to the thread that started it, not to the process.
-        assert threading.current_thread() is threading.main_thread(), "children are started by the main thread"
-        launcher = (sys.executable, "-I", "-S", str(Path(__file__).with_name("launcher.py")), str(os.getpid()))
-        with self.log_path(child.command.name).open("ab") as output:
-            child.process = subprocess.Popen(  # noqa: S603  (our own program, no shell)
-                (*launcher, sys.executable, *child.command.arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=clean_environment(),
-                start_new_session=True,
-            )
+        path = self.log_path(child.command.name)
+        child.process = launch(child.command.arguments, output=path, errors=path)
         child.starts += 1
         child.started_at = time.monotonic()
 
@@ -209,6 +225,8 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         for child in children:
             if child.process is not None:
+                if not _has_ended(child.process):
+                    log.warning("%s did not end within %.0f s: killing it", child.command.name, self.grace_seconds)
                 _bury(child.process)
                 child.process = None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self, TextIO
+from pathlib import Path
+from typing import IO, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -16,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.demo.layout import WorkerPlace
+from coordinator.demo.summary import END_STEPS, Summary
 from coordinator.demo.watch import RelayNow, Snapshot, WorkerNow
 
 REFRESH_PER_SECOND = 4
 WIDTH = 86
+_AUDIT_WORDS: dict[int | None, str] = {0: "agrees", 1: "DISAGREES", 2: "incomplete"}
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -56,7 +59,7 @@ class LiveView:
 class PlainView:
     """One line for each step, for pipes and files."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._shown = 0
         self._note = ""
@@ -140,10 +143,9 @@ def _training(frame: Frame) -> RenderableType:
     if snapshot.head_version < 0:
         done, total = int(snapshot.progress.get("done", 0)), int(snapshot.progress.get("total", 0))
         loss = snapshot.progress.get("loss")
-        beside = f"loss {loss:.3f}" if isinstance(loss, float) else ""
         phase = str(snapshot.progress.get("phase", "starting"))
         grid.add_row("policy", "none", _bar(done, total, style="yellow"), f"{phase} {done}/{total}" if total else phase)
-        grid.add_row("loss" if beside else "reward", "", "", beside)
+        grid.add_row("loss", f"{loss:.3f}" if isinstance(loss, float) else "-")
         return grid
     steps = f"step {snapshot.finished_steps}/{frame.total_steps}"
     grid.add_row(
@@ -188,7 +190,7 @@ def _relays(relays: tuple[RelayNow, ...]) -> RenderableType:
     table.add_column("relay", min_width=20, no_wrap=True)
     table.add_column("policy", justify="right", min_width=6)
     table.add_column("broadcast", min_width=30)
-    table.add_column("", style="dim", no_wrap=True)
+    table.add_column("", style="dim", no_wrap=True, min_width=12)
     for relay in relays:
         bar = ProgressBar(
             total=max(relay.chunks_total, 1),
@@ -213,3 +215,26 @@ def _footer(frame: Frame) -> RenderableType:
     if frame.note:
         lines.append(Text(frame.note, "italic"))
     return Group(*lines)
+
+
+def closing(summary: Summary, folder: Path) -> RenderableType:
+    """What to say when the run is over."""
+    figures, audit = summary.figures, summary.audit
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    gain = figures["reward_gain"]
+    if summary.steps:
+        first, last = summary.steps[0].reward_mean, summary.steps[-1].reward_mean
+        by = "" if gain is None else f", {gain:+.2f} from the first {END_STEPS} steps to the last"
+        grid.add_row("reward", f"{first:.2f} -> {last:.2f}{by}")
+    grid.add_row(
+        "hostile", f"{figures['hostile_slots_admitted']} of {figures['hostile_slots_submitted']} slots admitted"
+    )
+    honest = int(figures["honest_slots_admitted"] or 0) + int(figures["honest_slots_rejected"] or 0)
+    grid.add_row("honest", f"{figures['honest_slots_rejected']} of {honest} slots rejected")
+    if audit is not None:
+        grid.add_row("audit", _AUDIT_WORDS.get(audit.exit_code, "failed"))
+    grid.add_row("time", f"{clock(summary.seconds)}, at most {figures['peak_memory_gib']:.1f} GiB of memory")
+    grid.add_row("report", str(folder / "report.html"))
+    return Padding(grid, (1, 0))

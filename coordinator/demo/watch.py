@@ -14,7 +14,7 @@ from coordinator.demo.layout import Swarm, WorkerPlace
 from coordinator.demo.ledger import Ledger
 from coordinator.demo.local_http import get_json
 
-INTERVAL_SECONDS = 0.3
+INTERVAL_SECONDS = 0.4
 _TIMEOUT_SECONDS = 2.0
 
 
@@ -82,6 +82,8 @@ class Watcher(threading.Thread):
         self.ledger = Ledger(swarm.coordinator_url)
         self.arrivals: dict[int, dict[str, float]] = {}
         """When each relay was first seen to hold all of a version, in Unix seconds."""
+        self.warm_start_at: float | None = None
+        """When the trainer's progress was first seen, in Unix seconds."""
         self.snapshot = Snapshot(
             relays=tuple(RelayNow(name) for name in swarm.relays),
             workers=tuple(WorkerNow(place) for place in swarm.workers),
@@ -104,10 +106,13 @@ class Watcher(threading.Thread):
         status = get_json(f"{self.swarm.coordinator_url}/v1/status", seconds=_TIMEOUT_SECONDS)
         if status is not None:
             self._read_log(int(status["log_size"]))
+        progress = _read_progress(self.swarm.trainer_state / "progress.json")
+        if progress is not None and self.warm_start_at is None:
+            self.warm_start_at = time.time()
         return Snapshot(
             answering=status is not None,
             status=before.status if status is None else status,
-            progress=_read_progress(self.swarm.trainer_state / "progress.json") or before.progress,
+            progress=progress or before.progress,
             relays=tuple(self._relay(name, url) for name, url in self.swarm.relays.items()),
             workers=tuple(self._worker(place) for place in self.swarm.workers),
         )

@@ -234,10 +234,17 @@ class Withholds(Node):
         return await super().chunk(request)
 
 
+PATIENT: dict[str, Any] = {
+    "download_limits": DownloadLimits(race_after_s=0.1, chunk_wait_s=60, stall_s=60),
+    "transport_limits": TransportLimits(answer_s=60, idle_s=60),
+}
+"""No deadline ends an attempt here: only a race against another source can."""
+
+
 async def test_withholding_is_raced_by_another_source(scene: Scene) -> None:
     bad, good = await scene.node(Withholds(scene.origin)), await scene.honest()
     started = time.monotonic()
-    assert await fetched(scene.client(bad, good)) == scene.payload
+    assert await fetched(scene.client(bad, good, **PATIENT)) == scene.payload
     assert time.monotonic() - started < 6
 
 
@@ -262,8 +269,8 @@ class Dribbles(Node):
 async def test_a_slow_loris_relay_is_dropped_below_the_minimum_rate(scene: Scene) -> None:
     bad, good = await scene.node(Dribbles(scene.origin)), await scene.honest()
     assert await fetched(scene.client(bad, good)) == scene.payload
-    alone = scene.client(bad, name="alone")
-    with pytest.raises(TooSlow):
+    alone = scene.client(bad, name="alone", transport_limits=TransportLimits(rate_grace_s=0.3))
+    with pytest.raises(TooSlow, match="bytes/s"):
         await fetched(alone)
 
 
@@ -570,7 +577,7 @@ async def test_a_long_poll_that_never_waits_does_not_make_anyone_spin(scene: Sce
 async def test_one_bad_relay_of_three_hardly_slows_a_fetch(scene: Scene) -> None:
     good = [await scene.honest() for _ in range(2)]
     bad = await scene.node(Withholds(scene.origin))
-    client = scene.client(*good, bad)
+    client = scene.client(*good, bad, **PATIENT)
     started = time.monotonic()
     assert await fetched(client) == scene.payload
     assert time.monotonic() - started < 5

@@ -1,0 +1,45 @@
+"""The command line of the demonstration. What it runs is imported when it runs: every other command loads this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+EXIT_INTERRUPTED = 130
+
+
+@click.command()
+@click.option(
+    "--steps", type=click.IntRange(1, 10_000), default=30, show_default=True, help="Training steps; 30 show the gain."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs"),
+    show_default=True,
+    help="Where the run's folder is made, named by the time.",
+)
+@click.option("--headless", is_flag=True, help="A line for each step instead of the live view.")
+@click.option("--json", "as_json", is_flag=True, help="End with the summary as one line of JSON on stdout.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=2, show_default=True, help="Of the warm start.")
+@click.option(
+    "--keep", is_flag=True, help="Let the swarm go on until Ctrl-C, and keep its data: look around, audit it."
+)
+def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, keep: bool) -> None:
+    """Run a whole swarm on this machine: honest workers, hostile ones, and a policy that learns.
+
+    \b
+    Example:
+      veriswarm demo
+    It takes a few minutes on two cores, and leaves report.html and summary.json in a folder under runs/.
+    Ctrl-C stops every process.
+    """
+    from coordinator.demo.demonstration import Demonstration, DemoSettings
+
+    settings = DemoSettings(steps=steps, out=out, headless=headless, as_json=as_json, seed=seed, keep=keep)
+    try:
+        Demonstration(settings).run()
+    except KeyboardInterrupt:
+        click.echo("Stopped: every process of the swarm has ended.", err=True)
+        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
