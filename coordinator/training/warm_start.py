@@ -1,15 +1,26 @@
-"""The tiny policy's warm start: supervised learning of worked solutions that contain mistakes.
+"""The tiny policy's warm start: supervised learning of demonstrations that are not all good.
 
-Reinforcement learning needs a policy that succeeds now and then. Demonstrations whose digits and letters are
-each wrong with some probability leave one whose sampled answers are often wrong while its most likely answers
-are right, so that there is something to gain and a way to gain it. The cross-entropy is over the completion
-alone; AdamW (arXiv 1711.05101) with a linear warm-up and a cosine decay.
+Reinforcement learning needs a policy that succeeds now and then, and something in it to prefer. Two stages:
+
+1. worked solutions in which each digit and letter is wrong with some probability. They leave a policy whose
+   sampled answers are often wrong while its most likely answers are right;
+2. a few steps in which half of the demonstrations skip the work and guess. The policy still can work problems
+   out, and does so half of the time.
+
+The second stage is what makes the demonstration dependable. After the first alone, 30 steps of the run's recipe
+on policies two steps old gained 0.06 to 0.24 in mean reward, by the luck of the seed: sharpening every digit by a
+little is slow, and noisy at 128 samples a step. Preferring work to guesses is one choice at one token. With both
+stages the same steps gained 0.28 to 0.41, at learning rates of 2e-4 and 1e-4.
+
+The cross-entropy is over the completion alone; AdamW (arXiv 1711.05101), each stage with a linear warm-up and a
+cosine decay.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -23,64 +34,89 @@ from node.environments.reverse import LETTERS, Reverse
 from node.tiny import EOS, PAD, make_model, make_tokenizer
 
 DEFAULT_SEED = 0
-STEPS = 400
 BATCH = 64
-ADDITION_NOISE = 0.2
-REVERSAL_NOISE = 0.12
-LEARNING_RATE = 3e-3
 FINAL_LEARNING_RATE = 0.05
-WARMUP_STEPS = 20
 GRADIENT_CLIP = 1.0
 _IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`steps` of supervised learning. A digit or letter is wrong with probability `addition_noise` or
+    `reversal_noise`; a demonstration is a guess with probability `guesses`."""
+
+    steps: int
+    addition_noise: float
+    reversal_noise: float
+    guesses: float
+    learning_rate: float
+    warmup_steps: int
+
+
+WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
+GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
+STAGES = (WORKED, GUESSING)
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps in all, and the step's loss in nats per token."""
 
 
 def warm_start(
-    *, seed: int = DEFAULT_SEED, steps: int = STEPS, progress: Progress | None = None
+    *, seed: int = DEFAULT_SEED, stages: Sequence[Stage] = STAGES, progress: Progress | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The tiny policy after `steps` steps, in float32, and its tokenizer.
+    """The tiny policy after `stages`, in float32, and its tokenizer.
 
     The same `seed`, torch release, kind of CPU and number of torch threads give the same weights bit for bit.
     """
     model, tokenizer, rng = make_model(seed), make_tokenizer(), Random(seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    total, done = sum(stage.steps for stage in stages), 0
     model.train()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        ids_BT, labels_BT = collate(tokenizer, [demonstration(rng) for _ in range(BATCH)])
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=_IGNORE)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-        optimizer.step()
-        if progress is not None:
-            progress(step + 1, steps, loss.item())
+    for stage in stages:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        )
+        for step in range(stage.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(stage, step)
+            loss = _update(model, optimizer, *collate(tokenizer, [demonstration(rng, stage) for _ in range(BATCH)]))
+            done += 1
+            if progress is not None:
+                progress(done, total, loss)
     model.eval()  # type: ignore[no-untyped-call]
     return model, tokenizer
 
 
-def learning_rate(step: int, steps: int) -> float:
+def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids_BT: Tensor, labels_BT: Tensor) -> float:
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=_IGNORE)
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
+    optimizer.step()
+    return loss.item()
+
+
+def learning_rate(stage: Stage, step: int) -> float:
     """The rate of step `step` (from 0): a linear rise, under a cosine that ends at a twentieth of the peak."""
-    cosine = (1 + math.cos(math.pi * step / steps)) / 2
-    return (
-        LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
-    )
+    cosine = (1 + math.cos(math.pi * step / stage.steps)) / 2
+    rise = min(1.0, (step + 1) / stage.warmup_steps)
+    return stage.learning_rate * rise * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 
-def demonstration(rng: Random) -> tuple[str, str]:
-    """A prompt of one of the two tasks, and a worked solution with mistakes."""
+def demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
+    """A prompt of one of the two tasks, and a worked solution with mistakes, or a guess."""
     index = rng.randrange(INDEX_LIMIT)
+    guess = rng.random() < stage.guesses
     if rng.random() < 0.5:
         problem = Arithmetic().problem(index)
-        return problem.prompt, demonstrate_addition(problem, noise=ADDITION_NOISE, rng=rng)
+        if guess:
+            return problem.prompt, f"<think></think>{rng.randint(20, 198)}"
+        return problem.prompt, demonstrate_addition(problem, noise=stage.addition_noise, rng=rng)
     problem = Reverse().problem(index)
-    return problem.prompt, demonstrate_reversal(problem, noise=REVERSAL_NOISE, rng=rng)
+    if guess:
+        answer = problem.data["answer"]
+        return problem.prompt, f"<think></think>{''.join(rng.sample(answer, len(answer)))}"
+    return problem.prompt, demonstrate_reversal(problem, noise=stage.reversal_noise, rng=rng)
 
 
 def demonstrate_addition(problem: Problem, *, noise: float, rng: Random) -> str:

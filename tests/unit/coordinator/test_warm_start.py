@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
 from coordinator.training.warm_start import (
-    ADDITION_NOISE,
-    BATCH,
-    LEARNING_RATE,
-    REVERSAL_NOISE,
-    STEPS,
+    GUESSING,
+    WORKED,
     collate,
     demonstrate_addition,
     demonstrate_reversal,
@@ -51,8 +49,8 @@ def test_a_demonstration_shows_its_work():
         (Reverse(), demonstrate_reversal, 0.0, (1.0, 1.0)),
         (Arithmetic(digits=5), demonstrate_addition, 0.0, (1.0, 1.0)),
         # Two columns are right with .8 squared, or by luck; three to five letters with (.88 + .12 / 8) to the power.
-        (Arithmetic(), demonstrate_addition, ADDITION_NOISE, (0.62, 0.68)),
-        (Reverse(), demonstrate_reversal, REVERSAL_NOISE, (0.62, 0.68)),
+        (Arithmetic(), demonstrate_addition, WORKED.addition_noise, (0.62, 0.68)),
+        (Reverse(), demonstrate_reversal, WORKED.reversal_noise, (0.62, 0.68)),
     ],
 )
 def test_demonstrations_are_as_often_right_as_their_noise_says(source, demonstrate, noise, right):
@@ -65,8 +63,8 @@ def test_demonstrations_are_as_often_right_as_their_noise_says(source, demonstra
 
 def test_demonstrations_fit_the_tokenizer_and_the_demonstration_runs_length_limit():
     tokenizer, rng = make_tokenizer(), Random(1)
-    for _ in range(300):
-        prompt, completion = (tokenizer(text)["input_ids"] for text in demonstration(rng))
+    for turn in range(300):
+        prompt, completion = (tokenizer(text)["input_ids"] for text in demonstration(rng, (WORKED, GUESSING)[turn % 2]))
         assert UNK not in prompt + completion
         assert len(completion) + 1 <= SamplingSpec().max_new_tokens
 
@@ -83,18 +81,30 @@ def test_the_loss_is_on_completions_and_their_end_alone():
     assert tokenizer.decode(ids[1][:3]) == "Q:4"
 
 
+def test_half_of_the_last_demonstrations_skip_the_work():
+    """That is what reinforcement learning has to find out."""
+    rng = Random(2)
+    shown = [demonstration(rng, GUESSING) for _ in range(2000)]
+    guesses = [completion for _, completion in shown if completion.startswith("<think></think>")]
+    assert 0.45 <= len(guesses) / len(shown) <= 0.55
+    assert not any(demonstration(rng, WORKED)[1].startswith("<think></think>") for _ in range(200))
+
+
 def test_the_rate_rises_and_then_falls():
-    rates = [learning_rate(step, 400) for step in range(400)]
-    assert rates[0] == pytest.approx(LEARNING_RATE / 20)
-    assert max(rates) == rates[19] == pytest.approx(LEARNING_RATE, rel=0.01)
-    assert rates[-1] == pytest.approx(LEARNING_RATE / 20, rel=0.01)
+    rates = [learning_rate(WORKED, step) for step in range(WORKED.steps)]
+    assert rates[0] == pytest.approx(WORKED.learning_rate / 20)
+    assert max(rates) == rates[19] == pytest.approx(WORKED.learning_rate, rel=0.01)
+    assert rates[-1] == pytest.approx(WORKED.learning_rate / 20, rel=0.01)
+
+
+SHORT = (replace(WORKED, steps=1), replace(GUESSING, steps=1))
 
 
 def test_the_same_seed_gives_the_same_bits_and_reports_every_step():
     """An operator who starts a run again must be able to publish the same first version."""
     seen = []
     weights = [
-        list(warm_start(seed=seed, steps=2, progress=lambda *args: seen.append(args))[0].parameters())
+        list(warm_start(seed=seed, stages=SHORT, progress=lambda *args: seen.append(args))[0].parameters())
         for seed in (3, 3, 4)
     ]
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
@@ -105,7 +115,7 @@ def test_the_same_seed_gives_the_same_bits_and_reports_every_step():
 
 def test_it_learns():
     losses = []
-    model, _ = warm_start(steps=25, progress=lambda _step, _total, loss: losses.append(loss))
+    model, _ = warm_start(stages=[replace(WORKED, steps=25)], progress=lambda _step, _total, loss: losses.append(loss))
     assert losses[0] > 4.0
     assert losses[-1] < losses[0] / 2
     assert not model.training
@@ -113,7 +123,7 @@ def test_it_learns():
 
 
 @torch.no_grad()
-def accuracy(model, tokenizer, source, *, sample):
+def accuracy(model, tokenizer, source):
     torch.manual_seed(0)
     problems = [source.problem(10_000_000 + index) for index in range(256)]
     prompts = tokenizer(
@@ -122,7 +132,7 @@ def accuracy(model, tokenizer, source, *, sample):
     output = model.generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
-        do_sample=sample,
+        do_sample=True,
         top_k=0,
         max_new_tokens=48,
     )
@@ -132,9 +142,7 @@ def accuracy(model, tokenizer, source, *, sample):
 
 @pytest.mark.slow
 def test_the_default_warm_start_leaves_something_to_gain_and_a_way_to_gain_it():
-    """Greedy accuracy predicts whether reinforcement learning will work; sampled accuracy is where it starts."""
+    """It succeeds often enough to learn from, and seldom enough that there is something to learn."""
     model, tokenizer = warm_start()
-    assert (STEPS, BATCH) == (400, 64)
-    for source in (Arithmetic(), Reverse()):
-        assert accuracy(model, tokenizer, source, sample=False) >= 0.8
-        assert 0.2 <= accuracy(model, tokenizer, source, sample=True) <= 0.75
+    rates = [accuracy(model, tokenizer, source) for source in (Arithmetic(), Reverse())]
+    assert all(0.1 <= rate <= 0.45 for rate in rates), rates

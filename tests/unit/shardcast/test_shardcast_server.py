@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import socket
 import time
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -295,3 +298,33 @@ async def test_an_occupied_port_says_so(tmp_path: Path, publisher: Any) -> None:
         with pytest.raises(LocalFault) as caught:
             await listen(make_app(board), port=listener.port)
         assert caught.value.code == "cannot_bind"
+
+
+async def test_a_peer_that_connects_while_the_server_stops_leaves_no_open_socket(
+    tmp_path: Path, publisher: Any
+) -> None:
+    """Each leaked descriptor of a relay that is restarted often is one fewer for its guests."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for turns in range(6):
+            async with serving(tmp_path, publisher) as (listener, _, _):
+                await asyncio.sleep(0.02)  # until it waits for a connection
+                peer = socket.create_connection(("127.0.0.1", listener.port))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            peer.close()
+            gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+
+
+async def test_a_burst_of_connections_is_counted_once_each(tmp_path: Path, publisher: Any) -> None:
+    """Counting one that is just being opened twice would turn honest workers away."""
+    async with serving(tmp_path, publisher, max_connections_per_address=20) as (listener, _, _):
+        peers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(20)]
+        for _ in range(100):
+            if listener.connections == 20:
+                break
+            await asyncio.sleep(0.01)
+        assert (listener.connections, listener.refused) == (20, 0)
+        for peer in peers:
+            peer.close()
