@@ -41,7 +41,7 @@ class DemoSettings:
     out: Path = Path("runs")
     headless: bool = False
     as_json: bool = False
-    seed: int = 2
+    seed: int = 0
     keep: bool = False
 
 

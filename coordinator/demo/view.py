@@ -22,6 +22,8 @@ from coordinator.demo.watch import RelayNow, Snapshot, WorkerNow
 
 REFRESH_PER_SECOND = 4
 WIDTH = 86
+MIN_SPAN = 0.2
+"""Of the sparkline: rewards that differ by less do not fill its height."""
 _AUDIT_WORDS: dict[int | None, str] = {0: "agrees", 1: "DISAGREES", 2: "incomplete"}
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -109,8 +111,11 @@ def render(frame: Frame) -> RenderableType:
 
 
 def sparkline(values: list[float], *, width: int) -> str:
-    """The last `width` values, each in [0, 1], as bars."""
-    return "".join(_BARS[min(len(_BARS) - 1, int(max(0.0, value) * len(_BARS)))] for value in values[-width:])
+    """The last `width` values as bars, from the lowest of them to the highest; small differences stay small."""
+    shown = values[-width:]
+    low = min(shown, default=0.0)
+    span = max(max(shown, default=0.0) - low, MIN_SPAN)
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
 
 
 def clock(seconds: float) -> str:

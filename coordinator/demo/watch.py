@@ -113,7 +113,7 @@ class Watcher(threading.Thread):
             answering=status is not None,
             status=before.status if status is None else status,
             progress=progress or before.progress,
-            relays=tuple(self._relay(name, url) for name, url in self.swarm.relays.items()),
+            relays=self._relays(),
             workers=tuple(self._worker(place) for place in self.swarm.workers),
         )
 
@@ -122,6 +122,11 @@ class Watcher(threading.Thread):
             self.ledger.catch_up(size)
         except (OSError, HTTPException):
             return  # the next look goes on where this one stopped
+
+    def _relays(self) -> tuple[RelayNow, ...]:
+        """Leaves are asked first, so that none seems to be ahead of the root."""
+        asked = [self._relay(name, url) for name, url in reversed(self.swarm.relays.items())]
+        return tuple(reversed(asked))
 
     def _relay(self, name: str, url: str) -> RelayNow:
         found = get_json(f"{url}/v1/status", seconds=_TIMEOUT_SECONDS)

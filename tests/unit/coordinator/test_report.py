@@ -386,8 +386,10 @@ def test_a_pipe_gets_one_line_for_each_step() -> None:
     assert lines[2].startswith("1:33  step 3/12  reward 0.560  admitted 183  rejected 17 (17 of hostile workers)")
 
 
-def test_the_sparkline_uses_the_whole_scale() -> None:
-    assert sparkline([-0.1, 0.0, 0.5, 0.99, 1.0], width=30) == "▁▁▅██"
+def test_the_sparkline_fills_its_height_only_for_real_differences() -> None:
+    assert sparkline([0.4, 0.5, 0.8], width=30) == "▁▃█"
+    assert sparkline([0.50, 0.51, 0.50], width=30) == "▁▁▁"
+    assert sparkline([], width=30) == ""
     assert len(sparkline([0.5] * 50, width=30)) == 30
 
 
