@@ -16,11 +16,12 @@ from pathlib import Path
 from node.exchange import Backoff, printable
 from node.signals import Stopped, race
 from shardcast import Client, Head, Progress
-from shardcast.errors import ShardcastError
+from shardcast.errors import NoVersionYet, ShardcastError
 
 log = logging.getLogger(__name__)
 
 HEAD_WAIT_SECONDS = 30.0
+NO_POLICY_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class PolicyFeed:
         self._backoff = backoff
         self._held: dict[int, HeldPolicy] = {}
         self._away_since: float | None = None
+        self._said_waiting = False
         self._sources: tuple[str, ...] = ()
         self._sources_changed = asyncio.Event()
 
@@ -77,6 +79,11 @@ class PolicyFeed:
                     newest = head.version
                 self._note_back()
                 failures = 0
+            except NoVersionYet:
+                if not self._said_waiting:
+                    log.info("the run has no policy yet; waiting for the first")
+                self._said_waiting = True
+                await asyncio.sleep(NO_POLICY_PAUSE_SECONDS)
             except ShardcastError as error:
                 failures += 1
                 self._note_away(error)

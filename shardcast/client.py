@@ -18,7 +18,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
-from shardcast.errors import Equivocation, LocalFault, NotServed, PeerFault, ShardcastError, Stale, TooSlow, Unreachable
+from shardcast.errors import (
+    Equivocation,
+    LocalFault,
+    NotServed,
+    NoVersionYet,
+    PeerFault,
+    ShardcastError,
+    Stale,
+    TooSlow,
+    Unreachable,
+)
 from shardcast.files import FolderLock
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, Manifest, SignedManifest
 from shardcast.partfile import PartFile
@@ -151,6 +161,9 @@ class Client:
             if self._trust.version > before:
                 self._save_seen()
             return head
+        except NoVersionYet as error:
+            logger.debug("source %s: %s", url, error)
+            return error
         except ShardcastError as error:
             self._note_failure(url, error)
             return error

@@ -10,6 +10,7 @@ ShardcastError
 ├── NetworkFault           nobody could serve it in time
 │   ├── Unreachable        connection refused, reset, or timed out
 │   ├── NotServed          the peer answers, but does not have it
+│   │   └── NoVersionYet   it has no version at all: the run may not have begun
 │   └── TooSlow            below the minimum rate, or past the deadline
 └── LocalFault             this machine: disk full, permissions, a bad setting
 
@@ -64,6 +65,10 @@ class Unreachable(NetworkFault):
 
 class NotServed(NetworkFault):
     code = "not_served"
+
+
+class NoVersionYet(NotServed):
+    code = "no_head"
 
 
 class TooSlow(NetworkFault):

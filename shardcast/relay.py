@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardcast.board import Announced, Board
 from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
-from shardcast.errors import Equivocation, LocalFault, PeerFault, ShardcastError, Stale
+from shardcast.errors import Equivocation, LocalFault, NoVersionYet, PeerFault, ShardcastError, Stale
 from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
 from shardcast.server import make_app
@@ -125,6 +125,8 @@ class Relay:
             progressed = failed = False
             try:
                 progressed = await self._poll(url)
+            except NoVersionYet as error:
+                logger.debug("upstream %s: %s", url, error)
             except ShardcastError as error:
                 failed = True
                 self._note_failure(url, error)

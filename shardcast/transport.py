@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from shardcast.errors import LocalFault, Malformed, NotServed, TooSlow, Unreachable
+from shardcast.errors import LocalFault, Malformed, NotServed, NoVersionYet, TooSlow, Unreachable
 from shardcast.manifest import DEFAULT_LIMITS, KIB, Limits
 
 _ENVELOPE_OVERHEAD_BYTES = 1024
@@ -60,7 +60,7 @@ class Transport:
         if data is None:
             data = await self._get(f"{url}/v1/head", max_bytes=limit)
         if data is None:
-            raise NotServed(f"{url} has no version yet", code="no_head")
+            raise NoVersionYet(f"{url} has no version yet")
         return bytes(data)
 
     async def manifest(self, url: str, digest: str) -> bytes:
