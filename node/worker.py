@@ -32,7 +32,7 @@ from node.protocol.run import Descriptor, RunSpec
 from node.protocol.submission import Rollout
 from node.signals import Stopped, race
 from node.worker_delivery import FOR_EVER, Delivery
-from node.worker_engine import Producer, SlotGenerator, generate
+from node.worker_engine import SlotGenerator
 from node.worker_policies import PolicyFeed
 from node.worker_state import Pending, WorkerState
 from shardcast import Client as BroadcastClient
@@ -72,7 +72,6 @@ async def run_worker(
     key: Ed25519PrivateKey,
     make_engine: MakeEngine,
     stop: asyncio.Event,
-    produce: Producer = generate,
 ) -> None:
     """Work for a run until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal."""
     with WorkerState(settings.state) as state:
@@ -101,7 +100,6 @@ async def run_worker(
                     client=client,
                     broadcast=broadcast,
                     engine=make_engine(descriptor.spec),
-                    produce=produce,
                 )
                 await worker.run(stop)
 
@@ -118,14 +116,13 @@ class Worker:
         client: CoordinatorClient,
         broadcast: BroadcastClient,
         engine: Engine,
-        produce: Producer = generate,
     ) -> None:
         self._settings = settings
         self._known_relays = sound_urls(descriptor.relays)
         self._state = state
         self._client = client
         self._feed = PolicyFeed(broadcast, backoff=settings.backoff)
-        self._generator = SlotGenerator(engine, produce, self._feed, spec=descriptor.spec, run_id=settings.run_id)
+        self._generator = SlotGenerator(engine, self._feed, spec=descriptor.spec, run_id=settings.run_id)
         self._delivery = Delivery(client, state, register=self._register, backoff=settings.backoff)
         self._started_at = time.time()
         self._doing = "joining"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from node.engines.base import Engine, EngineError, SampleRequest
 from node.environments import load_environment
@@ -25,23 +25,14 @@ log = logging.getLogger(__name__)
 LEASE_SHARE = 0.5
 """Of a lease's time, what a batch may take judging by the last one; the upload needs some, too."""
 
-Producer = Callable[[Engine, Sequence[SampleRequest]], Awaitable[list[Rollout]]]
-"""What makes the rollouts of a batch of requests, in their order."""
-
-
-async def generate(engine: Engine, requests: Sequence[SampleRequest]) -> list[Rollout]:
-    """The honest producer."""
-    return await engine.generate(requests)
-
 
 class SlotGenerator:
     """One engine and what it needs to work on leased slots. `tokens` counts since the start of the process."""
 
-    def __init__(self, engine: Engine, produce: Producer, feed: PolicyFeed, *, spec: RunSpec, run_id: str) -> None:
+    def __init__(self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str) -> None:
         self.engine = engine
         self.tokens = 0
         self.tokens_per_second = 0.0
-        self._produce = produce
         self._feed = feed
         self._spec = spec
         self._run_id = run_id
@@ -56,7 +47,7 @@ class SlotGenerator:
         try:
             requests = [request for lease in leases for request in self._requests(lease)]
             self._started = time.monotonic()
-            rollouts = await self._produce(self.engine, requests)
+            rollouts = await self.engine.generate(requests)
             seconds = time.monotonic() - self._started
         except Exception as error:
             raise EngineFailed(f"The engine failed: {type(error).__name__}: {error}.") from error

@@ -41,7 +41,6 @@ from node.protocol.run import (
     run_id_of,
 )
 from node.worker import WorkerSettings, run_worker
-from node.worker_engine import generate
 from shardcast import Origin, OriginServer
 from shardcast.envelope import seal
 from shardcast.wire import decode, digest, encode
@@ -201,6 +200,16 @@ class Serving:
         return f"http://127.0.0.1:{self.port}"
 
 
+def producing(produce):
+    """Engines that answer `await produce(honest engine, requests)`."""
+
+    class Engine(TorchEngine):
+        async def generate(self, requests):
+            return await produce(super(), requests)
+
+    return Engine
+
+
 class Swarm(Serving):
     """What a test of the worker needs: the coordinator to misbehave, and workers to see what they do."""
 
@@ -211,11 +220,12 @@ class Swarm(Serving):
         super().__init__(coordinator)
         self.state, self.origin_url = state, origin_url
 
-    async def work(self, stop, *, produce=generate, **changes):
+    async def work(self, stop, *, produce=None, **changes):
         quick = Backoff(first_seconds=0.02, max_seconds=0.1)
         changes = {"slots": 2, "backoff": quick} | changes
         settings = WorkerSettings(coordinator=self.url, run_id=RUN_ID, state=self.state, **changes)
-        await run_worker(settings, key=NODE_KEY, make_engine=TorchEngine, stop=stop, produce=produce)
+        make_engine = TorchEngine if produce is None else producing(produce)
+        await run_worker(settings, key=NODE_KEY, make_engine=make_engine, stop=stop)
 
     async def work_once(self):
         """One batch, with its receipts."""
