@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all lint format install clean
+.PHONY: demo test test-slow lint format install clean
 
 install: $(STAMP)
 
@@ -22,8 +22,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ class Coordinator:
         signer, claim = requests.open_claim(envelope)
         requests.check_claim(claim, run_id=self.home.run_id, method=method, path=path, now=now)
         try:
-            with self.home.database.write() as connection:
+            with self.home.database.write(durable=False) as connection:
                 connection.execute(delete(nonces).where(nonces.c.expires_at < now))
                 expires_at = now + 2 * requests.MAX_CLOCK_SKEW_SECONDS
                 connection.execute(insert(nonces).values(nonce=signer.hex() + claim.nonce, expires_at=expires_at))
@@ -81,13 +81,13 @@ class Coordinator:
     def register(self, node: str, registration: Registration, *, now: float) -> None:
         """Make a node known to the run, or refresh what is known about it."""
         about = {"software": registration.software, "engine": registration.engine, "seen_at": now}
-        with self.home.database.write() as connection:
+        with self.home.database.write(durable=False) as connection:
             if connection.execute(update(nodes).where(nodes.c.node == node).values(**about)).rowcount == 0:
                 connection.execute(insert(nodes).values(node=node, registered_at=now, **about))
 
     def announce_relay(self, node: str, announcement: RelayAnnouncement, *, now: float) -> None:
         """Note where a relay serves; forgotten unless repeated."""
-        with self.home.database.write() as connection:
+        with self.home.database.write(durable=False) as connection:
             connection.execute(delete(relays).where(relays.c.seen_at < now - RELAY_SECONDS))
             known = select(relays.c.node)
             if len(connection.execute(known).all()) >= MAX_RELAYS:
@@ -104,12 +104,12 @@ class Coordinator:
 
     def lease(self, node: str, request: LeaseRequest, *, now: float) -> LeaseReply:
         """Give a node work."""
-        with self.home.database.write() as connection:
+        with self.home.database.write(durable=False) as connection:
             return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now)
 
     def give_back(self, node: str, lease_id: str, *, now: float) -> None:
         """Take a lease back."""
-        with self.home.database.write() as connection:
+        with self.home.database.write(durable=False) as connection:
             work.give_back(connection, node=node, lease_id=lease_id, now=now)
 
     def may_submit(self, node: str, lease_id: str, *, now: float) -> None:
