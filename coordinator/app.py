@@ -16,6 +16,7 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from coordinator.errors import StorageFault
 from coordinator.limits import AddressLimiter
@@ -24,7 +25,6 @@ from coordinator.metrics import Metrics
 from coordinator.service import Coordinator
 from coordinator.status import run_status
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
-from coordinator.storage.work import Arrival
 from node.protocol.messages import (
     MAX_MESSAGE_BYTES,
     ErrorReply,
@@ -37,7 +37,7 @@ from node.protocol.messages import (
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim, read_authorization
 from shardcast.errors import PeerFault
-from shardcast.wire import decode, digest, encode
+from shardcast.wire import decode, digest, encode, is_digest
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ _STATUS = {
     Reason.BODY_MISMATCH: 422,
     Reason.TOO_MANY_REQUESTS: 429,
 }
+_METHODS = frozenset(("GET", "POST", "PUT"))
 _BYTES = "application/octet-stream"
 _JSON = "application/json"
 T = TypeVar("T")
@@ -109,7 +110,7 @@ async def signed_message(request: Request, coordinator: Coordinator, cls: type[T
 
 async def _authenticate(request: Request, coordinator: Coordinator, envelope: bytes) -> tuple[str, RequestClaim]:
     return await run_in_threadpool(
-        coordinator.authenticate, envelope, method=request.method, path=request.url.path, now=time.time()
+        coordinator.authenticate, envelope, method=request.method, path=request.scope["path"], now=time.time()
     )
 
 
@@ -139,7 +140,11 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def _unknown(request: Request, _error: Exception) -> Response:
-        return _refuse(Refusal(Reason.NOT_FOUND, f"Nothing at {request.method} {request.url.path[:100]}."))
+        return _refuse(Refusal(Reason.NOT_FOUND, f"Nothing at {request.method[:10]} {request.scope['path'][:100]!r}."))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=400)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, _error: Exception) -> Response:
@@ -153,9 +158,8 @@ def _count_requests(app: FastAPI, metrics: Metrics) -> None:
         response = await go_on(request)
         route = request.scope.get("route")
         path = getattr(route, "path", "other")
-        metrics.request_seconds.labels(request.method, path, response.status_code).observe(
-            time.perf_counter() - started
-        )
+        method = request.method if request.method in _METHODS else "other"
+        metrics.request_seconds.labels(method, path, response.status_code).observe(time.perf_counter() - started)
         return response
 
 
@@ -252,6 +256,7 @@ def _node_routes(app: FastAPI, coordinator: Coordinator, newcomers: AddressLimit
 
 def _submission_routes(app: FastAPI, coordinator: Coordinator) -> None:
     watch = LogWatch(coordinator.log_size)
+    uploading: set[str] = set()
 
     @app.put("/v1/submissions/{lease_id}")
     async def submit(request: Request, lease_id: str) -> Response:
@@ -262,20 +267,21 @@ def _submission_routes(app: FastAPI, coordinator: Coordinator) -> None:
             raise Refusal(Reason.OVERSIZED_BODY, f"{claimed.body_bytes} bytes, at most {limit} are taken.")
         node, claim = await _authenticate(request, coordinator, envelope)
         await run_in_threadpool(coordinator.may_submit, node, lease_id, now=time.time())
-        body = await _receive(request, coordinator, claim)
-        arrival = Arrival(
-            submission=digest(envelope),
-            request=await run_in_threadpool(coordinator.home.blobs.put, envelope),
-            body=body,
-            body_bytes=claim.body_bytes,
-        )
-        await run_in_threadpool(coordinator.submit, node, lease_id, arrival, now=time.time())
-        return Response(encode(SubmissionReply(submission=arrival.submission)), status_code=202, media_type=_JSON)
+        if lease_id in uploading:
+            raise Refusal(Reason.TOO_MANY_REQUESTS, "This lease is being submitted by another request.")
+        uploading.add(lease_id)
+        try:
+            submission = await _receive(request, coordinator, node, lease_id, envelope=envelope, claim=claim)
+        finally:
+            uploading.discard(lease_id)
+        return Response(encode(SubmissionReply(submission=submission)), status_code=202, media_type=_JSON)
 
     @app.get("/v1/receipts/{submission}")
     async def receipt(
         submission: str, wait: Annotated[float, Query(ge=0, le=RECEIPT_WAIT_MAX_SECONDS)] = 0.0
     ) -> Response:
+        if not is_digest(submission):
+            raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
         deadline = time.monotonic() + wait
         while True:
             ticket = watch.ticket()
@@ -287,8 +293,10 @@ def _submission_routes(app: FastAPI, coordinator: Coordinator) -> None:
             await watch.wait(ticket, seconds=deadline - time.monotonic())
 
 
-async def _receive(request: Request, coordinator: Coordinator, claim: RequestClaim) -> str:
-    """Store an upload as it arrives, if it is what was signed; return its blob's name."""
+async def _receive(
+    request: Request, coordinator: Coordinator, node: str, lease_id: str, *, envelope: bytes, claim: RequestClaim
+) -> str:
+    """Take an upload as it arrives, and keep it if it is what was signed and the lease still holds."""
     with coordinator.home.blobs.incoming(max_bytes=claim.body_bytes) as incoming:
         try:
             async with asyncio.timeout(UPLOAD_DEADLINE_SECONDS):
@@ -297,4 +305,4 @@ async def _receive(request: Request, coordinator: Coordinator, claim: RequestCla
         except TimeoutError as error:
             raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
         _check_body(claim, incoming.digest, incoming.size_bytes)
-        return await run_in_threadpool(incoming.commit)
+        return await run_in_threadpool(coordinator.submit, node, lease_id, envelope, incoming, now=time.time())

@@ -117,6 +117,7 @@ def coordinator(
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=5,
         limit_concurrency=MAX_CONNECTIONS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from coordinator.status import node_totals, reason_totals
+from coordinator.status import node_totals, reason_totals, slot_counts
 from coordinator.storage import work
 
 if TYPE_CHECKING:
@@ -42,10 +42,11 @@ class Metrics:
             at = work.progress(connection)
             nodes = node_totals(connection)
             reasons = reason_totals(connection)
+            depths = slot_counts(connection)
         yield GaugeMetricFamily("veriswarm_policy_version", "Newest policy, -1 before the first.", value=at.head)
         yield GaugeMetricFamily("veriswarm_next_step", "First training step without a batch.", value=at.next_step)
         slots = GaugeMetricFamily("veriswarm_slots", "Slots by state.", labels=["state"])
-        for state, count in self._coordinator.queue_depths().items():
+        for state, count in depths.items():
             slots.add_metric([state], count)
         yield slots
         verdicts = CounterMetricFamily(

@@ -7,12 +7,13 @@ Every method takes the time as an argument, runs in one transaction, and refuses
 from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.home import Home
 from coordinator.storage import log, work
-from coordinator.storage.schema import SlotState, log_entries, nodes, nonces, policies, relays, slots, submissions
+from coordinator.storage.blobs import Incoming
+from coordinator.storage.schema import log_entries, nodes, nonces, policies, relays, slots, submissions
 from node.protocol import merkle, requests
 from node.protocol.admission import Outcome
 from node.protocol.messages import (
@@ -30,7 +31,7 @@ from node.protocol.messages import (
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, Descriptor
 from shardcast.envelope import seal
-from shardcast.wire import encode
+from shardcast.wire import digest, encode
 
 DESCRIPTOR_SECONDS = 3600
 RELAY_SECONDS = 60
@@ -89,7 +90,7 @@ class Coordinator:
         """Note where a relay serves; forgotten unless repeated."""
         with self.home.database.write(durable=False) as connection:
             connection.execute(delete(relays).where(relays.c.seen_at < now - RELAY_SECONDS))
-            known = select(relays.c.node)
+            known = select(relays.c.node).where(relays.c.node != node)
             if len(connection.execute(known).all()) >= MAX_RELAYS:
                 raise Refusal(Reason.TOO_MANY_REQUESTS, "The list of relays is full.")
             connection.execute(delete(relays).where(relays.c.node == node))
@@ -119,10 +120,17 @@ class Coordinator:
                 raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
             work.check_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
 
-    def submit(self, node: str, lease_id: str, arrival: work.Arrival, *, now: float) -> None:
-        """Queue a stored submission for verification."""
+    def submit(self, node: str, lease_id: str, envelope: bytes, body: Incoming, *, now: float) -> str:
+        """Store a submission and queue it for verification; return its id. What is refused leaves no blob."""
+        body.sync()
+        arrival = work.Arrival(
+            submission=digest(envelope), request=digest(envelope), body=body.digest, body_bytes=body.size_bytes
+        )
         with self.home.database.write() as connection:
             work.submit(connection, arrival, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+            body.commit()
+            self.home.blobs.put(envelope)
+        return arrival.submission
 
     def receipt(self, submission: str) -> bytes | str:
         """The signed receipt of a submission, or the state it is in while there is none."""
@@ -184,10 +192,3 @@ class Coordinator:
             if not 0 <= first <= second <= log.size(connection):
                 raise Refusal(Reason.NOT_FOUND, f"No log of {second} that extends one of {first}.")
             return log.consistency(connection, first, second)
-
-    def queue_depths(self) -> dict[str, int]:
-        """How many slots are in each state."""
-        with self.home.database.read() as connection:
-            counts = connection.execute(select(slots.c.state, func.count()).group_by(slots.c.state))
-            by_state = {state: int(count) for state, count in counts}
-        return {state.value: by_state.get(state.value, 0) for state in SlotState}

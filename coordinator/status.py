@@ -6,14 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, or_, select
 
 from coordinator.storage import log, work
-from coordinator.storage.schema import nodes, policies, relays, steps, submissions
+from coordinator.storage.schema import SlotState, nodes, policies, relays, slots, steps, submissions
 from node.protocol.admission import Outcome
 
 if TYPE_CHECKING:
     from coordinator.service import Coordinator
+
+
+SEEN_LATELY_SECONDS = 600.0
+MAX_NODES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,13 @@ def reason_totals(connection: Connection) -> list[tuple[str, str | None, int]]:
     return [(outcome, reason, int(count)) for outcome, reason, count in connection.execute(query)]
 
 
+def slot_counts(connection: Connection) -> dict[str, int]:
+    """How many slots are in each state."""
+    counts = connection.execute(select(slots.c.state, func.count()).group_by(slots.c.state))
+    by_state = {state: int(count) for state, count in counts}
+    return {state.value: by_state.get(state.value, 0) for state in SlotState}
+
+
 def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
     """Everything about the run that is worth a look, as JSON values."""
     home = coordinator.home
@@ -59,8 +70,8 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
             "max_async": home.spec.batch.max_async,
             "steps": _steps(connection),
             "policies": _policies(connection),
-            "nodes": _nodes(connection),
-            "slots": coordinator.queue_depths(),
+            "nodes": _nodes(connection, now=now),
+            "slots": slot_counts(connection),
             "verdicts": [
                 {"outcome": outcome, "reason": reason, "count": count}
                 for outcome, reason, count in reason_totals(connection)
@@ -90,14 +101,17 @@ def _policies(connection: Connection) -> list[dict[str, Any]]:
     return [{"version": row.version, "published_at": row.published_at} for row in rows]
 
 
-def _nodes(connection: Connection) -> list[dict[str, Any]]:
+def _nodes(connection: Connection, *, now: float) -> list[dict[str, Any]]:
+    """The nodes that did something, or were seen lately: registering alone is free, and buys no place here."""
     by_node: dict[str, dict[str, int]] = {}
     reasons = select(submissions.c.node, submissions.c.reason, func.count()).where(
         submissions.c.outcome == Outcome.REJECTED
     )
     for node, reason, count in connection.execute(reasons.group_by(submissions.c.node, submissions.c.reason)):
         by_node.setdefault(node, {})[reason] = int(count)
-    rows = connection.execute(select(nodes).order_by(nodes.c.registered_at)).all()
+    worth_a_line = or_(nodes.c.admitted > 0, nodes.c.rejected > 0, nodes.c.seen_at >= now - SEEN_LATELY_SECONDS)
+    query = select(nodes).where(worth_a_line).order_by(nodes.c.registered_at).limit(MAX_NODES)
+    rows = connection.execute(query).all()
     return [
         {
             "node": row.node,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import VerifierUnavailable
 from coordinator.home import Home
@@ -94,13 +95,22 @@ class Verifier:
             shelf = PolicyShelf(client, spec_dtype=self._home.spec.model.dtype)
             log.info("verifying for run %s as %s", self._home.run_id[:16], self._settings.name)
             while not stop.is_set():
-                claimed = await asyncio.to_thread(self._claim)
-                if claimed is None:
+                try:
+                    pause = 0.0 if await self._work(shelf) else IDLE_SECONDS
+                except (OperationalError, OSError) as error:
+                    log.warning("the database or the disk is away, trying again: %s", error)
+                    pause = RETRY_SECONDS
+                if pause:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(stop.wait(), IDLE_SECONDS)
-                else:
-                    await self._handle(claimed, shelf)
+                        await asyncio.wait_for(stop.wait(), pause)
         self._reader.close()
+
+    async def _work(self, shelf: PolicyShelf) -> bool:
+        """Judge one submission, if one waits."""
+        claimed = await asyncio.to_thread(self._claim)
+        if claimed is not None:
+            await self._handle(claimed, shelf)
+        return claimed is not None
 
     def _claim(self) -> Claimed | None:
         with self._home.database.write() as connection:

@@ -19,10 +19,10 @@ from shardcast.wire import digest, is_digest
 class Incoming:
     """A blob under way."""
 
-    def __init__(self, file: IO[bytes], *, max_bytes: int, commit: Callable[[str], None]) -> None:
+    def __init__(self, file: IO[bytes], *, max_bytes: int, place: Callable[[str], None]) -> None:
         self._file = file
         self._max_bytes = max_bytes
-        self._commit = commit
+        self._place = place
         self._hasher = blake3()
         self.size_bytes = 0
 
@@ -39,11 +39,14 @@ class Incoming:
         self._hasher.update(piece)
         self._file.write(piece)
 
-    def commit(self) -> str:
-        """Put the whole blob in its place, durably; return its digest."""
-        name = self.digest
-        self._commit(name)
-        return name
+    def sync(self) -> None:
+        """Bring everything to disk, still under no name: what takes time, before a transaction."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def commit(self) -> None:
+        """Give the blob, after `sync`, its name."""
+        self._place(self.digest)
 
 
 class BlobStore:
@@ -67,7 +70,9 @@ class BlobStore:
             descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
-                self._settle(file, Path(temporary), name)
+                file.flush()
+                os.fsync(file.fileno())
+            self._place(Path(temporary), name)
         return name
 
     def get(self, name: str) -> bytes:
@@ -87,13 +92,11 @@ class BlobStore:
         path = Path(temporary)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                yield Incoming(file, max_bytes=max_bytes, commit=lambda name: self._settle(file, path, name))
+                yield Incoming(file, max_bytes=max_bytes, place=lambda name: self._place(path, name))
         finally:
             path.unlink(missing_ok=True)
 
-    def _settle(self, file: IO[bytes], temporary: Path, name: str) -> None:
-        file.flush()
-        os.fsync(file.fileno())
+    def _place(self, temporary: Path, name: str) -> None:
         target = self.path(name)
         target.parent.mkdir(exist_ok=True)
         temporary.replace(target)

@@ -17,6 +17,8 @@ from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event
 
 BUSY_TIMEOUT_MS = 30_000
+POOL_SIZE = 48
+"""More than the threads that serve requests, so that none of them waits for a connection."""
 
 
 class Database:
@@ -24,10 +26,10 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._engine = create_engine(url)
+        self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
         self._lazy = self._engine
         if self._engine.dialect.name == "sqlite":
-            self._lazy = create_engine(url)
+            self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
             _prepare_sqlite(self._engine, synchronous="FULL")
             _prepare_sqlite(self._lazy, synchronous="NORMAL")
 

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, and_, insert, or_, select, update
 
 from coordinator.storage import log
 from coordinator.storage.schema import SlotState, SubmissionState, groups, nodes, policies, slots, submissions
+from coordinator.storage.work import make_wait
 from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
@@ -163,7 +164,7 @@ def _store_group(connection: Connection, claimed: Claimed, decision: Decision) -
 
 
 def _update_standing(connection: Connection, node: str, decision: Decision, *, spec: RunSpec, now: float) -> None:
-    """Credit an admitted group; make a rejected node wait, twice as long each time in a row."""
+    """Credit an admitted group; make a rejected node wait."""
     row = update(nodes).where(nodes.c.node == node)
     if decision.outcome is Outcome.ADMITTED:
         values = {
@@ -173,10 +174,8 @@ def _update_standing(connection: Connection, node: str, decision: Decision, *, s
         }
         connection.execute(row.values(values))
     elif decision.outcome is Outcome.REJECTED:
-        streak = connection.execute(select(nodes.c.rejected_streak).where(nodes.c.node == node)).scalar_one()
-        batch = spec.batch
-        wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
-        connection.execute(row.values(rejected=nodes.c.rejected + 1, rejected_streak=streak + 1, not_before=now + wait))
+        connection.execute(row.values(rejected=nodes.c.rejected + 1))
+        make_wait(connection, node, batch=spec.batch, now=now)
 
 
 def clock() -> float:

@@ -3,6 +3,8 @@
 Every function takes a write transaction, a clock reading and the run's spec, and keeps these invariants:
 
 - A slot is leased to one node at a time, and never again to a node whose submission for it was rejected.
+- A new node gets one slot at a time, and one more with each admitted group; nodes without standing hold at most
+  half of all slots in flight together.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
   before a step can take it.
 - A slot whose version no coming step may train on is stale; nothing of it is leased or accepted.
@@ -13,12 +15,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from coordinator.storage.schema import (
     LeaseState,
     SlotState,
     SubmissionState,
+    groups,
     leases,
     nodes,
     policies,
@@ -56,13 +59,19 @@ def progress(connection: Connection) -> Progress:
 
 def lease(connection: Connection, *, node: str, request: LeaseRequest, spec: RunSpec, now: float) -> LeaseReply:
     """Lease up to `request.slots` slots of one policy version that the node holds."""
-    expire_leases(connection, now=now)
+    expire_leases(connection, spec=spec, now=now)
     at = progress(connection)
-    wait = _standing_wait(connection, node=node, now=now)
-    quota = min(request.slots, spec.batch.max_leases_per_node - _unfinished(connection, node))
+    standing = _standing(connection, node=node, now=now)
+    wait = max(0.0, standing.not_before - now)
+    most = min(spec.batch.max_leases_per_node, standing.admitted + 1) - _unfinished(connection, node)
+    if not standing.proven:
+        most = min(most, _room_for_the_unproven(connection, at, spec=spec))
+    quota = min(request.slots, most)
     if wait > 0 or quota <= 0 or at.head < 0:
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
-    usable = [v for v in request.held_versions if at.floor(spec.batch) <= v <= at.head]
+    # Once the next step has its groups, it only waits for verdicts of its last chances: no more are given out.
+    oldest = max(0, at.next_step - spec.batch.max_async + int(_batch_is_ready(connection, spec=spec)))
+    usable = [v for v in request.held_versions if oldest <= v <= at.head]
     chosen = _reopened(connection, node=node, versions=usable, most=quota)
     if at.head in usable and len(chosen) < quota and all(row.version == at.head for row in chosen):
         chosen += _open_new(connection, at=at, most=quota - len(chosen), spec=spec, now=now)
@@ -70,11 +79,20 @@ def lease(connection: Connection, *, node: str, request: LeaseRequest, spec: Run
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
 
 
-def expire_leases(connection: Connection, *, now: float) -> None:
-    """End the leases whose time is over; their slots go to whoever asks next."""
-    ended = select(leases.c.lease).where(leases.c.state == LeaseState.ACTIVE, leases.c.expires_at <= now)
-    for name in connection.execute(ended).scalars().all():
+def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
+    """End the leases whose time is over; their slots go to whoever asks next, their nodes wait as if rejected."""
+    ended = select(leases.c.lease, leases.c.node).where(leases.c.state == LeaseState.ACTIVE, leases.c.expires_at <= now)
+    for name, node in connection.execute(ended).all():
         _end_lease(connection, name, LeaseState.EXPIRED)
+        make_wait(connection, node, batch=spec.batch, now=now)
+
+
+def make_wait(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
+    """Give a node no work for a while, twice as long each time in a row."""
+    streak = connection.execute(select(nodes.c.rejected_streak).where(nodes.c.node == node)).scalar_one()
+    wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
+    row = update(nodes).where(nodes.c.node == node)
+    connection.execute(row.values(rejected_streak=streak + 1, not_before=now + wait))
 
 
 def give_back(connection: Connection, *, node: str, lease_id: str, now: float) -> None:
@@ -106,10 +124,17 @@ def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSp
 def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
     """Put a stored submission into the verifiers' queue. Raises Refusal."""
     slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
-    # An undecided file may come again: the slot was given out anew, and honest nodes generate the same bytes.
+    # Honest nodes generate the same bytes for a slot, so a file counts as known only where it is right (it was
+    # admitted) or was judged or waits (for this slot). Otherwise a copy under another slot would bar its author.
     known = select(submissions.c.submission, submissions.c.node).where(
         submissions.c.body == arrival.body,
-        or_(submissions.c.outcome.is_(None), submissions.c.outcome != Outcome.INDETERMINATE),
+        or_(
+            submissions.c.outcome == Outcome.ADMITTED,
+            and_(
+                submissions.c.slot_id == slot_id,
+                or_(submissions.c.outcome.is_(None), submissions.c.outcome != Outcome.INDETERMINATE),
+            ),
+        ),
     )
     earlier = connection.execute(known).first()
     if earlier is not None:
@@ -175,20 +200,58 @@ def _end_lease(connection: Connection, name: str, state: LeaseState) -> None:
     connection.execute(reopen.values(state=SlotState.OPEN))
 
 
-def _standing_wait(connection: Connection, *, node: str, now: float) -> float:
-    """Seconds for which this node gets no work after rejections. Raises Refusal for an unknown node."""
-    not_before = connection.execute(select(nodes.c.not_before).where(nodes.c.node == node)).scalar()
-    if not_before is None:
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What a node has shown so far. It is proven while its last submission was admitted."""
+
+    admitted: int
+    rejected_streak: int
+    not_before: float
+
+    @property
+    def proven(self) -> bool:
+        return self.admitted > 0 and self.rejected_streak == 0
+
+
+def _standing(connection: Connection, *, node: str, now: float) -> _Standing:
+    """A node's standing; raises Refusal for an unknown node."""
+    query = select(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before).where(nodes.c.node == node)
+    row = connection.execute(query).first()
+    if row is None:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
     connection.execute(update(nodes).where(nodes.c.node == node).values(seen_at=now))
-    return max(0.0, float(not_before) - now)
+    return _Standing(*row)
+
+
+def _room_for_the_unproven(connection: Connection, at: Progress, *, spec: RunSpec) -> int:
+    """Slots that nodes without standing may still take: together they hold at most half, so that new keys,
+    which cost nothing, cannot keep the proven from working."""
+    unproven = or_(nodes.c.admitted == 0, nodes.c.rejected_streak > 0)
+    held = _count(connection, leases.c.state == LeaseState.ACTIVE, leases.c.node == nodes.c.node, unproven)
+    waiting = _count(
+        connection, submissions.c.state != SubmissionState.DONE, submissions.c.node == nodes.c.node, unproven
+    )
+    return max(1, _capacity(at, spec=spec) // 2) - held - waiting
+
+
+def _count(connection: Connection, *conditions: ColumnElement[bool]) -> int:
+    return int(connection.execute(select(func.count()).where(*conditions)).scalar_one())
+
+
+def _batch_is_ready(connection: Connection, *, spec: RunSpec) -> bool:
+    """Whether enough is admitted for the next step."""
+    return _count(connection, groups.c.step.is_(None)) >= spec.batch.groups_per_step
+
+
+def _capacity(at: Progress, *, spec: RunSpec) -> int:
+    """How many slots may be in flight."""
+    return (min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step) * spec.batch.groups_per_step
 
 
 def _unfinished(connection: Connection, node: str) -> int:
     """Leases that the node holds plus its submissions without a verdict."""
-    held = select(func.count()).where(leases.c.node == node, leases.c.state == LeaseState.ACTIVE)
-    waiting = select(func.count()).where(submissions.c.node == node, submissions.c.state != SubmissionState.DONE)
-    return int(connection.execute(held).scalar_one()) + int(connection.execute(waiting).scalar_one())
+    held = _count(connection, leases.c.node == node, leases.c.state == LeaseState.ACTIVE)
+    return held + _count(connection, submissions.c.node == node, submissions.c.state != SubmissionState.DONE)
 
 
 def _reopened(connection: Connection, *, node: str, versions: list[int], most: int) -> list[_SlotRow]:
@@ -209,9 +272,7 @@ def _reopened(connection: Connection, *, node: str, versions: list[int], most: i
 
 def _open_new(connection: Connection, *, at: Progress, most: int, spec: RunSpec, now: float) -> list[_SlotRow]:
     """Open new slots of the newest policy, as many as the coming steps can take in time."""
-    steps_open = min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step
-    in_flight = connection.execute(select(func.count()).where(slots.c.state.in_(_IN_FLIGHT))).scalar_one()
-    room = min(most, steps_open * spec.batch.groups_per_step - int(in_flight))
+    room = min(most, _capacity(at, spec=spec) - _count(connection, slots.c.state.in_(_IN_FLIGHT)))
     last = connection.execute(select(func.max(slots.c.number)).where(slots.c.version == at.head)).scalar()
     first = 0 if last is None else last + 1
     opened = []

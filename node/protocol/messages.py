@@ -20,7 +20,7 @@ MAX_MESSAGE_BYTES = 64 * 1024
 MAX_ENTRY_BYTES = 1024 * 1024
 AUTHORIZATION_SCHEME = "Veriswarm"
 
-Text = Annotated[str, Meta(max_length=200)]
+Text = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 PlainUrl = Annotated[
     str,
     Meta(

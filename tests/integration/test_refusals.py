@@ -24,7 +24,7 @@ from node.protocol.messages import LeaseRequest
 from node.protocol.reasons import ADVICE, Reason
 from node.protocol.requests import sign_request
 from node.protocol.submission import Rollout
-from shardcast.wire import encode
+from shardcast.wire import digest, encode
 
 
 @pytest.fixture(scope="module")
@@ -234,11 +234,39 @@ def test_copy_of_anothers_submission(swarm: Swarm) -> None:
     author, copyist = swarm.peer(), swarm.peer()
     lease = author.lease()
     body = write_rollouts(swarm.honest(lease))
-    first = author.submit(lease.lease_id, body)
+    assert swarm.verdict(author, author.submit(lease.lease_id, body)).outcome is Outcome.ADMITTED
     reply = copyist.submit(copyist.lease().lease_id, body)
     assert (reply.status, reply.code) == (409, "duplicate_submission")
     assert json.loads(reply.body)["submission"] is None, "another node's submission is not told"
-    assert swarm.verdict(author, first).outcome is Outcome.ADMITTED
+
+
+def test_copy_sent_ahead_does_not_bar_the_author(swarm: Swarm) -> None:
+    """Slots can be computed by anyone, so a cheat can submit an honest node's bytes first, under a slot of its own."""
+    author, cheat = swarm.peer(), swarm.peer()
+    lease, other = author.lease(), cheat.lease()
+    body = write_rollouts(swarm.honest(lease))
+    ahead = cheat.submit(other.lease_id, body)
+    assert swarm.verdict(author, author.submit(lease.lease_id, body)).outcome is Outcome.ADMITTED
+    assert swarm.verdict(cheat, ahead).reason in (Reason.WRONG_PROMPT, Reason.WRONG_SEED)
+
+
+def test_upload_that_is_refused_at_its_end_leaves_no_file(swarm: Swarm) -> None:
+    """The lease is given back while its upload is under way: the disk must not fill with what nobody judges."""
+    peer = swarm.peer()
+    lease = peer.lease()
+    path, body = f"/v1/submissions/{lease.lease_id}", b"x" * 5000
+    header, envelope = sign_request(peer.claim("PUT", path, body), key=peer.key)
+    where = urlsplit(swarm.url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+        head = f"PUT {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {header}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body[:-1])
+        time.sleep(0.3)
+        assert peer.submit(lease.lease_id, b"y").code == "too_many_requests", "one upload for a lease at a time"
+        assert peer.signed("POST", f"/v1/leases/{lease.lease_id}/return", b"").status == 200
+        connection.sendall(body[-1:])
+        assert b" 409 " in connection.recv(4096)
+    assert not swarm.home.blobs.path(digest(body)).exists()
+    assert not swarm.home.blobs.path(digest(envelope)).exists()
 
 
 @pytest.mark.parametrize(

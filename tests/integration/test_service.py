@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -213,3 +214,32 @@ def test_a_verifier_without_the_policy_waits_and_blames_nobody(tmp_path: Path, t
     assert answer.status == 200, "judged as soon as the policy could be had"
     origin.close()
     home.database.close()
+
+
+def test_made_up_methods_do_not_fill_the_metrics(swarm: Swarm) -> None:
+    where = urlsplit(swarm.url)
+    for number in range(20):
+        with socket.create_connection((where.hostname, where.port), timeout=5) as connection:
+            connection.sendall(f"M{number} /v1/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            connection.recv(4096)
+    assert b'method="M' not in swarm.peer(registered=False).send("GET", "/metrics").body
+
+
+def test_a_burst_of_status_requests_is_answered(swarm: Swarm) -> None:
+    """A request that needed two connections of the pool could wait for ever on others that do, too."""
+    peer = swarm.peer(registered=False)
+    with ThreadPoolExecutor(80) as pool:
+        replies = list(pool.map(lambda _: peer.send("GET", "/v1/status").status, range(160)))
+    assert replies == [200] * 160
+    assert peer.send("GET", "/health").status == 200
+
+
+def test_a_full_list_of_relays_does_not_lock_out_those_on_it(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.service.MAX_RELAYS", 1)
+    with swarm.home.database.write() as connection:
+        connection.exec_driver_sql("DELETE FROM relays")
+    first, second = swarm.peer(registered=False), swarm.peer(registered=False)
+    body = encode(RelayAnnouncement(url="http://192.0.2.8:1"))
+    assert first.signed("POST", "/v1/relays", body).status == 200
+    assert second.signed("POST", "/v1/relays", body).code == "too_many_requests"
+    assert first.signed("POST", "/v1/relays", body).status == 200

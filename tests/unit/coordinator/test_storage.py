@@ -66,11 +66,12 @@ class Actors:
     def __init__(self, home: Home) -> None:
         self.home, self.now, self.files = home, 1000.0, 0
 
-    def register(self, *names: str) -> None:
+    def register(self, *names: str, admitted: int = 100) -> None:
+        """Nodes whose work was admitted before; with 0, new ones."""
         with self.home.database.write() as connection:
             for name in names:
                 values = {"node": who(name), "software": "", "engine": "", "registered_at": 0.0, "seen_at": 0.0}
-                connection.execute(insert(nodes).values(**values))
+                connection.execute(insert(nodes).values(**values, admitted=admitted))
 
     def publish(self, version: int) -> None:
         policy = training.Published(
@@ -172,6 +173,68 @@ def test_dropping_a_bad_draw_gains_nothing(actors: Actors) -> None:
     assert refusal.value.reason is Reason.EXPIRED_LEASE
 
 
+def test_a_new_node_gets_one_slot_and_one_more_with_each_admitted_group(actors: Actors) -> None:
+    actors.register("new", admitted=0)
+    for count in (1, 2, 3, 3):
+        leased = actors.lease("new", held=(0,), count=9)
+        assert len(leased) == count
+        for lease in leased[:1]:
+            actors.submit("new", lease.lease_id)
+            actors.decide(actors.claim(), Outcome.ADMITTED)
+        with actors.home.database.write() as connection:
+            for lease in leased[1:]:
+                work.give_back(connection, node=who("new"), lease_id=lease.lease_id, now=actors.now)
+
+
+def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actors: Actors) -> None:
+    """Fifty new keys take whatever they get and let it lapse, for ten lease times, before anybody else asks."""
+    hoarders = [f"h{i}" for i in range(50)]
+    actors.register(*hoarders, admitted=0)
+    for _ in range(10):
+        held = [lease for name in hoarders for lease in actors.lease(name, held=(0,), count=9)]
+        assert len(held) <= 4, "half of nine slots"
+        mine = actors.lease("a", held=(0,), count=2)
+        assert len(mine) == 2
+        with actors.home.database.write() as connection:
+            for lease in mine:
+                work.give_back(connection, node=who("a"), lease_id=lease.lease_id, now=actors.now)
+        actors.now += 51
+
+
+def test_letting_a_lease_lapse_makes_a_node_wait(actors: Actors) -> None:
+    actors.lease("a", held=(0,))
+    actors.now += 51
+    assert actors.lease("b", held=(0,)), "whoever asks next ends the lease"
+    assert actors.lease("a", held=(0,)) == []
+    actors.now += 4
+    assert actors.lease("a", held=(0,))
+
+
+def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path) -> None:
+    """Otherwise junk for the oldest slots, submitted again and again, would keep the trainer waiting for verdicts."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(groups_per_step=2, max_async=1))
+    actors = Actors(home)
+    actors.register("a", "b", "c")
+    actors.publish(0)
+    for count in (2, 1):
+        leased = actors.lease("a", held=(0,), count=count)
+        for lease in leased:
+            actors.submit("a", lease.lease_id)
+            actors.decide(actors.claim(), Outcome.ADMITTED)
+    (late,) = actors.lease("b", held=(0,))
+    assert actors.assign() == 0
+    actors.publish(1)
+    for lease in actors.lease("a", held=(1,), count=1):
+        actors.submit("a", lease.lease_id)
+        actors.decide(actors.claim(), Outcome.ADMITTED)
+    actors.submit("b", late.lease_id)
+    assert actors.assign() is None, "the last chance that is under way is waited for"
+    actors.decide(actors.claim(), Outcome.REJECTED)
+    assert all(lease.version == 1 for lease in actors.lease("c", held=(0, 1), count=3))
+    assert actors.assign() == 1
+    home.database.close()
+
+
 def test_rejections_make_a_node_wait_longer_each_time(actors: Actors) -> None:
     waits = []
     for _ in range(4):
@@ -222,7 +285,7 @@ def test_any_order_of_events_loses_and_repeats_nothing(tmp_path: Path, max_async
     home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(max_async=max_async, steps=6))
     actors, rng = Actors(home), random.Random(seed)
     names = [f"n{i}" for i in range(5)]
-    actors.register(*names)
+    actors.register(*names, admitted=0)
     actors.publish(0)
     head, training_now, held = 0, False, []
     for _ in range(6000):
