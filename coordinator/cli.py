@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,8 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
+from node.environments import load_environment
+from node.exchange import checked_url
 from node.identity import load_key
-from node.protocol.run import parse_run_toml, run_id_of
+from node.protocol.run import RunSpec, parse_run_toml, run_id_of
 
 log = logging.getLogger(__name__)
 
@@ -103,17 +106,20 @@ def coordinator(
     from coordinator.app import create_app
     from coordinator.service import Coordinator
 
-    spec = parse_run_toml(run_file.read_text(encoding="utf-8"))
+    spec = _read_spec(run_file)
     run_key = load_key(key)
+    for url in relays:
+        checked_url(url)
+    listening = _listen(host, port)
     public_key = run_key.public_key().public_bytes_raw()
     home = create_home(data, public_key=public_key, spec=spec, database_url=database_url)
     home.blobs.clear_incoming()
+    bound = listening.getsockname()[1]
     click.echo(f"run id  {home.run_id}")
-    click.echo(f"workers join with:  veriswarm worker --coordinator http://{host}:{port} --run-id {home.run_id}")
-    uvicorn.run(
+    click.echo(f"serving at http://{host}:{bound}; with the address under which others reach it, workers join by")
+    click.echo(f"  veriswarm worker --coordinator http://{host}:{bound} --run-id {home.run_id}")
+    config = uvicorn.Config(
         create_app(Coordinator(home, key=run_key, relay_urls=relays)),
-        host=host,
-        port=port,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -123,6 +129,30 @@ def coordinator(
         limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _read_spec(path: Path) -> RunSpec:
+    """The run that `path` defines, if this installation can work on it: the first start fixes it for ever."""
+    try:
+        spec = parse_run_toml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadConfiguration(f"{path} is not UTF-8 text") from error
+    for environment in spec.environments:
+        load_environment(environment)
+    return spec
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; raises BadConfiguration before anything is promised."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise BadConfiguration(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listening
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from coordinator.storage.schema import facts
 from node.protocol.messages import RunEntry
 from node.protocol.run import RunSpec, run_id_of
 from shardcast.wire import decode, encode
+
+logger = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 256 * 1024
 _POLL_SECONDS = 0.2
@@ -60,7 +63,10 @@ def create_home(folder: Path, *, public_key: bytes, spec: RunSpec, database_url:
         elif known["public_key"] != public_key.hex():
             raise BadConfiguration(f"{folder} holds the run of another key; give another --data, or that key")
         elif known["spec"].encode() != text:
-            raise BadConfiguration(f"run.toml differs from the one that the run in {folder} was started with")
+            raise BadConfiguration(
+                f"run.toml differs from the one that the run in {folder} was started with; give the old file, or "
+                "another --data and a new key for a new run"
+            )
     blobs.put(text)
     return Home(public_key=public_key, spec=spec, database=database, blobs=blobs, folder=folder)
 
@@ -68,12 +74,16 @@ def create_home(folder: Path, *, public_key: bytes, spec: RunSpec, database_url:
 def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: float = 0.0) -> Home:
     """Open a home that the coordinator made, waiting for it up to `wait_seconds`; raises BadConfiguration."""
     deadline = time.monotonic() + wait_seconds
+    said = False
     while True:
         home = _try_open(folder, database_url)
         if home is not None:
             return home
         if time.monotonic() >= deadline:
             raise BadConfiguration(f"no run in {folder}; start `veriswarm coordinator` with this --data first")
+        if not said:
+            logger.info("waiting for a run in %s", folder)
+            said = True
         time.sleep(_POLL_SECONDS)
 
 

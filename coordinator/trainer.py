@@ -19,7 +19,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from coordinator.errors import CoordinatorError, StorageFault
+from coordinator.errors import BadConfiguration, CoordinatorError, StorageFault
 from coordinator.home import Home
 from coordinator.storage import training
 from coordinator.storage.training import Published
@@ -87,6 +87,7 @@ class Trainer:
             learner = self._restore()
         except Stopped:
             return
+        self._check_history(learner)
         self._publish(learner)
         waited_since = time.monotonic()
         while not self._stop.is_set():
@@ -103,10 +104,20 @@ class Trainer:
     def _restore(self) -> Learner:
         """The newest checkpoint, or the run's first policy."""
         if not self._first_policy.exists():
+            with self._home.database.read() as connection:
+                if training.recorded(connection):
+                    raise BadConfiguration(
+                        f"the run in {self._home.folder} has policies already, and {self._state} is not its trainer's "
+                        "folder; name the right --state, or restore it from a backup"
+                    )
             model, tokenizer = initial_policy(self._home.spec, progress=self._note_progress)
             save_policy(_cast(model, self._dtype), tokenizer, self._first_policy)
         # Read back even when just written, so that a restart begins with the same bits.
         policy = load_policy(self._first_policy, dtype=torch.float32)
+        if policy.hidden < self._home.spec.proofs.top_k:
+            raise BadConfiguration(
+                f"proofs.top_k is {self._home.spec.proofs.top_k}, but the model has only {policy.hidden} hidden units"
+            )
         optimizer = make_optimizer(policy.model, self._home.spec.training)
         learner = Learner(0, policy.model, policy.tokenizer, optimizer, {})
         found = checkpoints(self._checkpoints)
@@ -117,6 +128,25 @@ class Trainer:
             log.info("resuming at step %d", learner.step)
         self._note("training", learner.step, self._home.spec.training.steps)
         return learner
+
+    def _check_history(self, learner: Learner) -> None:
+        """Refuse to go on from a state folder that is not this run's: signing another history is fraud.
+
+        Raises BadConfiguration unless the run's newest policy is this trainer's, or the one it is about to record.
+        """
+        with self._home.database.read() as connection:
+            known = training.recorded(connection)
+        newest = max(known, default=-1)
+        if newest in (learner.step, learner.step - 1) and (newest < 0 or self._holds(newest, known[newest])):
+            return
+        raise BadConfiguration(
+            f"the run in {self._home.folder} is at policy {newest}, and {self._state} is not its trainer's folder "
+            f"(step {learner.step}); name the right --state, or restore it from a backup"
+        )
+
+    def _holds(self, version: int, result_digest: str) -> bool:
+        signed = self._origin.store.get(version)
+        return signed is not None and signed.manifest.result_digest == result_digest
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -171,8 +201,11 @@ class Trainer:
         with self._home.database.write() as connection:
             training.record_policy(connection, policy, now=clock())
             training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
-        self._note("training", learner.step, self._home.spec.training.steps)
+        steps = self._home.spec.training.steps
+        self._note("training", learner.step, steps)
         log.info("policy %d is published", learner.step)
+        if learner.step == steps:
+            log.info("the run is over; its policies are served until this process is stopped")
 
     def _announce(self, learner: Learner) -> str:
         """Write the policy's file in the run's dtype and give it to the origin."""

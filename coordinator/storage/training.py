@@ -120,6 +120,12 @@ class Published:
     manifest: bytes
 
 
+def recorded(connection: Connection) -> dict[int, str]:
+    """The result digest of every recorded policy, by version."""
+    rows = connection.execute(select(policies.c.version, policies.c.result_digest))
+    return {row.version: row.result_digest for row in rows}
+
+
 def record_policy(connection: Connection, policy: Published, *, now: float) -> None:
     """Make `policy` the run's newest; does nothing if it was recorded before."""
     known = connection.execute(select(policies.c.version).where(policies.c.version == policy.version)).first()

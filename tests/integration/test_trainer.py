@@ -193,6 +193,33 @@ def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[...,
     return die
 
 
+def test_a_trainer_in_another_folder_does_not_sign_a_second_history(tmp_path: Path) -> None:
+    """Two manifests for one version are fraud in everybody's eyes; a mistyped --state must not commit it."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        with trainer_of(home, tmp_path / "other") as trainer, pytest.raises(BadConfiguration, match="--state"):
+            trainer.run()
+        assert not list((tmp_path / "other" / "origin").rglob("manifests/*"))
+
+
+def test_a_trainer_from_an_old_backup_does_not_sign_a_second_history(tmp_path: Path) -> None:
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        for newer in checkpoints(tmp_path / "checkpoints")[1:]:
+            newer.unlink()
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
+            trainer.run()
+
+
+def test_a_proof_larger_than_the_models_width_is_refused_before_anything_is_published(tmp_path: Path) -> None:
+    spec = spec_of()
+    spec = msgspec.structs.replace(spec, proofs=msgspec.structs.replace(spec.proofs, top_k=129))
+    with run_in(tmp_path, spec) as home:
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="hidden units"):
+            trainer.run()
+        assert finished_steps(home) == -1
+
+
 def test_a_half_precision_run_trains_in_single_precision(tmp_path: Path) -> None:
     spec = spec_of(dtype="bfloat16")
     with run_in(tmp_path, spec) as home:
