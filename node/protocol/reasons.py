@@ -64,7 +64,7 @@ ADVICE: dict[Reason, str] = {
     Reason.STALE_POLICY: "The run has moved on and no longer takes work of that policy; fetch the newest policy.",
     Reason.OVERSIZED_BODY: "The body is larger than the run allows; see limits.max_submission_bytes.",
     Reason.BODY_MISMATCH: "The body is not the one that was signed for; send exactly those bytes.",
-    Reason.DUPLICATE_SUBMISSION: "This lease or this file was submitted already; ask for new work.",
+    Reason.DUPLICATE_SUBMISSION: "This lease or this file was used already; ask for new work.",
     Reason.TOO_MANY_REQUESTS: "Too much at once from this node or address; wait as Retry-After says.",
     Reason.NOT_FOUND: "Nothing is here under that name; check the address, or ask again later.",
     Reason.NOT_PARQUET: "The file could not be read as Parquet within the limits; write it as section 6 says.",
