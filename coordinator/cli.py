@@ -20,6 +20,7 @@ from node.environments import load_environment
 from node.exchange import checked_url
 from node.identity import load_key
 from node.protocol.run import RunSpec, parse_run_toml, run_id_of
+from shardcast.errors import Malformed
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,9 @@ def _data_options(function: F) -> F:
         required=True,
         help="The run's data folder, shared by coordinator, verifiers and trainer.",
     )
-    database = click.option("--database-url", help="An SQLAlchemy URL instead of the data folder's SQLite file.")
+    database = click.option(
+        "--database-url", help="Another SQLite file, as an SQLAlchemy URL; this release knows no other database."
+    )
     return data(database(function))
 
 
@@ -138,6 +141,8 @@ def _read_spec(path: Path) -> RunSpec:
         spec = parse_run_toml(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise BadConfiguration(f"{path} is not UTF-8 text") from error
+    except Malformed as error:
+        raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
     for environment in spec.environments:
         load_environment(environment)
     return spec

@@ -31,6 +31,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{64}")
 )
 @click.option("-v", "--verbose", is_flag=True, help="Log every detail.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.version_option(package_name="veriswarm")
 @click.pass_context
 def main(ctx: click.Context, config: Path | None, verbose: bool, debug: bool) -> None:  # noqa: ARG001
     """Train a language model on machines that nobody vouches for.

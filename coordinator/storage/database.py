@@ -15,6 +15,9 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import ArgumentError
+
+from coordinator.errors import BadConfiguration
 
 BUSY_TIMEOUT_MS = 30_000
 POOL_SIZE = 48
@@ -26,7 +29,10 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
+        try:
+            self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
+        except (ArgumentError, ImportError) as error:
+            raise BadConfiguration("--database-url is no SQLAlchemy URL whose driver is installed") from error
         self._lazy = self._engine
         if self._engine.dialect.name == "sqlite":
             self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
