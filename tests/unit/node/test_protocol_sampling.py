@@ -214,3 +214,13 @@ def test_noise_itself_is_gumbel_distributed() -> None:
     exact = np.exp(-np.exp(-noise.astype(np.float64)))
     steps = np.arange(len(noise)) / len(noise)
     assert max(np.abs(exact - steps).max(), np.abs(exact - steps - 1 / len(noise)).max()) < 2.23 / len(noise) ** 0.5
+
+
+def test_no_library_rounds_the_noise_table_another_way():
+    """Every value is thousands of units in the last double place away from where it would round to another float."""
+    first = np.arange(45_056, dtype=np.int64)
+    octave = np.maximum((first >> 11) - 1, 0)
+    middle = (((first - (octave << 11)) << octave) + (1 << octave) / 2.0) * 2.0**-32
+    exact = -np.log(-np.log1p(-middle))
+    dropped_bits = exact.view(np.int64) & ((1 << 29) - 1)
+    assert int(np.abs(dropped_bits - (1 << 28)).min()) == 2924
