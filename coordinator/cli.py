@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
+from node.engine_options import engine_options, prefills_maker
 from node.environments import load_environment
 from node.exchange import checked_url
 from node.identity import load_key
@@ -167,27 +168,39 @@ def _listen(host: str, port: int) -> socket.socket:
 @click.option(
     "--source", "sources", multiple=True, required=True, metavar="URL", help="An origin or relay; repeatable."
 )
-@_THREADS
+@engine_options
 def verifier(
-    *, data: Path, database_url: str | None, state: Path, name: str, sources: tuple[str, ...], threads: int
+    *,
+    data: Path,
+    database_url: str | None,
+    state: Path,
+    name: str,
+    sources: tuple[str, ...],
+    engine: str,
+    threads: int | None,
+    **settings: Any,
 ) -> None:
     """Judge submissions: prefill them under their policy and decide.
 
     \b
     Example:
       veriswarm verifier --data run/ --state verifier-1/ --source http://127.0.0.1:8710
-    Start as many as the queue needs; each wants its own --name and --state.
+    Start as many as the queue needs; each wants its own --name and --state. --engine torch prefills with
+    transformers, the reference; vllm is for policies that only vLLM can hold.
     """
     from coordinator.verifier import Verifier, VerifierSettings
 
+    make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
-    settings = VerifierSettings(name=name, state=state, sources=sources, threads=threads)
+    chosen = VerifierSettings(
+        name=name, state=state, sources=sources, threads=threads or 1, make_prefills=make_prefills
+    )
 
     async def work() -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await Verifier(home, settings).run(stop)
+        await Verifier(home, chosen).run(stop)
 
     asyncio.run(work())
 

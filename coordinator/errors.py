@@ -2,8 +2,7 @@
 
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
-├── StorageFault         the database or the blob store does not hold what it must
-└── VerifierUnavailable  a policy or a parser that verification needs cannot be had now
+└── StorageFault         the database or the blob store does not hold what it must
 """
 
 from __future__ import annotations
@@ -21,7 +20,3 @@ class BadConfiguration(CoordinatorError):
 
 class StorageFault(CoordinatorError):
     code = "storage_fault"
-
-
-class VerifierUnavailable(CoordinatorError):
-    code = "verifier_unavailable"

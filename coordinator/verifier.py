@@ -9,68 +9,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from sqlalchemy.exc import OperationalError
 
-from coordinator.errors import VerifierUnavailable
 from coordinator.home import Home
-from coordinator.storage import verdicts
+from coordinator.policy_shelf import PolicyShelf
+from coordinator.storage import training, verdicts
 from coordinator.storage.verdicts import Claimed, Decision
 from coordinator.training.groups import encode_group
 from coordinator.training.grpo import Group, Sample
-from node.environments import Environment, load_environment
+from node.environments import load_environment
 from node.parquet_reader import ParquetReader
-from node.policy import Policy, load_policy
+from node.prefill import Prefills, TransformersPrefills
 from node.protocol.admission import Outcome
-from node.verification import Verdict, verify
+from node.protocol.reasons import Reason
+from node.protocol.run import RunSpec
+from node.verification import PolicyAway, Rules, Verdict, verify
 from shardcast import Client
-from shardcast.errors import ShardcastError
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
 CLAIM_SECONDS = 60.0
 RETRY_SECONDS = 1.0
-FETCH_SECONDS = 600.0
-POLICIES_IN_MEMORY = 4
+
+PUBLICATION_SECONDS = 10.0
+"""How long a submission that names a policy newer than the newest published is waited with. The trainer announces
+a policy a moment before it is in the log, so an honest worker can be ahead of the log by so much.
+"""
 
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """How this process works; what it checks is the run's."""
+    """How this process works; what it checks is the run's. `make_prefills` None: transformers, in this process."""
 
     name: str
     state: Path
     sources: tuple[str, ...]
     threads: int = 1
-
-
-class PolicyShelf:
-    """Verified policies by version, the most recently used in memory."""
-
-    def __init__(self, client: Client, *, spec_dtype: str) -> None:
-        self._client = client
-        self._dtype: torch.dtype = getattr(torch, spec_dtype)
-        self._loaded: OrderedDict[str, Policy] = OrderedDict()
-
-    async def get(self, version: int, manifest_digest: str) -> Policy:
-        """The policy whose manifest has this digest; raises VerifierUnavailable."""
-        if manifest_digest not in self._loaded:
-            try:
-                path = await self._client.fetch_archived(
-                    version, manifest_digest=manifest_digest, timeout_s=FETCH_SECONDS
-                )
-            except ShardcastError as error:
-                raise VerifierUnavailable(f"policy {version}: {error}") from error
-            self._loaded[manifest_digest] = await asyncio.to_thread(load_policy, path, dtype=self._dtype)
-            while len(self._loaded) > POLICIES_IN_MEMORY:
-                self._loaded.popitem(last=False)
-        self._loaded.move_to_end(manifest_digest)
-        return self._loaded[manifest_digest]
+    make_prefills: Callable[[RunSpec], Prefills] | None = None
 
 
 class Verifier:
@@ -79,7 +60,8 @@ class Verifier:
     def __init__(self, home: Home, settings: VerifierSettings) -> None:
         self._home = home
         self._settings = settings
-        self._environments: list[Environment] = [load_environment(e) for e in home.spec.environments]
+        environments = [load_environment(environment) for environment in home.spec.environments]
+        self._rules = Rules(home.run_id, home.spec, environments)
         self._reader = ParquetReader()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -92,18 +74,32 @@ class Verifier:
             state_dir=self._settings.state,
             keep=self._home.spec.broadcast.keep_versions,
         ) as client:
-            shelf = PolicyShelf(client, spec_dtype=self._home.spec.model.dtype)
+            prefills = self._make_prefills()
+            shelf = PolicyShelf(self._home, client, prefills)
             log.info("verifying for run %s as %s", self._home.run_id[:16], self._settings.name)
-            while not stop.is_set():
-                try:
-                    pause = 0.0 if await self._work(shelf) else IDLE_SECONDS
-                except (OperationalError, OSError) as error:
-                    log.warning("the database or the disk is away, trying again: %s", error)
-                    pause = RETRY_SECONDS
-                if pause:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(stop.wait(), pause)
+            ahead = asyncio.create_task(shelf.prefetch())
+            try:
+                await self._work_until(stop, shelf)
+            finally:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
+                await prefills.close()
         self._reader.close()
+
+    def _make_prefills(self) -> Prefills:
+        spec, make = self._home.spec, self._settings.make_prefills
+        return TransformersPrefills(dtype=spec.model.dtype) if make is None else make(spec)
+
+    async def _work_until(self, stop: asyncio.Event, shelf: PolicyShelf) -> None:
+        while not stop.is_set():
+            try:
+                pause = 0.0 if await self._work(shelf) else IDLE_SECONDS
+            except (OperationalError, OSError) as error:
+                log.warning("the database or the disk is away, trying again: %s", error)
+                pause = RETRY_SECONDS
+            if pause:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), pause)
 
     async def _work(self, shelf: PolicyShelf) -> bool:
         """Judge one submission, if one waits."""
@@ -117,28 +113,38 @@ class Verifier:
             return verdicts.claim(connection, verifier=self._settings.name, now=verdicts.clock(), seconds=CLAIM_SECONDS)
 
     async def _handle(self, claimed: Claimed, shelf: PolicyShelf) -> None:
+        published = await asyncio.to_thread(self._published, claimed)
         try:
-            policy = await shelf.get(claimed.version, claimed.manifest_digest)
-            decision = await asyncio.to_thread(self._decide, claimed, policy)
-        except VerifierUnavailable as error:
+            verdict = await verify(
+                self._home.blobs.path(claimed.body),
+                reader=self._reader,
+                version=claimed.version,
+                manifest_digest=claimed.manifest_digest,
+                slot=claimed.slot,
+                policies=shelf,
+                published=published,
+                rules=self._rules,
+            )
+        except PolicyAway as error:
             log.warning("cannot verify %s now: %s", claimed.submission[:16], error)
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.to_thread(self._defer, claimed)
             return
+        if verdict.awaits is not None:
+            if verdicts.clock() < claimed.received_at + PUBLICATION_SECONDS:
+                await asyncio.to_thread(self._defer, claimed)
+                return
+            verdict = _undecided(verdict)
+        decision = await asyncio.to_thread(self._stored, claimed, verdict)
         await asyncio.to_thread(self._record, claimed, decision)
 
-    def _decide(self, claimed: Claimed, policy: Policy) -> Decision:
-        home = self._home
-        verdict = verify(
-            home.blobs.path(claimed.body),
-            reader=self._reader,
-            run_id=home.run_id,
-            manifest_digest=claimed.manifest_digest,
-            slot=claimed.slot,
-            policy=policy,
-            environments=self._environments,
-            spec=home.spec,
-        )
-        return self._stored(claimed, verdict)
+    def _published(self, claimed: Claimed) -> Mapping[int, str]:
+        """What the run has published; whatever is in here is in the log before the verdict."""
+        with self._home.database.read() as connection:
+            return training.published_since(connection, claimed.version)
+
+    def _defer(self, claimed: Claimed) -> None:
+        with self._home.database.write() as connection:
+            verdicts.defer(connection, claimed, until=verdicts.clock() + RETRY_SECONDS)
 
     def _stored(self, claimed: Claimed, verdict: Verdict) -> Decision:
         group = None
@@ -162,6 +168,16 @@ class Verifier:
         if stored:
             why = f" ({decision.reason}: {decision.detail})" if decision.reason else ""
             log.info("slot %d/%d of %s… %s%s", claimed.version, claimed.slot, claimed.node[:8], decision.outcome, why)
+
+
+def _undecided(verdict: Verdict) -> Verdict:
+    """Whether an unpublished policy is a lie, or one that the trainer announced and could not record, is not known."""
+    return replace(
+        verdict,
+        outcome=Outcome.INDETERMINATE,
+        reason=Reason.VERIFIER_FAILED,
+        detail=f"Policy {verdict.awaits} is not in the log.",
+    )
 
 
 def _group(claimed: Claimed, verdict: Verdict) -> Group:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Final, Self
@@ -19,18 +21,19 @@ from msgspec import Meta
 from node.audit_log import LoggedVerdict, Problem
 from node.audit_report import Checked, Result
 from node.coordinator_client import CoordinatorClient
-from node.environments import Environment, load_environment
+from node.environments import load_environment
 from node.errors import BadReply, Refused
 from node.exchange import measure_body
 from node.parquet_reader import ParquetReader
-from node.policy import Policy, PolicyError, load_policy
+from node.policy import Blueprint, PolicyError, load_policy
+from node.prefill import Prefill, TransformersPrefill
 from node.protocol.admission import Figures, Outcome
 from node.protocol.merkle import MAX_PROOF_HASHES, ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import MAX_CLAIM_BYTES, MAX_MESSAGE_BYTES, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, LimitsSpec
-from node.verification import Verdict, decide, read_claim
+from node.verification import PolicyAway, Rules, Verdict, verify
 from shardcast import Client
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.wire import Digest, Wire, decode, digest, encode
@@ -38,7 +41,9 @@ from shardcast.wire import Digest, Wire, decode, digest, encode
 BORDERLINE_FACTOR: Final = 1.25
 """Machines round differently: a figure may be over its limit on one and not on another within this factor."""
 
-POLICIES_ON_DISK: Final = 2
+POLICIES_IN_MEMORY: Final = 2
+"""Verdicts come in policy order: theirs, and the next where a completion went on under it."""
+
 POLICY_SECONDS: Final = 900.0
 PATIENCE_SECONDS: Final = 30.0
 MAX_REQUEST_BYTES: Final = MAX_CLAIM_BYTES + 512
@@ -133,11 +138,13 @@ class EvidenceAuditor:
         self._coordinator = coordinator
         self._run_id, self._spec = descriptor.run_id, descriptor.spec
         self._checkpoint = checkpoint
-        self._published = {entry.version: entry for entry in entries if isinstance(entry, PolicyEntry)}
-        self._environments: list[Environment] = [load_environment(e) for e in descriptor.spec.environments]
-        self._broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=POLICIES_ON_DISK)
+        self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
+        environments = [load_environment(environment) for environment in descriptor.spec.environments]
+        self._rules = Rules(self._run_id, self._spec, environments)
+        keep = self._spec.sampling.max_version_lead + POLICIES_IN_MEMORY
+        broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep)
+        self._archive = _Archive(broadcast, dtype=getattr(torch, self._spec.model.dtype))
         self._reader = ParquetReader()
-        self._policy: tuple[str, Policy | Unobtainable] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,18 +152,18 @@ class EvidenceAuditor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._broadcast.close()
+        await self._archive.close()
         self._reader.close()
 
     async def check(self, verdict: LoggedVerdict) -> tuple[Checked, Problem | None]:
         """One verdict, derived again. Raises Unavailable when the coordinator is gone."""
         try:
             await self._check_inclusion(verdict)
-            derived = await self._derive(verdict.entry)
+            derived = await self._derive(verdict)
         except Disagreement as error:
             checked = Checked(verdict, Result.DISAGREE, str(error))
             return checked, Problem(error.code, str(error), verdict.log_index)
-        except (Unobtainable, Refused, BadReply) as error:
+        except (Unobtainable, PolicyAway, Refused, BadReply) as error:
             return Checked(verdict, Result.UNAVAILABLE, str(error)), None
         result, detail = compare(verdict.entry, derived, limits=self._spec.limits)
         problem = Problem("verdict_differs", detail, verdict.log_index) if result is Result.DISAGREE else None
@@ -176,23 +183,22 @@ class EvidenceAuditor:
         except ProofInvalid as error:
             raise Disagreement("inclusion_proof", f"{error}.") from error
 
-    async def _derive(self, entry: VerdictEntry) -> Verdict:
+    async def _derive(self, verdict: LoggedVerdict) -> Verdict:
+        entry = verdict.entry
         body_bytes = await self._check_request(entry)
         body = await self._blob(entry.body, max_bytes=self._spec.limits.max_submission_bytes)
         if len(body) != body_bytes:
             raise Disagreement("evidence_mismatch", f"The body has {len(body)} bytes, {body_bytes} were signed.")
-        claim = await asyncio.to_thread(read_claim, body, reader=self._reader, slot=entry.slot, spec=self._spec)
-        if isinstance(claim, Verdict):
-            return claim
-        return await asyncio.to_thread(
-            decide,
-            claim.rollouts,
-            run_id=self._run_id,
+        published = {policy.version: policy for at, policy in self._published if at < verdict.log_index}
+        return await verify(
+            body,
+            reader=self._reader,
+            version=entry.version,
             manifest_digest=entry.manifest_digest,
             slot=entry.slot,
-            policy=await self._policy_of(entry),
-            environments=self._environments,
-            spec=self._spec,
+            policies=_Logged(self._archive, entry, published),
+            published=published,
+            rules=self._rules,
         )
 
     async def _check_request(self, entry: VerdictEntry) -> int:
@@ -222,26 +228,66 @@ class EvidenceAuditor:
             raise Unobtainable(f"Blob {name[:16]}… is not what is served under its name.")
         return data
 
-    async def _policy_of(self, entry: VerdictEntry) -> Policy:
-        """The policy that the entry names; only the last one is held, because verdicts come in policy order."""
-        if self._policy is None or self._policy[0] != entry.manifest_digest:
-            try:
-                self._policy = entry.manifest_digest, await self._load_policy(entry)
-            except Unobtainable as error:
-                self._policy = entry.manifest_digest, error
-        if isinstance(self._policy[1], Unobtainable):
-            raise self._policy[1]
-        return self._policy[1]
 
-    async def _load_policy(self, entry: VerdictEntry) -> Policy:
+class _Archive:
+    """Policies by manifest digest; the last few are held, and failures to get one too."""
+
+    def __init__(self, broadcast: Client, *, dtype: torch.dtype) -> None:
+        self._broadcast = broadcast
+        self._dtype = dtype
+        self._held: OrderedDict[str, tuple[str, Prefill] | PolicyAway] = OrderedDict()
+
+    async def close(self) -> None:
+        await self._broadcast.close()
+
+    async def get(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
+        """The digest of the policy's file, and the policy; raises PolicyAway."""
+        if manifest_digest not in self._held:
+            try:
+                self._held[manifest_digest] = await self._load(version, manifest_digest)
+            except PolicyAway as error:
+                self._held[manifest_digest] = error
+            while len(self._held) > POLICIES_IN_MEMORY:
+                self._held.popitem(last=False)
+        self._held.move_to_end(manifest_digest)
+        held = self._held[manifest_digest]
+        if isinstance(held, PolicyAway):
+            raise held
+        return held
+
+    async def _load(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
         try:
             path = await self._broadcast.fetch_archived(
-                entry.version, manifest_digest=entry.manifest_digest, timeout_s=POLICY_SECONDS
+                version, manifest_digest=manifest_digest, timeout_s=POLICY_SECONDS
             )
             result_digest, _ = await asyncio.to_thread(measure_body, path)
-            published = self._published.get(entry.version)
-            if published is not None and published.result_digest != result_digest:
-                raise Disagreement("policy_differs", f"Policy {entry.version} is not the file that the log names.")
-            return await asyncio.to_thread(load_policy, path, dtype=getattr(torch, self._spec.model.dtype))
+            policy = await asyncio.to_thread(load_policy, path, dtype=self._dtype)
         except (ShardcastError, PolicyError) as error:
-            raise Unobtainable(f"Policy {entry.version}: {error}") from error
+            raise PolicyAway(f"Policy {version}: {error}") from error
+        return result_digest, TransformersPrefill(policy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """The `Policies` of one verdict: the one that its entry names, and those that the log has before it."""
+
+    archive: _Archive
+    entry: VerdictEntry
+    published: Mapping[int, PolicyEntry]
+
+    async def blueprint(self, version: int) -> Blueprint:
+        return (await self.prefill(version)).blueprint
+
+    async def prefill(self, version: int) -> Prefill:
+        """Raises Disagreement where the file is not the one that the log names."""
+        logged = self.published.get(version)
+        if version == self.entry.version:
+            manifest_digest = self.entry.manifest_digest
+        elif logged is not None:
+            manifest_digest = logged.manifest_digest
+        else:
+            raise PolicyAway(f"Policy {version} is not in the log.")
+        result_digest, prefill = await self.archive.get(version, manifest_digest)
+        if logged is not None and logged.result_digest != result_digest:
+            raise Disagreement("policy_differs", f"Policy {version} is not the file that the log names.")
+        return prefill

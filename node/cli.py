@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
 from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained, set_up_logging
 from node.config import default_map, load_config
+from node.engine_options import engine_maker, engine_options
 from node.identity import create_key, load_key, load_or_create_key, node_id
 from node.protocol.run import run_id_of
 from node.signals import stop_on_signals
@@ -84,30 +86,27 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
 @_RUN_ID_OPTION
 @_KEY
 @_STATE
-@click.option("--engine", type=click.Choice(["torch"]), default="torch", show_default=True, help="What generates.")
-@click.option(
-    "--slots", type=click.IntRange(1, 1024), default=4, show_default=True, help="Most slots leased at once, one batch."
-)
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="CPU threads for torch.")
+@engine_options
+@click.option("--slots", type=click.IntRange(1, 1024), default=4, show_default=True, help="Most slots under way.")
 @click.option(
     "--grace",
     type=click.FloatRange(0, 3600),
     default=10.0,
     show_default=True,
-    help="Seconds to finish a batch on SIGTERM; a longer one is handed back.",
+    help="Seconds to finish slots on SIGTERM; those that take longer are handed back.",
 )
-@click.option("--once", is_flag=True, help="Do one batch, wait for its receipts, and end.")
+@click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
 def worker(
     *,
     coordinator: str,
     run_id: str,
     key: Path | None,
     state: Path | None,
-    engine: str,  # noqa: ARG001  (one choice so far)
+    engine: str,
     slots: int,
-    threads: int,
     grace: float,
     once: bool,
+    **options: Any,
 ) -> None:
     """Generate rollouts for a run and earn receipts for them.
 
@@ -115,24 +114,19 @@ def worker(
     Example:
       veriswarm worker --coordinator http://192.0.2.1:8700 --run-id 5f3c...
     It makes its key, fetches the policy, works, and waits whenever the coordinator or the relays are away.
-    Ctrl-C finishes the batch or hands it back. What it does now is in status.json in its state folder.
+    Ctrl-C finishes its slots or hands them back. What it does now is in status.json in its state folder.
     """
-    from node.engines.torch import TorchEngine
     from node.worker import WorkerSettings, run_worker
 
     folder = _state_folder(state, run_id, "worker")
     settings = WorkerSettings(
         coordinator=coordinator, run_id=run_id, state=folder, slots=slots, grace_seconds=grace, once=once
     )
+    make_engine = engine_maker(engine, state=folder, **options)
     node_key = load_or_create_key(key or folder / "key")
 
     async def work() -> None:
-        await run_worker(
-            settings,
-            key=node_key,
-            make_engine=lambda spec: TorchEngine(spec, threads=threads),
-            stop=stop_on_signals(),
-        )
+        await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop_on_signals())
 
     asyncio.run(work())
 
@@ -247,6 +241,63 @@ def audit(
                 sources=sources,
             )
         )
+    ctx.exit(code)
+
+
+@main.command()
+@click.option(
+    "--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True, help="What shall generate."
+)
+@click.option("--coordinator", metavar="URL", help="Ask this coordinator, and compare clocks.")
+@click.option(
+    "--run",
+    "run_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The run's run.toml: how long sequences are, and how many policies are kept.",
+)
+@click.option(
+    "--policy", type=click.Path(path_type=Path, dir_okay=False), help="A policy file, to see whether it fits."
+)
+@_KEY
+@_STATE
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where a relay would listen, with --port.")
+@click.option("--port", type=click.IntRange(1, 65535), help="See whether a relay could listen here.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    *,
+    engine: Literal["torch", "vllm"],
+    coordinator: str | None,
+    run_file: Path | None,
+    policy: Path | None,
+    key: Path | None,
+    state: Path | None,
+    host: str,
+    port: int | None,
+    as_json: bool,
+) -> None:
+    """Check this machine, and say what to do before a worker or a relay starts.
+
+    \b
+    Example:
+      veriswarm doctor --engine vllm --coordinator http://192.0.2.1:8700
+    It changes nothing. Exit code 0: no problem. 1: there is one. 2: the doctor could not run.
+    """
+    with explained(CouldNotRun):
+        from node.doctor import DoctorSettings, run_doctor
+
+        settings = DoctorSettings(
+            engine=engine,
+            state=state or Path.home() / ".veriswarm",
+            key=key or (state / "key" if state else None),
+            coordinator=coordinator,
+            run_file=run_file,
+            policy=policy,
+            host=host,
+            port=port,
+        )
+        code = run_doctor(settings, as_json=as_json)
     ctx.exit(code)
 
 

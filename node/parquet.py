@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the child process that parses strangers' files imports this
     from node.protocol.submission import Rollout
 
 SEED_BYTES = 16
-METADATA = {"veriswarm": "rollouts/1"}
+METADATA = {"veriswarm": "rollouts/2"}
 """The file's whole key-value metadata: what it is, and the version of its rules."""
 
 
@@ -34,6 +34,8 @@ SCHEMA = pa.schema(
         _required("prompt_ids", _list_of(pa.int32())),
         _required("completion_ids", _list_of(pa.int32())),
         _required("logprobs", _list_of(pa.float32())),
+        _required("segment_versions", _list_of(pa.int64())),
+        _required("segment_tokens", _list_of(pa.int32())),
         _required("proofs", _list_of(pa.binary())),
     ]
 )
@@ -52,6 +54,8 @@ def write_rollouts(rollouts: Sequence[Rollout]) -> bytes:
             "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
             "logprobs": [rollout.logprobs for rollout in rollouts],
+            "segment_versions": [rollout.segment_versions for rollout in rollouts],
+            "segment_tokens": [rollout.segment_tokens for rollout in rollouts],
             "proofs": [rollout.proofs for rollout in rollouts],
         }
     )

@@ -42,10 +42,12 @@ _SAMPLE = write_columns(
         "prompt_ids": [[1, 2]],
         "completion_ids": [[3]],
         "logprobs": [[-1.0]],
+        "segment_versions": [[0]],
+        "segment_tokens": [[1]],
         "proofs": [[b"proof"]],
     }
 )
-_SAMPLE_SHAPE = Shape(rows=1, prompt_tokens=2, completion_tokens=1, proofs=1, proof_bytes=5)
+_SAMPLE_SHAPE = Shape(rows=1, prompt_tokens=2, completion_tokens=1, segments=1, proofs=1, proof_bytes=5)
 _EXPECTED_COLUMNS = pq.read_metadata(pa.BufferReader(_SAMPLE)).schema
 _EXPECTED_PATHS = [_EXPECTED_COLUMNS.column(index).path for index in range(len(_EXPECTED_COLUMNS.names))]
 
@@ -91,7 +93,7 @@ def _check_metadata(file: pq.ParquetFile, *, shape: Shape) -> None:
     if not same or not file.schema_arrow.equals(SCHEMA, check_metadata=False):
         raise Refusal(Reason.WRONG_SCHEMA, f"It has {len(paths)} columns, not exactly those of section 6.")
     if metadata.metadata != _EXPECTED_METADATA:
-        raise Refusal(Reason.WRONG_SCHEMA, "Its key-value metadata is not exactly veriswarm = rollouts/1.")
+        raise Refusal(Reason.WRONG_SCHEMA, "Its key-value metadata is not exactly veriswarm = rollouts/2.")
     if metadata.num_rows != shape.rows:
         raise Refusal(Reason.WRONG_GROUP_SIZE, f"{metadata.num_rows} rows where {shape.rows} were leased.")
     if metadata.num_row_groups != 1:
@@ -117,7 +119,8 @@ def _check_columns(group: pq.RowGroupMetaData, *, shape: Shape) -> None:
 
 def _items_per_row(shape: Shape) -> tuple[int, ...]:
     """The bound on each column's items per row, in column order."""
-    return (1, 1, shape.prompt_tokens, shape.completion_tokens, shape.completion_tokens, shape.proofs)
+    tokens, segments = shape.completion_tokens, shape.segments
+    return (1, 1, shape.prompt_tokens, tokens, tokens, segments, segments, shape.proofs)
 
 
 def _rows(table: pa.Table, *, shape: Shape) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ class Shape(msgspec.Struct, frozen=True):
     rows: int
     prompt_tokens: int
     completion_tokens: int
+    segments: int
     proofs: int
     proof_bytes: int
 

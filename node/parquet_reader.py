@@ -241,17 +241,22 @@ def _load(body: bytes | Path, *, max_bytes: int) -> bytes:
 def _shape_of(spec: RunSpec) -> Shape:
     """Twice what the run's rules allow, and a little: what is only just too much gets its own reason later."""
     sampling = spec.sampling
-    proofs = chunk_count(sampling.max_new_tokens, chunk_tokens=spec.proofs.chunk_tokens)
+    # Every segment after the first may leave one more chunk unfilled.
+    proofs = chunk_count([sampling.max_new_tokens], chunk_tokens=spec.proofs.chunk_tokens) + sampling.max_version_lead
     return Shape(
         rows=sampling.group_size,
         prompt_tokens=2 * sampling.max_prompt_tokens + 16,
         completion_tokens=2 * sampling.max_new_tokens + 16,
+        segments=2 * (sampling.max_version_lead + 1) + 16,
         proofs=2 * proofs + 16,
         proof_bytes=2 * proof_bytes(spec.proofs.top_k) + 16,
     )
 
 
 def _max_answer_bytes(shape: Shape) -> int:
-    """An upper bound of a MessagePack answer: integers take 5 bytes at most, floats 9, strings 5 and their own."""
-    row = 5 * shape.prompt_tokens + 14 * shape.completion_tokens + (5 + shape.proof_bytes) * shape.proofs
+    """An upper bound of a MessagePack answer: 32-bit integers take 5 bytes at most, 64-bit ones and floats 9,
+    strings 5 and their own.
+    """
+    row = 5 * shape.prompt_tokens + 14 * shape.completion_tokens + 14 * shape.segments
+    row += (5 + shape.proof_bytes) * shape.proofs
     return shape.rows * row + _MAX_ANSWER_SLACK_BYTES + 256 * shape.rows

@@ -13,10 +13,12 @@ whether it is the run's, is for the manifest to say.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,24 +104,44 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unk_token: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A model with what is needed to feed and read it. `vocabulary` counts logits, `hidden` the last norm's width."""
+@dataclass(frozen=True)
+class Blueprint:
+    """A policy without its weights: what is needed to feed and read one that some engine holds.
+
+    `vocabulary` counts logits, `hidden` the last norm's width, `parameters` the stored weights. `config` is
+    checked: it names no code, and `dtype` in it is the file's.
+    """
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerFast
+    eos_ids: frozenset[int]
+    parameters: int
+
+    @property
+    def vocabulary(self) -> int:
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def hidden(self) -> int:
+        size: int = self.config.hidden_size
+        return size
+
+
+@dataclass(frozen=True)
+class Policy(Blueprint):
+    """A model in this process, with what is needed to feed and read it."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
-    vocabulary: int
-    eos_ids: frozenset[int]
-    hidden: int
 
 
-def render_prompt(policy: Policy, text: str) -> list[int]:
+def render_prompt(policy: Blueprint, text: str) -> list[int]:
     """The token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds."""
     ids: list[int] = policy.tokenizer(text)["input_ids"]
     return ids
 
 
-def render_completion(policy: Policy, ids: list[int]) -> str:
+def render_completion(policy: Blueprint, ids: list[int]) -> str:
     """The text of a completion without its end mark; ids that the tokenizer has no entry for are dropped."""
     kept = [token for token in ids if token not in policy.eos_ids]
     text: str = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
@@ -156,17 +178,42 @@ def load_policy(path: Path, *, dtype: torch.dtype) -> Policy:
 
     Raises MalformedPolicy for whatever is wrong with the file and UnreadablePolicy where the disk is at fault.
     """
+    with _opened(path) as file:
+        blueprint, skeleton = _read_blueprint(file)
+        model: Any = skeleton
+        _fill(model.to(dtype), {name: file.get_tensor(name).to(dtype, copy=True) for name in _stored(skeleton)})
+        _probe(model)
+        return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)
+
+
+def inspect_policy(path: Path) -> Blueprint:
+    """What `path` holds, for an engine that loads the weights itself: as `load_policy`, one tensor in memory at a time.
+
+    Instead of a forward pass every weight is looked at: one that is not finite is refused as `broken_model`.
+    Raises as `load_policy`.
+    """
+    with _opened(path) as file:
+        blueprint, skeleton = _read_blueprint(file)
+        for name in _stored(skeleton):
+            if not bool(file.get_tensor(name).isfinite().all()):
+                raise MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
+        return blueprint
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         _check_file(path)
         with safe_open(path, framework="pt", device="cpu") as file:
-            return _load(file, dtype=dtype)
+            yield file
     except SafetensorError as error:
         raise MalformedPolicy(f"not a safetensors file: {error}", code="not_safetensors") from error
     except OSError as error:
         raise UnreadablePolicy(f"cannot read {path}: {error}") from error
 
 
-def _load(file: Any, *, dtype: torch.dtype) -> Policy:
+def _read_blueprint(file: Any) -> tuple[Blueprint, PreTrainedModel]:
+    """Everything but the weights, checked, and the model without memory for them, in the file's own dtype."""
     metadata = file.metadata() or {}
     if set(metadata) != _METADATA or metadata["veriswarm"] != FORMAT:
         raise MalformedPolicy(f"its metadata is not that of {FORMAT}", code="wrong_metadata")
@@ -175,12 +222,10 @@ def _load(file: Any, *, dtype: torch.dtype) -> Policy:
     if config.dtype != stored:
         raise MalformedPolicy(f"holds {stored}, but its configuration says {config.dtype}", code="wrong_tensors")
     tokenizer = _parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
-    eos_ids = _eos_ids(config, tokenizer)
-    model = _skeleton(config, dtype=dtype)
-    _check_shapes({name: tuple(tensor.shape) for name, tensor in _stored(model).items()}, shapes)
-    _fill(model, {name: file.get_tensor(name).to(dtype, copy=True) for name in shapes})
-    _probe(model)
-    return Policy(model, tokenizer, config.vocab_size, eos_ids, config.hidden_size)
+    skeleton = _skeleton(config, dtype=stored)
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in _stored(skeleton).items()}, shapes)
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return Blueprint(config, tokenizer, _eos_ids(config, tokenizer), parameters), skeleton
 
 
 def _stored(model: PreTrainedModel) -> dict[str, Tensor]:

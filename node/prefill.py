@@ -1,43 +1,37 @@
-"""The reference prefill: how far rollouts are from what a policy forces (docs/protocol.md, section 7).
+"""The verifier's measurement: rollouts cut into spans, each prefilled under the policy that is said to have drawn it.
 
-It shares no code with the engines that workers run: it sees whole sequences at once, has no KV cache and no
-padding mask, and computes in the policy's own dtype. An auditor calls the same function and gets the same
-figures, up to rounding. What the figures are worth is for `node.protocol.admission` to judge.
+A span is one segment of one rollout (docs/protocol.md, section 7.1). Every span is measured by an ordinary prefill
+of its whole prefix under its own policy, so a completion that several policies drew needs nothing special.
+`TransformersPrefill` is the reference: it shares no code with the engines that workers run, sees whole sequences
+at once, has no KV cache and no padding mask, and computes in the policy's own dtype. What the figures are worth is
+for `node.protocol.admission` to judge.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from node.measurement import Span, SpanMeasured, measure_states, worst_of
 from node.parquet_reader import VerifierFailed
-from node.policy import Policy
+from node.policy import Blueprint, Policy, load_policy
 from node.protocol.admission import Figures
-from node.protocol.reasons import Reason, Refusal
+from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
-from node.protocol.sampling import gumbel_noise
-from node.protocol.submission import Rollout
-from toploc import VerificationResult, verify_chunk_proofs
-from toploc.errors import BadProof, WrongProofCount
+from node.protocol.submission import Rollout, chunk_count
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 16 * 1024
 """Tokens in one forward pass, padding included; a longer sequence goes alone."""
-
-MAX_LOGITS = 2**24
-"""Logits held at once: 64 MiB in float32, and a few tensors of that size."""
-
-MAX_NOISE_VALUES = 2**20
-"""Sampling noise made at once; its generator needs some 80 bytes for each value."""
-
-NOT_FINITE = 1e308
-"""Stands for a figure that is NaN or infinite: JSON has neither, and no limit admits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +42,187 @@ class Measured:
     logprobs: list[list[float]]
 
 
-def measure(policy: Policy, rollouts: Sequence[Rollout], *, spec: RunSpec) -> Measured:
-    """What one prefill says of `rollouts` (of one prompt or of several), which passed `check_rollouts`.
+class Prefill(Protocol):
+    """One policy, ready to measure."""
 
-    Raises Refusal for proofs that no honest prover makes of these tokens (MALFORMED_PROOF, WRONG_PROOF_COUNT),
-    VerifierFailed where the policy cannot be measured at all.
+    @property
+    def blueprint(self) -> Blueprint:
+        """The policy without its weights."""
+
+    def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
+        """What the policy says of each span, in their order; blocks, so it is called in a thread.
+
+        A Refusal is for proofs that no honest prover makes of the span's tokens. Whatever else goes wrong raises.
+        """
+
+
+class Prefills(Protocol):
+    """Makes policy files ready to measure, all by one engine."""
+
+    async def prefill(self, path: Path, *, version: int) -> Prefill:
+        """The policy in `path`, which is version `version`; raises PolicyError. `path` stays while it is used."""
+
+    async def close(self) -> None:
+        """End what was started for it."""
+
+
+class TransformersPrefills:
+    """The reference `Prefills`: each policy a transformers model in this process, computing in `dtype`."""
+
+    def __init__(self, *, dtype: str) -> None:
+        self._dtype: torch.dtype = getattr(torch, dtype)
+
+    async def prefill(self, path: Path, *, version: int) -> Prefill:  # noqa: ARG002  (the file says it all)
+        return TransformersPrefill(await asyncio.to_thread(load_policy, path, dtype=self._dtype))
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+class TransformersPrefill:
+    """The reference `Prefill`: the transformers model of a policy, in this process."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._policy
+
+    def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
+        """As `Prefill.measure`, in forward passes of spans of similar length."""
+        results: dict[int, SpanMeasured | Refusal] = {}
+        head: Any = self._policy.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        with torch.inference_mode():
+            for batch in _batches(spans):
+                own = [spans[index] for index in batch]
+                measured = measure_states(
+                    own,
+                    self._hidden_states(own),
+                    head,
+                    vocabulary=self._policy.vocabulary,
+                    temperature=spec.sampling.temperature,
+                    chunk_tokens=spec.proofs.chunk_tokens,
+                    top_k=spec.proofs.top_k,
+                )
+                results.update(zip(batch, measured, strict=True))
+        return [results[index] for index in range(len(spans))]
+
+    def _hidden_states(self, batch: Sequence[Span]) -> list[Tensor]:
+        """For each span, what feeds the output head where its tokens are predicted: [tokens, hidden].
+
+        Padding is on the right, and no token attends to a later one, so it needs no mask and changes nothing.
+        """
+        ids = torch.zeros(len(batch), max(span.length for span in batch), dtype=torch.int64)
+        for index, span in enumerate(batch):
+            ids[index, : span.length] = torch.tensor(span.input_ids)
+        model: Any = self._policy.model
+        hidden: Tensor = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+        return [hidden[index, span.length - span.tokens : span.length] for index, span in enumerate(batch)]
+
+
+def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
+    """Indices of spans for one forward pass each: of similar length, within MAX_BATCH_TOKENS."""
+    batch: list[int] = []
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].length, reverse=True):
+        if batch and spans[batch[0]].length * (len(batch) + 1) > MAX_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+class Measuring:
+    """Several groups of rollouts, which passed `check_rollouts`, on their way through the policies that drew them.
+
+    Call `measure` once for each of `versions`, then `result` for each group. Groups share forward passes, but
+    neither a refusal nor a failure is anybody's but the group's own.
     """
-    (result,) = measure_many(policy, [rollouts], spec=spec)
-    if isinstance(result, Refusal):
-        raise result
-    return result
+
+    def __init__(self, groups: Sequence[Sequence[Rollout]], *, spec: RunSpec) -> None:
+        self._groups = [list(group) for group in groups]
+        self._spec = spec
+        self._ended: dict[int, Refusal | VerifierFailed] = {}
+        self._measured: dict[tuple[int, int], list[SpanMeasured]] = {}
+        self._spans: dict[int, dict[int, list[Span]]] = {}
+        for number, group in enumerate(self._groups):
+            for row, rollout in enumerate(group):
+                for version, span in spans_of(rollout, row=row, chunk_tokens=spec.proofs.chunk_tokens):
+                    self._spans.setdefault(version, {}).setdefault(number, []).append(span)
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that groups still wait for, ascending; empty once nothing is left to measure."""
+        return sorted(version for version in self._spans if self.waiting(version))
+
+    def waiting(self, version: int) -> list[int]:
+        """The groups that policy `version` is still to be asked about."""
+        return [group for group in self._spans.get(version, {}) if group not in self._ended]
+
+    def measure(self, prefill: Prefill, version: int) -> None:
+        """Let policy `version` measure what it is said to have drawn; failures are kept for `result`."""
+        groups = self.waiting(version)
+        spans = self._spans.pop(version)
+        try:
+            self._measure(prefill, {group: spans[group] for group in groups})
+        except VerifierFailed as error:
+            if len(groups) == 1:
+                self.fail(groups[0], error)
+                return
+            logger.warning("measuring %d submissions together failed, now one by one: %s", len(groups), error)
+            for group in groups:
+                self._measure_alone(prefill, group, spans[group])
+
+    def _measure_alone(self, prefill: Prefill, group: int, spans: list[Span]) -> None:
+        try:
+            self._measure(prefill, {group: spans})
+        except VerifierFailed as error:
+            self.fail(group, error)
+
+    def _measure(self, prefill: Prefill, spans: dict[int, list[Span]]) -> None:
+        asked = [(group, span) for group, own in spans.items() for span in own]
+        with own_faults("the prefill"):
+            answers = list(zip(asked, prefill.measure([span for _, span in asked], spec=self._spec), strict=True))
+        for (group, span), answer in answers:
+            if isinstance(answer, Refusal):
+                self._ended.setdefault(group, answer)
+            else:
+                self._measured.setdefault((group, span.row), []).append(answer)
+
+    def fail(self, group: int, error: VerifierFailed) -> None:
+        """Ask no policy about this group any more: this side cannot measure it."""
+        self._ended.setdefault(group, error)
+
+    def result(self, group: int) -> Measured | Refusal | VerifierFailed:
+        """What the policies say of a group, or why they say nothing."""
+        if group in self._ended:
+            return self._ended[group]
+        rows = [_joined(rollout, self._measured[group, row]) for row, rollout in enumerate(self._groups[group])]
+        return Measured(figures=[figures for figures, _ in rows], logprobs=[logprobs for _, logprobs in rows])
 
 
-def measure_many(policy: Policy, groups: Sequence[Sequence[Rollout]], *, spec: RunSpec) -> list[Measured | Refusal]:
-    """As `measure`, for each of several groups; they share forward passes, and a refusal is one group's own."""
-    rows = [_Row(group, row, rollout) for group, rollouts in enumerate(groups) for row, rollout in enumerate(rollouts)]
-    done: dict[tuple[int, int], _Measurement | Refusal] = {}
-    with own_faults("the prefill"), torch.inference_mode():
-        for batch in _batches(rows):
-            hidden = _final_hidden_states(policy, batch)
-            replays = _replays(policy, batch, hidden, spec=spec)
-            proofs = _check_proofs(batch, hidden, spec=spec)
-            for row, replay, proof in zip(batch, replays, proofs, strict=True):
-                done[row.group, row.row] = proof if isinstance(proof, Refusal) else _measurement(row, replay, proof)
-    return [_collected([done[group, row] for row in range(len(rollouts))]) for group, rollouts in enumerate(groups)]
+def spans_of(rollout: Rollout, *, row: int, chunk_tokens: int) -> Iterator[tuple[int, Span]]:
+    """The segments of `rollout` with the versions that drew them; proofs left over go to the last."""
+    first = 0
+    for segment in rollout.segments:
+        tokens = rollout.completion_ids[segment.start : segment.end]
+        last = segment.end == len(rollout.completion_ids)
+        end = None if last else first + chunk_count([len(tokens)], chunk_tokens=chunk_tokens)
+        proofs = rollout.proofs[first:end]
+        yield (
+            segment.version,
+            Span(
+                row=row,
+                seed=rollout.seed,
+                context_ids=[*rollout.prompt_ids, *rollout.completion_ids[: segment.start]],
+                position=segment.start,
+                token_ids=tokens,
+                proofs=proofs,
+                first_proof=first,
+            ),
+        )
+        first += len(proofs)
 
 
 @contextlib.contextmanager
@@ -85,149 +236,17 @@ def own_faults(what: str) -> Iterator[None]:
         raise VerifierFailed(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One rollout, and where it came from."""
-
-    group: int
-    row: int
-    rollout: Rollout
-
-    @property
-    def length(self) -> int:
-        """Tokens that the model sees: the last one is only predicted."""
-        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids) - 1
-
-    @property
-    def tokens(self) -> int:
-        return len(self.rollout.completion_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """Per completion token: the recomputed log-probability, and by how much the token lost."""
-
-    logprobs: list[float]
-    margins: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Measurement:
-    figures: Figures
-    logprobs: list[float]
-
-
-def _batches(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Rows for one forward pass each: of similar length, within MAX_BATCH_TOKENS."""
-    batch: list[_Row] = []
-    for row in sorted(rows, key=lambda row: row.length, reverse=True):
-        if batch and batch[0].length * (len(batch) + 1) > MAX_BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def _final_hidden_states(policy: Policy, batch: Sequence[_Row]) -> list[Tensor]:
-    """For each row, what feeds the output head where its completion is predicted: [tokens, hidden].
-
-    Padding is on the right, and no token attends to a later one, so it needs no mask and changes nothing.
-    """
-    ids = torch.zeros(len(batch), max(row.length for row in batch), dtype=torch.int64)
-    for index, row in enumerate(batch):
-        ids[index, : row.length] = torch.tensor([*row.rollout.prompt_ids, *row.rollout.completion_ids[:-1]])
-    outputs = policy.model.base_model(input_ids=ids.to(policy.model.device), use_cache=False)
-    hidden: Tensor = outputs.last_hidden_state
-    return [hidden[index, row.length - row.tokens : row.length] for index, row in enumerate(batch)]
-
-
-def _replays(policy: Policy, batch: Sequence[_Row], hidden: Sequence[Tensor], *, spec: RunSpec) -> list[_Replay]:
-    """Sample again with each row's own seed, and see what the submitted tokens are worth (section 4)."""
-    states = torch.cat(list(hidden))
-    chosen = torch.tensor([token for row in batch for token in row.rollout.completion_ids], device=states.device)
-    seeds = [row.rollout.seed for row in batch for _ in range(row.tokens)]
-    positions = [position for row in batch for position in range(row.tokens)]
-    logprobs: list[float] = []
-    margins: list[float] = []
-    head: Any = policy.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    step = max(1, MAX_LOGITS // policy.vocabulary)
-    for start in range(0, len(seeds), step):
-        part = slice(start, start + step)
-        logits = head(states[part]).float() / spec.sampling.temperature
-        token = chosen[part, None]
-        logprobs += logits.log_softmax(-1).gather(1, token)[:, 0].tolist()
-        scores = logits + _noise(seeds[part], positions[part], vocabulary=policy.vocabulary).to(logits.device)
-        margins += (scores.amax(-1, keepdim=True) - scores.gather(1, token))[:, 0].tolist()
-    ends = list(accumulate(row.tokens for row in batch))
-    return [
-        _Replay(logprobs=logprobs[end - row.tokens : end], margins=margins[end - row.tokens : end])
-        for row, end in zip(batch, ends, strict=True)
-    ]
-
-
-def _noise(seeds: list[bytes], positions: list[int], *, vocabulary: int) -> Tensor:
-    """The protocol's noise [rows, vocabulary], made a bounded number of values at a time."""
-    step = max(1, MAX_NOISE_VALUES // vocabulary)
-    parts = [
-        torch.from_numpy(
-            gumbel_noise(seeds[start : start + step], positions[start : start + step], vocabulary=vocabulary)
-        )
-        for start in range(0, len(seeds), step)
-    ]
-    return torch.cat(parts)
-
-
-def _check_proofs(
-    batch: Sequence[_Row], hidden: Sequence[Tensor], *, spec: RunSpec
-) -> list[list[VerificationResult] | Refusal]:
-    """The distances of each row's chunks from its proofs; faults are found again row by row."""
-    chunks = [list(torch.split(states.bfloat16(), spec.proofs.chunk_tokens)) for states in hidden]
-    if any(len(row.rollout.proofs) != len(own) for row, own in zip(batch, chunks, strict=True)):
-        return [_check_row(row, own, spec=spec) for row, own in zip(batch, chunks, strict=True)]
-    try:
-        results = iter(
-            verify_chunk_proofs(
-                list(chain.from_iterable(chunks)),
-                list(chain.from_iterable(row.rollout.proofs for row in batch)),
-                spec.proofs.top_k,
-            )
-        )
-    except BadProof:
-        return [_check_row(row, own, spec=spec) for row, own in zip(batch, chunks, strict=True)]
-    return [list(islice(results, len(own))) for own in chunks]
-
-
-def _check_row(row: _Row, chunks: list[Tensor], *, spec: RunSpec) -> list[VerificationResult] | Refusal:
-    try:
-        return verify_chunk_proofs(chunks, row.rollout.proofs, spec.proofs.top_k)
-    except WrongProofCount:
-        count = len(row.rollout.proofs)
-        return Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row.row} has {count} proofs, {len(chunks)} are due.")
-    except BadProof as error:
-        return Refusal(Reason.MALFORMED_PROOF, f"Row {row.row}, proof {error.index}: {error.code}.")
-
-
-def _measurement(row: _Row, replay: _Replay, proofs: Sequence[VerificationResult]) -> _Measurement:
-    errors = [abs(ours - theirs) for ours, theirs in zip(replay.logprobs, row.rollout.logprobs, strict=True)]
+def _joined(rollout: Rollout, spans: Sequence[SpanMeasured]) -> tuple[Figures, list[float]]:
+    """A rollout's figures and recomputed log-probabilities, from those of its segments in order."""
+    logprobs = [value for span in spans for value in span.logprobs]
+    margins = [value for span in spans for value in span.margins]
+    errors = [abs(ours - theirs) for ours, theirs in zip(logprobs, rollout.logprobs, strict=True)]
     figures = Figures(
-        exponent_mismatches=_worst(result.exp_mismatches for result in proofs),
-        mantissa_mean=_worst(result.mant_err_mean for result in proofs),
-        mantissa_median=_worst(result.mant_err_median for result in proofs),
-        token_margin=_worst(replay.margins),
-        margin_mean=_worst([sum(replay.margins) / len(replay.margins)]),
-        logprob_error=_worst(errors),
+        exponent_mismatches=worst_of(span.exponent_mismatches for span in spans),
+        mantissa_mean=worst_of(span.mantissa_mean for span in spans),
+        mantissa_median=worst_of(span.mantissa_median for span in spans),
+        token_margin=worst_of(margins),
+        margin_mean=worst_of([sum(margins) / len(margins)]),
+        logprob_error=worst_of(errors),
     )
-    return _Measurement(figures=figures, logprobs=replay.logprobs)
-
-
-def _worst(values: Iterable[float]) -> float:
-    """The largest value; NOT_FINITE if one is not (`max` alone would let a NaN hide behind its neighbours)."""
-    return max(float(value) if math.isfinite(value) else NOT_FINITE for value in values)
-
-
-def _collected(rows: Sequence[_Measurement | Refusal]) -> Measured | Refusal:
-    measured = [row for row in rows if isinstance(row, _Measurement)]
-    if len(measured) < len(rows):
-        return next(row for row in rows if isinstance(row, Refusal))
-    return Measured(figures=[row.figures for row in measured], logprobs=[row.logprobs for row in measured])
+    return figures, logprobs

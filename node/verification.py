@@ -1,39 +1,29 @@
-"""From a submission to a verdict: the cheap checks, one prefill, the limits, the rewards (docs/protocol.md, 7).
+"""From a submission to a verdict: the cheap checks, the prefills, the limits, the rewards (docs/protocol.md, 7).
 
 Nothing here raises on what a worker sent. Whatever goes wrong on this side (out of memory, a broken policy, a
-bug) ends in an indeterminate verdict, never in a rejection: `_guarded` is the one place that decides so.
+bug) ends in an indeterminate verdict, never in a rejection: `_guarded` is the one place that decides so. A policy
+that cannot be had ends in no verdict at all: `PolicyAway`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from node.environments import Environment, Problem
 from node.parquet_reader import ParquetReader, VerifierFailed
-from node.policy import Policy, render_completion, render_prompt
-from node.prefill import Measured, measure, measure_many, own_faults
+from node.policy import Blueprint, render_completion, render_prompt
+from node.prefill import Measured, Measuring, Prefill, own_faults
 from node.protocol.admission import Figures, Finding, Outcome, judge, worst
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
-from node.protocol.submission import Expected, Rollout, check_rollouts
-
-__all__ = [
-    "Claim",
-    "Measured",
-    "Verdict",
-    "VerifierFailed",
-    "decide",
-    "decide_many",
-    "expected_of",
-    "measure",
-    "verify",
-]
+from node.protocol.submission import Expected, Rollout, Unpublished, check_rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +36,8 @@ class Verdict:
 
     `figures` is the worst of each over the group, None where a check that needs no model refused. `rollouts`,
     `logprobs` (recomputed ones: the submitted are compared, then dropped) and `rewards` are there only for
-    `admitted`.
+    `admitted`. `awaits` is set for a rejection that would not hold if the run published this version: whoever
+    knows that it may still come waits for it.
     """
 
     outcome: Outcome
@@ -56,14 +47,17 @@ class Verdict:
     figures: Figures | None = None
     rewards: tuple[float, ...] | None = None
     tokens: int = 0
+    awaits: int | None = None
     rollouts: list[Rollout] | None = None
     logprobs: list[list[float]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A submission that could be read: what somebody says is the work of `slot`."""
+    """A submission that could be read: what somebody says is the work of `slot` of the leased policy `version`."""
 
+    version: int
+    manifest_digest: str
     slot: int
     rollouts: Sequence[Rollout]
 
@@ -73,18 +67,50 @@ class Claim:
         return sum(len(rollout.completion_ids) for rollout in self.rollouts)
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What every claim of a run is held to; `environments` are the run's, in its order."""
+
+    run_id: str
+    spec: RunSpec
+    environments: Sequence[Environment]
+
+
+class PolicyAway(VerifierFailed):
+    """A policy that a verification needs cannot be had now: no verdict follows."""
+
+    code = "policy_away"
+
+
+class Policies(Protocol):
+    """Where the policies of a run come from; both methods raise PolicyAway."""
+
+    async def blueprint(self, version: int) -> Blueprint:
+        """Policy `version` without its weights: enough for the checks that need no model."""
+
+    async def prefill(self, version: int) -> Prefill:
+        """Policy `version`, ready to measure until the next call of this."""
+
+
 def expected_of(
     spec: RunSpec,
-    policy: Policy,
+    policy: Blueprint,
     environments: Sequence[Environment],
     *,
     run_id: str,
+    version: int,
     manifest_digest: str,
     slot: int,
+    published: Collection[int] | None = None,
 ) -> Expected:
-    """What a submission for `slot` must contain; `environments` are those of the run, in its order."""
+    """What a submission for `slot` of policy `version` must contain; `environments` are those of the run, in its order.
+
+    `published` as in `Expected`: None leaves unchecked whether the versions that are named exist.
+    """
     _, problem = _problem_of(spec, environments, run_id=run_id, manifest_digest=manifest_digest, slot=slot)
     return Expected(
+        version=version,
+        published=published,
         prompt_ids=render_prompt(policy, problem.prompt),
         seeds=group_seeds(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot),
         vocabulary=policy.vocabulary,
@@ -92,155 +118,140 @@ def expected_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Bench:
-    """What every claim of one policy is measured against."""
-
-    run_id: str
-    manifest_digest: str
-    policy: Policy
-    environments: Sequence[Environment]
-    spec: RunSpec
-
-    def expected(self, slot: int) -> Expected:
-        return expected_of(
-            self.spec,
-            self.policy,
-            self.environments,
-            run_id=self.run_id,
-            manifest_digest=self.manifest_digest,
-            slot=slot,
-        )
-
-    def problem(self, slot: int) -> tuple[Environment, Problem]:
-        return _problem_of(
-            self.spec, self.environments, run_id=self.run_id, manifest_digest=self.manifest_digest, slot=slot
-        )
-
-
-def verify(
+async def verify(
     body: bytes | Path,
     *,
     reader: ParquetReader,
-    run_id: str,
+    version: int,
     manifest_digest: str,
     slot: int,
-    policy: Policy,
-    environments: Sequence[Environment],
-    spec: RunSpec,
+    policies: Policies,
+    published: Collection[int],
+    rules: Rules,
 ) -> Verdict:
-    """The verdict on a submission as it arrived; never raises on account of it."""
-    claim = read_claim(body, reader=reader, slot=slot, spec=spec)
-    if isinstance(claim, Verdict):
-        return claim
-    return decide(
-        claim.rollouts,
-        run_id=run_id,
-        manifest_digest=manifest_digest,
-        slot=slot,
-        policy=policy,
-        environments=environments,
-        spec=spec,
-    )
+    """The verdict on a submission as it arrived; never raises on account of it. Arguments as `Claim`, `decide_many`.
 
-
-def read_claim(body: bytes | Path, *, reader: ParquetReader, slot: int, spec: RunSpec) -> Claim | Verdict:
-    """What `body` claims for `slot`, or the verdict where it cannot be read; for `decide_many`."""
-    return _guarded(lambda: Claim(slot=slot, rollouts=reader.read(body, spec=spec)), tokens=0)
-
-
-def decide(
-    rollouts: Sequence[Rollout],
-    *,
-    run_id: str,
-    manifest_digest: str,
-    slot: int,
-    policy: Policy,
-    environments: Sequence[Environment],
-    spec: RunSpec,
-) -> Verdict:
-    """The verdict on what was read from one submission, in the order of section 7; never raises."""
-    (verdict,) = decide_many(
-        [Claim(slot=slot, rollouts=rollouts)],
-        run_id=run_id,
-        manifest_digest=manifest_digest,
-        policy=policy,
-        environments=environments,
-        spec=spec,
-    )
+    Raises PolicyAway.
+    """
+    read = partial(reader.read, body, spec=rules.spec)
+    rollouts = await asyncio.to_thread(_guarded, read, tokens=0)
+    if isinstance(rollouts, Verdict):
+        return rollouts
+    claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, rollouts=rollouts)
+    (verdict,) = await decide_many([claim], policies=policies, published=published, rules=rules)
+    if isinstance(verdict, PolicyAway):
+        raise verdict
     return verdict
 
 
-def decide_many(
-    claims: Sequence[Claim],
-    *,
-    run_id: str,
-    manifest_digest: str,
-    policy: Policy,
-    environments: Sequence[Environment],
-    spec: RunSpec,
-) -> list[Verdict]:
-    """A verdict for each claim on slots of one policy, with as few forward passes as their tokens need.
+async def decide_many(
+    claims: Sequence[Claim], *, policies: Policies, published: Collection[int], rules: Rules
+) -> list[Verdict | PolicyAway]:
+    """For each claim a verdict in the order of section 7, or the policy that it could not be measured under.
 
-    A claim's verdict does not depend on the claims beside it: a failure while several are measured together
-    is nobody's, and they are then measured one by one.
+    `published` are the versions that the run has published so far, from the oldest claim's on. Only the policies
+    that drew something in a claim which passed every check without a model are asked for, one after the other in
+    ascending order, and claims share their forward passes. A claim's verdict does not depend on the claims beside
+    it: a failure while several are measured together is nobody's, and they are then measured one by one.
     """
-    bench = _Bench(run_id, manifest_digest, policy, environments, spec)
-    verdicts = [_guarded(partial(_checked, claim, bench), tokens=claim.tokens) for claim in claims]
-    passed = [index for index, verdict in enumerate(verdicts) if verdict is None]
-    measured = _measured([claims[index] for index in passed], bench)
-    for index, result in zip(passed, measured, strict=True):
-        claim = claims[index]
-        verdicts[index] = _guarded(partial(_judged, claim, result, bench), tokens=claim.tokens)
-    return [verdict for verdict in verdicts if verdict is not None]
+    cases = [_Case(claim, rules) for claim in claims]
+    for case in cases:
+        await case.check(policies, published)
+    passed = [case for case in cases if case.ended is None]
+    measuring = Measuring([case.claim.rollouts for case in passed], spec=rules.spec)
+    for version in measuring.versions:
+        await _measure(measuring, version, policies)
+    for group, case in enumerate(passed):
+        case.ended = await asyncio.to_thread(case.judge, measuring.result(group))
+    return [case.ended for case in cases if case.ended is not None]
 
 
-def _checked(claim: Claim, bench: _Bench) -> None:
-    """Everything that needs no model."""
-    check_rollouts(claim.rollouts, expected=bench.expected(claim.slot), spec=bench.spec)
-
-
-def _measured(claims: Sequence[Claim], bench: _Bench) -> list[Measured | Refusal | VerifierFailed]:
-    """What the prefill says of each claim, or why it says nothing."""
+async def _measure(measuring: Measuring, version: int, policies: Policies) -> None:
+    """Let one policy measure its part of every claim that is still open."""
+    waiting = measuring.waiting(version)
+    if not waiting:
+        return
     try:
-        return list(measure_many(bench.policy, [claim.rollouts for claim in claims], spec=bench.spec))
-    except VerifierFailed as error:
-        if len(claims) == 1:
-            return [error]
-        logger.warning("measuring %d submissions together failed, now one by one: %s", len(claims), error)
-    return [result for claim in claims for result in _measured([claim], bench)]
+        prefill = await policies.prefill(version)
+    except PolicyAway as error:
+        for group in waiting:
+            measuring.fail(group, error)
+        return
+    await asyncio.to_thread(measuring.measure, prefill, version)
 
 
-def _judged(claim: Claim, measured: Measured | Refusal | VerifierFailed, bench: _Bench) -> Verdict:
-    if isinstance(measured, Exception):
-        raise measured
-    finding = judge(measured.figures, limits=bench.spec.limits)
-    if finding is not None:
-        return Verdict(
-            outcome=Outcome.REJECTED,
-            reason=finding.reason,
-            finding=finding,
-            detail=f"Row {finding.row}: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
-            figures=worst(measured.figures),
-            tokens=claim.tokens,
+@dataclass
+class _Case:
+    """One claim on its way to a verdict; `ended` once it has one, or its policy cannot be had."""
+
+    claim: Claim
+    rules: Rules
+    blueprint: Blueprint = field(init=False)
+    ended: Verdict | PolicyAway | None = None
+
+    async def check(self, policies: Policies, published: Collection[int]) -> None:
+        """Everything that needs no model."""
+        try:
+            self.blueprint = await policies.blueprint(self.claim.version)
+        except PolicyAway as error:
+            self.ended = error
+            return
+        self.ended = await asyncio.to_thread(_guarded, partial(self._check, published), tokens=self.claim.tokens)
+
+    def _check(self, published: Collection[int]) -> None:
+        expected = expected_of(
+            self.rules.spec,
+            self.blueprint,
+            self.rules.environments,
+            run_id=self.rules.run_id,
+            version=self.claim.version,
+            manifest_digest=self.claim.manifest_digest,
+            slot=self.claim.slot,
+            published=published,
         )
-    return Verdict(
-        outcome=Outcome.ADMITTED,
-        figures=worst(measured.figures),
-        rewards=tuple(_rewards(claim, bench)),
-        tokens=claim.tokens,
-        rollouts=list(claim.rollouts),
-        logprobs=measured.logprobs,
-    )
+        check_rollouts(self.claim.rollouts, expected=expected, spec=self.rules.spec)
 
+    def judge(self, measured: Measured | Refusal | VerifierFailed) -> Verdict | PolicyAway:
+        """What follows from what the policies say."""
+        if isinstance(measured, PolicyAway):
+            return measured
+        return _guarded(partial(self._judge, measured), tokens=self.claim.tokens)
 
-def _rewards(claim: Claim, bench: _Bench) -> Iterator[float]:
-    environment, problem = bench.problem(claim.slot)
-    for rollout in claim.rollouts:
-        reward = environment.reward(problem, render_completion(bench.policy, rollout.completion_ids))
-        if not 0.0 <= reward <= 1.0:
-            raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
-        yield reward
+    def _judge(self, measured: Measured | Refusal | VerifierFailed) -> Verdict:
+        if isinstance(measured, Exception):
+            raise measured
+        finding = judge(measured.figures, limits=self.rules.spec.limits)
+        if finding is not None:
+            return Verdict(
+                outcome=Outcome.REJECTED,
+                reason=finding.reason,
+                finding=finding,
+                detail=f"Row {finding.row}: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
+                figures=worst(measured.figures),
+                tokens=self.claim.tokens,
+            )
+        return Verdict(
+            outcome=Outcome.ADMITTED,
+            figures=worst(measured.figures),
+            rewards=tuple(self._rewards()),
+            tokens=self.claim.tokens,
+            rollouts=list(self.claim.rollouts),
+            logprobs=measured.logprobs,
+        )
+
+    def _rewards(self) -> Iterator[float]:
+        environment, problem = _problem_of(
+            self.rules.spec,
+            self.rules.environments,
+            run_id=self.rules.run_id,
+            manifest_digest=self.claim.manifest_digest,
+            slot=self.claim.slot,
+        )
+        for rollout in self.claim.rollouts:
+            reward = environment.reward(problem, render_completion(self.blueprint, rollout.completion_ids))
+            if not 0.0 <= reward <= 1.0:
+                raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
+            yield reward
 
 
 def _problem_of(
@@ -260,7 +271,10 @@ def _guarded(step: Callable[[], T], *, tokens: int) -> T | Verdict:
         with own_faults("verification"):
             return step()
     except Refusal as refusal:
-        return Verdict(outcome=Outcome.REJECTED, reason=refusal.reason, detail=refusal.detail, tokens=tokens)
+        awaits = refusal.version if isinstance(refusal, Unpublished) else None
+        return Verdict(
+            outcome=Outcome.REJECTED, reason=refusal.reason, detail=refusal.detail, tokens=tokens, awaits=awaits
+        )
     except VerifierFailed as error:
         logger.exception("could not verify a submission")
         kind = type(error.__cause__ or error).__name__

@@ -1,17 +1,20 @@
-"""The worker daemon: holds the newest policies, leases slots, generates them, delivers them.
+"""The worker daemon: holds the newest policies, keeps slots under way, delivers them.
 
 It trusts nobody. The run's rules come from a descriptor that matches the run's id, policies are checked by
-shardcast, and what to generate is derived here from the worker's own verified manifest: a lease that names
-another manifest is not worked on, so a coordinator cannot tell two workers two stories unnoticed. What it
-cannot check is whether its work is judged fairly; the signed receipts that it keeps are for that.
+shardcast, and what to generate is derived here from the worker's own verified manifest. What it cannot check is
+whether its work is judged fairly; the signed receipts that it keeps are for that.
+
+Slots share the engine's batch, and a new one is leased as soon as one ends. A new policy is loaded as soon as the
+run's rules allow it for every slot under way; until then those slots go on under the one that they have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,29 +25,30 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.coordinator_client import DEFAULT_BACKOFF, CoordinatorClient
 from node.engines.base import Engine
-from node.errors import BadReply, CoordinatorFault, EngineFailed, Refused
+from node.errors import BadReply, EngineFailed, Refused
 from node.exchange import Backoff, sound_urls
 from node.identity import node_id
-from node.parquet import write_rollouts
-from node.protocol.messages import Lease, LeaseReply, LeaseRequest, Registration
-from node.protocol.reasons import Reason
+from node.protocol.messages import Lease, Registration
 from node.protocol.run import Descriptor, RunSpec
-from node.protocol.submission import Rollout
 from node.signals import Stopped, race
 from node.worker_delivery import FOR_EVER, Delivery
-from node.worker_engine import SlotGenerator
+from node.worker_engine import EngineHost, UnusablePolicy
+from node.worker_leases import (
+    HAND_BACK_SECONDS,
+    REFUSED_PAUSE_SECONDS,
+    UNSOUND_PAUSE_SECONDS,
+    Complaints,
+    LeaseDesk,
+)
 from node.worker_policies import PolicyFeed
-from node.worker_state import Pending, WorkerState
+from node.worker_slots import SlotsUnderWay
+from node.worker_state import WorkerState
 from shardcast import Client as BroadcastClient
 
 log = logging.getLogger(__name__)
 
-MAX_HELD_VERSIONS: Final = 64
 REFRESH_SECONDS: Final = 15.0
 STATUS_SECONDS: Final = 1.0
-HAND_BACK_SECONDS: Final = 3.0
-REFUSED_PAUSE_SECONDS: Final = 2.0
-UNSOUND_PAUSE_SECONDS: Final = 5.0
 MAX_ENGINE_FAILURES: Final = 5
 
 MakeEngine = Callable[[RunSpec], Engine]
@@ -52,9 +56,9 @@ MakeEngine = Callable[[RunSpec], Engine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """One worker. `slots` is how many it leases at once at most; `grace_seconds` what ending may take.
+    """One worker. `slots` is how many it has under way at most; `grace_seconds` what ending may take.
 
-    `once` ends it after the receipts of one batch. `backoff` paces whatever is tried again.
+    `once` ends it after the receipts of the first slots. `backoff` paces whatever is tried again.
     """
 
     coordinator: str
@@ -118,146 +122,178 @@ class Worker:
         engine: Engine,
     ) -> None:
         self._settings = settings
+        self._spec = descriptor.spec
         self._known_relays = sound_urls(descriptor.relays)
         self._state = state
         self._client = client
-        self._feed = PolicyFeed(broadcast, backoff=settings.backoff)
-        self._generator = SlotGenerator(engine, self._feed, spec=descriptor.spec, run_id=settings.run_id)
+        self._changed = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed)
+        self._host = EngineHost(engine, self._feed, spec=descriptor.spec, run_id=settings.run_id)
+        self._desk = LeaseDesk(
+            client,
+            self._feed,
+            register=self._register_until_known,
+            last_step=descriptor.spec.training.steps,
+            evidence=state.folder,
+        )
         self._delivery = Delivery(client, state, register=self._register, backoff=settings.backoff)
+        self._slots = SlotsUnderWay(
+            self._host,
+            state,
+            deliver=lambda pending: self._delivery.start(pending, self._group),
+            give_back=self._desk.give_back,
+            now=client.now,
+            changed=self._changed,
+        )
         self._started_at = time.time()
         self._doing = "joining"
-        self._complaints: dict[str, str] = {}
-        self._engine_failures = 0
+        self._complaints = Complaints()
+        self._failures = 0
+        self._finished_before = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, then hand back what is not done."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._group as group:
                 for pending in self._state.recover():
                     self._delivery.start(pending, group)
                 background = [
                     group.create_task(task) for task in (self._feed.follow(), self._refresh(), self._write_status())
                 ]
-                await self._work(stop, group)
+                with contextlib.suppress(Stopped):
+                    await race(self._register_until_known(), stop)
+                    await self._work(stop)
                 self._doing = "stopping"
+                await self._slots.finish(grace_seconds=self._settings.grace_seconds)
                 await self._delivery.finish(upload_seconds=self._settings.grace_seconds)
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         finally:
+            await self._host.close()
             self._save_status()
 
-    async def _work(self, stop: asyncio.Event, group: asyncio.TaskGroup) -> None:
-        try:
-            await race(self._register_until_known(), stop)
-            self._doing = "waiting for a policy"
-            await race(self._feed.arrived.wait(), stop)
-            while not stop.is_set():
-                self._doing = "waiting for work"
-                leases = await self._lease(stop)
-                ready = await self._generate(leases, stop) if leases else []
-                for pending in ready:
-                    self._delivery.start(pending, group)
-                if ready and self._settings.once:
+    # -- policies and slots
+
+    async def _work(self, stop: asyncio.Event) -> None:
+        """Keep slots under way until the end; raises Stopped."""
+        while True:
+            self._changed.clear()
+            try:
+                if self._slots.failure is not None:
+                    raise self._slots.failure
+                self._note_success()
+                if self._settings.once and self._slots.finished and not self._slots:
                     await race(self._delivery.settled(), stop)
                     return
-        except Stopped:
+                await race(self._follow_policy(), stop)
+                if not await self._take_work(stop):
+                    await self._rest(stop)
+            except UnusablePolicy as error:
+                self._count_failure(error)
+                log.error("%s", error)  # noqa: TRY400  (a person reads this; the cause is in its sentence)
+            except EngineFailed as error:
+                await self._recover(error, stop)
+
+    async def _follow_policy(self) -> None:
+        """Load the newest policy if it is time: at the start, in flight, or while there is nothing else to do."""
+        newest = max(self._feed.versions(), default=None)
+        if newest is None or (self._host.version is not None and newest <= self._host.version):
             return
+        if self._host.version is None:
+            self._doing = f"starting the engine with policy {newest}"
+        elif self._slots:
+            if not self._host.may_take_over(newest, under_way=self._slots.versions):
+                return
+        elif not self._desk.came_empty:
+            return  # what is leased next decides which policy is wanted
+        await self._host.load(newest, slots=len(self._slots))
 
-    # -- leases
+    async def _take_work(self, stop: asyncio.Event) -> bool:
+        """Lease as many slots as there is room for, and start them; False if it is not time to ask."""
+        held = [version for version in self._feed.versions() if not self._slots or self._host.serves(version)]
+        room = self._room()
+        if not held or room < 1 or self._host.version is None or self._desk.pause_seconds > 0:
+            return False
+        leases = await race(self._desk.ask(held, room), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
+        if leases:
+            await self._begin(leases, stop)
+        return True
 
-    async def _lease(self, stop: asyncio.Event) -> list[Lease]:
-        """Sound leases of one held version; none after having waited as long as the coordinator asks for."""
-        reply = await race(self._ask_for_work(), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
-        if reply is None:
-            return []
-        sound = [lease for lease in reply.leases if self._is_sound(lease, reply.leases[0].version)]
-        if stop.is_set() or len(sound) < len(reply.leases):
-            await self._give_back([lease for lease in reply.leases if stop.is_set() or lease not in sound])
-        if not sound:
-            pause = UNSOUND_PAUSE_SECONDS if reply.leases else min(max(reply.retry_after_seconds, 0.05), 60.0)
-            await race(asyncio.sleep(pause), stop)
-        if stop.is_set():
-            raise Stopped
-        return sound
-
-    async def _ask_for_work(self) -> LeaseReply | None:
-        """The coordinator's reply, or None after a pause if it makes no sense or refuses."""
-        held = self._feed.versions()[:MAX_HELD_VERSIONS]
-        request = LeaseRequest(held_versions=held, slots=self._generator.slots_in_time(self._settings.slots))
+    async def _begin(self, leases: list[Lease], stop: asyncio.Event) -> None:
+        version, begun = leases[0].version, False
         try:
-            reply = await self._client.lease(request, patience_seconds=FOR_EVER)
-        except (Refused, BadReply) as error:
-            self._complain("no work", error)
-            if isinstance(error, Refused) and error.code == Reason.UNKNOWN_IDENTITY:
-                await self._register_until_known()
-            await asyncio.sleep(REFUSED_PAUSE_SECONDS)
-            return None
-        self._complaints.clear()
-        return reply
+            if stop.is_set():
+                raise Stopped
+            if not self._host.serves(version) and not self._slots:
+                self._doing = f"loading policy {version}"
+                await race(self._host.load(self._host.best_for(version), slots=0), stop)
+            if self._host.serves(version):
+                for lease in leases:
+                    self._slots.start(lease, self._group)
+                begun = True
+            else:
+                self._desk.pause(UNSOUND_PAUSE_SECONDS)  # nothing that was asked for
+        finally:
+            if not begun:
+                await self._desk.give_back(leases)
 
-    def _is_sound(self, lease: Lease, version: int) -> bool:
-        """Whether a lease is of the batch's version and of the manifest that this worker itself verified."""
-        held = self._feed.get(lease.version)
-        if lease.version == version and held is not None and held.manifest_digest == lease.manifest_digest:
-            return True
-        log.error(
-            "not working on slot %d: the coordinator names manifest %s… for policy %d, which is not the one that the "
-            "run signed for this worker; ask the operator, and keep %s",
-            lease.slot,
-            lease.manifest_digest[:16],
-            lease.version,
-            self._state.folder,
-        )
-        return False
+    def _room(self) -> int:
+        """How many more slots may be leased now."""
+        if self._settings.once and (self._slots or self._slots.finished):
+            return 0
+        most = self._slots.speed.slots_in_time(self._settings.slots, lease_seconds=self._spec.batch.lease_seconds)
+        return most - len(self._slots)
 
-    async def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Hand leases back, so that their slots go on at once; if it fails they expire by themselves."""
-        for lease in leases:
-            try:
-                await self._client.return_lease(lease.lease_id, patience_seconds=HAND_BACK_SECONDS)
-                log.info("handed back slot %d of policy %d", lease.slot, lease.version)
-            except CoordinatorFault as error:
-                log.warning("slot %d of policy %d could not be handed back: %s", lease.slot, lease.version, error)
+    async def _rest(self, stop: asyncio.Event) -> None:
+        """Wait until a slot ends, a policy arrives, or it is time to ask for work again."""
+        self._doing = self._what()
+        pause = self._desk.pause_seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause if pause > 0 and self._room() > 0 else None):
+                await race(self._changed.wait(), stop)
 
-    # -- batches
+    def _what(self) -> str:
+        if self._slots:
+            return f"generating {len(self._slots)} slots with policy {self._host.version}"
+        if not self._feed.versions():
+            return "waiting for a policy"
+        return "done: the run is over" if self._desk.is_over else "waiting for work"
 
-    async def _generate(self, leases: Sequence[Lease], stop: asyncio.Event) -> list[Pending]:
-        """Generate all slots in one batch and put them on disk; none if the engine failed, and then later."""
-        self._doing = f"generating {len(leases)} slots of policy {leases[0].version}"
-        try:
-            groups = await race(self._generator.groups(leases), stop, linger_seconds=self._linger_seconds)
-        except Stopped:
-            await self._give_back(leases)
-            raise
-        except EngineFailed as error:
-            await self._give_back(leases)
-            await self._after_engine_failure(error, stop)
-            return []
-        self._engine_failures = 0
-        return [await asyncio.to_thread(self._store, lease, group) for lease, group in zip(leases, groups, strict=True)]
+    # -- the engine's failures
 
-    def _store(self, lease: Lease, group: Sequence[Rollout]) -> Pending:
-        tokens = sum(len(rollout.completion_ids) for rollout in group)
-        return self._state.keep(lease, write_rollouts(group), tokens=tokens)
+    def _note_success(self) -> None:
+        if self._slots.finished > self._finished_before:
+            self._finished_before, self._failures = self._slots.finished, 0
 
-    def _linger_seconds(self) -> float:
-        """How long to wait for the batch after a stop: no time if judging by the last one it takes too long."""
-        left = self._generator.seconds_left()
-        return self._settings.grace_seconds if left is None or left <= self._settings.grace_seconds else 0.0
-
-    async def _after_engine_failure(self, error: EngineFailed, stop: asyncio.Event) -> None:
-        self._engine_failures += 1
-        if self._engine_failures >= MAX_ENGINE_FAILURES:
+    def _count_failure(self, error: EngineFailed) -> None:
+        """One more without a slot in between; raises it where there were too many."""
+        self._failures += 1
+        if self._failures >= MAX_ENGINE_FAILURES:
             raise error
-        log.error("%s The slots went back", error, exc_info=log.isEnabledFor(logging.DEBUG))
-        await race(asyncio.sleep(self._settings.backoff.delay(self._engine_failures)), stop)
+
+    async def _recover(self, error: EngineFailed, stop: asyncio.Event) -> None:
+        """Hand every slot back and end the engine; it is started again by the next turn."""
+        self._doing = "restarting the engine"
+        slots = len(self._slots)
+        await self._slots.hand_back()
+        self._slots.failure = None
+        await self._host.restart()
+        self._count_failure(error)
+        log.error(
+            "%s %d slots went back; starting the engine again",
+            error,
+            slots,
+            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+        )
+        await race(asyncio.sleep(self._settings.backoff.delay(self._failures)), stop)
 
     # -- the coordinator
 
     async def _register(self) -> None:
-        registration = Registration(software=_software(), engine=self._generator.engine.name)
+        registration = Registration(software=_software(), engine=self._host.name)
         await self._client.register(registration, patience_seconds=FOR_EVER)
 
     async def _register_until_known(self) -> None:
@@ -268,7 +304,7 @@ class Worker:
                 return
             except (Refused, BadReply) as error:
                 failures += 1
-                self._complain("not registered", error)
+                self._complaints.note("not registered", error)
                 await asyncio.sleep(self._settings.backoff.delay(failures))
 
     async def _refresh(self) -> None:
@@ -278,35 +314,35 @@ class Worker:
                 relays = await self._client.relays(patience_seconds=FOR_EVER)
                 self._feed.set_sources(relays or self._known_relays)
             except (Refused, BadReply) as error:
-                self._complain("no list of relays", error)
+                self._complaints.note("no list of relays", error)
             await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)
-
-    def _complain(self, topic: str, error: Exception) -> None:
-        """Log what is said again and again only once."""
-        if self._complaints.get(topic) != str(error):
-            log.warning("%s: %s", topic, error)
-        self._complaints[topic] = str(error)
 
     # -- for observers
 
     def status(self) -> dict[str, Any]:
         """The worker at this moment, ready for JSON."""
-        tally, downloading = self._state.tally, self._feed.downloading
+        tally, downloading, speed = self._state.tally, self._feed.downloading, self._slots.speed
         progress = downloading[1] if downloading else None
         return {
             "run_id": self._settings.run_id,
             "coordinator": self._settings.coordinator,
             "coordinator_away": self._client.away,
             "doing": self._doing,
-            "version": self._generator.engine.version,
+            "run_is_over": self._desk.is_over,
+            "version": self._host.version,
             "held_versions": self._feed.versions(),
+            "slots": self._slots.status(),
             "undelivered": len(self._delivery),
-            "tokens": self._generator.tokens,
-            "tokens_per_s": round(self._generator.tokens_per_second, 1),
+            "tokens": speed.tokens,
+            "tokens_per_s": round(speed.tokens_per_second, 1),
+            "segments": self._host.segments,
+            "switches": self._host.switches,
+            "engine_restarts": self._host.restarts,
             "admitted": tally.admitted,
             "rejected": tally.rejected,
             "indeterminate": tally.indeterminate,
             "lost": self._delivery.lost,
+            "expired": self._slots.expired,
             "admitted_tokens": tally.tokens,
             "reasons": dict(tally.reasons),
             "broadcast": downloading

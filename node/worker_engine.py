@@ -1,106 +1,138 @@
-"""From leases to rollouts: loads the policy, derives prompts and seeds, runs the engine, keeps its speed.
+"""The worker's engine: which policy it holds, whose slots it may work on, and what a slot asks of it.
 
-What a slot asks for is computed from the worker's own verified manifest (docs/protocol.md, section 5); a
-lease contributes nothing but the slot's number.
+What a slot asks for is computed from the worker's own verified manifest (docs/protocol.md, section 5); a lease
+contributes nothing but the slot's number. What comes back is held against the checks that every verifier makes
+first, so that an engine's fault is not submitted under this node's name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from node.engines.base import Engine, EngineError, SampleRequest
+from node.engines.base import BrokenPolicy, Engine, SampleRequest
 from node.environments import load_environment
 from node.errors import EngineFailed
 from node.policy import PolicyError
 from node.protocol.messages import Lease
+from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
-from node.protocol.submission import Rollout
+from node.protocol.submission import Expected, Rollout, check_rollouts
 from node.verification import expected_of
 from node.worker_policies import PolicyFeed
 
 log = logging.getLogger(__name__)
 
-LEASE_SHARE = 0.5
-"""Of a lease's time, what a batch may take judging by the last one; the upload needs some, too."""
+
+class UnusablePolicy(EngineFailed):
+    """A policy that this machine cannot load; the engine keeps the one that it has."""
+
+    code = "policy_unusable"
 
 
-class SlotGenerator:
-    """One engine and what it needs to work on leased slots. `tokens` counts since the start of the process."""
+class EngineHost:
+    """One engine and the rules for it. `switches` counts policies that took over while slots were under way."""
 
     def __init__(self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str) -> None:
-        self.engine = engine
-        self.tokens = 0
-        self.tokens_per_second = 0.0
+        self.name = engine.name
+        self.switches = 0
+        self.restarts = 0
+        self.segments = 0
+        self._engine = engine
         self._feed = feed
         self._spec = spec
         self._run_id = run_id
+        self._lead = spec.sampling.max_version_lead
         self._environments = [load_environment(environment) for environment in spec.environments]
-        self._started: float | None = None
-        self._last_seconds: float | None = None
-        self._seconds_per_slot: float | None = None
 
-    async def groups(self, leases: Sequence[Lease]) -> list[list[Rollout]]:
-        """The rollouts of each lease's slot, all in one batch; raises EngineFailed."""
-        await self._load(leases[0].version)
-        try:
-            requests = [request for lease in leases for request in self._requests(lease)]
-            self._started = time.monotonic()
-            rollouts = await self.engine.generate(requests)
-            seconds = time.monotonic() - self._started
-        except Exception as error:
-            raise EngineFailed(f"The engine failed: {type(error).__name__}: {error}.") from error
-        finally:
-            self._started = None
-        size = self._spec.sampling.group_size
-        if len(rollouts) != size * len(leases):
-            raise EngineFailed(f"The engine returned {len(rollouts)} rollouts for {size * len(leases)} requests.")
-        self._note(leases, rollouts, seconds)
-        return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    @property
+    def version(self) -> int | None:
+        """The policy that the engine holds; None before the first, and after it died."""
+        return self._engine.version
 
-    def slots_in_time(self, most: int) -> int:
-        """How many slots fit into a share of a lease's time, at most `most`; one until the speed is known."""
-        if self._seconds_per_slot is None:
-            return 1
-        fitting = self._spec.batch.lease_seconds * LEASE_SHARE / max(self._seconds_per_slot, 1e-6)
-        return int(max(1, min(most, fitting)))
+    def serves(self, leased: int) -> bool:
+        """Whether a slot of policy `leased` may begin on the engine as it is."""
+        return self.version is not None and leased <= self.version <= leased + self._lead
 
-    def seconds_left(self) -> float | None:
-        """Of the batch under way, judging by the last one; None where that is unknown."""
-        if self._started is None or self._last_seconds is None:
-            return None
-        return self._last_seconds - (time.monotonic() - self._started)
+    def may_take_over(self, version: int, *, under_way: Iterable[int]) -> bool:
+        """Whether policy `version` may be loaded while slots of policies `under_way` go on."""
+        return all(version <= leased + self._lead for leased in under_way)
 
-    async def _load(self, version: int) -> None:
-        if self.engine.version == version:
-            return
+    def best_for(self, leased: int) -> int:
+        """Of the policies held, the newest that a slot of policy `leased` may be generated with."""
+        return max(held for held in (leased, *self._feed.versions()) if leased <= held <= leased + self._lead)
+
+    async def load(self, version: int, *, slots: int) -> None:
+        """Hand a policy to the engine, with so many slots under way. Raises EngineFailed, or UnusablePolicy.
+
+        A policy that cannot be loaded is not tried again, and no work is taken for it.
+        """
         held = self._feed.get(version)
         if held is None:
-            raise EngineFailed(f"Policy {version} is not on disk any more.")
+            raise UnusablePolicy(f"Policy {version} is not on disk any more.")
+        started = time.monotonic()
         try:
-            await self.engine.load(held.path, version=version)
-        except (PolicyError, EngineError, OSError, MemoryError) as error:
+            await self._engine.load(held.path, version=version)
+        except PolicyError as error:
             self._feed.drop(version)
-            raise EngineFailed(f"Policy {version} cannot be loaded here: {error}.", code="policy_unusable") from error
+            raise UnusablePolicy(f"Policy {version} cannot be loaded here: {error}.") from error
+        except Exception as error:
+            if isinstance(error, BrokenPolicy):
+                self._feed.drop(version)
+            raise _failed(f"did not take policy {version}", error) from error
+        self.switches += slots > 0
+        log.info(
+            "policy %d is loaded, after %.1f s%s",
+            version,
+            time.monotonic() - started,
+            f"; {slots} slots under way go on with it" if slots else "",
+        )
 
-    def _requests(self, lease: Lease) -> list[SampleRequest]:
-        expected = expected_of(
+    async def group(self, lease: Lease) -> list[Rollout]:
+        """The rollouts of a lease's slot, checked. Raises EngineFailed; cancelling it ends the engine's work on it."""
+        try:
+            expected = self._expected(lease)
+            requests = [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
+            rollouts = await self._engine.generate(requests)
+        except Exception as error:
+            raise _failed(f"failed at slot {lease.slot} of policy {lease.version}", error) from error
+        try:
+            await asyncio.to_thread(check_rollouts, rollouts, expected=expected, spec=self._spec)
+        except Refusal as refusal:
+            raise EngineFailed(
+                f"The engine made something else than slot {lease.slot} of policy {lease.version} asks for "
+                f"({refusal.reason}): {refusal.detail}"
+            ) from refusal
+        self.segments += sum(len(rollout.segment_versions) for rollout in rollouts)
+        return rollouts
+
+    async def restart(self) -> None:
+        """End the engine after a failure; the next `load` starts it anew."""
+        self.restarts += 1
+        await self.close()
+
+    async def close(self) -> None:
+        """End the engine; what it says about it does not matter any more."""
+        try:
+            await self._engine.close()
+        except Exception:
+            log.exception("the engine did not end in order")
+
+    def _expected(self, lease: Lease) -> Expected:
+        # The tokenizer is a run's, not a policy's: any policy that may work on the slot reads its prompt alike.
+        return expected_of(
             self._spec,
-            self.engine.policy,
+            self._engine.policy,
             self._environments,
             run_id=self._run_id,
+            version=lease.version,
             manifest_digest=lease.manifest_digest,
             slot=lease.slot,
         )
-        return [SampleRequest(prompt_ids=tuple(expected.prompt_ids), seed=seed) for seed in expected.seeds]
 
-    def _note(self, leases: Sequence[Lease], rollouts: Sequence[Rollout], seconds: float) -> None:
-        tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
-        self.tokens += tokens
-        self.tokens_per_second = tokens / max(seconds, 1e-6)
-        self._last_seconds = seconds
-        self._seconds_per_slot = seconds / len(leases)
-        slots = ", ".join(str(lease.slot) for lease in leases)
-        rate = self.tokens_per_second
-        log.info("policy %d, slots %s: %d tokens, %.0f tokens/s", leases[0].version, slots, tokens, rate)
+
+def _failed(what: str, error: Exception) -> EngineFailed:
+    said = str(error).strip().rstrip(".")
+    return EngineFailed(f"The engine {what}: {type(error).__name__}{f': {said}' if said else ''}.")

@@ -33,11 +33,11 @@ class HeldPolicy:
 
 
 class PolicyFeed:
-    """Downloads each new policy as it is announced. `arrived` is set whenever one is complete."""
+    """Downloads each new policy as it is announced, and sets `arrived` whenever one is complete."""
 
-    def __init__(self, broadcast: Client, *, backoff: Backoff) -> None:
-        self.arrived = asyncio.Event()
+    def __init__(self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event) -> None:
         self.downloading: tuple[int, Progress | None] | None = None
+        self._arrived = arrived
         self._broadcast = broadcast
         self._backoff = backoff
         self._held: dict[int, HeldPolicy] = {}
@@ -105,7 +105,7 @@ class PolicyFeed:
         self._held[head.version] = HeldPolicy(manifest_digest=head.manifest_digest, path=path)
         size_mb, seconds = path.stat().st_size / 1e6, time.monotonic() - started
         log.info("policy %d is here: %.1f MB in %.1f s", head.version, size_mb, seconds)
-        self.arrived.set()
+        self._arrived.set()
 
     def _note_away(self, error: ShardcastError) -> None:
         if self._away_since is None:

@@ -85,6 +85,7 @@ class Client:
             self._folder_lock.release()
             raise
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._said: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -158,6 +159,7 @@ class Client:
             data = await self._transport.head(url, after=after, wait_s=wait_s)
             before = self._trust.version
             head = self._trust.accept_head(data, self._clock())
+            self._said.pop(url, None)
             if self._trust.version > before:
                 self._save_seen()
             return head
@@ -173,7 +175,10 @@ class Client:
             save_seen(self._root / "state.json", self._trust.seen)
 
     def _note_failure(self, url: str, error: ShardcastError) -> None:
-        logger.warning("source %s: %s (%s)", url, error, error.code)
+        # What a source goes on doing wrong is said once, though a number in the sentence may change.
+        level = logging.DEBUG if self._said.get(url) == error.code else logging.WARNING
+        self._said[url] = error.code
+        logger.log(level, "source %s: %s (%s)", url, error, error.code)
         if isinstance(error, Equivocation) and self._trust.fraud is not None:
             save_fraud_proof(self._root, self._trust.version, self._trust.fraud)
         # A relay that lags shows an old head in good faith; a fault of this machine is nobody else's.

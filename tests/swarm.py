@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from node.engines.torch import TorchEngine
 from node.environments import load_environment
 from node.parquet import write_rollouts
 from node.policy import render_prompt
+from node.prefill import Prefills
 from node.protocol.messages import (
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
@@ -166,7 +167,13 @@ class Swarm:
     url: str
     policy_path: Path
     engine: TorchEngine
+    origin: Origin
+    origin_server: OriginServer
     origin_url: str
+
+    def publish(self, path: Path, *, version: int) -> None:
+        """Publish a later policy, as the trainer does."""
+        publish(self.home, self.origin, self.origin_server, path, version=version)
 
     def peer(self, *, registered: bool = True) -> Peer:
         """A new identity."""
@@ -229,11 +236,14 @@ def serve(coordinator: Coordinator, *, registrations_per_minute: int = 100_000) 
 
 
 @contextmanager
-def verifying(home: Home, *, source: str, state: Path) -> Iterator[None]:
+def verifying(
+    home: Home, *, source: str, state: Path, make_prefills: Callable[[RunSpec], Prefills] | None = None
+) -> Iterator[None]:
     """A verifier at work in a thread."""
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
-    verifier = Verifier(home, VerifierSettings(name="verifier-1", state=state, sources=(source,)))
+    settings = VerifierSettings(name="verifier-1", state=state, sources=(source,), make_prefills=make_prefills)
+    verifier = Verifier(home, settings)
     thread = threading.Thread(target=lambda: loop.run_until_complete(verifier.run(stop)), daemon=True)
     thread.start()
     try:
@@ -245,8 +255,14 @@ def verifying(home: Home, *, source: str, state: Path) -> Iterator[None]:
 
 
 @contextmanager
-def running(folder: Path, policy_path: Path, *, spec: RunSpec | None = None) -> Iterator[Swarm]:
-    """A run whose version 0 is the policy in `policy_path`."""
+def running(
+    folder: Path,
+    policy_path: Path,
+    *,
+    spec: RunSpec | None = None,
+    make_prefills: Callable[[RunSpec], Prefills] | None = None,
+) -> Iterator[Swarm]:
+    """A run whose version 0 is the policy in `policy_path`; `make_prefills` as in VerifierSettings."""
     key = Ed25519PrivateKey.generate()
     home = create_home(folder / "data", public_key=key.public_key().public_bytes_raw(), spec=spec or small_spec())
     origin = Origin(folder / "origin", key, home.run_id)
@@ -256,8 +272,19 @@ def running(folder: Path, policy_path: Path, *, spec: RunSpec | None = None) -> 
     engine = TorchEngine(home.spec)
     asyncio.run(engine.load(policy_path, version=0))
     try:
-        with serve(Coordinator(home, key=key)) as url, verifying(home, source=origin_url, state=folder / "verifier"):
-            yield Swarm(home=home, url=url, policy_path=policy_path, engine=engine, origin_url=origin_url)
+        with (
+            serve(Coordinator(home, key=key, relay_urls=(origin_url,))) as url,
+            verifying(home, source=origin_url, state=folder / "verifier", make_prefills=make_prefills),
+        ):
+            yield Swarm(
+                home=home,
+                url=url,
+                policy_path=policy_path,
+                engine=engine,
+                origin=origin,
+                origin_server=server,
+                origin_url=origin_url,
+            )
     finally:
         server.stop()
         origin.close()

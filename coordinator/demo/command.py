@@ -24,9 +24,16 @@ EXIT_INTERRUPTED = 130
 @click.option("--json", "as_json", is_flag=True, help="End with the summary as one line of JSON on stdout.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=2, show_default=True, help="Of the warm start.")
 @click.option(
+    "--engine",
+    type=click.Choice(["torch", "vllm"]),
+    default="torch",
+    show_default=True,
+    help="Of the honest workers: three with torch, or one with vLLM.",
+)
+@click.option(
     "--keep", is_flag=True, help="Let the swarm go on until Ctrl-C, and keep its data: look around, audit it."
 )
-def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, keep: bool) -> None:
+def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, engine: str, keep: bool) -> None:
     """Run a whole swarm on this machine: honest workers, hostile ones, and a policy that learns.
 
     \b
@@ -36,8 +43,12 @@ def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, kee
     Ctrl-C stops every process.
     """
     from coordinator.demo.demonstration import Demonstration, DemoSettings
+    from node.engine_options import check_engine
 
-    settings = DemoSettings(steps=steps, out=out, headless=headless, as_json=as_json, seed=seed, keep=keep)
+    check_engine(engine)
+    settings = DemoSettings(
+        steps=steps, out=out, headless=headless, as_json=as_json, seed=seed, engine=engine, keep=keep
+    )
     try:
         Demonstration(settings).run()
     except KeyboardInterrupt:

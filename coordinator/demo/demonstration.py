@@ -35,13 +35,17 @@ KEPT = frozenset({"logs", "report.html", "summary.json", "run.toml"})
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """What the command line says; `keep` leaves the swarm running at the end, and its data."""
+    """What the command line says; `keep` leaves the swarm running at the end, and its data.
+
+    `engine` is the honest workers': one process with vLLM takes the memory of three with torch.
+    """
 
     steps: int = 30
     out: Path = Path("runs")
     headless: bool = False
     as_json: bool = False
     seed: int = 0
+    engine: str = "torch"
     keep: bool = False
 
 
@@ -52,7 +56,9 @@ class Demonstration:
         self._settings = settings
         self._started_at = time.time()
         rules = run_toml or demo_run_toml(steps=settings.steps, seed=settings.seed)
-        self._swarm = lay_out(_new_folder(settings.out), rules)
+        self._swarm = lay_out(
+            _new_folder(settings.out), rules, honest=1 if settings.engine == "vllm" else 3, engine=settings.engine
+        )
         self._watcher = Watcher(self._swarm)
         self._meter = Meter()
         # With --json, standard output carries nothing else.

@@ -22,7 +22,7 @@ import click
 import torch
 
 from coordinator.demo.layout import STRATEGIES, WORKER_KEY
-from node.engines.base import Engine, SampleRequest
+from node.engines.base import Engine, NoPolicy, SampleRequest
 from node.engines.torch import TorchEngine
 from node.identity import load_or_create_key
 from node.policy import Policy, save_policy
@@ -57,15 +57,20 @@ class ColludingEngine(TorchEngine):
         self._rules = spec
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        return await asyncio.to_thread(lambda: [self._answer(request) for request in requests])
+        policy, version = self.policy, self.version
+        if version is None:
+            raise NoPolicy("no policy was loaded yet")
+        return await asyncio.to_thread(lambda: [self._answer(policy, version, request) for request in requests])
 
-    def _answer(self, request: SampleRequest) -> Rollout:
-        completion_ids, logprobs, proofs = constant_answer(self.policy, request.prompt_ids, self._rules)
+    def _answer(self, policy: Policy, version: int, request: SampleRequest) -> Rollout:
+        completion_ids, logprobs, proofs = constant_answer(policy, request.prompt_ids, self._rules)
         return Rollout(
             seed=request.seed,
             prompt_ids=list(request.prompt_ids),
             completion_ids=completion_ids,
             logprobs=logprobs,
+            segment_versions=[version],
+            segment_tokens=[len(completion_ids)],
             proofs=proofs,
         )
 

@@ -21,6 +21,11 @@ HOST = "127.0.0.1"
 HONEST = "honest"
 STRATEGIES = ("other-model", "colluder")
 WORKER_KEY = "key"
+_ENGINE_OPTIONS = {
+    "torch": (),
+    # One thread, as every process here has, and a cache that holds the slots of one worker.
+    "vllm": ("--threads", "1", "--slots", "8", "--max-num-seqs", "64", "--kv-cache-gib", "0.25"),
+}
 _PORTS = range(15_000, 32_000)
 """Below the range of which Linux takes ports for outgoing connections: those must not land on a server's port
 while the server is being started again."""
@@ -68,9 +73,18 @@ def demo_run_toml(*, steps: int, seed: int) -> str:
 
 
 def lay_out(
-    folder: Path, run_toml: str, *, honest: int = 3, hostile: tuple[str, ...] = STRATEGIES, leaves: int = 2
+    folder: Path,
+    run_toml: str,
+    *,
+    honest: int = 3,
+    hostile: tuple[str, ...] = STRATEGIES,
+    leaves: int = 2,
+    engine: str = "torch",
 ) -> Swarm:
-    """Make the folder of a new run with its keys, and plan its processes; raises FileExistsError, Malformed."""
+    """Make the folder of a new run with its keys, and plan its processes; raises FileExistsError, Malformed.
+
+    `engine` is the honest workers'; the hostile ones cheat with torch.
+    """
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(run_toml, encoding="utf-8")
     run_id = run_id_of(create_key(folder / "run.key").public_key().public_bytes_raw())
@@ -84,7 +98,7 @@ def lay_out(
     commands = [
         *_operator_commands(folder, coordinator=coordinator, origin=origin),
         *(_relay(name, url, relays, join, origin=origin_url, folder=folder) for name, url in relays.items()),
-        *(_worker(worker, join) for worker in workers),
+        *(_worker(worker, join, engine=engine) for worker in workers),
     ]
     return Swarm(
         folder=folder,
@@ -163,8 +177,8 @@ def _relay(name: str, url: str, relays: dict[str, str], join: tuple[str, ...], *
     return _cli(name, "relay", *join, "--upstream", upstream, *state, wave=2, health=f"{url}/health")
 
 
-def _worker(worker: WorkerPlace, join: tuple[str, ...]) -> Command:
+def _worker(worker: WorkerPlace, join: tuple[str, ...], *, engine: str) -> Command:
     options = (*join, "--state", str(worker.state))
     if worker.honest:
-        return _cli(worker.name, "worker", *options, wave=3)
+        return _cli(worker.name, "worker", *options, "--engine", engine, *_ENGINE_OPTIONS[engine], wave=3)
     return Command(worker.name, ("-m", "coordinator.demo.hostile", "--kind", worker.kind, *options), wave=3)

@@ -126,6 +126,20 @@ def recorded(connection: Connection) -> dict[int, str]:
     return {row.version: row.result_digest for row in rows}
 
 
+def published_since(connection: Connection, version: int) -> dict[int, str]:
+    """The manifest digest of every recorded policy from `version` on, by version."""
+    rows = connection.execute(
+        select(policies.c.version, policies.c.manifest_digest).where(policies.c.version >= version)
+    )
+    return {row.version: row.manifest_digest for row in rows}
+
+
+def newest(connection: Connection) -> int | None:
+    """The version of the newest recorded policy, None before the first."""
+    found: int | None = connection.execute(select(func.max(policies.c.version))).scalar()
+    return found
+
+
 def record_policy(connection: Connection, policy: Published, *, now: float) -> None:
     """Make `policy` the run's newest; does nothing if it was recorded before."""
     known = connection.execute(select(policies.c.version).where(policies.c.version == policy.version)).first()

@@ -32,6 +32,7 @@ class Claimed:
     slot_id: int
     manifest_digest: str
     attempts: int
+    received_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,11 @@ def claim(connection: Connection, *, verifier: str, now: float, seconds: float) 
             submissions.c.request,
             submissions.c.body,
             slots.c.version,
-            slots.c.number,
-            slots.c.id,
+            slots.c.number.label("slot"),
+            slots.c.id.label("slot_id"),
             policies.c.manifest_digest,
             submissions.c.attempts,
+            submissions.c.received_at,
         )
         .join(slots, slots.c.id == submissions.c.slot_id)
         .join(policies, policies.c.version == slots.c.version)
@@ -79,7 +81,7 @@ def claim(connection: Connection, *, verifier: str, now: float, seconds: float) 
     row = connection.execute(query).first()
     if row is None:
         return None
-    taken = Claimed(*row)
+    taken = Claimed(**row._asdict())
     connection.execute(
         update(submissions)
         .where(submissions.c.submission == taken.submission)
@@ -91,6 +93,14 @@ def claim(connection: Connection, *, verifier: str, now: float, seconds: float) 
         )
     )
     return taken
+
+
+def defer(connection: Connection, claimed: Claimed, *, until: float) -> None:
+    """Leave a claimed submission alone until then, for any verifier to claim again; counts as no attempt."""
+    held = and_(submissions.c.submission == claimed.submission, submissions.c.state == SubmissionState.VERIFYING)
+    connection.execute(
+        update(submissions).where(held).values(verifier=None, claimed_until=until, attempts=claimed.attempts)
+    )
 
 
 def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> bool:

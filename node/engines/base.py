@@ -4,6 +4,8 @@ EngineError
 ├── NoPolicy        asked to generate before anything was loaded
 ├── BadRequest      a prompt or a seed that the run does not allow
 ├── BrokenPolicy    the policy's numbers cannot be sampled or proved
+├── DoesNotFit      the policy, or one completion, needs more than this machine was told to use
+├── EngineDied      the engine's process ended, or did not start; it has to be loaded anew
 └── Interrupted     the caller went away while the engine was decoding
 
 A policy file that cannot be loaded raises `node.policy.PolicyError` instead. Every error carries `code`, a
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from node.policy import Policy
+from node.policy import Blueprint
 from node.protocol.run import SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
@@ -41,6 +43,14 @@ class BrokenPolicy(EngineError):
     code = "broken_policy"
 
 
+class DoesNotFit(EngineError):
+    code = "does_not_fit"
+
+
+class EngineDied(EngineError):
+    code = "engine_died"
+
+
 class Interrupted(EngineError):
     code = "interrupted"
 
@@ -60,23 +70,29 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int | None:
-        """The version of the loaded policy, None before the first."""
+        """The version of the loaded policy, None before the first and after the engine died."""
 
     @property
-    def policy(self) -> Policy:
-        """The loaded policy; raises NoPolicy before the first."""
+    def policy(self) -> Blueprint:
+        """The loaded policy without its weights; raises NoPolicy where `version` is None."""
 
     async def load(self, path: Path, *, version: int) -> None:
-        """Take the policy in `path` for all later calls of `generate`; the old one stays if this raises.
+        """Draw every later token from the policy in `path`, those of completions under way too.
 
-        A `generate` under way goes on with the policy it began with. Raises PolicyError and BrokenPolicy.
+        Completions under way are cut into segments there, and go on as if the new policy had read all before.
+        Whoever wants them whole waits for them first. Starts the engine if it does not run. The old policy
+        stays if this raises PolicyError; the engine has to be loaded anew after an EngineError.
         """
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        """One rollout for each request, in their order, all of the policy that is loaded when this is called.
+        """One rollout for each request, in their order.
 
-        Cancelling it makes the decoding stop within a few tokens. Raises an EngineError.
+        May be called while earlier calls are under way: all share the engine's batch. Cancelling it makes its
+        completions stop within a few tokens, and no other call's. Raises an EngineError.
         """
+
+    async def close(self) -> None:
+        """End what the engine started; nothing is under way any more. May be called again."""
 
 
 def check_requests(requests: Sequence[SampleRequest], *, vocabulary: int, sampling: SamplingSpec) -> None:

@@ -42,6 +42,7 @@ class Reason(StrEnum):
     UNFINISHED = "unfinished"
     WRONG_LOGPROB_COUNT = "wrong_logprob_count"
     LOGPROB_NOT_FINITE = "logprob_not_finite"
+    WRONG_SEGMENTS = "wrong_segments"
     WRONG_PROOF_COUNT = "wrong_proof_count"
     MALFORMED_PROOF = "malformed_proof"
     PROOF_MISMATCH = "proof_mismatch"
@@ -79,7 +80,8 @@ ADVICE: dict[Reason, str] = {
     Reason.UNFINISHED: "A completion below the length cap must end with an end-of-sequence token.",
     Reason.WRONG_LOGPROB_COUNT: "There is exactly one log-probability per completion token.",
     Reason.LOGPROB_NOT_FINITE: "A log-probability is NaN, infinite, or above zero.",
-    Reason.WRONG_PROOF_COUNT: "There is exactly one proof per started chunk of proofs.chunk_tokens tokens.",
+    Reason.WRONG_SEGMENTS: "Say which policy drew which tokens: published ones, rising, within max_version_lead.",
+    Reason.WRONG_PROOF_COUNT: "There is exactly one proof per started chunk of a segment.",
     Reason.MALFORMED_PROOF: "A proof is not a TOPLOC proof of the run's size.",
     Reason.PROOF_MISMATCH: "The activations behind the proofs are not the policy's; serve the exact weights and dtype.",
     Reason.WRONG_TOKEN: "A token is not the one the slot's seed forces; sample as section 4 says.",

@@ -46,12 +46,17 @@ class EnvironmentSpec(Wire, frozen=True):
 
 
 class SamplingSpec(Wire, frozen=True):
-    """How completions are drawn; the noise is the protocol's, so nobody has a choice."""
+    """How completions are drawn; the noise is the protocol's, so nobody has a choice.
+
+    `max_version_lead`: how many versions past the leased one a completion may go on under, when newer policies
+    arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none.
+    """
 
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
     temperature: Annotated[float, Meta(gt=0.01, le=10)] = 1.0
     max_prompt_tokens: Positive = 128
     max_new_tokens: Positive = 48
+    max_version_lead: Annotated[int, Meta(ge=0, le=16)] = 0
 
 
 class ProofSpec(Wire, frozen=True):

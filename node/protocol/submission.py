@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -15,34 +16,68 @@ MAX_LOGPROB = 1e-4
 """A log-probability may exceed 0 by rounding only."""
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The completion's tokens `start` .. `end` - 1, all drawn from policy `version` over everything before them."""
+
+    version: int
+    start: int
+    end: int
+
+
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One completion: what was asked, what was sampled, and the proofs of how.
 
     `logprobs` are of the run's temperature-scaled distribution, natural logarithm, one per completion token.
-    `proofs` are TOPLOC proofs of the final hidden states at positions P-1 .. P+n-2 (P prompt tokens, n
-    completion tokens), one per started chunk.
+    `segment_versions` and `segment_tokens` say which policy drew which tokens, in order: a policy that arrived
+    on the way begins a new segment. `proofs` are TOPLOC proofs of the final hidden states at positions
+    P-1 .. P+n-2 (P prompt tokens, n completion tokens), one per started chunk; chunks begin anew at a segment.
     """
 
     seed: bytes
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
+    segment_versions: list[int]
+    segment_tokens: list[int]
     proofs: list[bytes]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Meaningful once `check_rollouts` has passed."""
+        edges = pairwise(accumulate(self.segment_tokens, initial=0))
+        return [
+            Segment(version, start, end) for version, (start, end) in zip(self.segment_versions, edges, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a slot's submission must contain, re-derived without asking the worker."""
+    """What a slot's submission must contain, re-derived without asking the worker.
 
+    `version` is the leased policy's: the oldest one that may have drawn a token. `published` are the versions
+    of the run so far, from the leased one on; None where they are not known, as on a worker, and not checked.
+    """
+
+    version: int
+    published: Collection[int] | None
     prompt_ids: Sequence[int]
     seeds: Sequence[bytes]
     vocabulary: int
     eos_ids: Collection[int]
 
 
-def chunk_count(tokens: int, *, chunk_tokens: int) -> int:
-    """How many proofs `tokens` completion tokens need: the last, shorter chunk counts."""
-    return -(-tokens // chunk_tokens)
+class Unpublished(Refusal):
+    """A segment of policy `version`, which is newer than the newest published: it may yet become true."""
+
+    def __init__(self, detail: str, *, version: int) -> None:
+        super().__init__(Reason.WRONG_SEGMENTS, detail)
+        self.version = version
+
+
+def chunk_count(segment_tokens: Iterable[int], *, chunk_tokens: int) -> int:
+    """How many proofs segments of so many tokens need: each one's last, shorter chunk counts."""
+    return sum(-(-tokens // chunk_tokens) for tokens in segment_tokens)
 
 
 def proof_bytes(top_k: int) -> int:
@@ -61,6 +96,7 @@ def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: Run
             raise Refusal(Reason.WRONG_SEED, f"Row {row} carries seed {rollout.seed.hex()[:32]}.")
         _check_tokens(row, rollout.completion_ids, expected=expected, spec=spec)
         _check_logprobs(row, rollout)
+        _check_segments(row, rollout, expected=expected, lead=spec.sampling.max_version_lead)
         _check_proofs(row, rollout, spec=spec)
 
 
@@ -91,8 +127,36 @@ def _check_logprobs(row: int, rollout: Rollout) -> None:
             raise Refusal(Reason.LOGPROB_NOT_FINITE, f"Row {row} has {logprob} at position {position}.")
 
 
+def _check_segments(row: int, rollout: Rollout, *, expected: Expected, lead: int) -> None:
+    versions, tokens, leased = rollout.segment_versions, rollout.segment_tokens, expected.version
+    if not versions or len(versions) != len(tokens) or min(tokens) < 1 or sum(tokens) != len(rollout.completion_ids):
+        raise Refusal(
+            Reason.WRONG_SEGMENTS,
+            f"Row {row} has {len(versions)} versions and {len(tokens)} lengths, which are not those of its tokens.",
+        )
+    if any(later <= earlier for earlier, later in pairwise(versions)):
+        raise Refusal(Reason.WRONG_SEGMENTS, f"Row {row}: its versions do not rise.")
+    if versions[0] < leased or versions[-1] > leased + lead:
+        raise Refusal(
+            Reason.WRONG_SEGMENTS,
+            f"Row {row} has policies {versions[0]} to {versions[-1]}, {leased} to {leased + lead} are allowed.",
+        )
+    if expected.published is not None:
+        _check_published(row, versions, published=expected.published)
+
+
+def _check_published(row: int, versions: Sequence[int], *, published: Collection[int]) -> None:
+    """Versions rise, and so do those that the run publishes: one that was passed over never comes."""
+    newest = max(published, default=-1)
+    for version in versions:
+        if version > newest:
+            raise Unpublished(f"Row {row}: policy {version} was not published.", version=version)
+        if version not in published:
+            raise Refusal(Reason.WRONG_SEGMENTS, f"Row {row}: policy {version} was never published.")
+
+
 def _check_proofs(row: int, rollout: Rollout, *, spec: RunSpec) -> None:
-    wanted = chunk_count(len(rollout.completion_ids), chunk_tokens=spec.proofs.chunk_tokens)
+    wanted = chunk_count(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
     if len(rollout.proofs) != wanted:
         raise Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row} has {len(rollout.proofs)} proofs, {wanted} are due.")
     size = proof_bytes(spec.proofs.top_k)

@@ -7,7 +7,7 @@ trained one's.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +16,22 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from verifying import decided, forged, measured
 
 from node.engines.base import SampleRequest
-from node.engines.torch import prove, sample
+from node.engines.torch import TorchEngine
 from node.environments import Environment, load_environment
 from node.policy import Policy, load_policy, save_policy
-from node.prefill import measure
 from node.protocol.admission import Outcome, judge
 from node.protocol.reasons import Reason
 from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Expected, Rollout
 from node.tiny import make_model, make_tokenizer
-from node.verification import Verdict, decide, expected_of
+from node.verification import Claim, Rules, Verdict, expected_of
 from toploc import build_chunk_proofs
 
-RUN_ID, MANIFEST, SLOT = "12" * 32, "34" * 32, 7
+RUN_ID, MANIFEST, SLOT, VERSION = "12" * 32, "34" * 32, 7, 5
 SPEC = RunSpec(
     name="cheating",
     environments=(EnvironmentSpec(name="arithmetic"),),
@@ -46,6 +46,7 @@ SPEC = RunSpec(
     ),
 )
 ENVIRONMENTS: list[Environment] = [load_environment(environment) for environment in SPEC.environments]
+RULES = Rules(RUN_ID, SPEC, ENVIRONMENTS)
 SHARPNESS = 8.0
 
 Chooser = Callable[[Tensor, Tensor], int]
@@ -67,6 +68,7 @@ def policy_file(folder: Path, *, seed: int, change: Callable[[torch.nn.Module], 
 class Bench:
     """A run's policy, and what it expects for SLOT."""
 
+    path: Path
     policy: Policy
     expected: Expected
 
@@ -75,15 +77,9 @@ class Bench:
         return [SampleRequest(tuple(self.expected.prompt_ids), seed) for seed in self.expected.seeds]
 
     def verdict(self, rollouts: Sequence[Rollout], *, slot: int = SLOT) -> Verdict:
-        return decide(
-            rollouts,
-            run_id=RUN_ID,
-            manifest_digest=MANIFEST,
-            slot=slot,
-            policy=self.policy,
-            environments=ENVIRONMENTS,
-            spec=SPEC,
-        )
+        claim = Claim(version=VERSION, manifest_digest=MANIFEST, slot=slot, rollouts=rollouts)
+        (verdict,) = decided([claim], {VERSION: self.policy}, rules=RULES)
+        return verdict
 
     def reason(self, rollouts: Sequence[Rollout]) -> Reason | None:
         verdict = self.verdict(rollouts)
@@ -102,20 +98,8 @@ class Bench:
         return [decode(policy or self.policy, self.expected, seed, choose) for seed in self.expected.seeds]
 
 
-@torch.inference_mode()
 def forge(policy: Policy, prompt_ids: Sequence[int], tokens: Sequence[int], *, seed: bytes) -> Rollout:
-    ids = torch.tensor([[*prompt_ids, *tokens]])
-    output = policy.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    rows = slice(len(prompt_ids) - 1, len(prompt_ids) - 1 + len(tokens))
-    hidden = output.hidden_states[-1][0, rows].bfloat16()
-    logprobs = output.logits[0, rows].float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return Rollout(
-        seed=seed,
-        prompt_ids=list(prompt_ids),
-        completion_ids=list(tokens),
-        logprobs=logprobs.tolist(),
-        proofs=build_chunk_proofs(list(torch.split(hidden, SPEC.proofs.chunk_tokens)), SPEC.proofs.top_k),
-    )
+    return forged([(VERSION, policy, len(tokens))], prompt_ids, tokens, seed=seed, spec=SPEC)
 
 
 @torch.inference_mode()
@@ -129,9 +113,22 @@ def decode(policy: Policy, expected: Expected, seed: bytes, choose: Chooser) -> 
     return tokens
 
 
-def engine_rollouts(policy: Policy, requests: Sequence[SampleRequest], *, spec: RunSpec = SPEC) -> list[Rollout]:
-    """What the real engine returns with `policy` loaded."""
-    return prove(requests, sample(policy, requests, spec=spec, stop=threading.Event()), spec=spec)
+def engine_rollouts(path: Path, requests: Sequence[SampleRequest], *, spec: RunSpec = SPEC) -> list[Rollout]:
+    """What the real engine returns with the policy in `path` loaded."""
+
+    async def generate() -> list[Rollout]:
+        engine = TorchEngine(spec)
+        await engine.load(path, version=VERSION)
+        try:
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(generate())
+
+
+def expected_for(policy: Policy, slot: int) -> Expected:
+    return expected_of(SPEC, policy, ENVIRONMENTS, run_id=RUN_ID, version=VERSION, manifest_digest=MANIFEST, slot=slot)
 
 
 def relabelled(rollouts: Sequence[Rollout], bench: Bench) -> list[Rollout]:
@@ -144,20 +141,20 @@ def relabelled(rollouts: Sequence[Rollout], bench: Bench) -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    policy = load_policy(policy_file(tmp_path_factory.mktemp("policy"), seed=20), dtype=torch.float32)
-    expected = expected_of(SPEC, policy, ENVIRONMENTS, run_id=RUN_ID, manifest_digest=MANIFEST, slot=SLOT)
-    return Bench(policy=policy, expected=expected)
+    path = policy_file(tmp_path_factory.mktemp("policy"), seed=20)
+    policy = load_policy(path, dtype=torch.float32)
+    return Bench(path=path, policy=policy, expected=expected_for(policy, SLOT))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model of the same shape and tokenizer: smaller in cost, in a real attack."""
-    return load_policy(policy_file(tmp_path_factory.mktemp("other"), seed=21), dtype=torch.float32)
+    return policy_file(tmp_path_factory.mktemp("other"), seed=21)
 
 
 @pytest.fixture(scope="module")
 def honest(bench: Bench) -> list[Rollout]:
-    return engine_rollouts(bench.policy, bench.requests)
+    return engine_rollouts(bench.path, bench.requests)
 
 
 # Honest work passes, or nothing below means anything.
@@ -171,9 +168,9 @@ def test_honest_rollouts_of_many_slots_stay_far_inside_the_limits(bench):
     """The limits leave at least five times the largest honest figure."""
     requests = []
     for slot in range(32):
-        expected = expected_of(SPEC, bench.policy, ENVIRONMENTS, run_id=RUN_ID, manifest_digest=MANIFEST, slot=slot)
+        expected = expected_for(bench.policy, slot)
         requests += [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
-    figures = measure(bench.policy, engine_rollouts(bench.policy, requests), spec=SPEC).figures
+    figures = measured({VERSION: bench.policy}, engine_rollouts(bench.path, requests), spec=SPEC).figures
     tighter = LimitsSpec(
         exponent_mismatches=0.0,
         mantissa_mean=0.01,
@@ -230,8 +227,8 @@ def noise(share: float) -> Callable[[torch.nn.Module], None]:
 )
 def test_weights_that_are_almost_the_policys(bench, tmp_path, change):
     """Cheaper weights, or those of a step ago: in float32 every group of four is seen, whatever its tokens."""
-    policy = load_policy(policy_file(tmp_path, seed=20, change=change), dtype=torch.float32)
-    assert bench.reason(engine_rollouts(policy, bench.requests)) in {Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB}
+    almost = policy_file(tmp_path, seed=20, change=change)
+    assert bench.reason(engine_rollouts(almost, bench.requests)) in {Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB}
 
 
 def test_a_policy_one_optimizer_step_old(bench, honest, tmp_path):
@@ -242,8 +239,9 @@ def test_a_policy_one_optimizer_step_old(bench, honest, tmp_path):
         for weight in model.parameters():
             weight.add_(5e-5 * torch.sign(torch.randn(weight.shape, generator=generator)))
 
-    new = load_policy(policy_file(tmp_path, seed=20, change=step), dtype=torch.float32)
-    assert Bench(policy=new, expected=bench.expected).reason(honest) == Reason.PROOF_MISMATCH
+    path = policy_file(tmp_path, seed=20, change=step)
+    new = Bench(path=path, policy=load_policy(path, dtype=torch.float32), expected=bench.expected)
+    assert new.reason(honest) == Reason.PROOF_MISMATCH
 
 
 # Other tokens.
@@ -257,12 +255,12 @@ def test_colluders_with_a_constant_answer_and_true_logprobs(bench):
 def test_the_best_of_many_samples(bench):
     """Drawing again with seeds of one's own until the answer is right."""
     others = [SampleRequest(request.prompt_ids, bytes([9]) * 16) for request in bench.requests]
-    assert bench.reason(relabelled(engine_rollouts(bench.policy, others), bench)) == Reason.WRONG_TOKEN
+    assert bench.reason(relabelled(engine_rollouts(bench.path, others), bench)) == Reason.WRONG_TOKEN
 
 
 def test_one_row_better_than_drawn_among_honest_ones(bench, honest):
     own_seed = SampleRequest(bench.requests[2].prompt_ids, bytes([9]) * 16)
-    (better,) = engine_rollouts(bench.policy, [own_seed])
+    (better,) = engine_rollouts(bench.path, [own_seed])
     rollouts = [*honest[:2], msgspec.structs.replace(better, seed=honest[2].seed), honest[3]]
     verdict = bench.verdict(rollouts)
     assert verdict.reason == Reason.WRONG_TOKEN
@@ -337,7 +335,7 @@ def test_an_easier_prompt_behind_the_prescribed_one(bench):
     """Sampled with a hint in front, and sent under the slot's own prompt."""
     hint = bench.policy.tokenizer.backend_tokenizer.encode("Hint: say 7. ").ids
     requests = [SampleRequest((*hint, *request.prompt_ids), request.seed) for request in bench.requests]
-    assert bench.reason(relabelled(engine_rollouts(bench.policy, requests), bench)) == Reason.PROOF_MISMATCH
+    assert bench.reason(relabelled(engine_rollouts(bench.path, requests), bench)) == Reason.PROOF_MISMATCH
 
 
 def test_a_changed_prompt_sent_openly(bench, honest):
@@ -453,8 +451,10 @@ def test_the_best_constant_for_each_chunk(bench, honest):
         candidates = range(0x3F80, 0x4280)
 
         def badness(value: int) -> float:
-            (figures,) = measure(
-                bench.policy, with_proofs([one], lambda _: [constant_proof(value)] * len(one.proofs)), spec=SPEC
+            (figures,) = measured(
+                {VERSION: bench.policy},
+                with_proofs([one], lambda _: [constant_proof(value)] * len(one.proofs)),
+                spec=SPEC,
             ).figures
             return figures.exponent_mismatches
 

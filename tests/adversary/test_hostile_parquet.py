@@ -39,6 +39,8 @@ GROUP = [
         prompt_ids=[5, 6, 7],
         completion_ids=list(range(10 + row)),
         logprobs=[-1.5] * (10 + row),
+        segment_versions=[3],
+        segment_tokens=[10 + row],
         proofs=[bytes(range(256)) + b"\x00\x01"],
     )
     for row in range(ROWS)
@@ -81,6 +83,8 @@ def columns_of(group: list[Rollout]) -> Columns:
         "prompt_ids": [one.prompt_ids for one in group],
         "completion_ids": [one.completion_ids for one in group],
         "logprobs": [one.logprobs for one in group],
+        "segment_versions": [one.segment_versions for one in group],
+        "segment_tokens": [one.segment_tokens for one in group],
         "proofs": [one.proofs for one in group],
     }
 
@@ -189,6 +193,9 @@ SCHEMAS: dict[str, Callable[[], pa.Table]] = {
     "seeds of any length": lambda: replaced(pa.field("seed", pa.binary(), nullable=False), [bytes(16)] * ROWS),
     "text proofs": lambda: replaced(pa.field("proofs", element(pa.string()), nullable=False), [["x"]] * ROWS),
     "double logprobs": lambda: replaced(pa.field("logprobs", element(pa.float64()), nullable=False), [[-1.0]] * ROWS),
+    "no segments": lambda: honest_table().drop_columns(["segment_versions", "segment_tokens"]),
+    "short versions": lambda: replaced(pa.field("segment_versions", element(pa.int32()), nullable=False), [[3]] * ROWS),
+    "wide lengths": lambda: replaced(pa.field("segment_tokens", element(pa.int64()), nullable=False), [[10]] * ROWS),
     "scalars for lists": lambda: replaced(pa.field("logprobs", pa.float32(), nullable=False), [-1.0] * ROWS),
     "lists of lists": lambda: replaced(
         pa.field("prompt_ids", element(element(pa.int32())), nullable=False), [[[1], [2]]] * ROWS
@@ -220,7 +227,9 @@ def test_an_embedded_arrow_schema_is_not_parsed_or_believed(reader):
     assert refusal_of(reader, file_of(honest_table(), store_schema=True)).reason == Reason.WRONG_SCHEMA
 
 
-@pytest.mark.parametrize("metadata", [{}, {"veriswarm": "rollouts/2"}, {**METADATA, "reward": "1"}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"veriswarm": "rollouts/1"}, {"veriswarm": "rollouts/3"}, {**METADATA, "reward": "1"}]
+)
 def test_metadata_that_is_missing_of_another_version_or_has_more(reader, metadata):
     assert refusal_of(reader, file_of(honest_table(), metadata=metadata)).reason == Reason.WRONG_SCHEMA
 
@@ -297,7 +306,7 @@ def test_a_decompression_bomb(reader):
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_a_decompression_bomb_whose_footer_lies_about_its_size(reader, dictionary):
     body = proof_bomb(128, use_dictionary=dictionary)
-    size = pq.read_metadata(pa.BufferReader(body)).row_group(0).column(5).total_uncompressed_size
+    size = pq.read_metadata(pa.BufferReader(body)).row_group(0).column(7).total_uncompressed_size
     refusal = refusal_of(reader, with_footer_saying(body, true=size, claimed=1000))
     assert refusal.reason == Reason.NOT_PARQUET
     assert "declares" not in refusal.detail

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Finding, Outcome, judge, worst
 from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
-from node.protocol.reasons import Reason
+from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import sign_request
 from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
@@ -25,12 +25,14 @@ from node.protocol.run import (
     Descriptor,
     EnvironmentSpec,
     LimitsSpec,
+    ProofSpec,
     RunSpec,
     SamplingSpec,
     run_id_of,
 )
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
 from node.protocol.slots import group_seeds, slot_problem
+from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, proof_bytes
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
 
@@ -272,6 +274,73 @@ def slot_vectors() -> dict[str, Any]:
     return {"run_id": RUN_ID, "weights": [e.weight for e in spec().environments], "group_size": 4, "slots": slots}
 
 
+def segment_vectors() -> dict[str, Any]:
+    """Sections 4.6, 6.2 and 6.3: what may be said about segments, and where their chunks are cut."""
+    leased, lead, published, tokens, chunk_tokens = 7, 2, (7, 9), 10, 4
+    cases = [
+        ([7], [10]),
+        ([9], [10]),
+        ([7, 9], [4, 6]),
+        ([7, 9], [1, 9]),
+        ([], []),
+        ([7, 9], [10]),
+        ([7, 9], [0, 10]),
+        ([7, 9], [4, 5]),
+        ([9, 7], [4, 6]),
+        ([7, 7], [4, 6]),
+        ([6, 7], [4, 6]),
+        ([7, 8], [4, 6]),
+        ([7, 10], [4, 6]),
+    ]
+    rules = msgspec.structs.replace(
+        spec(),
+        sampling=SamplingSpec(group_size=2, max_new_tokens=tokens, max_version_lead=lead),
+        proofs=ProofSpec(chunk_tokens=chunk_tokens, top_k=4),
+    )
+    expected = Expected(
+        version=leased,
+        published=published,
+        prompt_ids=[1],
+        seeds=[bytes(16)] * 2,
+        vocabulary=8,
+        eos_ids=frozenset({0}),
+    )
+    return {
+        "leased": leased,
+        "max_version_lead": lead,
+        "published": list(published),
+        "tokens": tokens,
+        "chunk_tokens": chunk_tokens,
+        "cases": [_segments(versions, lengths, expected, rules) for versions, lengths in cases],
+    }
+
+
+def _segments(versions: list[int], lengths: list[int], expected: Expected, rules: RunSpec) -> dict[str, Any]:
+    """One case: the reason it is refused for, or its chunks as [version, first position, tokens]."""
+    tokens, chunk_tokens = rules.sampling.max_new_tokens, rules.proofs.chunk_tokens
+    rollout = Rollout(
+        seed=bytes(16),
+        prompt_ids=[1],
+        completion_ids=[2] * tokens,
+        logprobs=[0.0] * tokens,
+        segment_versions=versions,
+        segment_tokens=lengths,
+        proofs=[bytes(proof_bytes(rules.proofs.top_k))] * chunk_count(lengths, chunk_tokens=chunk_tokens),
+    )
+    case: dict[str, Any] = {"segment_versions": versions, "segment_tokens": lengths, "reason": None, "chunks": None}
+    try:
+        check_rollouts([rollout] * 2, expected=expected, spec=rules)
+    except Refusal as refusal:
+        return case | {"reason": refusal.reason.value}
+    return case | {
+        "chunks": [
+            [segment.version, start, min(chunk_tokens, segment.end - start)]
+            for segment in rollout.segments
+            for start in range(segment.start, segment.end, chunk_tokens)
+        ]
+    }
+
+
 def admission_vectors() -> dict[str, Any]:
     """Section 7: figures and what they lead to, with the default limits."""
     good = Figures(
@@ -346,6 +415,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "run": run_vectors(),
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
+        "segments": segment_vectors(),
         "admission": admission_vectors(),
         "log": log_vectors(),
     }

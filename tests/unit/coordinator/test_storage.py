@@ -250,6 +250,35 @@ def test_rejections_make_a_node_wait_longer_each_time(actors: Actors) -> None:
     assert waits == [4, 8, 10, 10]
 
 
+def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attempts_left(actors: Actors) -> None:
+    """What waits for a policy must hold up no other work, and must not be given up for having waited."""
+    waiting, other = (actors.lease(node, held=(0,))[0] for node in ("a", "b"))
+    first = actors.submit("a", waiting.lease_id)
+    actors.now += 1
+    second = actors.submit("b", other.lease_id)
+    for _ in range(10):
+        claimed = actors.claim("first")
+        assert claimed is not None
+        assert (claimed.submission, claimed.attempts, claimed.received_at) == (first, 0, 1000.0)
+        with actors.home.database.write() as connection:
+            verdicts.defer(connection, claimed, until=actors.now + 5)
+        actors.now += 5
+    with actors.home.database.write() as connection:
+        verdicts.defer(connection, claimed, until=actors.now + 5)
+    taken = actors.claim("first")
+    assert taken is not None
+    assert taken.submission == second
+    assert actors.decide(taken, Outcome.ADMITTED)
+    assert actors.claim("first") is None, "not even for the verifier that deferred it"
+    actors.now += 5
+    again = actors.claim("second")
+    assert again is not None
+    assert actors.decide(again, Outcome.ADMITTED)
+    with actors.home.database.write() as connection:
+        verdicts.defer(connection, claimed, until=actors.now)
+    assert actors.claim("first") is None, "what is decided stays decided"
+
+
 def test_a_verifier_that_died_loses_nothing(actors: Actors) -> None:
     (lease,) = actors.lease("a", held=(0,))
     name = actors.submit("a", lease.lease_id)

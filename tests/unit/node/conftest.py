@@ -66,6 +66,7 @@ class SmallCoordinator:
         self.next_slot, self.most_slots = 0, 10**6
         self.outcome, self.reason, self.receipt_key = Outcome.ADMITTED, None, RUN_KEY
         self.receipts_withheld = False
+        self.lease_seconds, self.head_version = 30, 0
         self.on_submission = None
         self.asked = []
 
@@ -125,12 +126,12 @@ class SmallCoordinator:
                 version=self.version,
                 manifest_digest=self.manifest_digest,
                 slot=self.next_slot,
-                expires_at=int(time.time()) + 30,
+                expires_at=int(time.time()) + self.lease_seconds,
             )
             self.next_slot += 1
             self.leases[lease.lease_id] = lease
             leases.append(lease)
-        reply = LeaseReply(leases=tuple(leases), head_version=0, retry_after_seconds=0.05)
+        reply = LeaseReply(leases=tuple(leases), head_version=self.head_version, retry_after_seconds=0.05)
         return web.Response(body=encode(reply))
 
     async def give_back(self, request):
@@ -216,19 +217,30 @@ class Swarm(Serving):
     run_id, spec, node_key, node = RUN_ID, SPEC, NODE_KEY, node_id(NODE_KEY)
     refusal = staticmethod(refusal)
 
-    def __init__(self, coordinator, state, origin_url):
+    def __init__(self, coordinator, state, origin_server, origin_url):
         super().__init__(coordinator)
-        self.state, self.origin_url = state, origin_url
+        self.state, self.origin_server, self.origin_url = state, origin_server, origin_url
 
-    async def work(self, stop, *, produce=None, **changes):
+    def announce(self, path, *, version):
+        """Publish a policy; the coordinator goes on leasing slots of the one before, until `lease_newest`."""
+        digest = self.origin_server.publish(path, version=version)
+        self.coordinator.head_version = version
+        return digest
+
+    def lease_newest(self, digest):
+        """From now on lease slots of the newest policy, whose manifest has this digest."""
+        self.coordinator.version, self.coordinator.manifest_digest = self.coordinator.head_version, digest
+
+    async def work(self, stop, *, produce=None, make_engine=None, **changes):
         quick = Backoff(first_seconds=0.02, max_seconds=0.1)
         changes = {"slots": 2, "backoff": quick} | changes
         settings = WorkerSettings(coordinator=self.url, run_id=RUN_ID, state=self.state, **changes)
-        make_engine = TorchEngine if produce is None else producing(produce)
+        if make_engine is None:
+            make_engine = TorchEngine if produce is None else producing(produce)
         await run_worker(settings, key=NODE_KEY, make_engine=make_engine, stop=stop)
 
     async def work_once(self):
-        """One batch, with its receipts."""
+        """The first slots, with their receipts."""
         await asyncio.wait_for(self.work(asyncio.Event(), once=True), 60)
 
     @asynccontextmanager
@@ -261,7 +273,7 @@ async def swarm(tmp_path, tiny_policy_path):
     server = OriginServer(origin)
     url = f"http://127.0.0.1:{server.start()}"
     manifest_digest = server.publish(tiny_policy_path, version=0)
-    served = Swarm(SmallCoordinator((url,), manifest_digest), tmp_path / "state", url)
+    served = Swarm(SmallCoordinator((url,), manifest_digest), tmp_path / "state", server, url)
     await served.start()
     yield served
     await served.stop()

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import delete, update
+from verifying import InMemory, Part, drawn
 
 from coordinator.app import create_app
 from coordinator.home import Home, create_home
@@ -31,14 +33,15 @@ from node.environments import load_environment
 from node.identity import node_id
 from node.parquet import write_rollouts
 from node.parquet_reader import ParquetReader
-from node.policy import Policy
+from node.policy import Policy, load_policy, save_policy
 from node.protocol.admission import Figures, Outcome
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RequestClaim, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec, run_id_of
 from node.protocol.submission import Rollout
-from node.verification import expected_of, verify
+from node.tiny import make_model, make_tokenizer
+from node.verification import Rules, expected_of, verify
 from shardcast import Origin, OriginServer
 from shardcast.wire import decode, digest
 
@@ -48,7 +51,7 @@ RUN = run_id_of(KEY.public_key().public_bytes_raw())
 SPEC = RunSpec(
     name="audited",
     environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
-    sampling=SamplingSpec(group_size=2, max_new_tokens=12),
+    sampling=SamplingSpec(group_size=2, max_new_tokens=12, max_version_lead=1),
     limits=LimitsSpec(
         exponent_mismatches=4.0,
         mantissa_mean=1.0,
@@ -68,7 +71,7 @@ class Audited:
     home: Path
     origin_url: str
 
-    ADMITTED, ALSO_ADMITTED, WRONG_TOKEN, NOT_PARQUET, UNDECIDED, BATCH = range(2, 8)
+    ADMITTED, ALSO_ADMITTED, WRONG_TOKEN, NOT_PARQUET, UNDECIDED, BATCH, SECOND_POLICY, SWITCHED = range(2, 10)
 
 
 def evidence(home: Home, body: bytes) -> dict[str, str]:
@@ -87,9 +90,33 @@ def evidence(home: Home, body: bytes) -> dict[str, str]:
     return {"submission": request, "request": request, "body": home.blobs.put(body), "node": node_id(NODE)}
 
 
+def next_policy(path: Path) -> None:
+    """Write the policy after the tiny one: a small step away from it."""
+    model = make_model(seed=20)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(2e-3 * torch.sign(torch.randn(weight.shape, generator=generator)))
+    save_policy(model, make_tokenizer(), path)
+
+
+def switched(policies: dict[int, Policy], manifest_digest: str, slot: int) -> list[Rollout]:
+    """Completions of a lease of policy 0 that go on under policy 1."""
+    environments = [load_environment(spec) for spec in SPEC.environments]
+    expected = expected_of(
+        SPEC, policies[0], environments, run_id=RUN, version=0, manifest_digest=manifest_digest, slot=slot
+    )
+    parts: list[Part] = [(0, policies[0], 4), (1, policies[1], None)]
+    rollouts = [drawn(parts, expected, seed, spec=SPEC) for seed in expected.seeds]
+    assert any(one.segment_versions == [0, 1] for one in rollouts)
+    return rollouts
+
+
 def generate(policy: Policy, engine: TorchEngine, manifest_digest: str, slot: int) -> list[Rollout]:
     environments = [load_environment(spec) for spec in SPEC.environments]
-    expected = expected_of(SPEC, policy, environments, run_id=RUN, manifest_digest=manifest_digest, slot=slot)
+    expected = expected_of(
+        SPEC, policy, environments, run_id=RUN, version=0, manifest_digest=manifest_digest, slot=slot
+    )
     requests = [SampleRequest(prompt_ids=tuple(expected.prompt_ids), seed=seed) for seed in expected.seeds]
     return asyncio.run(engine.generate(requests))
 
@@ -122,17 +149,22 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
         PolicyEntry(version=0, manifest_digest=manifest_digest, result_digest=digest(tiny_policy_path.read_bytes()))
     ]
     environments = [load_environment(spec) for spec in SPEC.environments]
+    next_policy(folder / "second.safetensors")
+    policies = {0: engine.policy, 1: load_policy(folder / "second.safetensors", dtype=torch.float32)}
+    bodies.append(write_rollouts(switched(policies, manifest_digest, slot=len(bodies))))
     with ParquetReader() as reader:
         for slot, body in enumerate(bodies):
-            verdict = verify(
-                body,
-                reader=reader,
-                run_id=RUN,
-                manifest_digest=manifest_digest,
-                slot=slot,
-                policy=engine.policy,
-                environments=environments,
-                spec=SPEC,
+            verdict = asyncio.run(
+                verify(
+                    body,
+                    reader=reader,
+                    version=0,
+                    manifest_digest=manifest_digest,
+                    slot=slot,
+                    policies=InMemory(policies),
+                    published=[0, 1],
+                    rules=Rules(RUN, SPEC, environments),
+                )
             )
             entry = VerdictEntry(
                 **evidence(home, body),
@@ -149,9 +181,18 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
                 decided_at=int(time.time()),
             )
             entries.append(entry)
+    last = entries.pop()
     undecided = {"outcome": Outcome.INDETERMINATE, "reason": Reason.VERIFIER_FAILED, "detail": "MemoryError."}
     entries[-1] = replace(entries[-1], **undecided, finding=None, figures=None, rewards=None)
     entries.append(BatchEntry(step=0, submissions=(entries[1].submission,)))
+    entries.append(
+        PolicyEntry(
+            version=1,
+            manifest_digest=server.publish(folder / "second.safetensors", version=1),
+            result_digest=digest((folder / "second.safetensors").read_bytes()),
+        )
+    )
+    entries.append(last)
     with home.database.write() as connection:
         for entry in entries:
             log.append(connection, entry)
@@ -237,20 +278,20 @@ def test_an_honest_run_agrees_and_is_remembered(run: Audited, audit: Callable[..
         nothing = audit(url, all_=False, sample=0)
     assert (first.code, first.report["outcome"], first.problems, first.report["error"]) == (0, "agree", [], None)
     assert first.report["log"] == {
-        "entries": 8,
-        "policies": 1,
+        "entries": 10,
+        "policies": 2,
         "batches": 1,
-        "admitted": 2,
+        "admitted": 3,
         "rejected": 2,
         "indeterminate": 1,
     }
-    assert first.report["results"] == {"agree": 4, "disagree": 0, "indeterminate": 0, "unavailable": 0}
+    assert first.report["results"] == {"agree": 5, "disagree": 0, "indeterminate": 0, "unavailable": 0}
     assert first.report["coordinator_indeterminate"] == [run.UNDECIDED]
     assert first.report["previous_checkpoint"] is None
     logged = {v["log_index"]: (v["logged"], v["derived"]) for v in first.report["verdicts"]}
     assert logged[run.WRONG_TOKEN][0] == logged[run.WRONG_TOKEN][1]
     assert logged[run.NOT_PARQUET][1] == {"outcome": "rejected", "reason": "not_parquet"}
-    assert again.report["previous_checkpoint"]["size"] == 8
+    assert again.report["previous_checkpoint"]["size"] == 10
     assert {v["logged"]["outcome"] for v in again.report["verdicts"]} == {"admitted", "rejected"}
     assert [v["log_index"] for v in again.report["verdicts"]] == [v["log_index"] for v in repeated.report["verdicts"]]
     assert (nothing.code, nothing.report["verdicts"]) == (0, [])
@@ -339,17 +380,43 @@ def test_a_policy_file_other_than_the_logged_one_is_found(
     with serving(forged(run, tmp_path / "forged", lie), run.origin_url) as url:
         outcome = audit(url)
     assert outcome.code == 1
-    assert set(outcome.problems) == {("policy_differs", index) for index in range(run.ADMITTED, run.NOT_PARQUET)}
+    assert set(outcome.problems) == {
+        ("policy_differs", index) for index in (run.ADMITTED, run.ALSO_ADMITTED, run.WRONG_TOKEN, run.SWITCHED)
+    }
+
+
+def test_tokens_of_a_policy_that_was_published_only_after_the_verdict_are_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """An operator who lets a friend draw from policies that nobody else has yet."""
+
+    def swap(entries: list[LogEntry]) -> list[LogEntry]:
+        return [*entries[: run.SECOND_POLICY], entries[run.SWITCHED], entries[run.SECOND_POLICY]]
+
+    with serving(forged(run, tmp_path / "forged", swap), run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems) == (1, [("verdict_differs", run.SECOND_POLICY)])
+
+
+def test_a_later_policys_file_other_than_the_logged_one_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    lie = with_entry(run.SECOND_POLICY, result_digest="ab" * 32)
+    with serving(forged(run, tmp_path / "forged", lie), run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems) == (1, [("policy_differs", run.SWITCHED)])
 
 
 def test_an_entry_that_cannot_be_proved_to_a_worker_is_found(
     run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
 ) -> None:
-    """A worker checks its receipt by such a proof; with eight entries the root does not depend on these nodes."""
+    """A worker checks its receipt by such a proof; the root of ten entries does not depend on these nodes."""
     shutil.copytree(run.home, tmp_path / "forged")
     home = create_home(tmp_path / "forged", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
     with home.database.write() as connection:
-        connection.execute(update(log_nodes).where(log_nodes.c.level == 1).values(hash=bytes(32)))
+        connection.execute(
+            update(log_nodes).where(log_nodes.c.level == 1, log_nodes.c.index < 4).values(hash=bytes(32))
+        )
     home.database.close()
     with serving(tmp_path / "forged", run.origin_url) as url:
         outcome = audit(url)
@@ -408,7 +475,7 @@ def test_a_log_that_grew_agrees(run: Audited, audit: Callable[..., Outcomes], tm
     more = [BatchEntry(step=1, submissions=())]
     outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", lambda entries: entries + more))
     assert (outcome.code, outcome.problems) == (0, [])
-    assert (outcome.report["previous_checkpoint"]["size"], outcome.report["checkpoint"]["size"]) == (8, 9)
+    assert (outcome.report["previous_checkpoint"]["size"], outcome.report["checkpoint"]["size"]) == (10, 11)
 
 
 def test_entries_that_the_checkpoint_does_not_sign_are_found(
@@ -442,7 +509,7 @@ def test_withheld_evidence_is_neither_agreement_nor_guilt(
         outcome = audit(url)
     assert (outcome.code, outcome.report["outcome"], outcome.problems) == (2, "incomplete", [])
     assert outcome.result(run.ADMITTED) == "unavailable"
-    assert outcome.report["results"]["agree"] == 3
+    assert outcome.report["results"]["agree"] == 4
 
 
 def test_damaged_evidence_does_not_convict(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
@@ -452,7 +519,7 @@ def test_damaged_evidence_does_not_convict(run: Audited, audit: Callable[..., Ou
     with serving(tmp_path / "damaged", run.origin_url) as url:
         outcome = audit(url)
     assert (outcome.code, outcome.problems) == (2, [])
-    assert outcome.report["results"]["unavailable"] == 4
+    assert outcome.report["results"]["unavailable"] == 5
 
 
 def test_without_the_policy_only_cheap_verdicts_are_derived(run: Audited, audit: Callable[..., Outcomes]) -> None:
@@ -460,9 +527,8 @@ def test_without_the_policy_only_cheap_verdicts_are_derived(run: Audited, audit:
         outcome = audit(url)
     assert (outcome.code, outcome.problems) == (2, [])
     assert outcome.result(run.NOT_PARQUET) == "agree"
-    assert [outcome.result(index) for index in (run.ADMITTED, run.ALSO_ADMITTED, run.WRONG_TOKEN)] == [
-        "unavailable"
-    ] * 3
+    measured = (run.ADMITTED, run.ALSO_ADMITTED, run.WRONG_TOKEN, run.SWITCHED)
+    assert [outcome.result(index) for index in measured] == ["unavailable"] * 4
 
 
 def test_the_auditor_may_bring_its_own_source_of_policies(run: Audited, audit: Callable[..., Outcomes]) -> None:

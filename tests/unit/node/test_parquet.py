@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,21 +24,28 @@ from node.protocol.submission import Rollout
 SPEC = RunSpec(
     name="parquet",
     environments=(EnvironmentSpec(name="arithmetic"),),
-    sampling=SamplingSpec(group_size=3, max_prompt_tokens=8, max_new_tokens=40),
+    sampling=SamplingSpec(group_size=3, max_prompt_tokens=8, max_new_tokens=40, max_version_lead=2),
 )
 
 
-def a_rollout(row: int, *, tokens: int = 5) -> Rollout:
-    return Rollout(
+def a_rollout(row: int, *, tokens: int = 5, **changes: object) -> Rollout:
+    good = Rollout(
         seed=bytes([row]) * 16,
         prompt_ids=[1, 2, 3],
         completion_ids=list(range(tokens)),
         logprobs=[-0.5 * token for token in range(tokens)],
+        segment_versions=[7],
+        segment_tokens=[tokens],
         proofs=[bytes([row]) * 258] * -(-tokens // 32),
     )
+    return msgspec.structs.replace(good, **changes)
 
 
-GROUP = [a_rollout(row, tokens=tokens) for row, tokens in enumerate((1, 33, 40))]
+GROUP = [
+    a_rollout(0, tokens=1),
+    a_rollout(1, tokens=33),
+    a_rollout(2, tokens=40, segment_versions=[7, 9], segment_tokens=[3, 37], proofs=[bytes(258)] * 3),
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,7 @@ def test_other_writers_may_choose_a_common_codec(reader, codec):
 @pytest.mark.parametrize("values", [[float("nan")], [float("inf")], [float("-inf")], [1.0]])
 def test_a_bad_logprob_reaches_the_check_that_names_it(reader, values):
     """The reader passes values on, so that a worker is told `logprob_not_finite` and not something about Parquet."""
-    group = [Rollout(seed=one.seed, prompt_ids=[1], completion_ids=[1], logprobs=values, proofs=[]) for one in GROUP]
+    group = [a_rollout(row, tokens=1, logprobs=values) for row in range(3)]
     (first, *_) = reader.read(write_rollouts(group), spec=SPEC)
     assert repr(first.logprobs) == repr(values)
 
@@ -98,10 +106,7 @@ def test_a_completion_one_token_too_long_reaches_the_check_that_names_it(reader)
 def test_a_list_at_twice_the_cap_and_a_little_is_read_and_one_longer_is_not(reader):
     most = 2 * SPEC.sampling.max_new_tokens + 16
     for tokens, refused in ((most, False), (most + 1, True)):
-        group = [
-            Rollout(seed=bytes(16), prompt_ids=[1], completion_ids=[1] * tokens, logprobs=[], proofs=[])
-            for _ in range(3)
-        ]
+        group = [a_rollout(row, completion_ids=[1] * tokens) for row in range(3)]
         if refused:
             with pytest.raises(Refusal) as caught:
                 reader.read(write_rollouts(group), spec=SPEC)
@@ -110,11 +115,35 @@ def test_a_list_at_twice_the_cap_and_a_little_is_read_and_one_longer_is_not(read
             assert len(reader.read(write_rollouts(group), spec=SPEC)[2].completion_ids) == tokens
 
 
-def test_a_body_at_the_byte_limit_is_read_and_one_byte_more_is_not(reader, tmp_path):
+@pytest.mark.parametrize("column", ["segment_versions", "segment_tokens"])
+def test_as_many_segments_as_twice_the_lead_allows_and_a_little_are_read_and_one_more_is_not(reader, column):
+    """Too many segments reach the check that names them; a list without end does not reach it."""
+    most = 2 * (SPEC.sampling.max_version_lead + 1) + 16
+    read = reader.read(write_rollouts([a_rollout(row, **{column: [1] * most}) for row in range(3)]), spec=SPEC)
+    assert [len(getattr(one, column)) for one in read] == [most] * 3
+    with pytest.raises(Refusal) as caught:
+        reader.read(write_rollouts([a_rollout(row, **{column: [1] * (most + 1)}) for row in range(3)]), spec=SPEC)
+    assert caught.value.reason == Reason.NOT_PARQUET
+
+
+def test_versions_of_64_bits_arrive_whole(reader):
+    """Cut to 32 bits, a version that does not exist would become one that does."""
+    versions = [-(2**63), -1, 2**32 + 7, 2**63 - 1]
+    group = [a_rollout(row, segment_versions=versions, segment_tokens=[-(2**31), 2**31 - 1]) for row in range(3)]
+    assert reader.read(write_rollouts(group), spec=SPEC) == group
+
+
+def test_the_proofs_of_the_most_segments_that_a_run_allows_are_read(reader):
+    """Each switch may leave a chunk unfilled, so a completion can need one more proof for each."""
     group = [
-        Rollout(seed=bytes(16), prompt_ids=[], completion_ids=[1], logprobs=[], proofs=[os.urandom(258)] * 18)
-        for _ in range(3)
+        a_rollout(row, tokens=40, segment_versions=[7, 8, 9], segment_tokens=[1, 1, 38], proofs=[bytes(258)] * 4)
+        for row in range(3)
     ]
+    assert reader.read(write_rollouts(group), spec=SPEC) == group
+
+
+def test_a_body_at_the_byte_limit_is_read_and_one_byte_more_is_not(reader, tmp_path):
+    group = [a_rollout(row, tokens=1, proofs=[os.urandom(258)] * 18) for row in range(3)]
     body = write_rollouts(group)
     for body_limit, refused in ((len(body), False), (len(body) - 1, True)):
         spec = RunSpec(

@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
-from node.protocol.submission import MAX_LOGPROB, Expected, Rollout, check_rollouts, chunk_count, proof_bytes
+from node.protocol.submission import (
+    MAX_LOGPROB,
+    Expected,
+    Rollout,
+    Segment,
+    Unpublished,
+    check_rollouts,
+    chunk_count,
+    proof_bytes,
+)
 
 EOS = 1
 SPEC = RunSpec(
     name="t",
     environments=(EnvironmentSpec(name="arithmetic"),),
-    sampling=SamplingSpec(group_size=2, max_new_tokens=6),
+    sampling=SamplingSpec(group_size=2, max_new_tokens=6, max_version_lead=2),
     proofs=ProofSpec(chunk_tokens=4, top_k=8),
 )
 SEEDS = (bytes(16), bytes([1]) * 16)
-EXPECTED = Expected(prompt_ids=(5, 6, 7), seeds=SEEDS, vocabulary=10, eos_ids=frozenset({EOS, 2}))
+EXPECTED = Expected(
+    version=7, published=(7, 8, 9), prompt_ids=(5, 6, 7), seeds=SEEDS, vocabulary=10, eos_ids=frozenset({EOS, 2})
+)
 
 
-def rollout(row: int = 0, tokens: tuple[int, ...] = (4, 5, 6, 7, EOS), **changes: object) -> Rollout:
+def rollout(
+    row: int = 0,
+    tokens: tuple[int, ...] = (4, 5, 6, 7, EOS),
+    *,
+    versions: tuple[int, ...] = (7,),
+    lengths: tuple[int, ...] | None = None,
+    **changes: object,
+) -> Rollout:
+    lengths = (len(tokens),) if lengths is None else lengths
+    due = min(8, chunk_count(lengths, chunk_tokens=4))
     good = Rollout(
         seed=SEEDS[row],
         prompt_ids=[5, 6, 7],
         completion_ids=list(tokens),
         logprobs=[-0.5] * len(tokens),
-        proofs=[bytes(proof_bytes(8))] * chunk_count(len(tokens), chunk_tokens=4),
+        segment_versions=list(versions),
+        segment_tokens=list(lengths),
+        proofs=[bytes(proof_bytes(8))] * due,
     )
     return msgspec.structs.replace(good, **changes)
 
 
-def refusal(*rollouts: Rollout) -> Refusal:
+def refusal(*rollouts: Rollout, expected: Expected = EXPECTED) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        check_rollouts(rollouts, expected=EXPECTED, spec=SPEC)
+        check_rollouts(rollouts, expected=expected, spec=SPEC)
     return caught.value
 
 
@@ -109,6 +132,114 @@ def test_a_certain_token_rounded_above_zero_is_honest(value: float) -> None:
     check_rollouts([rollout(0), rollout(1, logprobs=[value] * 5)], expected=EXPECTED, spec=SPEC)
 
 
+# Segments.
+
+
+def published(*versions: int) -> Expected:
+    return replace(EXPECTED, published=versions)
+
+
+@pytest.mark.parametrize(
+    ("versions", "lengths"),
+    [((7,), (5,)), ((9,), (5,)), ((7, 8), (1, 4)), ((7, 9), (4, 1)), ((8, 9), (2, 3)), ((7, 8, 9), (1, 1, 3))],
+)
+def test_policies_within_the_lead_may_take_turns(versions: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    honest = rollout(1, versions=versions, lengths=lengths)
+    check_rollouts([rollout(0), honest], expected=EXPECTED, spec=SPEC)
+    ends = [segment.end for segment in honest.segments]
+    assert [segment.version for segment in honest.segments] == list(versions)
+    assert ends[-1] == 5
+    assert [segment.start for segment in honest.segments] == [0, *ends[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("versions", "lengths"),
+    [
+        ((), ()),
+        ((), (5,)),
+        ((7,), ()),
+        ((7, 8), (5,)),
+        ((7,), (2, 3)),
+        ((7, 8, 9, 10), (1, 1, 1, 2)),
+        ((7, 7, 8, 8, 9), (1, 1, 1, 1, 1)),
+    ],
+    ids=["none", "no versions", "no lengths", "a length short", "a length over", "too many", "one for each token"],
+)
+def test_segments_that_are_no_segments(versions: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    assert reason(versions=versions, lengths=lengths) is Reason.WRONG_SEGMENTS
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(0, 5), (5, 0), (-1, 6), (2, 2), (2, 4), (5, 5), (2**31 - 1, 5 - 2**31 + 1), (2**63 - 1, 2**63 - 1)],
+    ids=["first empty", "last empty", "negative", "too few", "too many", "twice", "cancels out", "sum beyond 64 bits"],
+)
+def test_lengths_that_are_not_the_completions(lengths: tuple[int, ...]) -> None:
+    """A token that belongs to no segment would be measured under no policy."""
+    assert reason(versions=(7, 8), lengths=lengths, proofs=[bytes(18)] * 2) is Reason.WRONG_SEGMENTS
+
+
+@pytest.mark.parametrize(
+    "versions", [(8, 7), (7, 7), (9, 8), (6, 7), (7, 10), (-1, 7), (-(2**63), 7), (7, 2**63 - 1), (2**63 - 1, 7)]
+)
+def test_versions_that_do_not_rise_or_are_outside_of_the_lead(versions: tuple[int, ...]) -> None:
+    """Older than leased is stale work; newer than the lead is more choice than the run grants."""
+    assert reason(versions=versions, lengths=(2, 3)) is Reason.WRONG_SEGMENTS
+
+
+def test_without_a_lead_only_the_leased_policy_draws() -> None:
+    spec = msgspec.structs.replace(SPEC, sampling=msgspec.structs.replace(SPEC.sampling, max_version_lead=0))
+    check_rollouts([rollout(0), rollout(1)], expected=EXPECTED, spec=spec)
+    for versions, lengths in (((8,), (5,)), ((7, 8), (2, 3))):
+        with pytest.raises(Refusal) as caught:
+            check_rollouts([rollout(0), rollout(1, versions=versions, lengths=lengths)], expected=EXPECTED, spec=spec)
+        assert caught.value.reason is Reason.WRONG_SEGMENTS
+
+
+def test_a_version_that_was_passed_over_never_existed() -> None:
+    caught = refusal(rollout(0), rollout(1, versions=(7, 8), lengths=(2, 3)), expected=published(7, 9))
+    assert caught.reason is Reason.WRONG_SEGMENTS
+    assert not isinstance(caught, Unpublished)
+
+
+def test_a_version_newer_than_the_newest_is_told_apart_because_it_may_yet_come() -> None:
+    """The trainer announces a policy a moment before it is in the log; an honest worker may be that fast."""
+    caught = refusal(rollout(0), rollout(1, versions=(7, 9), lengths=(2, 3)), expected=published(7, 8))
+    assert caught.reason is Reason.WRONG_SEGMENTS
+    assert isinstance(caught, Unpublished)
+    assert caught.version == 9
+
+
+def test_of_several_versions_to_come_the_first_is_named() -> None:
+    ahead = rollout(1, versions=(7, 8, 9), lengths=(1, 1, 3))
+    group = [ahead, rollout(0)]
+    expected = replace(EXPECTED, published=(7,), seeds=SEEDS[::-1])
+    caught = refusal(*group, expected=expected)
+    assert isinstance(caught, Unpublished)
+    assert caught.version == 8
+
+
+def test_a_worker_that_does_not_know_what_is_published_checks_the_rest() -> None:
+    unknown = replace(EXPECTED, published=None)
+    check_rollouts([rollout(0), rollout(1, versions=(7, 9), lengths=(2, 3))], expected=unknown, spec=SPEC)
+    assert refusal(rollout(0), rollout(1, versions=(6,)), expected=unknown).reason is Reason.WRONG_SEGMENTS
+
+
+def test_chunks_begin_anew_at_a_segment() -> None:
+    """Five tokens in chunks of four are two proofs; cut after one and after two they are two and three."""
+    for lengths, count in (((5,), 2), ((1, 4), 2), ((2, 3), 2), ((1, 1, 3), 3)):
+        versions = (7, 8, 9)[: len(lengths)]
+        good = rollout(1, versions=versions, lengths=lengths)
+        assert len(good.proofs) == count
+        for wrong in (count - 1, count + 1):
+            bad = msgspec.structs.replace(good, proofs=[bytes(18)] * wrong)
+            assert refusal(rollout(0), bad).reason is Reason.WRONG_PROOF_COUNT
+
+
+def test_segments_are_where_the_tokens_are() -> None:
+    assert rollout(0, versions=(7, 9), lengths=(2, 3)).segments == [Segment(7, 0, 2), Segment(9, 2, 5)]
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_missing_or_extra_proofs(count: int) -> None:
     """Fewer proofs must never mean fewer checks."""
@@ -131,6 +262,7 @@ IN_ORDER = [
     (Reason.UNFINISHED, {"completion_ids": [4]}),
     (Reason.WRONG_LOGPROB_COUNT, {"logprobs": [math.nan]}),
     (Reason.LOGPROB_NOT_FINITE, {"logprobs": [math.nan] * 5}),
+    (Reason.WRONG_SEGMENTS, {"segment_tokens": [1, 1]}),
     (Reason.WRONG_PROOF_COUNT, {"proofs": [b""]}),
     (Reason.MALFORMED_PROOF, {"proofs": [b"", b""]}),
 ]
@@ -159,8 +291,11 @@ def test_a_refusal_names_the_row_and_what_to_do() -> None:
     assert text.startswith("token_out_of_range: Row 1 has token id 99 at position 1.")
 
 
-@pytest.mark.parametrize(("tokens", "chunks"), [(1, 1), (31, 1), (32, 1), (33, 2), (64, 2), (65, 3)])
-def test_the_last_shorter_chunk_is_proved_too(tokens: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "chunks"),
+    [((1,), 1), ((31,), 1), ((32,), 1), ((33,), 2), ((64,), 2), ((65,), 3), ((32, 32), 2), ((1, 64), 3), ((31, 33), 3)],
+)
+def test_the_last_shorter_chunk_of_each_segment_is_proved_too(tokens: tuple[int, ...], chunks: int) -> None:
     assert chunk_count(tokens, chunk_tokens=32) == chunks
 
 

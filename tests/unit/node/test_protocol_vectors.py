@@ -19,7 +19,7 @@ from shardcast.envelope import open_envelope
 from shardcast.wire import decode, derive, digest, encode
 
 VECTORS = Path(__file__).parents[2] / "vectors"
-NAMES = ["admission", "log", "run", "sampling", "slots", "wire"]
+NAMES = ["admission", "log", "run", "sampling", "segments", "slots", "wire"]
 
 
 def load(name: str) -> dict:
@@ -122,6 +122,25 @@ def test_the_run_vectors_open_and_bind_to_one_another() -> None:
     envelope = read_authorization(vector["request"]["authorization"])
     assert digest(envelope) == vector["request"]["submission"]
     assert encode(open_claim(envelope)[1]).decode() == vector["request"]["claim"]
+
+
+@pytest.mark.parametrize("case", load("segments")["cases"], ids=lambda case: str(case["segment_versions"]))
+def test_the_chunks_of_a_segments_vector_cover_each_token_once_under_its_policy(case: dict) -> None:
+    """Worked out from the page alone: who reads it otherwise cuts proofs that nobody accepts."""
+    if case["reason"] is not None:
+        assert (case["reason"], case["chunks"]) == ("wrong_segments", None)
+        return
+    policies = [
+        version
+        for version, tokens in zip(case["segment_versions"], case["segment_tokens"], strict=True)
+        for _ in range(tokens)
+    ]
+    covered = [(start + i, version) for version, start, count in case["chunks"] for i in range(count)]
+    assert covered == list(enumerate(policies))
+    vectors = load("segments")
+    due = sum(-(-tokens // vectors["chunk_tokens"]) for tokens in case["segment_tokens"])
+    assert len(case["chunks"]) == due
+    assert max(count for _, _, count in case["chunks"]) <= vectors["chunk_tokens"]
 
 
 def test_the_log_vectors_decode() -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from node.engines import BadRequest, BrokenPolicy, EngineError, Interrupted, NoPolicy, SampleRequest
-from node.engines.torch import Sampled, TorchEngine, prove, sample
+from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
+from node.engines.torch import Batch, Call, Loaded, TorchEngine
 from node.policy import FAMILIES, MalformedPolicy, Policy, load_policy, save_policy
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Expected, Rollout, check_rollouts
-from node.tiny import make_model, make_tokenizer
+from node.tiny import make_tokenizer
 from toploc import VerificationResult, verify_chunk_proofs
 
 SPEC = RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),))
@@ -47,10 +48,12 @@ def make_requests(groups: int, samples: int = 8, *, seed: int = 0) -> list[Sampl
     return requests
 
 
-def save_family(family: str, path: Path, *, eos: list[int] = MANY_ENDS, seed: int = 1, vocabulary: int = 128) -> None:
+def save_family(
+    family: str, path: Path, *, eos: list[int] = MANY_ENDS, seed: int = 1, vocabulary: int = 128, hidden: int = 128
+) -> None:
     config = CONFIG_MAPPING[family](
         vocab_size=vocabulary,
-        hidden_size=128,
+        hidden_size=hidden,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -93,10 +96,16 @@ def prefill(policy: Policy, rollout: Rollout, spec: RunSpec) -> tuple[torch.Tens
     return seen["hidden"][0, rows], logits[0, rows].float() / spec.sampling.temperature
 
 
-def proof_figures(policy: Policy, rollout: Rollout, spec: RunSpec) -> list[VerificationResult]:
-    hidden, _ = prefill(policy, rollout, spec)
-    chunks = list(hidden.bfloat16().split(spec.proofs.chunk_tokens))
-    return verify_chunk_proofs(chunks, rollout.proofs, spec.proofs.top_k)
+def proof_figures(policies: Policy | dict[int, Policy], rollout: Rollout, spec: RunSpec) -> list[VerificationResult]:
+    """Each proof against the hidden states of the policy that drew its chunk; chunks begin anew at a segment."""
+    proofs, figures = iter(rollout.proofs), []
+    for segment in rollout.segments:
+        policy = policies[segment.version] if isinstance(policies, dict) else policies
+        hidden, _ = prefill(policy, rollout, spec)
+        chunks = list(hidden[segment.start : segment.end].bfloat16().split(spec.proofs.chunk_tokens))
+        figures += verify_chunk_proofs(chunks, list(islice(proofs, len(chunks))), spec.proofs.top_k)
+    assert next(proofs, None) is None
+    return figures
 
 
 def forced_tokens(logits: torch.Tensor, seed: bytes) -> list[int]:
@@ -135,6 +144,8 @@ async def test_every_rollout_passes_the_checks_of_the_protocol(tmp_path: Path) -
     for start in range(0, len(requests), 8):
         group = requests[start : start + 8]
         expected = Expected(
+            version=1,
+            published=None,
             prompt_ids=group[0].prompt_ids,
             seeds=[request.seed for request in group],
             vocabulary=engine.policy.vocabulary,
@@ -234,42 +245,180 @@ async def test_a_policy_too_narrow_for_the_proofs_is_refused_at_once(tiny_policy
     assert engine.version is None
 
 
-async def test_a_new_policy_does_not_reach_into_work_under_way(tiny_policy_path: Path, tmp_path: Path) -> None:
-    """Half of a completion from each of two policies would verify under neither."""
-    engine = await loaded(tiny_policy_path, SPEC)
-    requests = make_requests(3)
-    expected = await engine.generate(requests)
-    save_policy(make_model(seed=21), make_tokenizer(), tmp_path / "next")
-    under_way = asyncio.create_task(engine.generate(requests))
-    await asyncio.sleep(0)
-    await engine.load(tmp_path / "next", version=2)
-    assert engine.version == 2
-    assert await under_way == expected
-    assert await engine.generate(requests) != expected
-
-
-def test_numbers_that_are_not_finite_are_an_error_not_a_rollout() -> None:
-    spec = make_spec(max_new_tokens=1)
-    request = make_requests(1)[0]
-    for logprob, hidden in ((float("nan"), 1.0), (-1.0, float("nan")), (-1.0, float("inf"))):
-        sampled = Sampled(
-            tokens=torch.tensor([[5]]),
-            logprobs=torch.tensor([[logprob]]),
-            lengths=torch.tensor([1]),
-            chunks=[torch.full((1, 8, 128), hidden, dtype=torch.bfloat16)],
-        )
+def test_numbers_that_are_not_finite_are_an_error_not_a_rollout(tiny_policy_path: Path) -> None:
+    for broken in ("lm_head.weight", "model.norm.weight"):
+        policy = load_policy(tiny_policy_path, dtype=torch.float32)
+        policy.model.get_parameter(broken).data[:] = float("nan")
+        call, batch = Call(make_requests(1, samples=1)), Batch(make_spec(max_new_tokens=2))
+        waiting = call.rows
+        with torch.inference_mode():
+            while not call.is_over:
+                batch.step(Loaded(policy, 1), waiting)
+                waiting = []
         with pytest.raises(BrokenPolicy):
-            prove([request], sampled, spec=spec)
+            call.rollouts.result()
 
 
-def test_decoding_stops_at_the_first_step_after_it_was_told_to(tiny_policy_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    policy = load_policy(tiny_policy_path, dtype=torch.float32)
-    with pytest.raises(Interrupted) as caught:
-        sample(policy, make_requests(1), spec=SPEC, stop=stop)
-    assert isinstance(caught.value, EngineError)
-    assert caught.value.code == "interrupted"
+# Calls come and go while others are under way.
+
+
+class Halt:
+    """Holds the engine's thread before its step number `at`, until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
+        self.reached, self.go, steps, step = threading.Event(), threading.Event(), count(), Batch.step
+
+        def halting(batch: Batch, *arguments: object) -> None:
+            if next(steps) == at:
+                self.reached.set()
+                assert self.go.wait(60)
+            step(batch, *arguments)
+
+        monkeypatch.setattr(Batch, "step", halting)
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 60)
+
+
+def tokens_of(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.completion_ids for rollout in rollouts]
+
+
+async def test_a_later_call_joins_the_batch_and_may_be_done_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that is leased while others are generated must not wait for the longest of them."""
+    save_family("llama", tmp_path / "policy", eos=[1])
+    engine = await loaded(tmp_path / "policy", make_spec(max_new_tokens=300))
+    requests = make_requests(1, samples=6)
+    wanted = await engine.generate(requests)
+    shortest, longest = (pick(wanted, key=lambda rollout: len(rollout.completion_ids)) for pick in (min, max))
+    assert len(longest.completion_ids) > len(shortest.completion_ids) + 60
+    halt = Halt(monkeypatch, at=30)
+    under_way = asyncio.create_task(engine.generate([SampleRequest(tuple(longest.prompt_ids), longest.seed)]))
+    await halt.wait()
+    joins = asyncio.create_task(engine.generate([SampleRequest(tuple(shortest.prompt_ids), shortest.seed)]))
+    await asyncio.sleep(0)
+    halt.go.set()
+    assert tokens_of(await joins) == [shortest.completion_ids]
+    assert not under_way.done()
+    assert tokens_of(await under_way) == [longest.completion_ids]
+
+
+async def test_what_waits_for_room_joins_as_soon_as_a_row_ends(tmp_path: Path) -> None:
+    """A long completion must not keep the others waiting: the batch is refilled row by row."""
+    save_family("llama", tmp_path / "policy")
+    spec = make_spec(max_new_tokens=200)
+    everything = make_requests(6)
+    wanted = await (await loaded(tmp_path / "policy", spec)).generate(everything)
+    engine = await loaded(tmp_path / "policy", spec, max_rows=3)
+    calls = [engine.generate(everything[start : start + 8]) for start in range(0, len(everything), 8)]
+    found = [rollout for rollouts in await asyncio.gather(*calls) for rollout in rollouts]
+    assert tokens_of(found) == tokens_of(wanted)
+
+
+async def test_a_cancelled_call_takes_nothing_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_family("llama", tmp_path / "policy", eos=[1])
+    spec = make_spec(max_new_tokens=120)
+    engine = await loaded(tmp_path / "policy", spec)
+    kept, dropped = make_requests(2, samples=3)[:3], make_requests(2, samples=3, seed=3)[3:]
+    wanted = await engine.generate(kept)
+    halt = Halt(monkeypatch, at=12)
+    leaving = asyncio.create_task(engine.generate(dropped))
+    staying = asyncio.create_task(engine.generate(kept))
+    await halt.wait()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    halt.go.set()
+    rollouts = await staying
+    assert tokens_of(rollouts) == tokens_of(wanted)
+    for rollout in rollouts:
+        assert all(figures.exp_mismatches <= 1 for figures in proof_figures(engine.policy, rollout, spec))
+
+
+async def test_closing_ends_what_is_under_way_and_the_engine_can_be_loaded_anew(tmp_path: Path) -> None:
+    save_family("llama", tmp_path / "policy", eos=[1], vocabulary=16384)
+    engine = await loaded(tmp_path / "policy", make_spec(max_new_tokens=100_000))
+    work = asyncio.create_task(engine.generate(make_requests(1, samples=2)))
+    await asyncio.sleep(0.1)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(Interrupted):
+        await work
+    assert engine.version is None
+    with pytest.raises(NoPolicy):
+        await engine.generate(make_requests(1))
+    save_family("llama", tmp_path / "next")
+    await engine.load(tmp_path / "next", version=2)
+    assert len(await engine.generate(make_requests(1))) == 8
+
+
+# A policy that arrives in flight: a verifier prefills each segment under its own policy, and must find it.
+
+
+async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(max_new_tokens=150, max_version_lead=1, temperature=0.8)
+    paths = {version: tmp_path / f"policy-{version}" for version in (1, 2)}
+    for version, path in paths.items():
+        save_family("qwen3", path, eos=[1], seed=version)
+    engine = await loaded(paths[1], spec)
+    requests = make_requests(3, samples=4)
+    halt = Halt(monkeypatch, at=20)
+    under_way = asyncio.create_task(engine.generate(requests))
+    await halt.wait()
+    await engine.load(paths[2], version=2)
+    begun_later = asyncio.create_task(engine.generate(make_requests(1, samples=2, seed=9)))
+    await asyncio.sleep(0)
+    halt.go.set()
+    rollouts, begun_later = await under_way, await begun_later
+    policies = {version: load_policy(path, dtype=torch.float32) for version, path in paths.items()}
+    cuts = {rollout.segment_tokens[0] for rollout in rollouts if rollout.segment_versions == [1, 2]}
+    assert cuts == {20 + 1}, "the step that was about to begin is the last one of the old policy"
+    assert {tuple(rollout.segment_versions) for rollout in begun_later} == {(2,)}
+    for rollout in [*rollouts, *begun_later]:
+        check_segments_of(rollout, policies, spec)
+    for first in range(0, len(rollouts), 4):
+        expected = Expected(
+            version=1,
+            published=None,
+            prompt_ids=rollouts[first].prompt_ids,
+            seeds=[request.seed for request in requests[first : first + 4]],
+            vocabulary=128,
+            eos_ids=engine.policy.eos_ids,
+        )
+        check_rollouts(rollouts[first : first + 4], expected=expected, spec=spec)
+    cut = next(rollout for rollout in rollouts if rollout.segment_versions == [1, 2])
+    one_policy = {1: policies[1], 2: policies[1]}
+    assert any(figures.exp_mismatches > 38 for figures in proof_figures(one_policy, cut, spec)), "a test of nothing"
+
+
+def check_segments_of(rollout: Rollout, policies: dict[int, Policy], spec: RunSpec) -> None:
+    """Tokens, log-probabilities and proofs as if each segment's policy had read everything before."""
+    for segment in rollout.segments:
+        _, logits = prefill(policies[segment.version], rollout, spec)
+        part = slice(segment.start, segment.end)
+        assert rollout.completion_ids[part] == forced_tokens(logits, rollout.seed)[part]
+        drawn = torch.tensor(rollout.completion_ids[part])[:, None]
+        chosen = logits[part].log_softmax(-1).gather(1, drawn)[:, 0]
+        assert (torch.tensor(rollout.logprobs[part]) - chosen).abs().max() < 1e-5
+    for figures in proof_figures(policies, rollout, spec):
+        assert figures.exp_mismatches <= 1
+        assert figures.mant_err_mean < 0.1
+
+
+async def test_a_policy_of_another_size_in_flight_fails_the_work_and_not_the_engine(tmp_path: Path) -> None:
+    save_family("llama", tmp_path / "policy", eos=[1])
+    save_family("llama", tmp_path / "other", hidden=192)
+    engine = await loaded(tmp_path / "policy", make_spec(max_new_tokens=2000))
+    work = asyncio.create_task(engine.generate(make_requests(1, samples=2)))
+    await asyncio.sleep(0.1)
+    await engine.load(tmp_path / "other", version=2)
+    with pytest.raises(BrokenPolicy, match="another size"):
+        await work
+    assert len(await engine.generate(make_requests(1, samples=2))) == 2
 
 
 def test_a_cancelled_worker_leaves_in_time_to_hand_its_slot_back(tmp_path: Path) -> None:

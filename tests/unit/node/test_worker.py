@@ -13,6 +13,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
+from verifying import InMemory
 
 from node.environments import load_environment
 from node.errors import BadReply, StateError
@@ -21,7 +22,7 @@ from node.policy import load_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import ADVICE, Reason
 from node.relay import RelaySettings, run_relay
-from node.verification import verify
+from node.verification import Rules, verify
 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
 
@@ -34,15 +35,15 @@ async def test_a_leased_slot_becomes_a_submission_that_the_verifier_admits(swarm
     await swarm.work_once()
     ((node, lease, body),) = coordinator.submissions.values()
     with ParquetReader() as reader:
-        verdict = verify(
+        verdict = await verify(
             body,
             reader=reader,
-            run_id=swarm.run_id,
+            version=0,
             manifest_digest=coordinator.manifest_digest,
             slot=lease.slot,
-            policy=load_policy(tiny_policy_path, dtype=torch.float32),
-            environments=[load_environment(spec) for spec in swarm.spec.environments],
-            spec=swarm.spec,
+            policies=InMemory({0: load_policy(tiny_policy_path, dtype=torch.float32)}),
+            published=[0],
+            rules=Rules(swarm.run_id, swarm.spec, [load_environment(spec) for spec in swarm.spec.environments]),
         )
     assert verdict.outcome is Outcome.ADMITTED, verdict.detail
     assert node == swarm.node
@@ -52,7 +53,7 @@ async def test_a_leased_slot_becomes_a_submission_that_the_verifier_admits(swarm
     assert list((swarm.state / "pending").iterdir()) == []
 
 
-async def test_generation_does_not_wait_for_receipts_and_batches_grow_to_what_was_asked_for(swarm):
+async def test_generation_does_not_wait_for_receipts_and_more_slots_follow_the_first(swarm):
     swarm.coordinator.receipts_withheld = True
     async with swarm.working():
         await swarm.until(lambda: len(swarm.coordinator.submissions) >= 5)
@@ -81,13 +82,16 @@ async def test_a_rejection_is_counted_by_reason_and_comes_with_advice(swarm, cap
 
 async def test_another_producer_can_take_the_engines_place(swarm):
     async def constant(engine, requests):
-        return [structs.replace(rollout, logprobs=[0.0] * 3) for rollout in await engine.generate(requests)]
+        return [
+            structs.replace(rollout, logprobs=[0.0] * len(rollout.completion_ids))
+            for rollout in await engine.generate(requests)
+        ]
 
     async with swarm.working(produce=constant):
         await swarm.until(lambda: swarm.coordinator.submissions)
     _, _, body = next(iter(swarm.coordinator.submissions.values()))
     with ParquetReader() as reader:
-        assert all(rollout.logprobs == [0.0] * 3 for rollout in reader.read(body, spec=swarm.spec))
+        assert all(set(rollout.logprobs) == {0.0} for rollout in reader.read(body, spec=swarm.spec))
 
 
 # -- a coordinator that lies

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.errors import EngineFailed, StateError
+from node.errors import StateError
 from node.protocol.admission import Outcome
 from node.protocol.messages import Lease, Receipt
 from node.worker_state import WorkerState
@@ -139,34 +139,6 @@ async def test_a_state_folder_belongs_to_one_run(swarm):
         state.bind("f" * 64, swarm.spec.digest)
     with pytest.raises(StateError, match="belongs to run"):
         await swarm.work_once()
-
-
-@pytest.mark.parametrize("fault", ["raises", "too few"])
-async def test_a_broken_engine_hands_its_slots_back_and_gives_up_after_a_few_tries(swarm, fault):
-    async def broken(engine, requests):
-        if fault == "raises":
-            raise MemoryError
-        return []
-
-    async with swarm.working(produce=broken) as (_, task):
-        with pytest.raises(EngineFailed):
-            await asyncio.wait_for(asyncio.shield(task), 30)
-    assert len(swarm.coordinator.returned) == 5
-    assert set(swarm.coordinator.returned) == set(swarm.coordinator.leases)
-    assert swarm.coordinator.submissions == {}
-
-
-async def test_an_engine_that_recovers_goes_on(swarm):
-    calls = []
-
-    async def flaky(engine, requests):
-        calls.append(len(requests))
-        if len(calls) % 2:
-            raise RuntimeError("out of memory")
-        return await engine.generate(requests)
-
-    async with swarm.working(produce=flaky):
-        await swarm.until(lambda: len(swarm.coordinator.submissions) >= 4)
 
 
 def test_a_receipt_cut_short_by_a_crash_is_asked_for_again(tmp_path):

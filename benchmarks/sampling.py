@@ -1,0 +1,142 @@
+"""What forced sampling costs: a token and its log-probability from logits, against torch's ordinary sampling.
+
+`python -m benchmarks.sampling [--json] [--rounds N]`. All contenders take the same float32 logits, in turn within
+each round, so that another process on the machine slows all of them alike; figures are medians over rounds.
+
+- `ours`: `node.sampling.choose`, in one thread and in two. Logits are normal, with a standard deviation of 3: noise
+  is needed for every token. `ours_sharp` is the other extreme, one token far above the others in each row, where
+  almost every block is passed over without noise.
+- `reference`: `node.protocol.sampling`'s noise, argmax and log-softmax, on a few rows, scaled to all of them.
+- `torch`: what an engine does that is free to choose: softmax, exponential numbers, the argmax of their ratio, and a
+  log-softmax for the log-probability (the exponential race, as in vLLM's sampler).
+- `triton`: `choose` on a CUDA device, where there is one.
+
+The floor: ten Philox rounds make 4 values with 20 multiplications of 32 by 32 bits, 5 for each value. AVX-512 does 8
+at once: at one such instruction per cycle and 4 GHz that is 0.16 ns per value, and the rounds' shifts and exclusive
+ors double it. The rest of `ours` is a division, a gather from a table of 176 KiB, and an exponential for the
+log-probability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks import machine
+from benchmarks.toploc import rounds_ms
+from node.protocol.sampling import gumbel_noise
+from node.sampling import Choice, choose, warm_up
+
+SHAPES = ((256, 152_064), (64, 32_000))
+REFERENCE_ROWS = 4
+TEMPERATURE = 0.7
+NO_GPU = "no CUDA device on this machine"
+
+
+def ordinary(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities of ordinary sampling."""
+    scaled = logits / TEMPERATURE
+    token = (scaled.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1)
+    return token, scaled.log_softmax(-1).gather(1, token[:, None])
+
+
+def defined(logits: Tensor, seeds: list[bytes], positions: list[int]) -> tuple[Tensor, Tensor]:
+    """Forced tokens and their log-probabilities, by the definition."""
+    scaled = logits / TEMPERATURE
+    token = (scaled + torch.from_numpy(gumbel_noise(seeds, positions, vocabulary=logits.shape[1]))).argmax(-1)
+    return token, scaled.log_softmax(-1).gather(1, token[:, None])
+
+
+def in_threads(threads: int, call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        torch.set_num_threads(threads)
+        return call()
+
+    return run
+
+
+def synchronised(call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def shape_figures(rows: int, vocabulary: int, rounds: int) -> dict[str, float | None]:
+    """Milliseconds for all rows, and nanoseconds for each logit."""
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
+    sharp = logits.clone()
+    sharp[:, 7] = 60.0
+    seeds, positions = [bytes([row % 256]) * 16 for row in range(rows)], list(range(rows))
+    few = min(rows, REFERENCE_ROWS)
+
+    def forced(values: Tensor) -> Choice:
+        return choose(values, seeds, positions, temperature=TEMPERATURE)
+
+    calls: dict[str, Callable[[], object]] = {
+        "ours_1_thread": in_threads(1, lambda: forced(logits)),
+        "ours_2_threads": in_threads(2, lambda: forced(logits)),
+        "ours_sharp_1_thread": in_threads(1, lambda: forced(sharp)),
+        "torch_1_thread": in_threads(1, lambda: ordinary(logits)),
+        "torch_2_threads": in_threads(2, lambda: ordinary(logits)),
+        "reference_1_thread": in_threads(1, lambda: defined(logits[:few], seeds[:few], positions[:few])),
+    }
+    if torch.cuda.is_available():
+        on_gpu = logits.cuda()
+        calls |= {
+            "triton": synchronised(lambda: forced(on_gpu)),
+            "torch_cuda": synchronised(lambda: ordinary(on_gpu)),
+        }
+    taken = {name: statistics.median(times) for name, times in rounds_ms(calls, rounds).items()}
+    taken["reference_1_thread"] *= rows / few
+    figures: dict[str, float | None] = {}
+    for name in (*calls, "triton", "torch_cuda"):
+        figures[f"{name}_ms_{rows}x{vocabulary}"] = taken.get(name)
+        figures[f"{name}_ns_per_value_{rows}x{vocabulary}"] = (
+            taken[name] * 1e6 / logits.numel() if name in taken else None
+        )
+    return figures
+
+
+def measure(rounds: int) -> dict[str, float | None]:
+    """All figures; the first is what the first call in a process costs."""
+    start = time.perf_counter()
+    warm_up("cpu")
+    figures: dict[str, float | None] = {"warm_up_seconds": time.perf_counter() - start}
+    for rows, vocabulary in SHAPES:
+        figures |= shape_figures(rows, vocabulary, rounds)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time of forced sampling.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
+    options = parser.parse_args()
+    figures = measure(options.rounds)
+    notes = {name: NO_GPU for name, figure in figures.items() if figure is None}
+    notes |= {
+        "warm_up_seconds": "import of numba and compilation, once in a process",
+        "reference": f"measured on {REFERENCE_ROWS} rows, scaled to all",
+        "ours_sharp": "best case: one token far above all others in each row",
+    }
+    if options.json:
+        print(json.dumps({"benchmark": "sampling", "machine": machine.describe(), "figures": figures, "notes": notes}))
+        return
+    for key, value in machine.describe().items():
+        print(f"{key:>46}  {value}")
+    print()
+    for name, figure in figures.items():
+        print(f"{name:>46}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
+    print(f"\n-: {NO_GPU}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The verifier's policies: named by the run's own records, brought by SHARDCAST, the recent ones kept in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy.exc import OperationalError
+
+from coordinator.home import Home
+from coordinator.storage import training
+from node.policy import Blueprint, PolicyError, inspect_policy
+from node.prefill import Prefill, Prefills
+from node.verification import PolicyAway
+from shardcast import Client
+from shardcast.errors import ShardcastError
+
+log = logging.getLogger(__name__)
+
+FETCH_SECONDS = 600.0
+PREFETCH_SECONDS = 1.0
+POLICIES_IN_MEMORY = 4
+BLUEPRINTS_IN_MEMORY = 16
+
+T = TypeVar("T")
+
+
+class PolicyShelf:
+    """The `Policies` of one run: a version is what its database, and so its log, says that it is."""
+
+    def __init__(self, home: Home, client: Client, prefills: Prefills) -> None:
+        self._home = home
+        self._client = client
+        self._making = prefills
+        self._manifests: dict[int, str] = {}
+        self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
+        self._prefills: OrderedDict[int, Prefill] = OrderedDict()
+
+    async def blueprint(self, version: int) -> Blueprint:
+        """Policy `version` without its weights, which are looked at but not kept; raises PolicyAway."""
+        if version in self._prefills:
+            return self._prefills[version].blueprint
+        if version not in self._blueprints:
+            self._blueprints[version] = await self._read(version, _inspect)
+        return _used(self._blueprints, version, most=BLUEPRINTS_IN_MEMORY)
+
+    async def prefill(self, version: int) -> Prefill:
+        """Policy `version`, ready to measure; raises PolicyAway."""
+        if version not in self._prefills:
+            self._prefills[version] = await self._read(version, partial(self._making.prefill, version=version))
+        return _used(self._prefills, version, most=POLICIES_IN_MEMORY)
+
+    async def prefetch(self) -> None:
+        """Have each new policy's file on disk before the first submission needs it; never ends."""
+        held: int | None = None
+        while True:
+            try:
+                newest = await asyncio.to_thread(self._newest)
+                if newest is not None and newest != held:
+                    await self._fetch(newest)
+                    held = newest
+            except (PolicyAway, OperationalError, OSError) as error:
+                log.debug("not fetched ahead of its use: %s", error)
+            await asyncio.sleep(PREFETCH_SECONDS)
+
+    def _newest(self) -> int | None:
+        with self._home.database.read() as connection:
+            return training.newest(connection)
+
+    async def _read(self, version: int, read: Callable[[Path], Awaitable[T]]) -> T:
+        path = await self._fetch(version)
+        try:
+            return await read(path)
+        except (PolicyError, MemoryError) as error:
+            raise PolicyAway(f"policy {version}: {error}") from error
+
+    async def _fetch(self, version: int) -> Path:
+        manifest_digest = await self._manifest(version)
+        try:
+            return await self._client.fetch_archived(version, manifest_digest=manifest_digest, timeout_s=FETCH_SECONDS)
+        except ShardcastError as error:
+            raise PolicyAway(f"policy {version}: {error}") from error
+
+    async def _manifest(self, version: int) -> str:
+        if version not in self._manifests:
+            self._manifests |= await asyncio.to_thread(self._published_since, version)
+        if version not in self._manifests:
+            raise PolicyAway(f"policy {version} is not published")
+        return self._manifests[version]
+
+    def _published_since(self, version: int) -> dict[int, str]:
+        with self._home.database.read() as connection:
+            return training.published_since(connection, version)
+
+
+async def _inspect(path: Path) -> Blueprint:
+    return await asyncio.to_thread(inspect_policy, path)
+
+
+def _used(shelf: OrderedDict[int, T], version: int, *, most: int) -> T:
+    """`version`, as the most recently used of at most `most`."""
+    shelf.move_to_end(version)
+    while len(shelf) > most:
+        shelf.popitem(last=False)
+    return shelf[version]

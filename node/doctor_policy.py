@@ -1,0 +1,83 @@
+"""How much a policy weighs, from its file's header: the weights are not read, and torch is not needed.
+
+Only sizes are taken from it. Whether it is a policy that can be built is for `node.policy`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from node.errors import ConfigError
+
+MAX_HEADER_BYTES: Final = 100_000_000
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+
+_Size = Annotated[int, Meta(ge=0, le=2**40)]
+_Number = Annotated[int, Meta(ge=1, le=2**24)]
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[_Size]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    num_hidden_layers: _Number
+    num_attention_heads: _Number
+    hidden_size: _Number
+    max_position_embeddings: _Number
+    num_key_value_heads: _Number | None = None
+    head_dim: _Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of a policy. `token_numbers` is how many keys and values one token leaves in the cache."""
+
+    file_bytes: int
+    parameters: int
+    item_bytes: int
+    token_numbers: int
+    max_tokens: int
+
+    def weight_bytes(self, item_bytes: int | None = None) -> int:
+        """In memory, in a dtype of `item_bytes`; without it in the file's own."""
+        return self.parameters * (item_bytes or self.item_bytes)
+
+    def sequence_bytes(self, tokens: int, item_bytes: int | None = None) -> int:
+        """Keys and values of one sequence of `tokens`, or of the longest that the model takes."""
+        return min(tokens, self.max_tokens) * self.token_numbers * (item_bytes or self.item_bytes)
+
+
+def read_footprint(path: Path) -> Footprint:
+    """The sizes of the policy in `path`; raises ConfigError, `bad_policy`."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ConfigError(f"{path} is not a safetensors file", code="bad_policy")
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])
+        config = msgspec.json.decode(metadata["config"], type=_Config)
+        tensors = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
+        item_bytes = max(_ITEM_BYTES[tensor.dtype] for tensor in tensors)
+        file_bytes = path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", code="bad_policy") from error
+    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a policy file", code="bad_policy") from error
+    heads = config.num_key_value_heads or config.num_attention_heads
+    width = config.head_dim or config.hidden_size // config.num_attention_heads
+    return Footprint(
+        file_bytes=file_bytes,
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        item_bytes=item_bytes,
+        token_numbers=2 * config.num_hidden_layers * heads * width,
+        max_tokens=config.max_position_embeddings,
+    )

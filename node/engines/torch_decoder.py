@@ -1,0 +1,183 @@
+"""One token at a time for many sequences, with plain torch over a transformers model.
+
+A place of the batch holds one sequence's keys and values, from column 0 on, so places of any length stand
+beside each other, and one that is freed costs a copy of the last one, never of the cache. Sequences that are
+equal are prefilled once: a group's samples share their prompt.
+
+The final norm's output is asked of the base model: the output embedding is the caller's, who needs both. That is
+the whole head of the families in `node.policy.FAMILIES`; one that scales or caps its logits would need more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from node.policy import Policy
+
+MAX_PREFILL_TOKENS = 16 * 1024
+"""Tokens in one prefill, padding included; a longer sequence goes alone."""
+
+
+class Decoder:
+    """Places 0 .. B - 1 hold sequences of at most `columns` tokens, of which the last one's successor is due."""
+
+    def __init__(self, policy: Policy, *, columns: int) -> None:
+        model: Any = policy.model
+        self._base = model.base_model
+        self._hidden = policy.hidden
+        self._dtype: torch.dtype = model.dtype
+        self._lengths = torch.zeros(0, dtype=torch.int64)
+        self._cache = _Cache(columns)
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """The hidden states [B, hidden] after one more token in each place."""
+        if not tokens:
+            return torch.zeros(0, self._hidden, dtype=self._dtype)
+        width = int(self._lengths.max()) + 1
+        self._cache.extend(self._lengths, width=width)
+        hidden = self._forward(
+            torch.tensor(tokens)[:, None],
+            visible=torch.arange(width) <= self._lengths[:, None, None],
+            position_ids=self._lengths[:, None],
+            cache=self._cache,
+        )
+        self._lengths = self._lengths + 1
+        return hidden[:, 0]
+
+    def join(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+        """Put each of `sequences` into a new place behind the others; the hidden states [J, hidden] of their ends."""
+        first = len(self._lengths)
+        owners: dict[tuple[int, ...], list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            owners.setdefault(sequence, []).append(index)
+        self._lengths = torch.cat([self._lengths, torch.tensor([len(each) for each in sequences], dtype=torch.int64)])
+        ends = torch.zeros(len(sequences), self._hidden, dtype=self._dtype)
+        for part in _parts(list(owners)):
+            prefix = _Prefix()
+            hidden = self._prefill(part, prefix)
+            for line, sequence in enumerate(part):
+                ends[owners[sequence]] = hidden[line, len(sequence) - 1]
+            source = [line for line, sequence in enumerate(part) for _ in owners[sequence]]
+            target = [first + index for sequence in part for index in owners[sequence]]
+            self._cache.place(prefix.layers, torch.tensor(source), torch.tensor(target), rows=len(self._lengths))
+        return ends
+
+    def leave(self, leaving: list[bool]) -> list[int]:
+        """Free the places with True in `leaving` [B]; which old place each remaining one holds.
+
+        The last places that stay move into those that are freed, and the end is cut off.
+        """
+        kept = leaving.count(False)
+        spare = (place for place in range(kept, len(leaving)) if not leaving[place])
+        order = [next(spare) if leaving[place] else place for place in range(kept)]
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        self._cache.move([source for source, _ in moved], [target for _, target in moved])
+        self._lengths = self._lengths[torch.tensor(order, dtype=torch.int64)]
+        return order
+
+    def _prefill(self, sequences: Sequence[tuple[int, ...]], prefix: _Prefix) -> Tensor:
+        """Hidden states [S, width, hidden]; padding is on the right, where nothing looks at it."""
+        width = max(map(len, sequences))
+        ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+        for line, sequence in zip(ids, sequences, strict=True):
+            line[: len(sequence)] = torch.tensor(sequence)
+        column = torch.arange(width)
+        return self._forward(ids, visible=(column <= column[:, None])[None], position_ids=column[None], cache=prefix)
+
+    def _forward(self, ids: Tensor, *, visible: Tensor, position_ids: Tensor, cache: _Cache | _Prefix) -> Tensor:
+        """`visible` [B or 1, Q, K] says which columns each token attends to."""
+        blocked = torch.finfo(self._dtype).min
+        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, blocked)[:, None]
+        output = self._base(
+            input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+def _parts(sequences: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Sequences for one prefill each: of similar length, within MAX_PREFILL_TOKENS."""
+    part: list[tuple[int, ...]] = []
+    for sequence in sorted(sequences, key=len, reverse=True):
+        if part and len(part[0]) * (len(part) + 1) > MAX_PREFILL_TOKENS:
+            yield part
+            part = []
+        part.append(sequence)
+    if part:
+        yield part
+
+
+class _Prefix:
+    """What a prefill leaves of each layer: keys and values [S, heads, width, head size]."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """What transformers' attention calls: takes a layer's, returns all that it may attend to."""
+        assert layer == len(self.layers)
+        self.layers.append((key, value))
+        return key, value
+
+
+class _Cache:
+    """Keys and values [places, heads, columns, head size] of each layer.
+
+    Memory is asked for at full length and touched only as far as it is used: columns up to `_clean` hold numbers
+    everywhere, because what a mask hides must still be finite.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._clean = 0
+        self._ends = torch.zeros(0, dtype=torch.int64)
+        self._rows = torch.zeros(0, dtype=torch.int64)
+
+    def extend(self, ends: Tensor, *, width: int) -> None:
+        """The next `update` of each layer puts place b's token into column `ends[b]`, and shows `width` columns."""
+        self._ends, self._rows = ends, torch.arange(len(ends))
+        self._widen(width)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """As `_Prefix.update`, for one new token in each place."""
+        keys, values = self._layers[layer]
+        keys[self._rows, :, self._ends] = key[:, :, 0]
+        values[self._rows, :, self._ends] = value[:, :, 0]
+        width, count = int(self._ends.max()) + 1, len(self._rows)
+        return keys[:count, :, :width], values[:count, :, :width]
+
+    def place(self, prefix: Sequence[tuple[Tensor, Tensor]], source: Tensor, target: Tensor, *, rows: int) -> None:
+        """Copy line `source[i]` of a prefill to place `target[i]`, with room for `rows` places in all."""
+        width = prefix[0][0].shape[2]
+        if not self._layers or len(self._layers[0][0]) < rows:
+            layers = self._layers or [(key[:0], value[:0]) for key, value in prefix]
+            self._layers = [(self._roomy(key, rows), self._roomy(value, rows)) for key, value in layers]
+        self._widen(width)
+        for new, held in zip(chain.from_iterable(prefix), chain.from_iterable(self._layers), strict=True):
+            held[target, :, :width] = new[source]
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Overwrite places `target` by `source`."""
+        if source:
+            for held in chain.from_iterable(self._layers):
+                held[target, :, : self._clean] = held[source, :, : self._clean]
+
+    def _widen(self, width: int) -> None:
+        if width > self._clean:
+            for held in chain.from_iterable(self._layers):
+                held[:, :, self._clean : width] = 0
+            self._clean = width
+
+    def _roomy(self, held: Tensor, rows: int) -> Tensor:
+        """`held` with `rows` places."""
+        old, heads, _, size = held.shape
+        roomy = held.new_empty(rows, heads, self._columns, size)
+        roomy[:, :, : self._clean] = 0
+        roomy[:old, :, : self._clean] = held[:, :, : self._clean]
+        return roomy

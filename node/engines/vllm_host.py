@@ -1,0 +1,268 @@
+"""vLLM's processes, and the policy in them: started, checked, changed in place, watched and ended.
+
+Both users of vLLM stand on this: `node.engines.vllm` draws completions, `node.engines.vllm_prefill` measures other
+people's. It drives `AsyncLLM` from the caller's event loop; `node.engines.vllm_worker` is what runs beside the
+model. A policy comes from the run and from nowhere else: vLLM is given a folder with a configuration that
+`node.policy` checked, and is told that it is offline.
+
+The V1 model runner is pinned: the second one hands out hidden states in another place, and is the default only
+where a GPU is (docs/adr/0010-vllm.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy
+from node.engines.vllm_settings import VllmSettings, make_plan
+from node.policy import Blueprint, inspect_policy
+from node.protocol.run import RunSpec
+
+log = logging.getLogger(__name__)
+
+RPC_SECONDS = 600.0
+SHUTDOWN_SECONDS = 2.0
+WATCH_SECONDS = 1.0
+
+
+class VllmHost:
+    """One AsyncLLM and the policy that it holds. `state` is a folder of its own, for what vLLM reads policies from.
+
+    `busy` says whether tokens are due; `on_end` is told why the engine ended, once, whatever the reason.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: VllmSettings,
+        *,
+        state: Path,
+        busy: Callable[[], bool],
+        on_end: Callable[[EngineDied], None],
+        prefix_caching: bool = True,
+    ) -> None:
+        self.llm: Any = None
+        self._spec = spec
+        self._settings = settings
+        self._state = state
+        self._busy = busy
+        self._on_end = on_end
+        self._prefix_caching = prefix_caching
+        self._loaded: tuple[Blueprint, int] | None = None
+        self._loading = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        self._progress = time.monotonic()
+
+    @property
+    def version(self) -> int | None:
+        """The version of the policy in place, None while there is none."""
+        return self._loaded[1] if self._loaded else None
+
+    @property
+    def policy(self) -> Blueprint:
+        """The policy in place; raises NoPolicy."""
+        if self._loaded is None:
+            raise NoPolicy("no policy was loaded yet")
+        return self._loaded[0]
+
+    def progressed(self) -> None:
+        """Something came out of the engine, or was asked of it after a rest."""
+        self._progress = time.monotonic()
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Have each of vLLM's worker processes call `method`; their answers by rank."""
+        if self.llm is None:
+            raise EngineDied("vLLM does not run")
+        answers: list[Any] = await self.llm.collective_rpc(method, timeout=RPC_SECONDS, args=arguments)
+        return answers
+
+    # -- policies
+
+    async def load(self, path: Path, *, version: int) -> None:
+        """Put the policy in `path` in place, as `Engine.load` says; starts vLLM where it does not run.
+
+        Raises PolicyError and DoesNotFit with nothing changed, and EngineDied with nothing running any more.
+        """
+        async with self._loading:
+            blueprint = await asyncio.to_thread(inspect_policy, path)
+            if blueprint.hidden < self._spec.proofs.top_k:
+                raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few to prove {self._spec.proofs.top_k} of")
+            folder = await asyncio.to_thread(self._lay_out, path, blueprint, version)
+            if self.llm is not None and self._loaded is not None and _same(self._loaded[0], blueprint):
+                await self._reload(folder, version)
+            else:
+                await self._start(folder, blueprint, version)
+            self._loaded = blueprint, version
+            await asyncio.to_thread(self._keep_only, folder)
+
+    def _lay_out(self, path: Path, blueprint: Blueprint, version: int) -> Path:
+        """A folder as vLLM wants it: our checked configuration, and the policy file under its usual name."""
+        folder = self._state / f"policy-{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        config = blueprint.config.to_dict() | {
+            "architectures": [_architecture(blueprint)],
+            "dtype": self._spec.model.dtype,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").symlink_to(path.resolve())
+        return folder
+
+    def _keep_only(self, folder: Path) -> None:
+        for other in self._state.glob("policy-*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    async def _start(self, folder: Path, blueprint: Blueprint, version: int) -> None:
+        settings = self._settings
+        _set_environment(settings)
+        platform, factory, arguments = await asyncio.to_thread(_import_vllm)
+        on_cpu = bool(platform.is_cpu())
+        memory = psutil.virtual_memory().available if on_cpu else int(platform.get_device_total_memory())
+        plan = make_plan(blueprint, spec=self._spec, settings=settings, memory_bytes=memory, on_cpu=on_cpu)
+        await self.close()
+        started = time.monotonic()
+        log.info("starting vLLM for policy %d (%.1f million weights)…", version, blueprint.parameters / 1e6)
+        wanted = arguments(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype=self._spec.model.dtype,
+            generation_config="vllm",
+            max_model_len=plan.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=plan.kv_cache_bytes,
+            # Tracing and compiling a model takes a CPU longer than it saves for the sizes that a CPU runs.
+            enforce_eager=settings.enforce_eager or on_cpu,
+            enable_prefix_caching=self._prefix_caching,
+            stream_interval=self._spec.proofs.chunk_tokens,
+            worker_extension_cls="node.engines.vllm_worker.ProvingWorker",
+            logits_processors=["node.engines.vllm_worker:ForcedSampling"],
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+        try:
+            async with asyncio.timeout(settings.start_seconds):
+                self.llm = await asyncio.to_thread(factory, wanted)
+                await self._install(blueprint, version)
+        except Exception as error:
+            reason = EngineDied(f"vLLM did not start, its log above says why: {said(error)}")
+            await self._end(reason)
+            raise reason from error
+        log.info("vLLM runs after %.0f s", time.monotonic() - started)
+        self.progressed()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _install(self, blueprint: Blueprint, version: int) -> None:
+        # Imported here: the module needs vLLM, which this process imports only once it starts it.
+        worker = importlib.import_module("node.engines.vllm_worker")
+        installation = worker.Installation(
+            hidden=blueprint.hidden,
+            vocabulary=blueprint.vocabulary,
+            chunk_tokens=self._spec.proofs.chunk_tokens,
+            top_k=self._spec.proofs.top_k,
+            temperature=self._spec.sampling.temperature,
+            version=version,
+        )
+        await self.call("veriswarm_install", msgspec.msgpack.encode(installation))
+
+    async def _reload(self, folder: Path, version: int) -> None:
+        """Change the weights under the requests; half a change is no policy at all, so it ends the engine."""
+        started = time.monotonic()
+        try:
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            await self.call("veriswarm_reload", str(folder), version)
+            await self.llm.resume_generation()
+        except BaseException as error:
+            reason = EngineDied(f"policy {version} could not be put in place: {said(error)}")
+            await self._end(reason)
+            if isinstance(error, Exception):
+                raise reason from error
+            raise
+        self.progressed()
+        log.info("policy %d in place after %.2f s", version, time.monotonic() - started)
+
+    # -- the end
+
+    async def _watch(self) -> None:
+        """End an engine that is gone or that makes nothing any more: nobody else would notice."""
+        while self.llm is not None:
+            await asyncio.sleep(WATCH_SECONDS)
+            stalled = time.monotonic() - self._progress
+            if self.llm is not None and self.llm.errored:
+                await self._end(EngineDied("vLLM's engine process ended, its log above says why"))
+            elif self._busy() and not self._loading.locked() and stalled > self._settings.stall_seconds:
+                await self._end(EngineDied(f"vLLM made no token for {stalled:.0f} s"))
+
+    async def close(self) -> None:
+        """End vLLM's processes. May be called again."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await self._end(EngineDied("the engine was closed"))
+
+    async def _end(self, reason: EngineDied) -> None:
+        llm, self.llm = self.llm, None
+        self._loaded = None
+        if llm is not None:
+            self._on_end(reason)
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+
+
+def said(error: BaseException) -> str:
+    """An error's kind and sentence, at a length that a log line bears."""
+    return f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
+
+
+def _import_vllm() -> tuple[Any, Any, Any]:
+    """vLLM's platform, the maker of an AsyncLLM, and of its arguments."""
+    platforms = importlib.import_module("vllm.platforms")
+    engine = importlib.import_module("vllm.v1.engine.async_llm")
+    arguments = importlib.import_module("vllm.engine.arg_utils")
+    return platforms.current_platform, engine.AsyncLLM.from_engine_args, arguments.AsyncEngineArgs
+
+
+def _set_environment(settings: VllmSettings) -> None:
+    """vLLM and its processes are configured by environment variables; what a contributor set stays."""
+    defaults = {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # A policy comes from the run, never from a hub.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if settings.cpu_threads is not None:
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(settings.cpu_threads))
+    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] != "0":
+        raise EngineError("VLLM_USE_V2_MODEL_RUNNER is set, but proofs need vLLM's V1 model runner: unset it")
+
+
+def _same(ours: Blueprint, theirs: Blueprint) -> bool:
+    """Whether one engine can hold both: nothing but the weights differs."""
+    return bool(ours.config.to_dict() == theirs.config.to_dict())
+
+
+def _architecture(blueprint: Blueprint) -> str:
+    mapping = importlib.import_module("transformers").AutoModelForCausalLM._model_mapping  # noqa: SLF001
+    name: str = mapping[type(blueprint.config)].__name__
+    return name

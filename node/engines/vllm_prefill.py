@@ -1,0 +1,135 @@
+"""Verification through vLLM: the reference prefill's figures, for policies that only vLLM can hold.
+
+The engine holds one policy at a time, and reads each span once, without a prefix cache and in one step or several.
+Its final hidden states stay in vLLM's worker process: the figures are made there (`node.measurement`), and only
+they come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from node.engines.base import EngineDied
+from node.engines.vllm_host import VllmHost
+from node.engines.vllm_settings import VllmSettings
+from node.measurement import Span, SpanMeasured
+from node.policy import Blueprint, inspect_policy
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import RunSpec
+
+MAX_BATCH_TOKENS = 32 * 1024
+"""Tokens whose hidden states are held at once, unless one span has more."""
+
+
+class VllmVerifier:
+    """Makes `Prefill`s of policies, all of which share one vLLM engine on the running event loop."""
+
+    def __init__(self, spec: RunSpec, settings: VllmSettings, *, state: Path) -> None:
+        self.spec = spec
+        self._busy = False
+        self._turn = asyncio.Lock()
+        self._names = itertools.count()
+        self._host = VllmHost(
+            spec, settings, state=state, busy=lambda: self._busy, on_end=lambda _: None, prefix_caching=False
+        )
+
+    async def prefill(self, path: Path, *, version: int) -> VllmPrefill:
+        """A `Prefill` of the policy in `path`, which is loaded when it is first used; raises PolicyError."""
+        blueprint = await asyncio.to_thread(inspect_policy, path)
+        return VllmPrefill(self, path, version=version, blueprint=blueprint, loop=asyncio.get_running_loop())
+
+    async def measure(self, path: Path, version: int, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
+        """What the policy in `path` says of each span; raises PolicyError and EngineError."""
+        async with self._turn:
+            if self._host.version != version:
+                await self._host.load(path, version=version)
+            self._busy = True
+            try:
+                self._host.progressed()
+                return [result for batch in _batches(spans) for result in await self._measure(batch)]
+            finally:
+                self._busy = False
+
+    async def _measure(self, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
+        names = [f"m{next(self._names)}" for _ in spans]
+        asked = list(zip(names, spans, strict=True))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, span in asked:
+                    group.create_task(self._read(name, span))
+            answers = await self._host.call("veriswarm_measure", msgspec.msgpack.encode(asked))
+        except BaseException:
+            # If even this fails the engine is gone, and what it held with it.
+            with contextlib.suppress(Exception):
+                await self._host.call("veriswarm_drop", names)
+            raise
+        found = msgspec.msgpack.decode(answers[0], type=list[SpanMeasured | tuple[Reason, str]])
+        return [Refusal(*answer) if isinstance(answer, tuple) else answer for answer in found]
+
+    async def _read(self, name: str, span: Span) -> None:
+        """Have vLLM read a span; its worker process keeps the rows from which tokens were drawn."""
+        vllm = importlib.import_module("vllm")
+        parameters: Any = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            detokenize=False,
+            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            extra_args={"veriswarm": {"name": name, "first_row": len(span.context_ids) - 1}},
+        )
+        if self._host.llm is None:
+            raise EngineDied("vLLM does not run")
+        async for _ in self._host.llm.generate({"prompt_token_ids": span.input_ids}, parameters, name):
+            self._host.progressed()
+
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        await self._host.close()
+
+
+class VllmPrefill:
+    """A `Prefill` of one policy; `measure` is called in any thread but the event loop's."""
+
+    def __init__(
+        self,
+        verifier: VllmVerifier,
+        path: Path,
+        *,
+        version: int,
+        blueprint: Blueprint,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._verifier = verifier
+        self._path = path
+        self._version = version
+        self._blueprint = blueprint
+        self._loop = loop
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._blueprint
+
+    def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
+        """As `Prefill.measure`, under the spec that the engine was started for."""
+        if spec != self._verifier.spec:
+            raise ValueError("the engine was started for another run")
+        measuring = self._verifier.measure(self._path, self._version, spans)
+        return asyncio.run_coroutine_threadsafe(measuring, self._loop).result()
+
+
+def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    batch: list[Span] = []
+    for span in spans:
+        if batch and sum(held.length for held in batch) + span.length > MAX_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(span)
+    if batch:
+        yield batch

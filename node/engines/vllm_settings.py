@@ -1,0 +1,131 @@
+"""What a contributor tells vLLM about this machine, and whether a policy fits there.
+
+Imports nothing of vLLM, so that a command line or a test can read and check it anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from node.engines.base import DoesNotFit
+from node.policy import Blueprint
+from node.protocol.run import RunSpec
+
+GIB = 2**30
+
+WORKING_BYTES = GIB
+"""Besides weights and cache: activations, the logits of a batch, and the runtime itself."""
+
+CPU_BLOCK_TOKENS = 128
+"""vLLM hands out its cache on a CPU in blocks of so many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """One engine on one machine; what is generated is the run's to say.
+
+    `gpu_memory_utilization` is the share of each device's memory that may be used, on a CPU of what is free at
+    the start; `kv_cache_gib` sets the cache alone, instead. `max_model_len` (tokens, prompt included) is the
+    run's longest completion unless it is set; `max_num_seqs` is how many are decoded together at most, and
+    `max_num_batched_tokens` how many tokens a step may read and decode (None: vLLM's choice).
+    `cpu_threads` applies where there is no GPU: None leaves the choice to vLLM, which binds threads to cores and
+    must not be done twice on one machine. `stall_seconds`: an engine that makes nothing for so long is dead.
+    """
+
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enforce_eager: bool = False
+    cpu_threads: int | None = None
+    start_seconds: float = 900.0
+    stall_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to ask vLLM for. `kv_cache_bytes` is None where vLLM measures what is left, which it does on a GPU."""
+
+    max_model_len: int
+    kv_cache_bytes: int | None
+
+
+def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, memory_bytes: int, on_cpu: bool) -> Plan:
+    """How `blueprint` is to be held in `memory_bytes` of each device (on a CPU: free at this moment).
+
+    Raises DoesNotFit with one sentence that says what is too large, and what may be done about it.
+    """
+    length = _length(blueprint, spec=spec, settings=settings)
+    parts = settings.tensor_parallel_size
+    _check_parts(blueprint, parts=parts)
+    itemsize = getattr(torch, spec.model.dtype).itemsize
+    weights = blueprint.parameters * itemsize // parts
+    per_token = cache_bytes_per_token(blueprint, itemsize=itemsize) // parts
+    blocks = -(-length // CPU_BLOCK_TOKENS) if on_cpu else None
+    one = per_token * (blocks * CPU_BLOCK_TOKENS if blocks else length)
+    budget = int(memory_bytes * settings.gpu_memory_utilization)
+    if settings.kv_cache_gib is not None:
+        wanted = int(settings.kv_cache_gib * GIB)
+        if wanted < one:
+            raise DoesNotFit(
+                f"A cache of {_gib(wanted)} GiB (--kv-cache-gib) does not hold one completion of {length} tokens, "
+                f"which takes {_gib(one)} GiB."
+            )
+    else:
+        # Two blocks more: vLLM keeps one for itself.
+        wanted = one * settings.max_num_seqs + 2 * per_token * CPU_BLOCK_TOKENS
+    if weights + one + WORKING_BYTES > budget:
+        where = "of this machine's free memory" if on_cpu else "of each GPU's memory"
+        raise DoesNotFit(
+            f"The policy takes {_gib(weights)} GiB in {spec.model.dtype}, one completion of {length} tokens "
+            f"{_gib(one)} GiB and the engine about {_gib(WORKING_BYTES)} GiB, more than the {_gib(budget)} GiB that "
+            f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} allows {where}: raise it, free memory, "
+            "use more GPUs (--tensor-parallel-size), or join another run."
+        )
+    if on_cpu or settings.kv_cache_gib is not None:
+        return Plan(max_model_len=length, kv_cache_bytes=min(wanted, budget - weights - WORKING_BYTES))
+    return Plan(max_model_len=length, kv_cache_bytes=None)
+
+
+def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:
+    """Keys and values of all layers for one token, in bytes."""
+    config: Any = blueprint.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size: int = 2 * config.num_hidden_layers * config.num_key_value_heads * width * itemsize
+    return size
+
+
+def _length(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings) -> int:
+    needed = spec.sampling.max_prompt_tokens + spec.sampling.max_new_tokens
+    positions = int(getattr(blueprint.config, "max_position_embeddings", needed))
+    if needed > positions:
+        raise DoesNotFit(
+            f"The run asks for {needed} tokens (sampling.max_prompt_tokens + max_new_tokens), but the policy has "
+            f"positions for {positions}: its operator has to change one of them."
+        )
+    if settings.max_model_len is None:
+        return needed
+    if settings.max_model_len < needed:
+        raise DoesNotFit(
+            f"--max-model-len {settings.max_model_len} is too short for this run: with its prompt a completion takes "
+            f"up to {needed} tokens."
+        )
+    return min(settings.max_model_len, positions)
+
+
+def _check_parts(blueprint: Blueprint, *, parts: int) -> None:
+    config: Any = blueprint.config
+    if config.num_attention_heads % parts or config.hidden_size % parts:
+        raise DoesNotFit(
+            f"The policy's {config.num_attention_heads} attention heads do not divide among {parts} GPUs "
+            "(--tensor-parallel-size)."
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB // 10 else f"{size / GIB:.3f}"

@@ -1,0 +1,191 @@
+"""What runs inside vLLM's own worker process: forced sampling, capture of hidden states, proofs, weight changes.
+
+Written against vLLM 0.32 and its V1 model runner, which `node.engines.vllm` pins. vLLM loads both classes by
+name. The extension wraps the runner's `sample_tokens`: at that moment the step's final hidden states (one row for
+each request of the batch, after the last norm) and the positions they belong to are known, also under chunked
+prefill, prefix caching and preemption. Wrapping `compute_logits` would see warm-up runs as well. The logits
+processor then chooses the tokens from the same rows. Only bytes leave this process.
+
+Under tensor parallelism every rank samples, so every rank forces; rank 0 alone keeps and proves.
+"""
+
+# ruff: noqa: TID251  (this is where vllm may be imported)
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+from node.engines.recorder import Place, Recorder
+from node.measurement import Span, measure_states
+from node.protocol.reasons import Refusal
+from node.sampling import warm_up
+
+TAG = "veriswarm"
+"""Our key in a request's `extra_args`."""
+
+_recorders: list[Recorder] = []
+"""This process's one recorder, where the extension and the logits processor both find it."""
+
+_captures: dict[str, list[Tensor]] = {}
+"""Of each span that is read for a verifier, the hidden states of its rows so far."""
+
+
+class Installation(msgspec.Struct, frozen=True):
+    """What the extension has to know of the run."""
+
+    hidden: int
+    vocabulary: int
+    chunk_tokens: int
+    top_k: int
+    temperature: float
+    version: int
+
+
+class ForcedSampling(LogitsProcessor):
+    """docs/protocol.md, section 4, as a logits processor: the forced token becomes the largest logit."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
+        self._device = device
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuse what would not be sampled by us: the chosen token is forced only where vLLM is greedy."""
+        if TAG in (sampling_params.extra_args or {}) and sampling_params.temperature != 0:
+            raise ValueError("forced sampling needs temperature 0")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Nothing: who sits in which row is read off the runner at each step."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return _recorders[0].sample(logits) if _recorders else logits
+
+
+class ProvingWorker:
+    """Methods that vLLM mixes into its worker class (`worker_extension_cls`); called by `collective_rpc`.
+
+    Their names carry a prefix because they share a namespace with vLLM's own.
+    """
+
+    model_runner: Any
+    rank: int
+    _installed: Installation
+
+    def veriswarm_install(self, installation: bytes) -> None:
+        """Begin to force and record; once, before the first request."""
+        wanted = msgspec.msgpack.decode(installation, type=Installation)
+        runner = self.model_runner
+        device = torch.device(runner.device)
+        recorder = Recorder(
+            hidden=wanted.hidden,
+            chunk_tokens=wanted.chunk_tokens,
+            top_k=wanted.top_k,
+            temperature=wanted.temperature,
+            version=wanted.version,
+            device=device,
+            proves=self.rank == 0,
+        )
+        self._installed = wanted
+        _recorders[:] = [recorder]
+        _captures.clear()
+        original = runner.sample_tokens
+
+        def sample_tokens(grammar_output: Any) -> Any:
+            state = runner.execute_model_state
+            if state is not None:
+                recorder.begin(_places(runner, state.scheduler_output), state.sample_hidden_states)
+                _capture(runner, state.scheduler_output, state.hidden_states)
+            try:
+                return original(grammar_output)
+            finally:
+                recorder.end()
+
+        runner.sample_tokens = sample_tokens
+        warm_up(device)
+
+    def veriswarm_reload(self, path: str, version: int) -> None:
+        """Take the weights in folder `path`, while no step is under way; every later token is of `version`."""
+        self.model_runner.reload_weights(weights_path=path)
+        for module in self.model_runner.get_model().modules():
+            # A head that shares the embedding's weights is not in the file, so vLLM does not load it anew; on a
+            # CPU it would go on with the packed copy of the old ones.
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+        _recorders[0].version = version
+
+    def veriswarm_take(self, wanted: list[list[Any]]) -> bytes:
+        """What was recorded of `[[name, tokens], …]`, as MessagePack of `list[Recorded]`; empty but on rank 0."""
+        if self.rank != 0:
+            return b""
+        return msgspec.msgpack.encode(_recorders[0].take([(name, count) for name, count in wanted]))
+
+    def veriswarm_drop(self, names: list[str]) -> int:
+        """Forget aborted completions and spans; returns how many completions are still under way."""
+        _recorders[0].drop(names)
+        for name in names:
+            _captures.pop(name, None)
+        return len(_recorders[0])
+
+    def veriswarm_measure(self, asked: bytes) -> bytes:
+        """The figures of spans that were read: `[[name, Span], …]` to `[SpanMeasured | [reason, detail], …]`.
+
+        Both are MessagePack. Every rank computes, because the output head is shared among them; rank 0 answers.
+        """
+        wanted = msgspec.msgpack.decode(asked, type=list[tuple[str, Span]])
+        states = [torch.cat(_captures.pop(name)) for name, _ in wanted]
+        own = self._installed
+        with torch.inference_mode():
+            found = measure_states(
+                [span for _, span in wanted],
+                states,
+                self.model_runner.get_model().compute_logits,
+                vocabulary=own.vocabulary,
+                temperature=own.temperature,
+                chunk_tokens=own.chunk_tokens,
+                top_k=own.top_k,
+            )
+        answers = [(one.reason, one.detail) if isinstance(one, Refusal) else one for one in found]
+        return msgspec.msgpack.encode(answers) if self.rank == 0 else b""
+
+
+def _capture(runner: Any, scheduled: Any, hidden: Tensor) -> None:
+    """Keep this step's rows [tokens, H] of spans that are read for a verifier, from the row each asked for."""
+    batch = runner.input_batch
+    for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
+        ours = (runner.requests[request_id].sampling_params.extra_args or {}).get(TAG)
+        if ours is None or "first_row" not in ours:
+            continue
+        first = int(batch.num_computed_tokens_cpu[row])
+        start = int(runner.query_start_loc.np[row])
+        skipped = max(0, ours["first_row"] - first)
+        rows = hidden[start + skipped : start + scheduled.num_scheduled_tokens[request_id]]
+        # A span that was preempted is read again from its beginning.
+        kept = _captures.setdefault(ours["name"], [])
+        if first == 0:
+            kept.clear()
+        kept.append(rows.clone())
+
+
+def _places(runner: Any, scheduled: Any) -> list[Place | None]:
+    """For each row of this step whose token it chooses; None for a prompt that is not read to its end yet."""
+    batch = runner.input_batch
+    partial = runner.discard_request_mask.np
+    places: list[Place | None] = []
+    for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
+        request = runner.requests[request_id]
+        ours = (request.sampling_params.extra_args or {}).get(TAG)
+        if ours is None or "seed" not in ours or partial[row]:
+            places.append(None)
+            continue
+        last = int(batch.num_computed_tokens_cpu[row]) + scheduled.num_scheduled_tokens[request_id] - 1
+        position = last - (request.num_prompt_tokens - 1)
+        places.append(Place(name=ours["name"], seed=bytes.fromhex(ours["seed"]), position=position))
+    return places

@@ -1,0 +1,160 @@
+"""Asking for work: when, for which policies, and what to make of the answer.
+
+A lease that names another manifest than the one that this worker verified is not worked on, so a coordinator
+cannot tell two workers two stories unnoticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from node.coordinator_client import CoordinatorClient
+from node.errors import BadReply, CoordinatorFault, Refused
+from node.protocol.messages import Lease, LeaseReply, LeaseRequest
+from node.protocol.reasons import Reason
+from node.worker_delivery import FOR_EVER
+from node.worker_policies import PolicyFeed
+
+log = logging.getLogger(__name__)
+
+MAX_HELD_VERSIONS: Final = 64
+MAX_SLOTS: Final = 1024
+HAND_BACK_SECONDS: Final = 3.0
+REFUSED_PAUSE_SECONDS: Final = 2.0
+UNSOUND_PAUSE_SECONDS: Final = 5.0
+LEAST_PAUSE_SECONDS: Final = 0.05
+MOST_PAUSE_SECONDS: Final = 60.0
+IDLE_SECONDS: Final = 60.0
+"""Without work for so long, the worker says why; then after twice as long, and so on."""
+
+
+class Complaints:
+    """Says what is wrong, and what is said again and again only once."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def note(self, topic: str, error: Exception) -> None:
+        """Log an error, unless it was the last one of its topic."""
+        if self._said.get(topic) != str(error):
+            log.warning("%s: %s", topic, error)
+        self._said[topic] = str(error)
+
+    def clear(self, topic: str) -> None:
+        """That went well: the next error of the topic is news."""
+        self._said.pop(topic, None)
+
+
+class LeaseDesk:
+    """One worker's way to leases. `is_over` says that the run's last policy is published.
+
+    `register` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        feed: PolicyFeed,
+        *,
+        register: Callable[[], Awaitable[None]],
+        last_step: int,
+        evidence: Path,
+    ) -> None:
+        self.is_over = False
+        self.came_empty = False
+        self._client = client
+        self._feed = feed
+        self._register = register
+        self._last_step = last_step
+        self._evidence = evidence
+        self._complaints = Complaints()
+        self._ask_at = 0.0
+        self._idle_since: float | None = None
+        self._idle_said = IDLE_SECONDS
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long the coordinator asked to be left alone, from now on."""
+        return max(0.0, self._ask_at - time.monotonic())
+
+    def pause(self, seconds: float) -> None:
+        """Do not ask again for so long."""
+        self._ask_at = time.monotonic() + seconds
+
+    async def ask(self, held: Sequence[int], slots: int) -> list[Lease]:
+        """Sound leases of one version; `pause_seconds` grows where there are fewer than wanted.
+
+        Leases that are not sound are handed back.
+        """
+        request = LeaseRequest(held_versions=tuple(held[:MAX_HELD_VERSIONS]), slots=min(slots, MAX_SLOTS))
+        try:
+            reply = await self._client.lease(request, patience_seconds=FOR_EVER)
+        except (Refused, BadReply) as error:
+            self._complaints.note("no work", error)
+            self.pause(REFUSED_PAUSE_SECONDS)
+            if isinstance(error, Refused) and error.code == Reason.UNKNOWN_IDENTITY:
+                await self._register()
+            return []
+        self._complaints.clear("no work")
+        sound = [lease for lease in reply.leases if self._is_sound(lease, reply.leases[0].version)]
+        self._note(reply, wanted=request.slots, sound=len(sound))
+        await self.give_back([lease for lease in reply.leases if lease not in sound])
+        return sound
+
+    async def give_back(self, leases: Sequence[Lease]) -> None:
+        """Hand leases back, so that their slots go on at once; if it fails they expire by themselves."""
+        await asyncio.gather(*(self._give_back(lease) for lease in leases))
+
+    async def _give_back(self, lease: Lease) -> None:
+        try:
+            await self._client.return_lease(lease.lease_id, patience_seconds=HAND_BACK_SECONDS)
+            log.info("handed back slot %d of policy %d", lease.slot, lease.version)
+        except CoordinatorFault as error:
+            log.warning("slot %d of policy %d could not be handed back: %s", lease.slot, lease.version, error)
+
+    def _is_sound(self, lease: Lease, version: int) -> bool:
+        """Whether a lease is of the reply's version and of the manifest that this worker itself verified."""
+        held = self._feed.get(lease.version)
+        if lease.version == version and held is not None and held.manifest_digest == lease.manifest_digest:
+            return True
+        log.error(
+            "not working on slot %d: the coordinator names manifest %s… for policy %d, which is not the one that the "
+            "run signed for this worker; ask the operator, and keep %s",
+            lease.slot,
+            lease.manifest_digest[:16],
+            lease.version,
+            self._evidence,
+        )
+        return False
+
+    def _note(self, reply: LeaseReply, *, wanted: int, sound: int) -> None:
+        self.came_empty = not reply.leases
+        if sound < len(reply.leases):
+            self.pause(UNSOUND_PAUSE_SECONDS)
+        elif sound < wanted:
+            self.pause(min(max(reply.retry_after_seconds, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS))
+        if reply.head_version >= self._last_step and not self.is_over:
+            self.is_over = True
+            log.info("the run is over: policy %d was its last. This worker may be stopped", reply.head_version)
+        if sound:
+            self._idle_since, self._idle_said = None, IDLE_SECONDS
+        elif not self.is_over:
+            self._note_idle(reply.head_version)
+
+    def _note_idle(self, head: int) -> None:
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        idle = now - self._idle_since
+        if idle < self._idle_said:
+            return
+        self._idle_said *= 2
+        if head >= 0 and self._feed.get(head) is None:
+            why = f"the newest policy is {head}, and no relay has brought it here"
+        else:
+            why = "the run has given out all that its next steps need, or waits for verdicts on this node's work"
+        log.info("no work for %.0f s: %s. Asking on", idle, why)

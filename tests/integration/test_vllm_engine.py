@@ -1,0 +1,273 @@
+"""The vLLM engine on this machine's CPU: real processes, real steps, verified by transformers in float32.
+
+What would break for whom: a worker whose honest work is rejected, or that goes on after its engine died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from node.engines.base import BadRequest, DoesNotFit, EngineDied, NoPolicy, SampleRequest
+from node.engines.vllm import VllmEngine
+from node.engines.vllm_prefill import VllmVerifier
+from node.engines.vllm_settings import VllmSettings
+from node.policy import MalformedPolicy, load_policy, save_policy
+from node.prefill import Measuring, TransformersPrefill
+from node.protocol.admission import worst
+from node.protocol.reasons import Refusal
+from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
+from node.protocol.submission import chunk_count
+from node.tiny import make_model, make_tokenizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+SPEC = RunSpec(
+    name="vllm",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    # Prompts and completions longer than a block of vLLM's cache (128 tokens), so that blocks are shared.
+    sampling=SamplingSpec(group_size=4, max_prompt_tokens=160, max_new_tokens=90, max_version_lead=4, temperature=0.8),
+    proofs=ProofSpec(chunk_tokens=16),
+)
+# A cache of a few completions makes vLLM preempt, and 64 tokens a step make it read prompts in parts.
+SETTINGS = VllmSettings(cpu_threads=1, max_num_seqs=32, kv_cache_gib=0.0045, max_num_batched_tokens=64)
+
+
+def policy_file(folder, *, seed, change=None):
+    model = make_model(seed=seed)
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    path = folder / f"{seed}{'' if change is None else change.__name__}.safetensors"
+    save_policy(model, make_tokenizer(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies")
+    return [policy_file(folder, seed=seed) for seed in (20, 21, 22)]
+
+
+@pytest.fixture(scope="module")
+def prefills(files):
+    return [TransformersPrefill(load_policy(path, dtype=torch.float32)) for path in files]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(files, tmp_path_factory):
+    engine = VllmEngine(SPEC, SETTINGS, state=tmp_path_factory.mktemp("engine"))
+    with pytest.raises(NoPolicy):
+        await engine.generate(some_requests(1))
+    await engine.load(files[0], version=0)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(running, files):
+    """The engine with policy 0 in it, whatever a test before did to it."""
+    if running.version != 0:
+        await running.load(files[0], version=0)
+    return running
+
+
+def some_requests(count, *, seed=0, shared=True):
+    """Prompts of 2 to 160 tokens, most of which begin alike, so that the prefix cache has something to do."""
+    rng = random.Random(seed)
+    common = [rng.randrange(3, 40) for _ in range(159)]
+    requests = []
+    for _ in range(count):
+        own = common[: rng.randint(1, 159)] if shared else []
+        requests.append(
+            SampleRequest((*own, *(rng.randrange(3, 40) for _ in range(160 - len(own)))), rng.randbytes(16))
+        )
+    return requests
+
+
+def figures_of(rollouts, prefills):
+    """The worst figures of rollouts of policies 0, 1, …, each segment under its own."""
+    measuring = Measuring([rollouts], spec=SPEC)
+    for version in measuring.versions:
+        measuring.measure(prefills[version], version)
+    result = measuring.result(0)
+    if isinstance(result, Exception):
+        raise result
+    return worst(result.figures)
+
+
+def assert_exact(rollouts, prefills):
+    """As close as two float32 implementations of one model are."""
+    figures = figures_of(rollouts, prefills)
+    assert figures.exponent_mismatches <= 1
+    assert figures.mantissa_mean <= 0.02
+    assert figures.token_margin <= 1e-4
+    assert figures.logprob_error <= 1e-4
+
+
+async def under_way(engine, tokens):
+    """Once `tokens` more tokens came out of the engine."""
+    start = engine.tokens
+    while engine.tokens < start + tokens:  # noqa: ASYNC110  (another process's work)
+        await asyncio.sleep(0.01)
+
+
+async def test_what_vllm_draws_under_preemption_chunked_prefill_and_prefix_caching_is_exact(engine, prefills):
+    requests = some_requests(48)
+    rollouts = await engine.generate(requests)
+    assert [rollout.seed for rollout in rollouts] == [request.seed for request in requests]
+    eos_ids = prefills[0].blueprint.eos_ids
+    for rollout in rollouts:
+        ended = rollout.completion_ids[-1] in eos_ids
+        assert ended or len(rollout.completion_ids) == 90
+        assert not eos_ids & set(rollout.completion_ids[:-1])
+        assert (rollout.segment_versions, rollout.segment_tokens) == ([0], [len(rollout.completion_ids)])
+        assert len(rollout.proofs) == chunk_count(rollout.segment_tokens, chunk_tokens=16)
+    assert_exact(rollouts, prefills)
+    again = await engine.generate(requests[:8])
+    assert [one.completion_ids for one in again] == [one.completion_ids for one in rollouts[:8]]
+
+
+async def test_calls_share_the_batch_and_a_cancelled_one_hurts_no_other(engine, prefills):
+    requests = some_requests(24, seed=1)
+    first = asyncio.create_task(engine.generate(requests[:12]))
+    second = asyncio.create_task(engine.generate(requests[12:]))
+    await under_way(engine, 64)
+    assert not first.done()
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert_exact(await first, prefills)
+    assert not engine._under_way
+
+
+async def test_tokens_before_and_after_an_update_in_flight_are_each_policys_own(engine, files, prefills):
+    generating = asyncio.create_task(engine.generate(some_requests(24, seed=2)))
+    for version in (1, 2):
+        await under_way(engine, 200)
+        await engine.load(files[version], version=version)
+        assert engine.version == version
+    rollouts = await generating
+    assert any(len(rollout.segment_versions) == 2 for rollout in rollouts)
+    assert_exact(rollouts, prefills)
+    crossed = next(rollout for rollout in rollouts if len(rollout.segment_versions) > 1)
+    moved = [crossed.segment_tokens[0] - 5, crossed.segment_tokens[1] + 5, *crossed.segment_tokens[2:]]
+    if chunk_count(moved, chunk_tokens=16) == len(crossed.proofs):
+        lie = msgspec.structs.replace(crossed, segment_tokens=moved)
+        assert figures_of([lie], prefills).exponent_mismatches > 8
+
+
+async def test_a_policy_loaded_between_slots_leaves_nothing_of_the_old_one(engine, files, prefills):
+    """vLLM keeps the packed head of a model with tied embeddings when it reloads weights on a CPU."""
+    await engine.load(files[1], version=1)
+    assert_exact(await engine.generate(some_requests(6, seed=3)), prefills)
+
+
+async def test_policies_with_nan_or_other_tensors_are_refused_and_the_old_one_stays(engine, tmp_path, prefills):
+    def nan(model):
+        model.model.layers[0].mlp.up_proj.weight[3, 3] = float("nan")
+
+    with pytest.raises(MalformedPolicy, match="not finite"):
+        await engine.load(policy_file(tmp_path, seed=20, change=nan), version=5)
+    torn = tmp_path / "torn"
+    torn.write_bytes(policy_file(tmp_path, seed=20).read_bytes()[:-1000])
+    with pytest.raises(MalformedPolicy):
+        await engine.load(torn, version=6)
+    assert engine.version == 0
+    assert_exact(await engine.generate(some_requests(2, seed=4)), prefills)
+
+
+async def test_requests_that_the_run_does_not_allow_never_reach_vllm(engine):
+    for bad in (SampleRequest((), bytes(16)), SampleRequest((10**6,), bytes(16)), SampleRequest((3,) * 161, bytes(16))):
+        with pytest.raises(BadRequest):
+            await engine.generate([bad])
+
+
+async def test_a_policy_that_outgrows_its_numbers_is_not_submitted(engine, tmp_path, files):
+    """Finite weights whose activations are not: the completion is refused here, not by the verifier."""
+
+    def huge(model):
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.fill_(1e30)
+            layer.mlp.up_proj.weight.fill_(1e30)
+
+    from node.engines.base import BrokenPolicy
+
+    await engine.load(policy_file(tmp_path, seed=20, change=huge), version=7)
+    with pytest.raises(BrokenPolicy):
+        await engine.generate(some_requests(2, seed=5))
+
+
+async def test_an_engine_process_that_is_killed_is_noticed_and_a_new_one_started(engine, files, prefills, caplog):
+    generating = asyncio.create_task(engine.generate(some_requests(24, seed=6)))
+    await under_way(engine, 100)
+    (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied), caplog.at_level(logging.CRITICAL):
+        await asyncio.wait_for(generating, 30)
+    while engine.version is not None:  # noqa: ASYNC110  (a watcher's work)
+        await asyncio.sleep(0.05)
+    with pytest.raises(NoPolicy):
+        await engine.generate(some_requests(1))
+    await engine.load(files[1], version=1)
+    assert_exact(await engine.generate(some_requests(4, seed=7)), prefills)
+
+
+async def test_vllm_measures_what_transformers_measures(engine, files, prefills, tmp_path):
+    """For an operator whose policies only vLLM can hold: the same figures, over the same submissions."""
+    generating = asyncio.create_task(engine.generate(some_requests(12, seed=8)))
+    await under_way(engine, 100)
+    await engine.load(files[1], version=1)
+    rollouts = await generating
+    cheat = msgspec.structs.replace(rollouts[0], seed=bytes(16))
+    malformed = msgspec.structs.replace(rollouts[1], proofs=[b"\0" * len(proof) for proof in rollouts[1].proofs])
+    verifier = VllmVerifier(SPEC, SETTINGS, state=tmp_path / "verifier")
+    try:
+        theirs = [await verifier.prefill(files[version], version=version) for version in (0, 1)]
+        groups = [rollouts, [cheat], [malformed]]
+        ours_of, theirs_of = Measuring(groups, spec=SPEC), Measuring(groups, spec=SPEC)
+        for version in ours_of.versions:
+            ours_of.measure(prefills[version], version)
+            await asyncio.to_thread(theirs_of.measure, theirs[version], version)
+    finally:
+        await verifier.close()
+    ours, through = ours_of.result(0), theirs_of.result(0)
+    for mine, other in zip(ours.figures, through.figures, strict=True):
+        assert msgspec.structs.astuple(mine) == pytest.approx(msgspec.structs.astuple(other), abs=1.0)
+        assert other.exponent_mismatches <= 1
+        assert other.token_margin <= 1e-4
+    assert [value for row in through.logprobs for value in row] == pytest.approx(
+        [value for row in ours.logprobs for value in row], abs=1e-4
+    )
+    assert worst(theirs_of.result(1).figures).token_margin == pytest.approx(
+        worst(ours_of.result(1).figures).token_margin, abs=1e-3
+    )
+    assert worst(theirs_of.result(1).figures).token_margin > 0.5
+    assert isinstance(theirs_of.result(2), Refusal)
+    assert theirs_of.result(2).reason == ours_of.result(2).reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (VllmSettings(kv_cache_gib=1e-6), "does not hold one completion of 250 tokens"),
+        (VllmSettings(gpu_memory_utilization=0.01), "--gpu-memory-utilization 0.01 allows"),
+        (VllmSettings(max_model_len=200), "too short for this run"),
+        (VllmSettings(tensor_parallel_size=7), "do not divide among 7 GPUs"),
+    ],
+)
+async def test_what_does_not_fit_is_one_sentence_before_anything_starts(settings, said, files, tmp_path):
+    engine = VllmEngine(SPEC, settings, state=tmp_path)
+    with pytest.raises(DoesNotFit, match=said) as caught:
+        await engine.load(files[0], version=0)
+    assert "\n" not in str(caught.value)
+    assert engine.version is None

@@ -1,0 +1,144 @@
+"""The verifier and policies that arrive while completions are drawn: it waits for the log, and for nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from swarm import Swarm, running, small_spec
+from verifying import Part, drawn
+
+from coordinator import verifier
+from coordinator.policy_shelf import PolicyShelf
+from node.environments import load_environment
+from node.parquet import write_rollouts
+from node.policy import Policy, load_policy, save_policy
+from node.prefill import TransformersPrefills
+from node.protocol.admission import Outcome
+from node.protocol.messages import Lease
+from node.protocol.reasons import Reason
+from node.tiny import make_model, make_tokenizer
+from node.verification import PolicyAway, expected_of
+from shardcast import Client
+
+
+@dataclass
+class Run:
+    """A run at policy 0, whose next policy lies ready to be published."""
+
+    folder: Path
+    swarm: Swarm
+    policies: dict[int, Policy]
+
+    def publish(self, version: int) -> None:
+        self.swarm.publish(path_of(self.folder, version), version=version)
+
+    def switched(self, lease: Lease, *, to: int = 1) -> bytes:
+        """An honest submission that goes on under policy `to` after its second token."""
+        home = self.swarm.home
+        expected = expected_of(
+            home.spec,
+            self.policies[0],
+            [load_environment(environment) for environment in home.spec.environments],
+            run_id=home.run_id,
+            version=lease.version,
+            manifest_digest=lease.manifest_digest,
+            slot=lease.slot,
+        )
+        parts: list[Part] = [(0, self.policies[0], 2), (to, self.policies[1], None)]
+        return write_rollouts([drawn(parts, expected, seed, spec=home.spec) for seed in expected.seeds])
+
+
+def path_of(folder: Path, version: int) -> Path:
+    return folder / f"policy-{version}.safetensors"
+
+
+def write_policies(folder: Path) -> dict[int, Policy]:
+    """Two policies, a small step apart."""
+    loaded = {}
+    for version in (0, 1):
+        model = make_model(seed=20)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(version * 2e-3 * torch.sign(torch.randn(weight.shape, generator=generator)))
+        save_policy(model, make_tokenizer(), path_of(folder, version))
+        loaded[version] = load_policy(path_of(folder, version), dtype=torch.float32)
+    return loaded
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    policies = write_policies(tmp_path)
+    spec = small_spec()
+    sampling = msgspec.structs.replace(spec.sampling, max_new_tokens=12, max_version_lead=2)
+    spec = msgspec.structs.replace(spec, sampling=sampling)
+    with running(tmp_path, path_of(tmp_path, 0), spec=spec) as swarm:
+        yield Run(tmp_path, swarm, policies)
+
+
+def test_work_that_went_on_under_a_policy_of_the_run_is_admitted(run: Run) -> None:
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    run.publish(1)
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert (receipt.outcome, receipt.version) == (Outcome.ADMITTED, 0), receipt.detail
+
+
+def test_work_that_is_ahead_of_the_log_waits_for_it_and_holds_nobody_up(run: Run) -> None:
+    """The trainer announces a policy before it is in the log; whoever is that fast has done nothing wrong."""
+    fast, other = run.swarm.peer(), run.swarm.peer()
+    lease, others = fast.lease(), other.lease()
+    ahead = fast.submit(lease.lease_id, run.switched(lease))
+    time.sleep(0.3)
+    garbage = run.swarm.verdict(other, other.submit(others.lease_id, b"PAR1 no table PAR1"))
+    assert garbage.reason is Reason.NOT_PARQUET, "judged while the other waits"
+    run.publish(1)
+    assert run.swarm.verdict(fast, ahead).outcome is Outcome.ADMITTED
+
+
+def test_a_policy_that_never_comes_is_waited_for_a_while_and_blames_nobody(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either a lie, or a trainer that died between the announcement and the log: nobody can tell."""
+    monkeypatch.setattr(verifier, "PUBLICATION_SECONDS", 1.0)
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert (receipt.outcome, receipt.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+    assert receipt.detail == "Policy 1 is not in the log."
+
+
+def test_a_policy_beyond_the_lead_is_not_waited_for(run: Run) -> None:
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease, to=3)))
+    assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
+
+
+async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: Path) -> None:
+    """A version that somebody names, or that only the origin serves, is no policy of the run."""
+    home = run.swarm.home
+    run.swarm.origin_server.publish(path_of(run.folder, 1), version=1)
+    async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
+        shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        with pytest.raises(PolicyAway):
+            await shelf.prefill(1)
+        assert (await shelf.blueprint(0)).vocabulary == run.policies[0].vocabulary
+        assert (await shelf.prefill(0)).blueprint.eos_ids == run.policies[0].eos_ids
+        run.publish(1)
+        assert (await shelf.prefill(1)).blueprint.vocabulary == run.policies[1].vocabulary
+
+
+async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) -> None:
+    home = run.swarm.home
+    async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
+        shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        for ask in (shelf.blueprint, shelf.prefill):
+            with pytest.raises(PolicyAway):
+                await ask(0)
