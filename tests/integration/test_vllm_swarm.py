@@ -146,19 +146,23 @@ async def test_what_an_honest_worker_draws_with_vllm_is_admitted(tmp_path, tiny_
 
 async def test_a_policy_that_arrives_while_vllm_draws_is_gone_on_with_and_admitted(tmp_path, tiny_policy_path, vllm):
     vllm.instead = None
-    later = changed(tiny_policy_path, tmp_path / "later", noise)
+    policies = [changed(tiny_policy_path, tmp_path / f"later-{index}", change) for index, change in enumerate(CHANGES)]
     async with served(tmp_path, tiny_policy_path, spec=SPEC) as swarm:
 
-        async def publish_in_flight():
-            start = vllm.tokens
-            await until(lambda: vllm.tokens > start + 100)
-            await asyncio.to_thread(swarm.publish, later, version=1)
-            await until(lambda: any(one.version == 1 for one in judged(swarm)))
+        async def publish_until_one_arrives_in_flight():
+            for version in range(1, 30):
+                start = vllm.tokens
+                await until(lambda start=start: vllm.tokens > start + 100)
+                await asyncio.to_thread(swarm.publish, policies[version % 2], version=version)
+                await until(lambda version=version: any(one.version == version for one in judged(swarm)))
+                if any(len(row.segment_versions) == 2 for one in judged(swarm) for row in one.rows):
+                    return
 
-        found = await work(swarm, vllm, tmp_path, meanwhile=publish_in_flight)
+        found = await work(swarm, vllm, tmp_path, meanwhile=publish_until_one_arrives_in_flight)
     assert {one.outcome for one in found} == {Outcome.ADMITTED}, [one.detail for one in found]
-    assert any(row.segment_versions == [0, 1] for one in found if one.version == 0 for row in one.rows)
-    assert all(row.segment_versions == [1] for one in found if one.version == 1 for row in one.rows)
+    crossed = [row.segment_versions for one in found for row in one.rows if len(row.segment_versions) == 2]
+    assert crossed
+    assert all(later == earlier + 1 for earlier, later in crossed)
 
 
 def changed(path, target, change):
@@ -180,15 +184,18 @@ def int8(weight):
     return (weight / scale).round() * scale
 
 
-@pytest.mark.parametrize("change", [noise, int8])
+CHANGES = [noise, int8]
+REASONS = {Reason.PROOF_MISMATCH, Reason.WRONG_TOKEN, Reason.WRONG_LOGPROB}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 async def test_the_same_worker_with_other_weights_is_rejected(tmp_path, tiny_policy_path, vllm, change):
     vllm.instead = changed(tiny_policy_path, tmp_path / "other", change)
-    vllm.instead.touch()
     async with served(tmp_path, tiny_policy_path, spec=SPEC) as swarm:
         await vllm.load(vllm.instead, version=0)
         found = await work(swarm, vllm, tmp_path, verdicts=2)
     assert {one.outcome for one in found} == {Outcome.REJECTED}
-    assert {one.reason for one in found} <= {Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB}
+    assert {one.reason for one in found} <= REASONS
 
 
 async def test_the_same_worker_with_the_policy_of_one_training_step_ago_is_rejected(tmp_path, tiny_policy_path, vllm):
@@ -198,7 +205,7 @@ async def test_the_same_worker_with_the_policy_of_one_training_step_ago_is_rejec
     async with served(tmp_path, newer, spec=SPEC) as swarm:
         found = await work(swarm, vllm, tmp_path, verdicts=2)
     assert {one.outcome for one in found} == {Outcome.REJECTED}
-    assert {one.reason for one in found} <= {Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB}
+    assert {one.reason for one in found} <= REASONS
 
 
 async def one_training_step(path, target, vllm):

@@ -1,0 +1,261 @@
+"""What honest work looks like to the verifier: figures of completions that nobody tampered with, and rejections.
+
+`python -m benchmarks.honest [--json]`. The engine draws whole groups in bfloat16 (`--dtype`), as a worker does for its
+slots, and each group's file goes through the whole verification (`node.verification.verify`) twice: by transformers
+in bfloat16, and by transformers in float32, at a run's default limits. Two policies:
+
+- `trained`: the tiny policy after its warm start, rounded to bfloat16 (most of its choices are clear);
+- `random`: random weights over a vocabulary of 32,000 (23 million by default), whose logits are normal with a
+  standard deviation of 3: hundreds of tokens compete at each step, so that rounding decides far more often than in a
+  trained policy, and its errors are those of logits of a usual size.
+
+There is nothing to compare with: the figures are distributions, from which an operator sets limits. Exponent
+mismatches and mantissa errors are of a completion's worst chunk, sampling margins and |dlogp| of each token, margin
+means of each completion. `honest_rejected` counts all completions of every group that was not admitted, over both
+policies and both dtypes: a rejection costs a worker the group.
+
+The floor is 0 for each figure, which float32 on both sides nearly reaches. In bfloat16 a rounding step is 2^-8 of a
+value: decoding and prefill add up in different orders, so hidden states differ by a few of the mantissa's last steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.workload import (
+    MANIFEST,
+    Held,
+    add_options,
+    make_rules,
+    make_spec,
+    report,
+    running,
+    save_random_policy,
+    say,
+    size_of,
+    slot_requests,
+    verifier_policy,
+)
+from coordinator.training.warm_start import STAGES, Stage, warm_start
+from node.measurement import Span, SpanMeasured
+from node.parquet import write_rollouts
+from node.parquet_reader import ParquetReader
+from node.policy import Blueprint, save_policy
+from node.prefill import TransformersPrefill
+from node.protocol.admission import Outcome
+from node.protocol.reasons import Refusal
+from node.protocol.run import RunSpec
+from node.protocol.submission import Rollout
+from node.verification import Rules, verify
+
+DTYPES = ("bfloat16", "float32")
+SLOTS_AT_ONCE = 8
+QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
+
+
+class Keeping:
+    """A `Prefill` that remembers what it measured: a verdict holds only the worst of a group."""
+
+    def __init__(self, prefill: TransformersPrefill) -> None:
+        self._prefill = prefill
+        self.kept: list[SpanMeasured | Refusal] = []
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._prefill.blueprint
+
+    def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
+        self.kept = self._prefill.measure(spans, spec=spec)
+        return self.kept
+
+
+@dataclass
+class Seen:
+    """All values of each figure, of one policy under one verifier."""
+
+    exponent_mismatches: list[float] = field(default_factory=list)
+    mantissa_mean: list[float] = field(default_factory=list)
+    mantissa_median: list[float] = field(default_factory=list)
+    sampling_margin: list[float] = field(default_factory=list)
+    margin_mean: list[float] = field(default_factory=list)
+    logprob_error: list[float] = field(default_factory=list)
+    rejected: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, rollout: Rollout, measured: SpanMeasured) -> None:
+        """One completion that one policy drew, so that it is one span."""
+        self.exponent_mismatches.append(measured.exponent_mismatches)
+        self.mantissa_mean.append(measured.mantissa_mean)
+        self.mantissa_median.append(measured.mantissa_median)
+        self.sampling_margin += measured.margins
+        self.margin_mean.append(statistics.fmean(measured.margins))
+        self.logprob_error += [
+            abs(ours - theirs) for ours, theirs in zip(measured.logprobs, rollout.logprobs, strict=True)
+        ]
+
+    def figures(self) -> dict[str, float]:
+        """The quantiles of each, and how many tokens were not the forced ones."""
+        values = {
+            name: getattr(self, name)
+            for name in (
+                "exponent_mismatches",
+                "mantissa_mean",
+                "mantissa_median",
+                "sampling_margin",
+                "margin_mean",
+                "logprob_error",
+            )
+        }
+        found = {
+            f"{name}_{label}": quantile(each, at)
+            for name, each in values.items()
+            for label, at in QUANTILES.items()
+            if each
+        }
+        others = sum(margin > 0 for margin in self.sampling_margin)
+        return found | {
+            "other_token_share": others / max(1, len(self.sampling_margin)),
+            "rejected": self.rejected,
+        }
+
+
+def quantile(values: Sequence[float], at: float) -> float:
+    """The smallest value that is not below a share `at` of all."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(at * len(ordered)))]
+
+
+async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: int) -> list[list[Rollout]]:
+    """The groups of slots 0, 1, …, as a worker with 8 slots in flight draws them."""
+    async with running(options, rules.spec, path) as engine:
+        groups: dict[int, list[Rollout]] = {}
+        waiting = iter(range(slots))
+
+        async def work() -> None:
+            for slot in waiting:
+                groups[slot] = await engine.generate(slot_requests(rules, engine.policy, [slot]))
+
+        await asyncio.gather(*(work() for _ in range(SLOTS_AT_ONCE)))
+    return [groups[slot] for slot in range(slots)]
+
+
+async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules: Rules, reader: ParquetReader) -> Seen:
+    """All groups through the whole verification."""
+    seen = Seen()
+    policies = Held({0: keeping})
+    for slot, group in enumerate(groups):
+        verdict = await verify(
+            write_rollouts(group),
+            reader=reader,
+            version=0,
+            manifest_digest=MANIFEST,
+            slot=slot,
+            policies=policies,
+            published=(0,),
+            rules=rules,
+        )
+        if verdict.outcome is Outcome.INDETERMINATE:
+            raise SystemExit(f"the verifier failed: {verdict.detail}")
+        if verdict.outcome is Outcome.REJECTED:
+            say(f"slot {slot} was rejected: {verdict.reason}: {verdict.detail}")
+            seen.rejected += len(group)
+            seen.reasons[str(verdict.reason)] += 1
+        measured, keeping.kept = keeping.kept, []
+        for rollout, one in zip(group, measured, strict=bool(measured)):
+            if isinstance(one, SpanMeasured):
+                seen.add(rollout, one)
+    return seen
+
+
+def save_trained(path: Path, *, stages: Sequence[Stage], threads: int) -> None:
+    """The warm-started tiny policy, in bfloat16."""
+    torch.set_num_threads(1)  # two are slower for a model of this size
+    model, tokenizer = warm_start(stages=stages)
+    torch.set_num_threads(threads)
+    save_policy(model.bfloat16(), tokenizer, path)
+
+
+async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """All figures, and notes on rejections."""
+    detail: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    seen: list[Seen] = []
+    completions = 0
+    with tempfile.TemporaryDirectory() as folder, ParquetReader() as reader:
+        for name in ("trained", "random"):
+            path = Path(folder) / f"{name}.safetensors"
+            tokens = 48 if name == "trained" else options.tokens
+            say(f"making the {name} policy")
+            if name == "trained":
+                save_trained(path, stages=options.stages, threads=options.threads)
+            else:
+                save_random_policy(path, size_of(options), dtype=torch.bfloat16, ends=True)
+            rules = make_rules(make_spec(dtype=options.dtype, tokens=tokens))
+            slots = -(-options.completions // rules.spec.sampling.group_size)
+            groups = await draw(options, rules, path, slots=slots)
+            completions += sum(len(group) for group in groups)
+            say(f"{name}: {sum(len(rollout.completion_ids) for group in groups for rollout in group)} tokens drawn")
+            for dtype in DTYPES:
+                keeping = Keeping(TransformersPrefill(verifier_policy(path, dtype=getattr(torch, dtype))))
+                one = await judge(groups, keeping, rules=rules, reader=reader)
+                say(f"{name}: verified in {dtype}: {one.rejected} rejected")
+                detail |= {f"{key}_{name}_{dtype}": value for key, value in one.figures().items()}
+                if one.reasons:
+                    notes[f"rejected_{name}_{dtype}"] = f"groups by reason: {dict(one.reasons)}"
+                seen.append(one)
+    figures = {
+        "completions": completions,
+        "honest_rejected": sum(one.rejected for one in seen),
+        "exponent_mismatches_max": _largest(seen, "exponent_mismatches", 1.0),
+        "mantissa_mean_max": _largest(seen, "mantissa_mean", 1.0),
+        "sampling_margin_p999": _largest(seen, "sampling_margin", 0.999),
+    }
+    return figures | detail, notes
+
+
+def _largest(seen: Sequence[Seen], name: str, at: float) -> float | None:
+    """A quantile over everything; None if nothing was measured."""
+    values = [value for one in seen for value in getattr(one, name)]
+    return quantile(values, at) if values else None
+
+
+def scaled(stages: Sequence[Stage], share: float) -> list[Stage]:
+    """A shorter warm start."""
+    return [
+        Stage(
+            max(1, int(stage.steps * share)),
+            stage.addition_noise,
+            stage.reversal_noise,
+            stage.guesses,
+            stage.learning_rate,
+            max(1, int(stage.warmup_steps * share)),
+        )
+        for stage in stages
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, tokens=64, hidden=256, layers=8)
+    parser.add_argument("--completions", type=int, default=1024, help="of each of the two policies (default 1024)")
+    parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
+    options = parser.parse_args()
+    options.stages = STAGES if options.warm_start == 1 else scaled(STAGES, options.warm_start)
+    torch.set_num_threads(options.threads)
+    figures, notes = asyncio.run(measure(options))
+    limits = "default limits; each completion is verified in bfloat16 and in float32"
+    report("honest", options, figures, {"honest_rejected": limits, **notes})
+
+
+if __name__ == "__main__":
+    main()

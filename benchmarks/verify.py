@@ -1,0 +1,309 @@
+"""What verification costs: verified tokens per second over generated ones, and garbage over honest work.
+
+`python -m benchmarks.verify [--json]`. One policy of random weights (125 million by default), one machine. In each
+round the engine generates 1, 16 and 64 completions at a time, and then the verifier takes what the 64 became, slot by
+slot as it arrives: the Parquet file from bytes, every check, the prefill, all figures, the verdict
+(`node.verification.verify`). Tokens are completion tokens, prompts come on top for both. Engine and verifier take
+turns on the same cores (or the same GPU). Figures are medians over rounds, ratios medians of the rounds' own.
+
+- `verify_over_generate` is against 64 at a time: a worker with the default limits holds up to 8 slots of 8.
+- `share_*` is where the verifier's time goes, measured over one more pass with a clock around each part.
+- `hostile_cost_over_honest` is the dearest kind of garbage that costs nothing to make, over an honest slot:
+
+      random_bytes        as many as the honest file has
+      wrong_prompt        a file of the right shape, invented, that answers another slot's prompt
+      out_of_range        the same for the right prompt, but for its very last token id
+      random_proofs       the same with valid token ids; its proofs are random bytes
+      invented_proofs     the same, with proofs of random hidden states, made once
+
+  The last two pass every check that needs no model, so that only a prefill can tell them from honest work.
+
+The floor: a prefill computes 2 FLOP for each weight (without the embedding) and token; `share_of_matmul_bound` holds
+the verifier against that, at the speed of one large matrix product measured here. Decoding c rows a step reads all
+weights for c tokens: while that reading binds, generation's cost per token is bytes / (c * bandwidth), and the ratio
+is large. Once 2 FLOP per weight and row take longer than reading the weight, decoding is bound as prefill is, and no
+verifier that repeats the forward pass can be much faster per token. That is so from about c = peak FLOP/s over
+bandwidth in weights per second / 2: some tens of rows on a CPU, some hundreds on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.toploc import median_ratio
+from benchmarks.workload import (
+    MANIFEST,
+    Held,
+    add_options,
+    clocks,
+    expected,
+    held,
+    make_rules,
+    make_spec,
+    report,
+    running,
+    save_random_policy,
+    say,
+    size_of,
+    slot_requests,
+)
+from node import measurement
+from node.engines.base import Engine
+from node.parquet import write_rollouts
+from node.parquet_reader import ParquetReader
+from node.policy import Blueprint
+from node.prefill import TransformersPrefill
+from node.protocol.admission import Outcome
+from node.protocol.run import RunSpec
+from node.protocol.submission import Expected, Rollout, chunk_count, proof_bytes
+from node.verification import Rules, Verdict, verify
+from toploc import build_chunk_proofs
+
+CONCURRENCIES = (1, 16, 64)
+MATMUL_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The verifier, ready."""
+
+    rules: Rules
+    policies: Held
+    reader: ParquetReader
+
+    async def verdict(self, body: bytes, slot: int) -> tuple[Verdict, float]:
+        """What the verifier says of `body`, and the seconds that it took."""
+        start = time.perf_counter()
+        verdict = await verify(
+            body,
+            reader=self.reader,
+            version=0,
+            manifest_digest=MANIFEST,
+            slot=slot,
+            policies=self.policies,
+            published=(0,),
+            rules=self.rules,
+        )
+        seconds = time.perf_counter() - start
+        if verdict.outcome is Outcome.INDETERMINATE:
+            raise SystemExit(f"the verifier failed: {verdict.detail}")
+        return verdict, seconds
+
+
+def invention(wanted: Expected, spec: RunSpec, rng: random.Random, proof: Callable[[], bytes]) -> list[Rollout]:
+    """A group of the right shape that no policy drew; `proof` makes one proof."""
+    tokens = spec.sampling.max_new_tokens
+    chunks = chunk_count([tokens], chunk_tokens=spec.proofs.chunk_tokens)
+    allowed = [token for token in range(wanted.vocabulary) if token not in wanted.eos_ids]
+    return [
+        Rollout(
+            seed=seed,
+            prompt_ids=list(wanted.prompt_ids),
+            completion_ids=rng.choices(allowed, k=tokens),
+            logprobs=[-rng.random() * 12 for _ in range(tokens)],
+            segment_versions=[wanted.version],
+            segment_tokens=[tokens],
+            proofs=[proof() for _ in range(chunks)],
+        )
+        for seed in wanted.seeds
+    ]
+
+
+def garbage(wanted: Expected, other: Expected, spec: RunSpec, *, size: int, hidden: int, seed: int) -> dict[str, bytes]:
+    """One file of each kind for the slot that wants `wanted`; `other` is another slot's, `size` an honest file's."""
+    rng = random.Random(seed)
+    states = torch.randn(spec.proofs.chunk_tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    (fixed,) = build_chunk_proofs([states], spec.proofs.top_k)
+
+    def random_proof() -> bytes:
+        return rng.randbytes(proof_bytes(spec.proofs.top_k))
+
+    right = invention(wanted, spec, rng, random_proof)
+    stray = msgspec.structs.replace(right[-1], completion_ids=[*right[-1].completion_ids[:-1], wanted.vocabulary])
+    elsewhere = [msgspec.structs.replace(rollout, prompt_ids=list(other.prompt_ids)) for rollout in right]
+    return {
+        "random_bytes": rng.randbytes(size),
+        "wrong_prompt": write_rollouts(elsewhere),
+        "out_of_range": write_rollouts([*right[:-1], stray]),
+        "random_proofs": write_rollouts(right),
+        "invented_proofs": write_rollouts(invention(wanted, spec, rng, lambda: fixed)),
+    }
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round found: tokens per second by concurrency, of the verifier, and seconds per slot by kind."""
+
+    generated: Mapping[int, float]
+    verified: float
+    seconds: Mapping[str, float]
+    bodies: Mapping[int, bytes]
+
+
+async def generate(engine: Engine, rules: Rules, slots: Sequence[int], count: int) -> tuple[list[Rollout], float]:
+    """`count` completions for `slots`, drawn together, and tokens per second."""
+    requests = slot_requests(rules, engine.policy, slots)[:count]
+    start = time.perf_counter()
+    rollouts = await engine.generate(requests)
+    tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+    return rollouts, tokens / (time.perf_counter() - start)
+
+
+async def one_round(engine: Engine, bench: Bench, options: argparse.Namespace, turn: int) -> Round:
+    rules, group = bench.rules, bench.rules.spec.sampling.group_size
+    generated: dict[int, float] = {}
+    rollouts: list[Rollout] = []
+    slots: list[int] = []
+    for index, count in enumerate(options.concurrency):
+        # Slots that no round before has seen: their prompts are in no prefix cache.
+        first = (turn * len(options.concurrency) + index) * 100
+        slots = list(range(first, first + -(-count // group)))
+        rollouts, generated[count] = await generate(engine, rules, slots, count)
+        say(f"round {turn}: {count} at a time: {generated[count]:.0f} tokens/s generated")
+    whole = len(rollouts) // group
+    bodies = {slot: write_rollouts(rollouts[at * group : (at + 1) * group]) for at, slot in enumerate(slots[:whole])}
+    tokens, spent = 0, 0.0
+    for slot, body in bodies.items():
+        verdict, seconds = await bench.verdict(body, slot)
+        if verdict.outcome is not Outcome.ADMITTED:
+            say(f"an honest slot was rejected: {verdict.detail}")
+        tokens, spent = tokens + verdict.tokens, spent + seconds
+    say(f"round {turn}: {tokens / spent:.0f} tokens/s verified")
+    costs = {"honest": spent / whole}
+    slot = slots[0]
+    kinds = garbage(
+        expected(rules, engine.policy, slot),
+        expected(rules, engine.policy, slot + 1),
+        rules.spec,
+        size=len(bodies[slot]),
+        hidden=engine.policy.hidden,
+        seed=turn,
+    )
+    for kind, body in kinds.items():
+        verdict, costs[kind] = await bench.verdict(body, slot)
+        if verdict.outcome is not Outcome.REJECTED:
+            raise SystemExit(f"{kind} was {verdict.outcome}")
+        say(f"round {turn}: {kind}: {verdict.reason}, {costs[kind] / costs['honest']:.3f} of an honest slot")
+    return Round(generated, tokens / spent, costs, bodies)
+
+
+async def shares(bench: Bench, bodies: Mapping[int, bytes]) -> dict[str, float]:
+    """Where the verifier's time goes."""
+    parts = {
+        "read": (bench.reader, "read"),
+        "prefill": (TransformersPrefill, "_hidden_states"),
+        "logits_and_noise": (measurement, "_appraised"),
+        "noise": (measurement, "appraise"),
+        "proofs": (measurement, "_check_proofs"),
+    }
+    total = 0.0
+    with clocks(parts) as taken:
+        for slot, body in bodies.items():
+            total += (await bench.verdict(body, slot))[1]
+    logits = taken.pop("logits_and_noise") - taken["noise"]
+    parted = dict(taken) | {"logits": logits}
+    parted["rest"] = total - sum(parted.values())
+    return {f"share_{name}": seconds / total for name, seconds in parted.items()}
+
+
+def matmul_flops(dtype: torch.dtype, hidden: int) -> float:
+    """FLOP per second of one product of the model's own width: the median of ten."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    left = torch.randn(MATMUL_ROWS, hidden, device=device).to(dtype)
+    right = torch.randn(hidden, 4 * hidden, device=device).to(dtype)
+    taken = []
+    for _ in range(11):
+        start = time.perf_counter()
+        left @ right
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return 2 * MATMUL_ROWS * hidden * 4 * hidden / statistics.median(taken[1:])
+
+
+def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Namespace, prompt: int) -> dict[str, Any]:
+    """Everything but the shares; `prompt` is the length of a slot's prompt."""
+    figures: dict[str, Any] = {"parameters": policy.parameters}
+    verified = [each.verified for each in rounds]
+    figures["verified_tokens_per_s"] = statistics.median(verified)
+    for count in options.concurrency:
+        generated = [each.generated[count] for each in rounds]
+        figures[f"generated_tokens_per_s_c{count}"] = statistics.median(generated)
+        figures[f"verify_over_generate_c{count}"] = median_ratio(verified, generated)
+    figures["verify_over_generate"] = figures[f"verify_over_generate_c{options.concurrency[-1]}"]
+    honest = [each.seconds["honest"] for each in rounds]
+    costs = {
+        kind: median_ratio([each.seconds[kind] for each in rounds], honest)
+        for kind in rounds[0].seconds
+        if kind != "honest"
+    }
+    figures["honest_slot_seconds"] = statistics.median(honest)
+    figures |= {f"cost_over_honest_{kind}": cost for kind, cost in costs.items()}
+    figures["hostile_cost_over_honest"] = max(costs.values())
+    flops = matmul_flops(getattr(torch, options.dtype), policy.hidden)
+    # An embedding is looked up. The layers see the prompt as well, the head only what is predicted.
+    head = policy.vocabulary * policy.hidden
+    layers = policy.parameters - 2 * head
+    per_token = 2 * (layers * (prompt + options.tokens) / options.tokens + head)
+    figures["matmul_gflop_per_s"] = flops / 1e9
+    figures["share_of_matmul_bound"] = statistics.median(verified) * per_token / flops
+    return figures
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    spec = make_spec(dtype=options.dtype, tokens=options.tokens)
+    rules = make_rules(spec)
+    dtype = getattr(torch, options.dtype)
+    with tempfile.TemporaryDirectory() as folder, ParquetReader() as reader:
+        path = Path(folder) / "policy.safetensors"
+        save_random_policy(path, size_of(options), dtype=dtype)
+        async with running(options, spec, path) as engine:
+            bench = Bench(rules, held(path, dtype=dtype), reader)
+            # The first round warms up.
+            rounds = [await one_round(engine, bench, options, turn) for turn in range(options.rounds + 1)][1:]
+            policy = engine.policy
+        prompt = len(expected(rules, policy, 0).prompt_ids)
+        figures = figures_of(rounds, policy, options, prompt)
+        return figures | await shares(bench, rounds[-1].bodies)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, tokens=64, hidden=768, layers=12)
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=CONCURRENCIES,
+        help="completions at a time; the last: a worker's",
+    )
+    options = parser.parse_args()
+    if options.concurrency[-1] < make_spec(dtype=options.dtype, tokens=1).sampling.group_size:
+        parser.error("the last --concurrency is at least a group")
+    torch.set_num_threads(options.threads)
+    options.max_num_seqs = max(options.max_num_seqs, *options.concurrency)
+    figures = asyncio.run(measure(options))
+    costs = {name: value for name, value in figures.items() if name.startswith("cost_over_honest_")}
+    notes = {
+        "verify_over_generate": f"against {options.concurrency[-1]} completions at a time",
+        "hostile_cost_over_honest": f"{max(costs, key=lambda name: costs[name])} is the dearest kind",
+    }
+    report("verify", options, figures, notes)
+
+
+if __name__ == "__main__":
+    main()

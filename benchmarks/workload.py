@@ -1,0 +1,254 @@
+"""What the benchmarks of the engines share: a random policy, a run's slots, an engine, and a verifier's policies.
+
+The policy has random weights, because speed does not depend on what they say; its logits are spread like those of
+`benchmarks.sampling`. Where lengths have to be equal, its end mark cannot be drawn, whoever samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks import machine
+from node.engines.base import Engine, SampleRequest
+from node.engines.torch import TorchEngine
+from node.engines.vllm import VllmEngine
+from node.engines.vllm_settings import VllmSettings
+from node.environments import load_environment
+from node.policy import Blueprint, Policy, load_policy, save_policy
+from node.prefill import Prefill, TransformersPrefill
+from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
+from node.protocol.submission import Expected
+from node.tiny import EOS, PAD, make_tokenizer
+from node.verification import Rules, expected_of
+
+RUN_ID, MANIFEST = "01" * 32, "02" * 32
+CONSTANT = 0.06
+"""What channel 0 of every hidden state holds before the last norm: of the size of the others."""
+END_WEIGHT = -1000.0
+SPREAD = 3.0
+"""Standard deviation of the logits: a few hundred tokens share most of the probability."""
+ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse"))
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a random policy; heads are 64 wide, a key and value head serves two of them where that divides."""
+
+    family: str
+    hidden: int
+    layers: int
+    vocabulary: int
+
+    def config(self) -> Any:
+        """The configuration; the head has weights of its own."""
+        heads = max(1, self.hidden // 64)
+        config_class: Any = CONFIG_MAPPING[self.family]
+        return config_class(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 8 // 3 // 64 * 64,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+            head_dim=self.hidden // heads,
+            max_position_embeddings=4096,
+            pad_token_id=PAD,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            tie_word_embeddings=False,
+        )
+
+
+def save_random_policy(path: Path, size: Size, *, dtype: torch.dtype, ends: bool = False, seed: int = 0) -> None:
+    """A policy of random weights in `path`; its end mark is never drawn unless `ends`."""
+    torch.manual_seed(seed)
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(size.config(), dtype=torch.float32)
+    with torch.no_grad():
+        # The last norm's output has a mean square of 1.
+        model.lm_head.weight *= SPREAD / (model.lm_head.weight.std() * size.hidden**0.5)
+        if not ends:
+            _rule_out_the_end(model)
+    save_policy(model.to(dtype), make_tokenizer(), path)
+
+
+def _rule_out_the_end(model: Any) -> None:
+    """No layer writes into channel 0, which the embedding sets for every token; the end mark's row of the head reads
+    that channel alone, with a large negative weight.
+    """
+    model.model.embed_tokens.weight[:, 0] = CONSTANT
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+    model.lm_head.weight[EOS] = 0.0
+    model.lm_head.weight[EOS, 0] = END_WEIGHT
+
+
+def make_spec(*, dtype: str, tokens: int) -> RunSpec:
+    """A run of default limits, groups and proofs, whose completions have at most `tokens` tokens."""
+    return RunSpec(
+        name="benchmark",
+        environments=ENVIRONMENTS,
+        model=ModelSpec(dtype=dtype),  # type: ignore[arg-type]
+        sampling=SamplingSpec(max_prompt_tokens=64, max_new_tokens=tokens),
+    )
+
+
+def make_rules(spec: RunSpec) -> Rules:
+    return Rules(RUN_ID, spec, [load_environment(environment) for environment in spec.environments])
+
+
+def expected(rules: Rules, policy: Blueprint, slot: int) -> Expected:
+    """What a submission for `slot` of version 0 must contain."""
+    return expected_of(
+        rules.spec,
+        policy,
+        rules.environments,
+        run_id=RUN_ID,
+        version=0,
+        manifest_digest=MANIFEST,
+        slot=slot,
+        published=(0,),
+    )
+
+
+def slot_requests(rules: Rules, policy: Blueprint, slots: Sequence[int]) -> list[SampleRequest]:
+    """The requests of a worker that holds `slots`: a group for each, one prompt and many seeds."""
+    wanted = [expected(rules, policy, slot) for slot in slots]
+    return [SampleRequest(tuple(each.prompt_ids), seed) for each in wanted for seed in each.seeds]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`node.verification.Policies` of the one policy that there is."""
+
+    prefills: Mapping[int, Prefill]
+
+    async def blueprint(self, version: int) -> Blueprint:
+        return self.prefills[version].blueprint
+
+    async def prefill(self, version: int) -> Prefill:
+        return self.prefills[version]
+
+
+def verifier_policy(path: Path, *, dtype: torch.dtype) -> Policy:
+    """The policy as a verifier holds it: on the GPU where there is one."""
+    policy = load_policy(path, dtype=dtype)
+    if torch.cuda.is_available():
+        policy.model.to("cuda")  # type: ignore[arg-type]
+    return policy
+
+
+def held(path: Path, *, dtype: torch.dtype) -> Held:
+    return Held({0: TransformersPrefill(verifier_policy(path, dtype=dtype))})
+
+
+@contextlib.asynccontextmanager
+async def running(options: argparse.Namespace, spec: RunSpec, path: Path) -> AsyncIterator[Engine]:
+    """The engine that `options` name with the policy in `path`, on `options.threads` threads."""
+    with tempfile.TemporaryDirectory() as state:
+        engine: Engine
+        if options.engine == "vllm":
+            # Half of a GPU's memory: the other half is the verifier's, which takes turns with the engine.
+            settings = VllmSettings(
+                cpu_threads=options.threads, max_num_seqs=options.max_num_seqs, gpu_memory_utilization=0.5
+            )
+            engine = VllmEngine(spec, settings, state=Path(state))
+        else:
+            engine = TorchEngine(spec, threads=options.threads)
+        say(f"starting {engine.name}")
+        try:
+            await engine.load(path, version=0)
+            yield engine
+        finally:
+            await engine.close()
+
+
+@contextlib.contextmanager
+def clocks(parts: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
+    """The seconds that each function (an object, and its attribute's name) takes within the block, callees included."""
+    taken: dict[str, float] = defaultdict(float)
+
+    def clocked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                result = call(*arguments, **named)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                return result
+            finally:
+                taken[name] += time.perf_counter() - start
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, (owner, attribute) in parts.items():
+            stack.enter_context(patch.object(owner, attribute, clocked(name, getattr(owner, attribute))))
+        yield taken
+
+
+def add_options(parser: argparse.ArgumentParser, *, tokens: int, hidden: int, layers: int) -> None:
+    """What every benchmark of an engine understands."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--engine", choices=("vllm", "torch"), default="vllm")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    parser.add_argument("--family", choices=("llama", "qwen3"), default="llama")
+    parser.add_argument("--hidden", type=int, default=hidden, help=f"hidden size, a multiple of 64 (default {hidden})")
+    parser.add_argument("--layers", type=int, default=layers, help=f"layers (default {layers})")
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="logits (default 32000)")
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"tokens of each completion (default {tokens})")
+    parser.add_argument(
+        "--threads", type=int, default=usable_cores(), help="of vLLM and of torch each (default: all cores)"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="completions that vLLM decodes together")
+
+
+def size_of(options: argparse.Namespace) -> Size:
+    return Size(options.family, options.hidden, options.layers, options.vocabulary)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_started = time.monotonic()
+
+
+def say(line: str) -> None:
+    """One line for people, on standard error."""
+    print(f"{time.monotonic() - _started:7.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+def report(name: str, options: argparse.Namespace, figures: Mapping[str, Any], notes: Mapping[str, str]) -> None:
+    """Print the result: with --json one line, without it a table."""
+    described = machine.describe()
+    told = {
+        "engine": options.engine,
+        "threads": f"{options.threads} for the engine and as many for torch in this process, which take turns",
+        "dtype": options.dtype,
+        **notes,
+    }
+    if options.json:
+        print(json.dumps({"benchmark": name, "machine": described, "figures": dict(figures), "notes": told}))
+        return
+    for key, value in (described | told).items():
+        print(f"{key:>44}  {value}")
+    print()
+    for key, figure in figures.items():
+        print(f"{key:>44}  {f'{figure:.4g}' if isinstance(figure, float) else '-' if figure is None else figure}")
