@@ -221,12 +221,22 @@ def trainer(
       veriswarm trainer --data run/ --key run.key --state trainer/ --port 8710
     Relays take the origin as their upstream: veriswarm relay --upstream http://HOST:8710 ...
     """
+    from coordinator.storage.training import newest
     from coordinator.trainer import Trainer, TrainerSettings
     from shardcast import Origin, OriginServer
 
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
     run_key = _run_key(home, key)
-    origin = Origin(state / "origin", run_key, home.run_id, chunk_bytes=home.spec.broadcast.chunk_bytes)
+    with home.database.read() as connection:
+        recorded = newest(connection)
+    origin = Origin(
+        state / "origin",
+        run_key,
+        home.run_id,
+        chunk_bytes=home.spec.broadcast.chunk_bytes,
+        # A policy that is stored but not in the log yet must not be heard of.
+        announced=-1 if recorded is None else recorded,
+    )
     server = OriginServer(origin, host, port)
     click.echo(f"origin  http://{host}:{server.start()}")
     work = Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=state, threads=threads))

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from coordinator.errors import BadConfiguration, CoordinatorError, StorageFault
+from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.home import Home
 from coordinator.storage import training
 from coordinator.storage.training import Published
@@ -30,6 +30,7 @@ from coordinator.training.grpo import make_optimizer, train_step
 from coordinator.training.initial import initial_policy
 from node.policy import load_policy, save_policy
 from shardcast import Origin, OriginServer
+from shardcast.manifest import SignedManifest
 
 log = logging.getLogger(__name__)
 
@@ -185,35 +186,38 @@ class Trainer:
         )
 
     def _publish(self, learner: Learner) -> None:
-        """Announce policy `learner.step` and finish the step that made it; does nothing the second time."""
+        """Record and announce policy `learner.step`, and finish the step that made it; the second time, nothing.
+
+        The log has the policy before any worker can hear of it, so whoever names one that it lacks made it up.
+        """
         started = time.monotonic()
-        manifest_digest = self._announce(learner)
-        signed = self._origin.store.get(learner.step)
-        if signed is None or signed.digest != manifest_digest:
-            raise StorageFault(f"the origin lost policy {learner.step}")
-        policy = Published(
-            version=learner.step,
-            manifest_digest=signed.digest,
-            result_digest=signed.manifest.result_digest,
-            manifest=signed.envelope,
-        )
-        stats = learner.stats | {"publish_seconds": time.monotonic() - started}
-        with self._home.database.write() as connection:
-            training.record_policy(connection, policy, now=clock())
-            training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
+
+        def record(signed: SignedManifest) -> None:
+            policy = Published(
+                version=learner.step,
+                manifest_digest=signed.digest,
+                result_digest=signed.manifest.result_digest,
+                manifest=signed.envelope,
+            )
+            stats = learner.stats | {"publish_seconds": time.monotonic() - started}
+            with self._home.database.write() as connection:
+                training.record_policy(connection, policy, now=clock())
+                training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
+
+        self._server.publish(self._policy_file(learner), version=learner.step, before_announcing=record)
         steps = self._home.spec.training.steps
         self._note("training", learner.step, steps)
         log.info("policy %d is published", learner.step)
         if learner.step == steps:
             log.info("the run is over; its policies are served until this process is stopped")
 
-    def _announce(self, learner: Learner) -> str:
-        """Write the policy's file in the run's dtype and give it to the origin."""
+    def _policy_file(self, learner: Learner) -> Path:
+        """The policy in the run's dtype."""
         if learner.step == 0:
-            return self._server.publish(self._first_policy, version=0)
+            return self._first_policy
         path = self._state / "policy.safetensors"
         save_policy(_cast(learner.model, self._dtype), learner.tokenizer, path)
-        return self._server.publish(path, version=learner.step)
+        return path
 
     def _note_progress(self, done: int, total: int, loss: float) -> None:
         if self._stop.is_set():

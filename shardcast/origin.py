@@ -52,6 +52,8 @@ class Origin:
 
     A head lives for `head_lifetime_s` and is signed again once it is `head_refresh_s` old: the first bounds
     how long a withholding relay goes unnoticed, the second how far the clocks of a relay tree may lag.
+    `announced` is the newest version that others may have heard of, -1 for none: a later one in the store was
+    being published when the publisher died, and is announced when it is published again. None: all of them were.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Origin:
         manifest_lifetime_s: int = 90 * 86400,
         head_lifetime_s: int = 60,
         head_refresh_s: float = 5.0,
+        announced: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -79,15 +82,21 @@ class Origin:
         self._publishing = threading.Lock()
         self._head: tuple[Head, bytes] | None = None
         self.store = ChunkStore(Path(store_dir), run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
-        self._latest = self.store.latest()
+        shown = [held for held in self.store.versions() if announced is None or held.manifest.version <= announced]
+        self._latest = shown[-1] if shown else None
 
     def close(self) -> None:
         self.store.close()
 
-    def publish(self, path: Path | str, *, version: int) -> str:
+    def publish(
+        self, path: Path | str, *, version: int, before_announcing: Callable[[SignedManifest], None] | None = None
+    ) -> str:
         """Make the bytes of `path` version `version`; returns its manifest digest.
 
-        The same bytes for a published version return its manifest again, and repair chunks that were lost.
+        `before_announcing` is called with the manifest when it is on disk and no head names it yet: for a caller
+        whose own records must not be behind what others see. If it raises, nothing is announced; publishing
+        again calls it again. The same bytes for a published version return its manifest again, and repair chunks
+        that were lost.
         Raises LocalFault: "version_conflict" for other bytes, "version_not_rising", "empty", "quota",
         "disk_full", or "too_large" for the limits.
         """
@@ -100,10 +109,16 @@ class Origin:
             chunk_bytes = self._chunk_bytes if held is None else held.manifest.chunk_bytes
             try:
                 payload = self._stage(Path(path), chunk_bytes)
-                if held is not None:
+                if held is None:
+                    held = self._add(payload, version)
+                else:
                     _refuse_change(held.manifest, payload)
-                    return held.digest
-                return self._add(payload, version)
+                if before_announcing is not None:
+                    before_announcing(held)
+                if self._latest is None or self._latest.manifest.version < version:
+                    self._latest = held
+                    logger.info("published version %d as %s", version, held.digest[:16])
+                return held.digest
             finally:
                 self.store.discard_staged()
 
@@ -149,7 +164,7 @@ class Origin:
             raise LocalFault(f"{path} is empty", code="empty")
         return _Payload(size_bytes, bytes(digests), whole.hexdigest())
 
-    def _add(self, payload: _Payload, version: int) -> str:
+    def _add(self, payload: _Payload, version: int) -> SignedManifest:
         now = int(self._clock())
         manifest = Manifest(
             run_id=self.run_id,
@@ -169,9 +184,7 @@ class Origin:
         check_consistency(manifest, self._limits)
         signed = seal_manifest(manifest, self._key)
         self.store.add_manifest(signed)
-        self._latest = signed
-        logger.info("published version %d: %d bytes as %s", version, payload.size_bytes, signed.digest[:16])
-        return signed.digest
+        return signed
 
 
 def _refuse_change(manifest: Manifest, payload: _Payload) -> None:
@@ -204,9 +217,11 @@ class OriginServer:
         self._thread.start()
         return bound.result()
 
-    def publish(self, path: Path | str, *, version: int) -> str:
+    def publish(
+        self, path: Path | str, *, version: int, before_announcing: Callable[[SignedManifest], None] | None = None
+    ) -> str:
         """`Origin.publish`, then wake everyone who waits for a new version."""
-        digest = self._origin.publish(path, version=version)
+        digest = self._origin.publish(path, version=version, before_announcing=before_announcing)
         if self._loop is not None and self._board is not None:
             self._loop.call_soon_threadsafe(self._board.announce)
         return digest

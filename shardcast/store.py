@@ -79,10 +79,6 @@ class ChunkStore:
         with self._lock:
             return [self._versions[version] for version in sorted(self._versions)]
 
-    def latest(self) -> SignedManifest | None:
-        with self._lock:
-            return self._versions[max(self._versions)] if self._versions else None
-
     def get(self, version: int) -> SignedManifest | None:
         return self._versions.get(version)
 

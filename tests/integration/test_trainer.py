@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home
 from coordinator.storage import log, training
 from coordinator.storage.schema import SlotState, groups, leases, nodes, slots, submissions
+from coordinator.storage.training import Published
 from coordinator.trainer import Trainer, TrainerSettings
 from coordinator.training import initial
 from coordinator.training.checkpoint import checkpoints
@@ -76,7 +78,9 @@ def admit(home: Home) -> None:
 @contextmanager
 def trainer_of(home: Home, folder: Path) -> Iterator[Trainer]:
     """A freshly started trainer process, as far as its state goes."""
-    origin = Origin(folder / "origin", KEY, home.run_id)
+    with home.database.read() as connection:
+        recorded = training.newest(connection)
+    origin = Origin(folder / "origin", KEY, home.run_id, announced=-1 if recorded is None else recorded)
     server = OriginServer(origin)
     server.start()
     try:
@@ -149,7 +153,7 @@ POINTS: dict[str, Callable[[pytest.MonkeyPatch, Callable[..., None]], None]] = {
     "before the first policy is saved": lambda patch, die: patch.setattr("coordinator.trainer.save_policy", die),
     "before a step is trained": lambda patch, die: patch.setattr("coordinator.trainer.train_step", die),
     "before the checkpoint": lambda patch, die: patch.setattr("coordinator.trainer.save_checkpoint", die),
-    "before the policy is published": lambda patch, die: patch.setattr(Trainer, "_announce", die),
+    "before the policy is published": lambda patch, die: patch.setattr(Trainer, "_policy_file", die),
     "before the policy is recorded": lambda patch, die: patch.setattr(training, "record_policy", die),
     "before the step is finished": lambda patch, die: patch.setattr(training, "finish_step", die),
 }
@@ -169,6 +173,31 @@ def test_killed_anywhere_it_makes_the_same_policies_of_the_same_groups(
         assert outcome_of(home) == undisturbed
 
 
+def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
+    """Else an honest worker could name a policy that a verifier finds nowhere, and be rejected for it."""
+    with run_in(tmp_path) as home:
+        seen: list[tuple[int | None, int | None]] = []
+        with trainer_of(home, tmp_path) as trainer, pytest.MonkeyPatch.context() as patch:
+            record = training.record_policy
+
+            def recording(connection: Any, policy: Published, *, now: float) -> None:
+                head = trainer._server._origin.head()
+                seen.append((policy.version, None if head is None else head.version))
+                if policy.version == 1:
+                    raise Killed
+                record(connection, policy, now=now)
+
+            patch.setattr(training, "record_policy", recording)
+            with pytest.raises(Killed):
+                trainer.run()
+        assert seen == [(0, None), (1, 0)]
+        with trainer_of(home, tmp_path) as trainer:
+            head = trainer._server._origin.head()
+            assert head is not None
+            assert head.version == 0, "policy 1 is in the store, and not in the log"
+        train_to_the_end(home, tmp_path)
+
+
 def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[..., object]:
     """Something that works until it is called for the `occasion`th time, and then the process is dead."""
     from coordinator import trainer as module
@@ -177,7 +206,7 @@ def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[...,
         "before the first policy is saved": module.save_policy,
         "before a step is trained": module.train_step,
         "before the checkpoint": module.save_checkpoint,
-        "before the policy is published": Trainer._announce,
+        "before the policy is published": Trainer._policy_file,
         "before the policy is recorded": training.record_policy,
         "before the step is finished": training.finish_step,
     }
