@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS: Final = 15.0
 STATUS_SECONDS: Final = 1.0
 MAX_ENGINE_FAILURES: Final = 5
+MOST_OPEN: Final = 2
+"""How many times --slots slots may be open, where all but a few completions of each have ended."""
 
 MakeEngine = Callable[[RunSpec], Engine]
 
@@ -141,6 +143,7 @@ class Worker:
         self._slots = SlotsUnderWay(
             self._host,
             state,
+            group_size=self._spec.sampling.group_size,
             deliver=lambda pending: self._delivery.start(pending, self._group),
             give_back=self._desk.give_back,
             now=client.now,
@@ -241,11 +244,17 @@ class Worker:
                 await self._desk.give_back(leases)
 
     def _room(self) -> int:
-        """How many more slots may be leased now."""
+        """How many more slots may be leased now.
+
+        The engine's batch is kept full: completions that have ended make room, not the slots that they are of,
+        whose last completion may take many times as long as its first.
+        """
         if self._settings.once and (self._slots or self._slots.finished):
             return 0
         most = self._slots.speed.slots_in_time(self._settings.slots, lease_seconds=self._spec.batch.lease_seconds)
-        return most - len(self._slots)
+        if most == 1:  # as long as the speed is unknown, too
+            return most - len(self._slots)
+        return min(most - self._slots.load, MOST_OPEN * most - len(self._slots))
 
     async def _rest(self, stop: asyncio.Event) -> None:
         """Wait until a slot ends, a policy arrives, or it is time to ask for work again."""

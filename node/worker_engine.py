@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from node.engines.base import BrokenPolicy, Engine, SampleRequest
 from node.environments import load_environment
@@ -90,12 +90,15 @@ class EngineHost:
             f"; {slots} slots under way go on with it" if slots else "",
         )
 
-    async def group(self, lease: Lease) -> list[Rollout]:
-        """The rollouts of a lease's slot, checked. Raises EngineFailed; cancelling it ends the engine's work on it."""
+    async def group(self, lease: Lease, *, ended: Callable[[], None]) -> list[Rollout]:
+        """The rollouts of a lease's slot, checked; `ended` is called for each completion that has its last token.
+
+        Raises EngineFailed; cancelling it ends the engine's work on the slot.
+        """
         try:
             expected = self._expected(lease)
             requests = [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
-            rollouts = await self._engine.generate(requests)
+            rollouts = await self._engine.generate(requests, ended=ended)
         except Exception as error:
             raise _failed(f"failed at slot {lease.slot} of policy {lease.version}", error) from error
         try:

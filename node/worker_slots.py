@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from node.errors import EngineFailed
@@ -26,10 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot under way. Once it is being stored it is not given up any more."""
+    """A slot under way, `left` of whose completions have not ended. While it is stored it is not given up any more."""
 
     lease: Lease
     mark: Mark
+    left: int
     task: asyncio.Task[None] | None = None
     is_stored: bool = False
 
@@ -46,6 +48,7 @@ class SlotsUnderWay:
         host: EngineHost,
         state: WorkerState,
         *,
+        group_size: int,
         deliver: Callable[[Pending], None],
         give_back: Callable[[Sequence[Lease]], Awaitable[None]],
         now: Callable[[], float],
@@ -56,6 +59,7 @@ class SlotsUnderWay:
         self.finished = 0
         self.expired = 0
         self._host = host
+        self._group_size = group_size
         self._state = state
         self._deliver = deliver
         self._give_back = give_back
@@ -71,6 +75,11 @@ class SlotsUnderWay:
         """The leased policy of each slot under way."""
         return [slot.lease.version for slot in self._slots.values()]
 
+    @property
+    def load(self) -> int:
+        """The completions that have not ended, in slots: what the engine's batch holds."""
+        return -(-sum(slot.left for slot in self._slots.values()) // self._group_size)
+
     def status(self) -> list[dict[str, Any]]:
         """Each slot under way, ready for JSON."""
         now = time.monotonic()
@@ -81,7 +90,7 @@ class SlotsUnderWay:
 
     def start(self, lease: Lease, group: asyncio.TaskGroup) -> None:
         """Generate a slot in the background."""
-        slot = _Slot(lease, self.speed.begin())
+        slot = _Slot(lease, self.speed.begin(), left=self._group_size)
         self._slots[lease.lease_id] = slot
         slot.task = group.create_task(self._run(slot))
 
@@ -119,7 +128,7 @@ class SlotsUnderWay:
         lease, ended = slot.lease, False
         try:
             async with asyncio.timeout(max(0.0, lease.expires_at - self._now())):
-                rollouts = await self._host.group(lease)
+                rollouts = await self._host.group(lease, ended=partial(self._one_ended, slot))
             slot.is_stored = ended = True
             self._note(slot, rollouts)
             self._deliver(await asyncio.to_thread(self._store, lease, rollouts))
@@ -140,6 +149,10 @@ class SlotsUnderWay:
             if self.failure is None:
                 self._slots.pop(lease.lease_id, None)
             self._changed.set()
+
+    def _one_ended(self, slot: _Slot) -> None:
+        slot.left -= 1
+        self._changed.set()
 
     def _note(self, slot: _Slot, rollouts: Sequence[Rollout]) -> None:
         self.finished += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,12 @@ class ColludingEngine(TorchEngine):
         super().__init__(spec)
         self._rules = spec
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+    async def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        ended: Callable[[], None] | None = None,  # noqa: ARG002  (all of them end together)
+    ) -> list[Rollout]:
         policy, version = self.policy, self.version
         if version is None:
             raise NoPolicy("no policy was loaded yet")

@@ -14,7 +14,7 @@ stable identifier for machines, and a sentence for people.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -84,11 +84,14 @@ class Engine(Protocol):
         stays if this raises PolicyError; the engine has to be loaded anew after an EngineError.
         """
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
+    ) -> list[Rollout]:
         """One rollout for each request, in their order.
 
-        May be called while earlier calls are under way: all share the engine's batch. Cancelling it makes its
-        completions stop within a few tokens, and no other call's. Raises an EngineError.
+        `ended` is called on the event loop whenever one of them has its last token and leaves the batch. May be
+        called while earlier calls are under way: all share the engine's batch. Cancelling it makes its completions
+        stop within a few tokens, and no other call's. Raises an EngineError.
         """
 
     async def close(self) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,14 @@ class TorchEngine:
         with self._lock:
             self._loaded = Loaded(policy, version)
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
+    ) -> list[Rollout]:
         check_requests(requests, vocabulary=self.policy.vocabulary, sampling=self._spec.sampling)
         if not requests:
             return []
-        call = Call(requests)
+        loop = asyncio.get_running_loop()
+        call = Call(requests, ended=ended and partial(loop.call_soon_threadsafe, ended))
         with self._lock:
             self._waiting.extend(call.rows)
             if self._thread is None:
@@ -117,9 +121,13 @@ class Loaded:
 
 
 class Call:
-    """One call of `generate`: its rows, and the future of its rollouts, which a cancelled caller cancels."""
+    """One call of `generate`: its rows, and the future of its rollouts, which a cancelled caller cancels.
 
-    def __init__(self, requests: Sequence[SampleRequest]) -> None:
+    `ended` is called in the engine's thread for each row that has its last token.
+    """
+
+    def __init__(self, requests: Sequence[SampleRequest], *, ended: Callable[[], object] | None = None) -> None:
+        self.ended = ended
         self.rollouts: Future[list[Rollout]] = Future()
         self.rows = [_Row(self, request, f"{next(_names)}") for request in requests]
 
@@ -193,6 +201,8 @@ class Batch:
         for row, token in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             row.tokens.append(token)
             row.has_ended = token in policy.eos_ids or len(row.tokens) == self._spec.sampling.max_new_tokens
+            if row.has_ended and row.call.ended is not None and not row.call.is_over:
+                row.call.ended()
 
     def _leave(self, leaving: list[bool]) -> None:
         if not any(leaving):

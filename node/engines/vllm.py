@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,16 @@ class VllmEngine:
     async def load(self, path: Path, *, version: int) -> None:
         await self._host.load(path, version=version)
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
+    ) -> list[Rollout]:
         if self._host.llm is None:
             raise NoPolicy("no policy was loaded yet")
         check_requests(requests, vocabulary=self.policy.vocabulary, sampling=self._spec.sampling)
         if not self._under_way:
             self._host.progressed()
         self._ended = None
-        tasks = [asyncio.create_task(self._complete(request)) for request in requests]
+        tasks = [asyncio.create_task(self._complete(request, ended)) for request in requests]
         self._under_way.update(tasks)
         try:
             return await asyncio.gather(*tasks)
@@ -82,7 +84,7 @@ class VllmEngine:
     async def close(self) -> None:
         await self._host.close()
 
-    async def _complete(self, request: SampleRequest) -> Rollout:
+    async def _complete(self, request: SampleRequest, ended: Callable[[], None] | None) -> Rollout:
         name = f"c{next(self._names)}"
         tokens: list[int] = []
         try:
@@ -93,6 +95,8 @@ class VllmEngine:
                 tokens += drawn
                 self.tokens += len(drawn)
                 self._host.progressed()
+            if ended is not None:
+                ended()
             recorded = await self._recorded(name, len(tokens))
             check_recorded(recorded, delivered=tokens)
         except EngineError:

@@ -205,7 +205,7 @@ def producing(produce):
     """Engines that answer `await produce(honest engine, requests)`."""
 
     class Engine(TorchEngine):
-        async def generate(self, requests):
+        async def generate(self, requests, **_):
             return await produce(super(), requests)
 
     return Engine

@@ -100,6 +100,25 @@ async def test_new_slots_begin_while_older_ones_go_on(swarm):
     assert all(request.slots <= 3 for request in swarm.coordinator.asked)
 
 
+async def test_completions_that_have_ended_make_room_though_their_slots_are_open(swarm):
+    """The last completion of a group may take many times as long as its first; the batch is full meanwhile."""
+    gate = Gate(first=2)
+
+    class AllButOneEnd(TorchEngine):
+        async def generate(self, requests, *, ended=None):
+            if gate.calls >= 1:
+                for _ in requests[1:]:
+                    ended()
+            return await gate(super(), requests)
+
+    async with swarm.working(make_engine=AllButOneEnd, slots=2):
+        await swarm.until(lambda: gate.under_way == 3)
+        await asyncio.sleep(0.5)
+        assert gate.under_way == 3, "three slots of one completion each are two slots of two"
+        gate.opened.set()
+        await swarm.until(lambda: len(swarm.coordinator.submissions) >= 4)
+
+
 async def test_the_status_names_the_slots_under_way(swarm):
     gate = Gate()
     async with swarm.working(produce=gate):
@@ -211,7 +230,7 @@ async def test_a_broken_engine_hands_its_slots_back_and_ends_the_daemon_after_a_
     closed = []
 
     class Broken(TorchEngine):
-        async def generate(self, requests):
+        async def generate(self, requests, **_):
             if fault in FAULTS:
                 raise FAULTS[fault]
             rollouts = await super().generate(requests)
