@@ -16,7 +16,8 @@ turns on the same cores (or the same GPU). Figures are medians over rounds, rati
       random_proofs       the same with valid token ids; its proofs are random bytes
       invented_proofs     the same, with proofs of random hidden states, made once
 
-  The last two pass every check that needs no model, so that only a prefill can tell them from honest work.
+  Hardly any random bytes decode as a proof. The last kind passes every check that needs no model, so that only a
+  prefill can tell it from honest work: that of one row, because a verifier measures one before the others.
 
 The floor: a prefill computes 2 FLOP for each weight (without the embedding) and token; `share_of_matmul_bound` holds
 the verifier against that, at the speed of one large matrix product measured here. Decoding c rows a step reads all

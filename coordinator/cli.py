@@ -16,11 +16,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
-from node.engine_options import engine_options, prefills_maker
+from node.engine_options import check_engine, engine_options, prefills_maker
 from node.environments import load_environment
 from node.exchange import checked_url
 from node.identity import load_key
 from node.protocol.run import RunSpec, parse_run_toml, run_id_of
+from node.signals import stop_on_signals
 from shardcast.errors import Malformed
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,17 @@ def _data_options(function: F) -> F:
 
 def _listen_options(port: int) -> Callable[[F], F]:
     def add(function: F) -> F:
-        host = click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+        host = click.option(
+            "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."
+        )
         return host(
             click.option(
-                "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 takes a free one."
+                "--port",
+                type=click.IntRange(0, 65535),
+                metavar="PORT",
+                default=port,
+                show_default=True,
+                help="0 takes a free one.",
             )(function)
         )
 
@@ -71,7 +79,12 @@ _STATE = click.option(
     help="This process's own folder; kept across restarts.",
 )
 _THREADS = click.option(
-    "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="CPU threads for torch."
+    "--threads",
+    type=click.IntRange(1, 1024),
+    metavar="COUNT",
+    default=1,
+    show_default=True,
+    help="CPU threads for torch.",
 )
 
 
@@ -103,6 +116,7 @@ def coordinator(
     Example, a new run:
       veriswarm keys new run.key
       veriswarm coordinator --run run.toml --key run.key --data run/ --port 8700
+
     Then start `veriswarm verifier` and `veriswarm trainer` on the same --data.
     """
     import uvicorn
@@ -180,14 +194,17 @@ def verifier(
     threads: int | None,
     **settings: Any,
 ) -> None:
-    """Judge submissions: prefill them under their policy and decide.
+    """Judge submissions by a prefill under their policy.
 
     \b
     Example:
-      veriswarm verifier --data run/ --state verifier-1/ --source http://127.0.0.1:8710
+      veriswarm verifier --data run/ --state verifier-1/ \\
+        --source http://127.0.0.1:8710
+
     Start as many as the queue needs; each wants its own --name and --state. --engine torch prefills with
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
+    check_engine(engine)  # before torch is imported, which takes seconds
     from coordinator.verifier import Verifier, VerifierSettings
 
     make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
@@ -197,10 +214,7 @@ def verifier(
     )
 
     async def work() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await Verifier(home, chosen).run(stop)
+        await Verifier(home, chosen).run(stop_on_signals())
 
     asyncio.run(work())
 
@@ -214,12 +228,14 @@ def verifier(
 def trainer(
     *, data: Path, database_url: str | None, key: Path, state: Path, host: str, port: int, threads: int
 ) -> None:
-    """Train on what was admitted, and publish each policy from its origin.
+    """Train on what was admitted, and publish each policy.
 
     \b
     Example:
       veriswarm trainer --data run/ --key run.key --state trainer/ --port 8710
-    Relays take the origin as their upstream: veriswarm relay --upstream http://HOST:8710 ...
+
+    It serves the policies, too, as the run's origin. Relays take that as their upstream:
+    veriswarm relay --upstream http://HOST:8710 ...
     """
     from coordinator.storage.training import newest
     from coordinator.trainer import Trainer, TrainerSettings

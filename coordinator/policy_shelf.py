@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,11 +25,22 @@ from shardcast.errors import ShardcastError
 log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 600.0
+PATIENCE_SECONDS = 5.0
+"""How long a submission waits for its policy's file before others are judged; it is fetched on meanwhile."""
+
 PREFETCH_SECONDS = 1.0
 POLICIES_IN_MEMORY = 4
 BLUEPRINTS_IN_MEMORY = 16
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """A file on its way."""
+
+    task: asyncio.Task[Path]
+    waited_for_until: float
 
 
 class PolicyShelf:
@@ -40,6 +53,7 @@ class PolicyShelf:
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._prefills: OrderedDict[int, Prefill] = OrderedDict()
+        self._fetching: dict[int, _Fetching] = {}
 
     async def blueprint(self, version: int) -> Blueprint:
         """Policy `version` without its weights, which are looked at but not kept; raises PolicyAway."""
@@ -68,6 +82,14 @@ class PolicyShelf:
                 log.debug("not fetched ahead of its use: %s", error)
             await asyncio.sleep(PREFETCH_SECONDS)
 
+    async def close(self) -> None:
+        """Fetch nothing any more."""
+        tasks = [fetching.task for fetching in self._fetching.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fetching.clear()
+
     def _newest(self) -> int | None:
         with self._home.database.read() as connection:
             return training.newest(connection)
@@ -81,8 +103,16 @@ class PolicyShelf:
 
     async def _fetch(self, version: int) -> Path:
         manifest_digest = await self._manifest(version)
+        if version not in self._fetching:
+            fetch = self._client.fetch_archived(version, manifest_digest=manifest_digest, timeout_s=FETCH_SECONDS)
+            self._fetching[version] = _Fetching(asyncio.create_task(fetch), time.monotonic() + PATIENCE_SECONDS)
+        fetching = self._fetching[version]
+        await asyncio.wait({fetching.task}, timeout=max(0.0, fetching.waited_for_until - time.monotonic()))
+        if not fetching.task.done():
+            raise PolicyAway(f"policy {version} is on its way")
+        self._fetching.pop(version, None)
         try:
-            return await self._client.fetch_archived(version, manifest_digest=manifest_digest, timeout_s=FETCH_SECONDS)
+            return fetching.task.result()
         except ShardcastError as error:
             raise PolicyAway(f"policy {version}: {error}") from error
 

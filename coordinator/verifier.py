@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,9 @@ PUBLICATION_SECONDS = 10.0
 a policy a moment before it is in the log, so an honest worker can be ahead of the log by so much.
 """
 
+MAX_AWAITED = 4096
+"""Submissions whose missing policy is remembered; beyond that some are read again, which costs time alone."""
+
 
 @dataclass(frozen=True)
 class VerifierSettings:
@@ -63,6 +67,7 @@ class Verifier:
         environments = [load_environment(environment) for environment in home.spec.environments]
         self._rules = Rules(home.run_id, home.spec, environments)
         self._reader = ParquetReader()
+        self._awaited: OrderedDict[str, Verdict] = OrderedDict()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set; a database or a policy that is away is waited for."""
@@ -83,6 +88,7 @@ class Verifier:
             finally:
                 ahead.cancel()
                 await asyncio.gather(ahead, return_exceptions=True)
+                await shelf.close()
                 await prefills.close()
         self._reader.close()
 
@@ -114,28 +120,40 @@ class Verifier:
 
     async def _handle(self, claimed: Claimed, shelf: PolicyShelf) -> None:
         published = await asyncio.to_thread(self._published, claimed)
-        try:
-            verdict = await verify(
-                self._home.blobs.path(claimed.body),
-                reader=self._reader,
-                version=claimed.version,
-                manifest_digest=claimed.manifest_digest,
-                slot=claimed.slot,
-                policies=shelf,
-                published=published,
-                rules=self._rules,
-            )
-        except PolicyAway as error:
-            log.warning("cannot verify %s now: %s", claimed.submission[:16], error)
-            await asyncio.to_thread(self._defer, claimed)
-            return
+        # To name a policy that never comes is free, so what is known of such a submission is not found out again.
+        verdict = self._awaited.get(claimed.submission)
+        if verdict is None or verdict.awaits in published:
+            try:
+                verdict = await self._verify(claimed, shelf, published)
+            except PolicyAway as error:
+                log.warning("cannot verify %s now: %s", claimed.submission[:16], error)
+                await asyncio.to_thread(self._defer, claimed)
+                return
         if verdict.awaits is not None:
+            self._remember(claimed.submission, verdict)
             if verdicts.clock() < claimed.received_at + PUBLICATION_SECONDS:
                 await asyncio.to_thread(self._defer, claimed)
                 return
             verdict = _undecided(verdict)
         decision = await asyncio.to_thread(self._stored, claimed, verdict)
         await asyncio.to_thread(self._record, claimed, decision)
+
+    async def _verify(self, claimed: Claimed, shelf: PolicyShelf, published: Mapping[int, str]) -> Verdict:
+        return await verify(
+            self._home.blobs.path(claimed.body),
+            reader=self._reader,
+            version=claimed.version,
+            manifest_digest=claimed.manifest_digest,
+            slot=claimed.slot,
+            policies=shelf,
+            published=published,
+            rules=self._rules,
+        )
+
+    def _remember(self, submission: str, verdict: Verdict) -> None:
+        self._awaited[submission] = verdict
+        while len(self._awaited) > MAX_AWAITED:
+            self._awaited.popitem(last=False)
 
     def _published(self, claimed: Claimed) -> Mapping[int, str]:
         """What the run has published; whatever is in here is in the log before the verdict."""

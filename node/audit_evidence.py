@@ -18,7 +18,7 @@ from typing import Annotated, Final, Self
 import torch
 from msgspec import Meta
 
-from node.audit_log import LoggedVerdict, Problem
+from node.audit_log import LoggedVerdict, Problem, is_finding, judge_one
 from node.audit_report import Checked, Result
 from node.coordinator_client import CoordinatorClient
 from node.environments import load_environment
@@ -27,13 +27,13 @@ from node.exchange import measure_body
 from node.parquet_reader import ParquetReader
 from node.policy import Blueprint, PolicyError, load_policy
 from node.prefill import Prefill, TransformersPrefill
-from node.protocol.admission import Figures, Outcome
+from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.merkle import MAX_PROOF_HASHES, ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import MAX_CLAIM_BYTES, MAX_MESSAGE_BYTES, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Refusal
 from node.protocol.requests import open_claim
-from node.protocol.run import Descriptor, LimitsSpec
-from node.verification import PolicyAway, Rules, Verdict, verify
+from node.protocol.run import Descriptor, LimitsSpec, RunSpec
+from node.verification import PolicyAway, Rules, Verdict, measure_all, verify
 from shardcast import Client
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.wire import Digest, Wire, decode, digest, encode
@@ -80,40 +80,65 @@ async def fetch_hashes(coordinator: CoordinatorClient, kind: str, query: Mapping
 
 
 def is_borderline(ours: Figures | None, theirs: Figures | None, *, limits: LimitsSpec) -> bool:
-    """Whether two measurements of one group (None: not measured) lead to different findings by rounding alone.
+    """Whether rounding alone explains that one measurement of a group (None: not measured) is over limits.
 
-    The figures are walked in the order of section 7.2, up to the first that is over its limit in both. Up to
-    there each that is over in only one must be within BORDERLINE_FACTOR of its limit in both.
+    So it is if there are figures that are over in only one, and each is near its limit in both.
     """
     if ours is None or theirs is None:
         return False
-    found = False
-    for figure in Figures.__struct_fields__:
-        limit = getattr(limits, "rollout_margin_mean" if figure == "margin_mean" else figure)
-        pair = (getattr(ours, figure), getattr(theirs, figure))
-        over = [value > limit for value in pair]
-        if all(over):
-            return found
-        if any(over):
-            if not all(limit / BORDERLINE_FACTOR <= value <= limit * BORDERLINE_FACTOR for value in pair):
-                return False
-            found = True
-    return found
+    disputed = [
+        (getattr(ours, figure), getattr(theirs, figure), limit)
+        for figure in Figures.__struct_fields__
+        for limit in [getattr(limits, "rollout_margin_mean" if figure == "margin_mean" else figure)]
+        if (getattr(ours, figure) > limit) != (getattr(theirs, figure) > limit)
+    ]
+    return bool(disputed) and all(_near(limit, *pair) for *pair, limit in disputed)
 
 
-def compare(entry: VerdictEntry, derived: Verdict, *, limits: LimitsSpec) -> tuple[Result, str]:
-    """How a logged verdict compares with the derived one, and why."""
+def _near(limit: float, *values: float) -> bool:
+    return all(limit / BORDERLINE_FACTOR <= value <= limit * BORDERLINE_FACTOR for value in values)
+
+
+def compare(entry: VerdictEntry, derived: Verdict, *, spec: RunSpec) -> tuple[Result, str]:
+    """How a logged verdict compares with the derived one, for which every row was measured, and why."""
     if derived.outcome is Outcome.INDETERMINATE:
         return Result.UNAVAILABLE, f"This machine could not verify it: {derived.detail}"
-    if (entry.outcome, entry.reason) != (derived.outcome, derived.reason):
-        if is_borderline(derived.figures, entry.figures, limits=limits):
-            return Result.INDETERMINATE, f"Derived {_said(derived)}, but so close to a limit that rounding decides."
-        return Result.DISAGREE, f"Derived {_said(derived)}. {derived.detail}"
+    result, detail = _compare_decisions(entry, derived, spec=spec)
+    if result is not Result.AGREE:
+        return result, detail
     if entry.tokens != derived.tokens:
         return Result.DISAGREE, f"It has {derived.tokens} tokens, the log says {entry.tokens}."
     if entry.rewards != derived.rewards:
         return Result.DISAGREE, "The rewards are others."
     return Result.AGREE, ""
+
+
+def _compare_decisions(entry: VerdictEntry, derived: Verdict, *, spec: RunSpec) -> tuple[Result, str]:
+    if entry.finding is not None and derived.row_figures is not None:
+        return _compare_finding(entry.finding, entry, derived.row_figures, spec=spec)
+    if (entry.outcome, entry.reason) != (derived.outcome, derived.reason):
+        admitted = entry.outcome is Outcome.ADMITTED
+        if admitted and is_borderline(derived.figures, entry.figures, limits=spec.limits):
+            return Result.INDETERMINATE, f"Derived {_said(derived)}, but so close to a limit that rounding decides."
+        return Result.DISAGREE, f"Derived {_said(derived)}. {derived.detail}"
+    if (entry.finding is None) != (derived.finding is None):
+        return Result.DISAGREE, f"Derived {_said(derived)}, but only one of the two names the row."
+    return Result.AGREE, ""
+
+
+def _compare_finding(
+    finding: Finding, entry: VerdictEntry, ours: Mapping[int, Figures], *, spec: RunSpec
+) -> tuple[Result, str]:
+    """Whether the row that a rejection names is over the limit here too; any row may be named that is."""
+    if (entry.outcome, entry.reason) != (Outcome.REJECTED, finding.reason) or not is_finding(finding, spec=spec):
+        return Result.DISAGREE, "What the log says was found is nothing that leads to its verdict."
+    value = getattr(ours[finding.row], finding.figure)
+    if judge_one(finding.figure, value, limits=spec.limits) is not None:
+        return Result.AGREE, ""
+    detail = f"Row {finding.row}: derived a {finding.figure} of {value:.6g}, the limit is {finding.limit:.6g}"
+    if _near(finding.limit, value, finding.value):
+        return Result.INDETERMINATE, f"{detail}, but so close to it that rounding decides."
+    return Result.DISAGREE, f"{detail}."
 
 
 def _said(verdict: Verdict) -> str:
@@ -165,7 +190,7 @@ class EvidenceAuditor:
             return checked, Problem(error.code, str(error), verdict.log_index)
         except (Unobtainable, PolicyAway, Refused, BadReply) as error:
             return Checked(verdict, Result.UNAVAILABLE, str(error)), None
-        result, detail = compare(verdict.entry, derived, limits=self._spec.limits)
+        result, detail = compare(verdict.entry, derived, spec=self._spec)
         problem = Problem("verdict_differs", detail, verdict.log_index) if result is Result.DISAGREE else None
         return Checked(verdict, result, detail, derived), problem
 
@@ -199,6 +224,7 @@ class EvidenceAuditor:
             policies=_Logged(self._archive, entry, published),
             published=published,
             rules=self._rules,
+            probe=measure_all,
         )
 
     async def _check_request(self, entry: VerdictEntry) -> int:

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.protocol.admission import Finding, Outcome, judge
+import msgspec
+
+from node.protocol.admission import Figures, Finding, Outcome, judge
 from node.protocol.merkle import completed_nodes, leaf_hash, root
 from node.protocol.messages import MAX_ENTRY_BYTES, BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
-from node.protocol.run import RunSpec
+from node.protocol.run import LimitsSpec, RunSpec
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 
@@ -174,23 +176,50 @@ class _Checker:
 
 def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
     """In what a verdict contradicts itself, if it does."""
-    finding = None if entry.figures is None else judge([entry.figures], limits=spec.limits)
     if entry.outcome is Outcome.ADMITTED:
-        return _admission_contradiction(entry, finding, group_size=spec.sampling.group_size)
+        return _admission_contradiction(entry, spec=spec)
     if entry.reason is None or entry.rewards is not None:
         return "Not admitted, but without a reason or with rewards."
     if (entry.reason is Reason.VERIFIER_FAILED) != (entry.outcome is Outcome.INDETERMINATE):
         return f"Outcome {entry.outcome} for the reason {entry.reason}."
-    if entry.figures is not None and (finding is None or finding.reason is not entry.reason):
-        return f"Rejected as {entry.reason}, which its figures do not show."
+    if entry.figures is not None or entry.finding is not None:
+        return _finding_contradiction(entry, spec=spec)
     return None
 
 
-def _admission_contradiction(entry: VerdictEntry, finding: Finding | None, *, group_size: int) -> str | None:
-    if entry.reason is not None or entry.figures is None or entry.rewards is None:
-        return "Admitted with a reason, or without figures or rewards."
+def _finding_contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
+    """The finding may be any figure over its limit, of any row; `figures` are at least as bad."""
+    figures, finding = entry.figures, entry.finding
+    if figures is None or finding is None:
+        return "Figures without a finding, or a finding without figures."
+    if finding.reason is not entry.reason or not is_finding(finding, spec=spec):
+        return f"Rejected as {entry.reason}, which its finding does not show."
+    if getattr(figures, finding.figure) < finding.value:
+        return f"Its {finding.figure} of {finding.value:g} is more than the worst of its figures."
+    return None
+
+
+def is_finding(finding: Finding, *, spec: RunSpec) -> bool:
+    """Whether this row can exist, and this value of this figure is over this limit for this reason."""
+    if not 0 <= finding.row < spec.sampling.group_size:
+        return False
+    return judge_one(finding.figure, finding.value, limits=spec.limits) == msgspec.structs.replace(finding, row=0)
+
+
+def judge_one(figure: str, value: float, *, limits: LimitsSpec) -> Finding | None:
+    """What follows where `figure` has `value` and all else is right, as of row 0; None too for no such figure."""
+    if figure not in Figures.__struct_fields__:
+        return None
+    right = dict.fromkeys(Figures.__struct_fields__, 0.0)
+    return judge([Figures(**(right | {figure: value}))], limits=limits)
+
+
+def _admission_contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
+    if entry.reason is not None or entry.finding is not None or entry.figures is None or entry.rewards is None:
+        return "Admitted with a reason or a finding, or without figures or rewards."
+    finding = judge([entry.figures], limits=spec.limits)
     if finding is not None:
         return f"Admitted, but its {finding.figure} of {finding.value:g} is over the limit of {finding.limit:g}."
-    if len(entry.rewards) != group_size or not all(0 <= reward <= 1 for reward in entry.rewards):
+    if len(entry.rewards) != spec.sampling.group_size or not all(0 <= reward <= 1 for reward in entry.rewards):
         return "Its rewards are not one for each row, from 0 to 1."
     return None

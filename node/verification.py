@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from node.environments import Environment, Problem
 from node.parquet_reader import ParquetReader, VerifierFailed
@@ -24,19 +27,30 @@ from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Expected, Rollout, Unpublished, check_rollouts
+from toploc import field as proof_field
+from toploc import wire as proof_wire
+from toploc.errors import BadModulus, BadProof
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Probe = Callable[[int], int | None]
+"""From a claim's number of rows to the one that is measured and judged before the others; None: all together."""
+
+
+def measure_all(rows: int) -> None:
+    """The probe of whoever wants every row's figures, however bad the first of them are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The decision about one submission, and everything that follows from it.
 
-    `figures` is the worst of each over the group, None where a check that needs no model refused. `rollouts`,
-    `logprobs` (recomputed ones: the submitted are compared, then dropped) and `rewards` are there only for
-    `admitted`. `awaits` is set for a rejection that would not hold if the run published this version: whoever
+    `row_figures` are those of the rows that were measured, by row: of all, unless one that was measured first
+    failed. `figures` is the worst of each over them; both are None where a check that needs no model refused.
+    `rollouts`, `logprobs` (recomputed ones: the submitted are compared, then dropped) and `rewards` are there only
+    for `admitted`. `awaits` is set for a rejection that would not hold if the run published this version: whoever
     knows that it may still come waits for it.
     """
 
@@ -45,6 +59,7 @@ class Verdict:
     finding: Finding | None = None
     detail: str = ""
     figures: Figures | None = None
+    row_figures: Mapping[int, Figures] | None = None
     rewards: tuple[float, ...] | None = None
     tokens: int = 0
     awaits: int | None = None
@@ -128,6 +143,7 @@ async def verify(
     policies: Policies,
     published: Collection[int],
     rules: Rules,
+    probe: Probe = secrets.randbelow,
 ) -> Verdict:
     """The verdict on a submission as it arrived; never raises on account of it. Arguments as `Claim`, `decide_many`.
 
@@ -138,32 +154,54 @@ async def verify(
     if isinstance(rollouts, Verdict):
         return rollouts
     claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, rollouts=rollouts)
-    (verdict,) = await decide_many([claim], policies=policies, published=published, rules=rules)
+    (verdict,) = await decide_many([claim], policies=policies, published=published, rules=rules, probe=probe)
     if isinstance(verdict, PolicyAway):
         raise verdict
     return verdict
 
 
 async def decide_many(
-    claims: Sequence[Claim], *, policies: Policies, published: Collection[int], rules: Rules
+    claims: Sequence[Claim],
+    *,
+    policies: Policies,
+    published: Collection[int],
+    rules: Rules,
+    probe: Probe = secrets.randbelow,
 ) -> list[Verdict | PolicyAway]:
     """For each claim a verdict in the order of section 7, or the policy that it could not be measured under.
 
     `published` are the versions that the run has published so far, from the oldest claim's on. Only the policies
-    that drew something in a claim which passed every check without a model are asked for, one after the other in
-    ascending order, and claims share their forward passes. A claim's verdict does not depend on the claims beside
-    it: a failure while several are measured together is nobody's, and they are then measured one by one.
+    that drew something in a claim which passed every check without a model are asked for, one after the other, and
+    claims share their forward passes. A claim's verdict does not depend on the claims beside it: a failure while
+    several are measured together is nobody's, and they are then measured one by one.
+
+    `probe` chooses the row of each claim that is measured first. Where that row alone is over a limit, it is the
+    verdict's finding and the others cost nothing. By default nobody can foresee it, so that one honest row among
+    invented ones does not buy a prefill of them.
     """
     cases = [_Case(claim, rules) for claim in claims]
     for case in cases:
         await case.check(policies, published)
     passed = [case for case in cases if case.ended is None]
-    measuring = Measuring([case.claim.rollouts for case in passed], spec=rules.spec)
-    for version in measuring.versions:
-        await _measure(measuring, version, policies)
-    for group, case in enumerate(passed):
-        case.ended = await asyncio.to_thread(case.judge, measuring.result(group))
+    for case in passed:
+        first = probe(len(case.claim.rollouts))
+        case.due = list(range(len(case.claim.rollouts))) if first is None else [first]
+    await _measure_due(passed, policies, spec=rules.spec)
+    # The newest policy was asked last, and is still at hand.
+    going_on = [case for case in passed if case.ended is None]
+    await _measure_due(going_on, policies, spec=rules.spec, newest_first=True)
     return [case.ended for case in cases if case.ended is not None]
+
+
+async def _measure_due(
+    cases: Sequence[_Case], policies: Policies, *, spec: RunSpec, newest_first: bool = False
+) -> None:
+    """Have the rows measured that are due in each case, under one policy after the other, and judge what is known."""
+    measuring = Measuring([case.claim.rollouts for case in cases], spec=spec, rows=[case.due for case in cases])
+    for version in sorted(measuring.versions, reverse=newest_first):
+        await _measure(measuring, version, policies)
+    for group, case in enumerate(cases):
+        await asyncio.to_thread(case.take, measuring.result(group))
 
 
 async def _measure(measuring: Measuring, version: int, policies: Policies) -> None:
@@ -182,12 +220,18 @@ async def _measure(measuring: Measuring, version: int, policies: Policies) -> No
 
 @dataclass
 class _Case:
-    """One claim on its way to a verdict; `ended` once it has one, or its policy cannot be had."""
+    """One claim on its way to a verdict; `ended` once it has one, or its policy cannot be had.
+
+    `due` are the rows to be measured next, `figures` and `logprobs` what is known of the others, by row.
+    """
 
     claim: Claim
     rules: Rules
     blueprint: Blueprint = field(init=False)
     ended: Verdict | PolicyAway | None = None
+    due: list[int] = field(default_factory=list)
+    figures: dict[int, Figures] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
 
     async def check(self, policies: Policies, published: Collection[int]) -> None:
         """Everything that needs no model."""
@@ -210,33 +254,48 @@ class _Case:
             published=published,
         )
         check_rollouts(self.claim.rollouts, expected=expected, spec=self.rules.spec)
+        _check_proof_form(self.claim.rollouts, hidden=self.blueprint.hidden, spec=self.rules.spec)
 
-    def judge(self, measured: Measured | Refusal | VerifierFailed) -> Verdict | PolicyAway:
-        """What follows from what the policies say."""
+    def take(self, measured: Measured | Refusal | VerifierFailed) -> None:
+        """Draw what follows from what the policies say of the rows that were due: the end, or that others are."""
         if isinstance(measured, PolicyAway):
-            return measured
-        return _guarded(partial(self._judge, measured), tokens=self.claim.tokens)
+            self.ended = measured
+        else:
+            self.ended = _guarded(partial(self._take, measured), tokens=self.claim.tokens)
 
-    def _judge(self, measured: Measured | Refusal | VerifierFailed) -> Verdict:
+    def _take(self, measured: Measured | Refusal | VerifierFailed) -> Verdict | None:
         if isinstance(measured, Exception):
             raise measured
-        finding = judge(measured.figures, limits=self.rules.spec.limits)
+        self.figures.update(zip(self.due, measured.figures, strict=True))
+        self.logprobs.update(zip(self.due, measured.logprobs, strict=True))
+        self.due = [row for row in range(len(self.claim.rollouts)) if row not in self.figures]
+        finding = self._finding()
         if finding is not None:
             return Verdict(
                 outcome=Outcome.REJECTED,
                 reason=finding.reason,
                 finding=finding,
                 detail=f"Row {finding.row}: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
-                figures=worst(measured.figures),
+                figures=worst(list(self.figures.values())),
+                row_figures=self.figures,
                 tokens=self.claim.tokens,
             )
+        return None if self.due else self._admitted()
+
+    def _finding(self) -> Finding | None:
+        rows = sorted(self.figures)
+        finding = judge([self.figures[row] for row in rows], limits=self.rules.spec.limits)
+        return finding and msgspec.structs.replace(finding, row=rows[finding.row])
+
+    def _admitted(self) -> Verdict:
         return Verdict(
             outcome=Outcome.ADMITTED,
-            figures=worst(measured.figures),
+            figures=worst(list(self.figures.values())),
+            row_figures=self.figures,
             rewards=tuple(self._rewards()),
             tokens=self.claim.tokens,
             rollouts=list(self.claim.rollouts),
-            logprobs=measured.logprobs,
+            logprobs=[self.logprobs[row] for row in sorted(self.logprobs)],
         )
 
     def _rewards(self) -> Iterator[float]:
@@ -252,6 +311,28 @@ class _Case:
             if not 0.0 <= reward <= 1.0:
                 raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
             yield reward
+
+
+def _check_proof_form(rollouts: Sequence[Rollout], *, hidden: int, spec: RunSpec) -> None:
+    """Raise malformed_proof for a proof that no honest prover makes of a chunk of its size (section 6.2).
+
+    The prefill would find it too, but not cheaply, and only in the rows that it measures.
+    """
+    for row, rollout in enumerate(rollouts):
+        try:
+            moduli, _ = proof_wire.decode(rollout.proofs, spec.proofs.top_k)
+            sizes = [tokens * hidden for tokens in _chunks(rollout, chunk_tokens=spec.proofs.chunk_tokens)]
+            for index, (modulus, size) in enumerate(zip(moduli.tolist(), sizes, strict=True)):
+                if modulus < proof_field.PRIME and (size <= proof_field.PRIME or modulus < proof_field.MIN_MODULUS):
+                    raise BadModulus(f"no honest proof of {size} elements has modulus {modulus}", index=index)
+        except BadProof as error:
+            raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {error.index or 0}: {error.code}.") from error
+
+
+def _chunks(rollout: Rollout, *, chunk_tokens: int) -> Iterator[int]:
+    """The tokens of each chunk that is proved."""
+    for tokens in rollout.segment_tokens:
+        yield from (min(chunk_tokens, tokens - start) for start in range(0, tokens, chunk_tokens))
 
 
 def _problem_of(

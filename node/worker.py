@@ -24,7 +24,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.coordinator_client import DEFAULT_BACKOFF, CoordinatorClient
-from node.engines.base import Engine
+from node.engines.base import DoesNotFit, Engine
 from node.errors import BadReply, EngineFailed, Refused
 from node.exchange import Backoff, sound_urls
 from node.identity import node_id
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 15.0
 STATUS_SECONDS: Final = 1.0
+SAY_SECONDS: Final = 30.0
 MAX_ENGINE_FAILURES: Final = 5
 MOST_OPEN: Final = 2
 """How many times --slots slots may be open, where all but a few completions of each have ended."""
@@ -177,6 +178,7 @@ class Worker:
         finally:
             await self._host.close()
             self._save_status()
+            log.info("ended: %d slots generated, %s", self._slots.finished, self._counts())
 
     # -- policies and slots
 
@@ -278,10 +280,10 @@ class Worker:
             self._finished_before, self._failures = self._slots.finished, 0
 
     def _count_failure(self, error: EngineFailed) -> None:
-        """One more without a slot in between; raises it where there were too many."""
+        """One more without a slot in between; raises it where trying again is hopeless."""
         self._failures += 1
-        if self._failures >= MAX_ENGINE_FAILURES:
-            raise error
+        if self._failures >= MAX_ENGINE_FAILURES or error.code == DoesNotFit.code:
+            raise error  # a machine does not grow by trying again
 
     async def _recover(self, error: EngineFailed, stop: asyncio.Event) -> None:
         """Hand every slot back and end the engine; it is started again by the next turn."""
@@ -366,9 +368,19 @@ class Worker:
         }
 
     async def _write_status(self) -> None:
+        """The status file for programs, and now and then a line for people."""
+        said, finished = time.monotonic(), 0
         while True:
             self._save_status()
+            if time.monotonic() - said >= SAY_SECONDS and self._slots.finished > finished:
+                said, finished = time.monotonic(), self._slots.finished
+                log.info("%s, %.0f tokens/s; %s", self._what(), self._slots.speed.tokens_per_second, self._counts())
             await asyncio.sleep(STATUS_SECONDS)
+
+    def _counts(self) -> str:
+        tally = self._state.tally
+        undecided = f", {tally.indeterminate} undecided" if tally.indeterminate else ""
+        return f"{tally.admitted} slots admitted, {tally.rejected} rejected{undecided}"
 
     def _save_status(self) -> None:
         path = self._state.folder / "status.json"

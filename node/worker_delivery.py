@@ -137,7 +137,7 @@ class Delivery:
         tally = self._state.tally
         counts = f"{tally.admitted} admitted, {tally.rejected} rejected so far"
         if receipt.outcome is Outcome.ADMITTED:
-            log.info(
+            log.debug(
                 "admitted: slot %d of policy %d, %d tokens; %s", receipt.slot, receipt.version, receipt.tokens, counts
             )
             return

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from node.engines.base import BrokenPolicy, Engine, SampleRequest
+from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest
 from node.environments import load_environment
 from node.errors import EngineFailed
 from node.policy import PolicyError
@@ -100,6 +100,8 @@ class EngineHost:
             requests = [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
             rollouts = await self._engine.generate(requests, ended=ended)
         except Exception as error:
+            if isinstance(error, BrokenPolicy) and self.version is not None:
+                self._feed.drop(self.version)  # it would fail at every slot
             raise _failed(f"failed at slot {lease.slot} of policy {lease.version}", error) from error
         try:
             await asyncio.to_thread(check_rollouts, rollouts, expected=expected, spec=self._spec)
@@ -138,4 +140,7 @@ class EngineHost:
 
 def _failed(what: str, error: Exception) -> EngineFailed:
     said = str(error).strip().rstrip(".")
-    return EngineFailed(f"The engine {what}: {type(error).__name__}{f': {said}' if said else ''}.")
+    if not isinstance(error, EngineError):  # whose sentences stand for themselves
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    hopeless = isinstance(error, DoesNotFit)
+    return EngineFailed(f"The engine {what}: {said}.", code=DoesNotFit.code if hopeless else None)

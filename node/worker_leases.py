@@ -29,7 +29,7 @@ REFUSED_PAUSE_SECONDS: Final = 2.0
 UNSOUND_PAUSE_SECONDS: Final = 5.0
 LEAST_PAUSE_SECONDS: Final = 0.05
 MOST_PAUSE_SECONDS: Final = 60.0
-IDLE_SECONDS: Final = 60.0
+IDLE_SECONDS: Final = 15.0
 """Without work for so long, the worker says why; then after twice as long, and so on."""
 
 

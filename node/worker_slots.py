@@ -158,7 +158,7 @@ class SlotsUnderWay:
         self.finished += 1
         tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
         seconds = self.speed.finish(slot.mark, tokens=tokens)
-        log.info(
+        log.debug(
             "policy %d, slot %d: %d tokens in %.1f s, %.0f tokens/s in all",
             slot.lease.version,
             slot.lease.slot,

@@ -45,6 +45,8 @@ class Speed:
 
     def begin(self) -> Mark:
         """A slot begins."""
+        if not self._spent and not self._under_way:
+            self._began = self._counted_at = self._clock()
         self._count(+1)
         return Mark(at=self._clock(), spent=self._spent)
 

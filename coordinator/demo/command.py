@@ -11,7 +11,12 @@ EXIT_INTERRUPTED = 130
 
 @click.command()
 @click.option(
-    "--steps", type=click.IntRange(1, 10_000), default=30, show_default=True, help="Training steps; 30 show the gain."
+    "--steps",
+    type=click.IntRange(1, 10_000),
+    metavar="COUNT",
+    default=30,
+    show_default=True,
+    help="Training steps; 30 show the gain.",
 )
 @click.option(
     "--out",
@@ -22,7 +27,14 @@ EXIT_INTERRUPTED = 130
 )
 @click.option("--headless", is_flag=True, help="A line for each step instead of the live view.")
 @click.option("--json", "as_json", is_flag=True, help="End with the summary as one line of JSON on stdout.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=2, show_default=True, help="Of the warm start.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    metavar="NUMBER",
+    default=2,
+    show_default=True,
+    help="Of the warm start.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["torch", "vllm"]),
@@ -34,11 +46,12 @@ EXIT_INTERRUPTED = 130
     "--keep", is_flag=True, help="Let the swarm go on until Ctrl-C, and keep its data: look around, audit it."
 )
 def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, engine: str, keep: bool) -> None:
-    """Run a whole swarm on this machine: honest workers, hostile ones, and a policy that learns.
+    """Run a whole swarm on this machine, hostile workers included.
 
     \b
     Example:
       veriswarm demo
+
     It takes a few minutes on two cores, and leaves report.html and summary.json in a folder under runs/.
     Ctrl-C stops every process.
     """

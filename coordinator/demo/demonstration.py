@@ -30,6 +30,7 @@ FRAME_SECONDS = 0.25
 STALLED_SECONDS = 240.0
 AUDIT_SAMPLE = 20
 AUDIT_SECONDS = 180.0
+STOPPING = "Stopping every process, which takes some seconds; Ctrl-C again kills them."
 KEPT = frozenset({"logs", "report.html", "summary.json", "run.toml"})
 
 
@@ -95,6 +96,9 @@ class Demonstration:
         self._watcher.start()
         try:
             yield
+        except KeyboardInterrupt:
+            self._console.print(STOPPING)
+            raise
         finally:
             self._watcher.end()
             self._meter.end()
@@ -172,11 +176,15 @@ class Demonstration:
     def _stay(self, supervisor: Supervisor) -> None:
         if not self._settings.keep:
             return
-        self._console.print("The swarm goes on until Ctrl-C. Its coordinator: " + self._swarm.coordinator_url)
+        swarm = self._swarm
+        audit = f"veriswarm audit {swarm.coordinator_url} --run-id {swarm.run_id} --source {swarm.origin_url}"
+        # As one line each, however narrow the terminal: it is there to be copied.
+        self._console.print(f"The swarm goes on until Ctrl-C. To audit it:\n  {audit}", soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 supervisor.poll()
                 time.sleep(FRAME_SECONDS)
+        self._console.print(STOPPING)
 
 
 def write_results(folder: Path, summary: Summary, swarm: Swarm) -> None:

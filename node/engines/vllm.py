@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from node.engines.base import EngineDied, EngineError, NoPolicy, SampleRequest, check_requests
+from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy, SampleRequest, check_requests
 from node.engines.recorder import Recorded, check_recorded
 from node.engines.vllm_host import VllmHost, said
 from node.engines.vllm_settings import VllmSettings
@@ -99,6 +99,9 @@ class VllmEngine:
                 ended()
             recorded = await self._recorded(name, len(tokens))
             check_recorded(recorded, delivered=tokens)
+        except BrokenPolicy:
+            self._host.taint()
+            raise
         except EngineError:
             raise
         except asyncio.CancelledError:
@@ -150,8 +153,11 @@ class VllmEngine:
                 for (_, _, future), recorded in zip(wanted, found, strict=True):
                     if not future.done():
                         future.set_result(recorded)
-            except Exception as error:  # noqa: BLE001  (of whatever kind: those who wait are told)
+            except BaseException as error:
+                # Of whatever kind: those who wait are told.
                 _fail(wanted, EngineDied(f"vLLM's worker process failed: {said(error)}"))
+                if not isinstance(error, Exception):
+                    raise
 
     def _forget(self, name: str) -> None:
         """Have a cancelled completion's record dropped, without waiting for it."""
@@ -170,7 +176,9 @@ class VllmEngine:
         self._ended = reason
         wanted, self._wanted = self._wanted, []
         _fail(wanted, reason)
-        for task in self._under_way:
+        # What waits for an answer of processes that are gone would wait for ever.
+        taking, self._taking = self._taking, None
+        for task in (*self._under_way, *self._dropping, *([taking] if taking is not None else [])):
             task.cancel()
 
 

@@ -18,13 +18,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
 
+from node.engines import vllm_processes
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy
 from node.engines.vllm_settings import VllmSettings, make_plan
 from node.policy import Blueprint, inspect_policy
@@ -32,9 +33,12 @@ from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RPC_SECONDS = 600.0
 SHUTDOWN_SECONDS = 2.0
 WATCH_SECONDS = 1.0
+WEIGHTS = "model.safetensors"
 
 
 class VllmHost:
@@ -64,6 +68,9 @@ class VllmHost:
         self._loading = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._progress = time.monotonic()
+        self._is_tainted = False
+        self._gone = asyncio.Event()
+        self._segments: frozenset[str] = frozenset()
 
     @property
     def version(self) -> int | None:
@@ -77,6 +84,13 @@ class VllmHost:
             raise NoPolicy("no policy was loaded yet")
         return self._loaded[0]
 
+    def taint(self) -> None:
+        """The policy in place made numbers that are not finite: the next one gets an engine of its own.
+
+        A cache that holds them spoils what is read beside them, masked or not.
+        """
+        self._is_tainted = True
+
     def progressed(self) -> None:
         """Something came out of the engine, or was asked of it after a rest."""
         self._progress = time.monotonic()
@@ -85,8 +99,22 @@ class VllmHost:
         """Have each of vLLM's worker processes call `method`; their answers by rank."""
         if self.llm is None:
             raise EngineDied("vLLM does not run")
-        answers: list[Any] = await self.llm.collective_rpc(method, timeout=RPC_SECONDS, args=arguments)
+        answers: list[Any] = await self._while_alive(
+            self.llm.collective_rpc(method, timeout=RPC_SECONDS, args=arguments)
+        )
         return answers
+
+    async def _while_alive(self, asked: Coroutine[Any, Any, T]) -> T:
+        """What vLLM answers; raises EngineDied where its processes end first, for which vLLM would wait for ever."""
+        task, gone = asyncio.create_task(asked), asyncio.create_task(self._gone.wait())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDied("vLLM's engine process ended, its log above says why")
+            return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
 
     # -- policies
 
@@ -96,29 +124,41 @@ class VllmHost:
         Raises PolicyError and DoesNotFit with nothing changed, and EngineDied with nothing running any more.
         """
         async with self._loading:
-            blueprint = await asyncio.to_thread(inspect_policy, path)
+            folder = await asyncio.to_thread(self._hold, path, version)
+            blueprint = await asyncio.to_thread(inspect_policy, folder / WEIGHTS)
             if blueprint.hidden < self._spec.proofs.top_k:
                 raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few to prove {self._spec.proofs.top_k} of")
-            folder = await asyncio.to_thread(self._lay_out, path, blueprint, version)
-            if self.llm is not None and self._loaded is not None and _same(self._loaded[0], blueprint):
+            await asyncio.to_thread(self._lay_out, folder, blueprint)
+            if self.llm is not None and self._loaded is not None and self._may_hold(blueprint):
                 await self._reload(folder, version)
             else:
                 await self._start(folder, blueprint, version)
             self._loaded = blueprint, version
             await asyncio.to_thread(self._keep_only, folder)
 
-    def _lay_out(self, path: Path, blueprint: Blueprint, version: int) -> Path:
-        """A folder as vLLM wants it: our checked configuration, and the policy file under its usual name."""
+    def _hold(self, path: Path, version: int) -> Path:
+        """A folder of our own with the policy file under the name that vLLM expects, whatever becomes of `path`."""
         folder = self._state / f"policy-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        try:
+            # Whoever brings policies deletes old ones, perhaps between our look at one and vLLM's reading of it.
+            os.link(path.resolve(), folder / WEIGHTS)
+        except OSError:
+            (folder / WEIGHTS).symlink_to(path.resolve())
+        return folder
+
+    def _may_hold(self, blueprint: Blueprint) -> bool:
+        """Whether the engine as it is can take these weights."""
+        return not self._is_tainted and _same(self.policy, blueprint)
+
+    def _lay_out(self, folder: Path, blueprint: Blueprint) -> None:
+        """Add our checked configuration."""
         config = blueprint.config.to_dict() | {
             "architectures": [_architecture(blueprint)],
             "dtype": self._spec.model.dtype,
         }
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "model.safetensors").symlink_to(path.resolve())
-        return folder
 
     def _keep_only(self, folder: Path) -> None:
         for other in self._state.glob("policy-*"):
@@ -133,6 +173,8 @@ class VllmHost:
         memory = psutil.virtual_memory().available if on_cpu else int(platform.get_device_total_memory())
         plan = make_plan(blueprint, spec=self._spec, settings=settings, memory_bytes=memory, on_cpu=on_cpu)
         await self.close()
+        self._gone = asyncio.Event()
+        before = vllm_processes.shared_segments()
         started = time.monotonic()
         log.info("starting vLLM for policy %d (%.1f million weights)…", version, blueprint.parameters / 1e6)
         wanted = arguments(
@@ -157,8 +199,9 @@ class VllmHost:
         )
         try:
             async with asyncio.timeout(settings.start_seconds):
-                self.llm = await asyncio.to_thread(factory, wanted)
+                self.llm = await asyncio.to_thread(_make, factory, wanted)
                 await self._install(blueprint, version)
+            self._segments = vllm_processes.shared_segments() - before
         except Exception as error:
             reason = EngineDied(f"vLLM did not start, its log above says why: {said(error)}")
             await self._end(reason)
@@ -184,9 +227,9 @@ class VllmHost:
         """Change the weights under the requests; half a change is no policy at all, so it ends the engine."""
         started = time.monotonic()
         try:
-            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            await self._while_alive(self.llm.pause_generation(mode="keep", clear_cache=True))
             await self.call("veriswarm_reload", str(folder), version)
-            await self.llm.resume_generation()
+            await self._while_alive(self.llm.resume_generation())
         except BaseException as error:
             reason = EngineDied(f"policy {version} could not be put in place: {said(error)}")
             await self._end(reason)
@@ -194,7 +237,7 @@ class VllmHost:
                 raise reason from error
             raise
         self.progressed()
-        log.info("policy %d in place after %.2f s", version, time.monotonic() - started)
+        log.debug("policy %d in place after %.2f s", version, time.monotonic() - started)
 
     # -- the end
 
@@ -203,10 +246,15 @@ class VllmHost:
         while self.llm is not None:
             await asyncio.sleep(WATCH_SECONDS)
             stalled = time.monotonic() - self._progress
-            if self.llm is not None and self.llm.errored:
-                await self._end(EngineDied("vLLM's engine process ended, its log above says why"))
-            elif self._busy() and not self._loading.locked() and stalled > self._settings.stall_seconds:
+            await self.bury()
+            late = self._busy() and not self._loading.locked() and stalled > self._settings.stall_seconds
+            if self.llm is not None and late:
                 await self._end(EngineDied(f"vLLM made no token for {stalled:.0f} s"))
+
+    async def bury(self) -> None:
+        """Note at once if vLLM's processes have ended by themselves; whoever uses it again has to load again."""
+        if self.llm is not None and self.llm.errored:
+            await self._end(EngineDied("vLLM's engine process ended, its log above says why"))
 
     async def close(self) -> None:
         """End vLLM's processes. May be called again."""
@@ -219,9 +267,12 @@ class VllmHost:
     async def _end(self, reason: EngineDied) -> None:
         llm, self.llm = self.llm, None
         self._loaded = None
+        self._is_tainted = False
         if llm is not None:
+            self._gone.set()
             self._on_end(reason)
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+            vllm_processes.remove_segments(self._segments)
 
 
 def said(error: BaseException) -> str:
@@ -237,12 +288,20 @@ def _import_vllm() -> tuple[Any, Any, Any]:
     return platforms.current_platform, engine.AsyncLLM.from_engine_args, arguments.AsyncEngineArgs
 
 
+def _make(factory: Callable[[Any], Any], wanted: Any) -> Any:
+    with vllm_processes.shielded():
+        return factory(wanted)
+
+
 def _set_environment(settings: VllmSettings) -> None:
     """vLLM and its processes are configured by environment variables; what a contributor set stays."""
     defaults = {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_COLOR": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",  # of vLLM's processes: their deprecations are no contributor's
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # A policy comes from the run, never from a hub.
@@ -251,6 +310,7 @@ def _set_environment(settings: VllmSettings) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    vllm_processes.own()
     if settings.cpu_threads is not None:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(settings.cpu_threads))
     if os.environ["VLLM_USE_V2_MODEL_RUNNER"] != "0":

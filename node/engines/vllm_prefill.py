@@ -49,6 +49,8 @@ class VllmVerifier:
     async def measure(self, path: Path, version: int, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
         """What the policy in `path` says of each span; raises PolicyError and EngineError."""
         async with self._turn:
+            # A measurement is tried again at once, and only so often: it should not meet the engine that just died.
+            await self._host.bury()
             if self._host.version != version:
                 await self._host.load(path, version=version)
             self._busy = True

@@ -69,6 +69,14 @@ def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, me
     blocks = -(-length // CPU_BLOCK_TOKENS) if on_cpu else None
     one = per_token * (blocks * CPU_BLOCK_TOKENS if blocks else length)
     budget = int(memory_bytes * settings.gpu_memory_utilization)
+    positions = positions_bytes(blueprint)
+    if positions > budget:
+        raise DoesNotFit(
+            f"vLLM keeps a table of the policy's positions, which takes {_gib(positions)} GiB, more than the "
+            f"{_gib(budget)} GiB that it may use: the run's operator has to lower max_position_embeddings, or what "
+            "multiplies it."
+        )
+    working = WORKING_BYTES + positions
     if settings.kv_cache_gib is not None:
         wanted = int(settings.kv_cache_gib * GIB)
         if wanted < one:
@@ -79,16 +87,16 @@ def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, me
     else:
         # Two blocks more: vLLM keeps one for itself.
         wanted = one * settings.max_num_seqs + 2 * per_token * CPU_BLOCK_TOKENS
-    if weights + one + WORKING_BYTES > budget:
+    if weights + one + working > budget:
         where = "of this machine's free memory" if on_cpu else "of each GPU's memory"
         raise DoesNotFit(
             f"The policy takes {_gib(weights)} GiB in {spec.model.dtype}, one completion of {length} tokens "
-            f"{_gib(one)} GiB and the engine about {_gib(WORKING_BYTES)} GiB, more than the {_gib(budget)} GiB that "
+            f"{_gib(one)} GiB and the engine about {_gib(working)} GiB, more than the {_gib(budget)} GiB that "
             f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} allows {where}: raise it, free memory, "
             "use more GPUs (--tensor-parallel-size), or join another run."
         )
     if on_cpu or settings.kv_cache_gib is not None:
-        return Plan(max_model_len=length, kv_cache_bytes=min(wanted, budget - weights - WORKING_BYTES))
+        return Plan(max_model_len=length, kv_cache_bytes=min(wanted, budget - weights - working))
     return Plan(max_model_len=length, kv_cache_bytes=None)
 
 
@@ -98,6 +106,20 @@ def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size: int = 2 * config.num_hidden_layers * config.num_key_value_heads * width * itemsize
     return size
+
+
+def positions_bytes(blueprint: Blueprint) -> int:
+    """What vLLM's table of cosines and sines takes while it is made, in bytes: a row for each position there may be."""
+    config: Any = blueprint.config
+    rope = config.rope_parameters
+    rows = config.max_position_embeddings
+    if rope["rope_type"] == "yarn":
+        rows = rope["original_max_position_embeddings"] * rope["factor"]
+    elif rope["rope_type"] == "linear":
+        rows *= rope["factor"]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Angles, their cosines and their sines, half a head wide each, and a head's width of both: float32.
+    return int(min(rows * width * 10.0, 2.0**60))
 
 
 def _length(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings) -> int:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from node.engines.recorder import Place, Recorder
+from node.engines.vllm_processes import end_with_owner
 from node.measurement import Span, measure_states
 from node.protocol.reasons import Refusal
 from node.sampling import warm_up
@@ -52,6 +53,8 @@ class ForcedSampling(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
         self._device = device
+        # The first of our code that runs in each worker process, before it loads weights.
+        end_with_owner()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:

@@ -178,8 +178,7 @@ def row(client: Client, url: str) -> dict[str, Any]:
 
 
 def head_of(origin: Origin, **changes: Any) -> bytes:
-    latest = origin.store.latest()
-    assert latest is not None
+    latest = origin.store.versions()[-1]
     now = int(time.time())
     fields: dict[str, Any] = {
         "run_id": RUN_ID,
@@ -401,7 +400,7 @@ async def test_endless_response_headers_are_refused(scene: Scene) -> None:
 
 class ForgesManifest(Node):
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        latest = self.origin.store.latest()
+        latest = self.origin.store.versions()[-1]
         assert latest is not None
         forged = seal_manifest(latest.manifest, Ed25519PrivateKey.generate())
         return web.Response(body=forged.envelope)

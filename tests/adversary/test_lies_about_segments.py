@@ -416,11 +416,13 @@ def test_a_policy_that_cannot_be_had_is_no_verdict_and_holds_nobody_else_up(slot
     assert verdict.outcome is Outcome.ADMITTED
 
 
-def test_each_policy_is_asked_for_once_however_many_claims_name_it(slot: Slot, honest: list[Rollout]) -> None:
+def test_each_policy_is_asked_for_at_most_twice_however_many_claims_name_it(slot: Slot, honest: list[Rollout]) -> None:
     """Claims of mixed segments share the policies, and one that is refused early asks for none."""
     old = slot.drawn_by((OLD, slot.policies[OLD], None))
     shelf = InMemory(slot.policies)
     claims = [slot.claim(told(honest, seed=bytes(16))), slot.claim(honest), slot.claim(old), slot.claim(honest)]
     verdicts = decided(claims, shelf, rules=RULES)
     assert [verdict.reason for verdict in verdicts] == [Reason.WRONG_SEED, None, None, None]
-    assert shelf.measured == [OLD, NEW]
+    # Once for the rows that are looked at first, which are drawn, and once for all others.
+    assert set(shelf.measured) == {OLD, NEW}
+    assert max(map(shelf.measured.count, (OLD, NEW))) <= 2

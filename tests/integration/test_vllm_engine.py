@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from node.engines.base import BadRequest, DoesNotFit, EngineDied, NoPolicy, SampleRequest
+from node.engines.base import BadRequest, BrokenPolicy, DoesNotFit, EngineDied, NoPolicy, SampleRequest
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_prefill import VllmVerifier
 from node.engines.vllm_settings import VllmSettings
@@ -29,7 +29,7 @@ from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import chunk_count
 from node.tiny import make_model, make_tokenizer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 SPEC = RunSpec(
     name="vllm",
@@ -81,16 +81,16 @@ async def engine(running, files):
     return running
 
 
-def some_requests(count, *, seed=0, shared=True):
+def some_requests(count, *, seed=0):
     """Prompts of 2 to 160 tokens, most of which begin alike, so that the prefix cache has something to do."""
     rng = random.Random(seed)
-    common = [rng.randrange(3, 40) for _ in range(159)]
+    common = [rng.randrange(3, 40) for _ in range(160)]
     requests = []
     for _ in range(count):
-        own = common[: rng.randint(1, 159)] if shared else []
-        requests.append(
-            SampleRequest((*own, *(rng.randrange(3, 40) for _ in range(160 - len(own)))), rng.randbytes(16))
-        )
+        length = rng.randint(2, 160)
+        shared = rng.choice([0, rng.randrange(length), length - 1])
+        prompt = (*common[:shared], *(rng.randrange(3, 40) for _ in range(length - shared)))
+        requests.append(SampleRequest(prompt, rng.randbytes(16)))
     return requests
 
 
@@ -117,8 +117,9 @@ def assert_exact(rollouts, prefills):
 async def under_way(engine, tokens):
     """Once `tokens` more tokens came out of the engine."""
     start = engine.tokens
-    while engine.tokens < start + tokens:  # noqa: ASYNC110  (another process's work)
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while engine.tokens < start + tokens:  # noqa: ASYNC110  (another process's work)
+            await asyncio.sleep(0.01)
 
 
 async def test_what_vllm_draws_under_preemption_chunked_prefill_and_prefix_caching_is_exact(engine, prefills):
@@ -192,19 +193,19 @@ async def test_requests_that_the_run_does_not_allow_never_reach_vllm(engine):
             await engine.generate([bad])
 
 
-async def test_a_policy_that_outgrows_its_numbers_is_not_submitted(engine, tmp_path, files):
-    """Finite weights whose activations are not: the completion is refused here, not by the verifier."""
+async def test_a_policy_that_outgrows_its_numbers_is_not_submitted(engine, tmp_path, files, prefills):
+    """Finite weights whose activations are not: refused here, not by the verifier, and nothing of them stays."""
 
     def huge(model):
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.fill_(1e30)
             layer.mlp.up_proj.weight.fill_(1e30)
 
-    from node.engines.base import BrokenPolicy
-
     await engine.load(policy_file(tmp_path, seed=20, change=huge), version=7)
     with pytest.raises(BrokenPolicy):
-        await engine.generate(some_requests(2, seed=5))
+        await engine.generate(some_requests(8, seed=5))
+    await engine.load(files[1], version=8)
+    assert_exact(await engine.generate(some_requests(8, seed=5)), {8: prefills[1]})
 
 
 async def test_an_engine_process_that_is_killed_is_noticed_and_a_new_one_started(engine, files, prefills, caplog):
@@ -220,6 +221,15 @@ async def test_an_engine_process_that_is_killed_is_noticed_and_a_new_one_started
         await engine.generate(some_requests(1))
     await engine.load(files[1], version=1)
     assert_exact(await engine.generate(some_requests(4, seed=7)), prefills)
+    # Killed while it is asked something, too.
+    (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+    os.kill(core.pid, signal.SIGSTOP)
+    loading = asyncio.create_task(engine.load(files[0], version=2))
+    await asyncio.sleep(0.5)
+    assert not loading.done()
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied), caplog.at_level(logging.CRITICAL):
+        await asyncio.wait_for(loading, 30)
 
 
 async def test_vllm_measures_what_transformers_measures(engine, files, prefills, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from swarm import Swarm, running, small_spec
 from verifying import Part, drawn
 
-from coordinator import verifier
+from coordinator import policy_shelf, verifier
 from coordinator.policy_shelf import PolicyShelf
 from node.environments import load_environment
 from node.parquet import write_rollouts
@@ -114,6 +115,23 @@ def test_a_policy_that_never_comes_is_waited_for_a_while_and_blames_nobody(
     assert receipt.detail == "Policy 1 is not in the log."
 
 
+def test_naming_a_policy_that_never_comes_costs_one_reading(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is free for whoever has no standing to lose, and a hundred could keep the verifier from honest work."""
+    monkeypatch.setattr(verifier, "PUBLICATION_SECONDS", 2.5)
+    readings, verify = [], verifier.verify
+
+    async def counting(body: Path, **arguments: object) -> object:
+        readings.append(body)
+        return await verify(body, **arguments)
+
+    monkeypatch.setattr(verifier, "verify", counting)
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert receipt.outcome is Outcome.INDETERMINATE
+    assert len(readings) == 1
+
+
 def test_a_policy_beyond_the_lead_is_not_waited_for(run: Run) -> None:
     peer = run.swarm.peer()
     lease = peer.lease()
@@ -142,3 +160,22 @@ async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) 
         for ask in (shelf.blueprint, shelf.prefill):
             with pytest.raises(PolicyAway):
                 await ask(0)
+
+
+async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_policy(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_shelf, "PATIENCE_SECONDS", 0.3)
+    home = run.swarm.home
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with Client(home.run_id, home.public_key, [source], tmp_path / "shelf") as client:
+            shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+            for most in (2.0, 0.2):
+                started = time.monotonic()
+                with pytest.raises(PolicyAway, match="on its way"):
+                    await shelf.prefill(0)
+                assert time.monotonic() - started < most, "the second submission does not wait again"
+            client.set_sources([run.swarm.origin_url])
+            await shelf.close()
+            assert (await shelf.prefill(0)).blueprint.vocabulary == run.policies[0].vocabulary

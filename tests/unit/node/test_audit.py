@@ -34,7 +34,7 @@ from node.identity import node_id
 from node.parquet import write_rollouts
 from node.parquet_reader import ParquetReader
 from node.policy import Policy, load_policy, save_policy
-from node.protocol.admission import Figures, Outcome
+from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RequestClaim, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
@@ -344,6 +344,26 @@ LIES: dict[str, tuple[int, dict[str, object], str]] = {
         {"outcome": Outcome.REJECTED, "reason": Reason.WRONG_SEED, "figures": None, "rewards": None},
         "verdict_differs",
     ),
+    "an honest worker rejected under invented figures": (
+        Audited.ALSO_ADMITTED,
+        {
+            "outcome": Outcome.REJECTED,
+            "reason": Reason.WRONG_TOKEN,
+            "finding": Finding(reason=Reason.WRONG_TOKEN, row=1, figure="token_margin", value=3.0, limit=0.001),
+            "figures": Figures(**(dict.fromkeys(Figures.__struct_fields__, 0.0) | {"token_margin": 3.0})),
+            "rewards": None,
+        },
+        "verdict_differs",
+    ),
+    "a finding invented for the honest row of bad work": (
+        Audited.WRONG_TOKEN,
+        {
+            "reason": Reason.WRONG_TOKEN,
+            "finding": Finding(reason=Reason.WRONG_TOKEN, row=0, figure="token_margin", value=3.0, limit=0.001),
+            "figures": Figures(**(dict.fromkeys(Figures.__struct_fields__, 0.0) | {"token_margin": 3.0})),
+        },
+        "verdict_differs",
+    ),
     "another reason": (Audited.NOT_PARQUET, {"reason": Reason.WRONG_SCHEMA}, "verdict_differs"),
     "rewards for the wrong answers": (Audited.ADMITTED, {"rewards": (1.0, 1.0)}, "verdict_differs"),
     "tokens that were not generated": (Audited.ADMITTED, {"tokens": 9999}, "verdict_differs"),
@@ -360,6 +380,28 @@ def test_a_lie_about_a_verdict_is_found(lie: str, run: Audited, audit: Callable[
     assert outcome.code == 1
     assert (code, index) in outcome.problems
     assert outcome.result(index) == "disagree"
+
+
+def test_any_finding_that_is_there_agrees(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
+    """The verifier drew which row to measure first, and the auditor cannot know which: both orders must agree."""
+
+    def other_finding(entries: list[LogEntry]) -> list[LogEntry]:
+        entry = entries[run.WRONG_TOKEN]
+        assert isinstance(entry, VerdictEntry)
+        assert entry.figures is not None
+        assert entry.reason is not Reason.WRONG_LOGPROB
+        finding = Finding(
+            reason=Reason.WRONG_LOGPROB,
+            row=1,
+            figure="logprob_error",
+            value=entry.figures.logprob_error,
+            limit=SPEC.limits.logprob_error,
+        )
+        return with_entry(run.WRONG_TOKEN, reason=finding.reason, finding=finding)(entries)
+
+    with serving(forged(run, tmp_path / "other", other_finding), run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems, outcome.result(run.WRONG_TOKEN)) == (0, [], "agree")
 
 
 def test_a_body_the_node_did_not_sign_is_found(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:

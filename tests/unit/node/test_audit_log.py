@@ -10,7 +10,7 @@ import pytest
 from node.audit_evidence import BORDERLINE_FACTOR, compare, is_borderline
 from node.audit_log import LeafTree, LoggedVerdict, check_log, choose_verdicts, read_entries
 from node.audit_report import Result
-from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.admission import Figures, Finding, Outcome, judge, worst
 from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
@@ -27,6 +27,7 @@ SPEC = RunSpec(
 )
 ZERO = Figures(**dict.fromkeys(Figures.__struct_fields__, 0.0))
 WRONG = msgspec.structs.replace(ZERO, token_margin=5.0)
+FOUND = Finding(reason=Reason.WRONG_TOKEN, row=1, figure="token_margin", value=5.0, limit=SPEC.limits.token_margin)
 replace = msgspec.structs.replace
 
 
@@ -57,7 +58,11 @@ def admitted(number: int, *, version: int = 0, slot: int | None = None, **change
 
 def rejected(number: int, **changes: object) -> VerdictEntry:
     entry = admitted(number, outcome=Outcome.REJECTED, reason=Reason.WRONG_TOKEN, figures=WRONG, rewards=None)
-    return replace(entry, **changes)
+    return replace(entry, **({"finding": FOUND} | changes))
+
+
+def unmeasured(number: int, **changes: object) -> VerdictEntry:
+    return rejected(number, **({"finding": None, "figures": None} | changes))
 
 
 def policy(version: int) -> PolicyEntry:
@@ -69,8 +74,8 @@ def batch(step: int, *numbers: int) -> BatchEntry:
 
 
 RULES = RunEntry(run_id=RUN, spec_digest=SPEC.digest)
-UNDECIDED = rejected(4, outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, figures=None)
-CHEAP = rejected(5, reason=Reason.NOT_PARQUET, figures=None, tokens=0)
+UNDECIDED = unmeasured(4, outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED)
+CHEAP = unmeasured(5, reason=Reason.NOT_PARQUET, tokens=0)
 HONEST: list[LogEntry] = [
     RULES,
     policy(0),
@@ -134,7 +139,26 @@ ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
         edited(3, rejected(2, reason=Reason.PROOF_MISMATCH)),
         [("contradictory_verdict", 3)],
     ),
-    "rejected without a reason": (edited(3, rejected(2, reason=None, figures=None)), [("contradictory_verdict", 3)]),
+    "rejected for a finding without figures": (edited(3, rejected(2, figures=None)), [("contradictory_verdict", 3)]),
+    "rejected by figures without a finding": (edited(3, rejected(2, finding=None)), [("contradictory_verdict", 3)]),
+    "rejected for a row that no group has": (
+        edited(3, rejected(2, finding=replace(FOUND, row=2))),
+        [("contradictory_verdict", 3)],
+    ),
+    "rejected under a limit that is not the run's": (
+        edited(3, rejected(2, finding=replace(FOUND, value=0.2, limit=0.1))),
+        [("contradictory_verdict", 3)],
+    ),
+    "rejected for a figure that is not measured": (
+        edited(3, rejected(2, finding=replace(FOUND, figure="__class__"))),
+        [("contradictory_verdict", 3)],
+    ),
+    "rejected for a value above the worst": (
+        edited(3, rejected(2, finding=replace(FOUND, value=6.0))),
+        [("contradictory_verdict", 3)],
+    ),
+    "admitted with a finding": (edited(2, admitted(1, finding=FOUND)), [("contradictory_verdict", 2)]),
+    "rejected without a reason": (edited(3, unmeasured(2, reason=None)), [("contradictory_verdict", 3)]),
     "rejected and rewarded": (edited(3, rejected(2, rewards=(1.0, 1.0))), [("contradictory_verdict", 3)]),
     "the verifier's failure called a rejection": (
         edited(5, replace(UNDECIDED, outcome=Outcome.REJECTED)),
@@ -218,6 +242,7 @@ def test_a_seed_repeats_a_draw_and_another_does_not() -> None:
 # -- how a derived verdict is compared
 
 LIMITS = LimitsSpec(token_margin=1.0, mantissa_mean=10.0)
+JUDGED = replace(SPEC, limits=LIMITS)
 
 
 def verdict_of(entry: VerdictEntry, **changes: object) -> Verdict:
@@ -236,15 +261,31 @@ def measured(**figures: float) -> Figures:
 
 
 def rejection(figures: Figures, reason: Reason) -> Verdict:
-    finding = Finding(reason=reason, row=0, figure="token_margin", value=1.0, limit=1.0)
-    return Verdict(outcome=Outcome.REJECTED, reason=reason, finding=finding, figures=figures, tokens=9)
+    return derived_from(figures, figures, reason=reason)
+
+
+def derived_from(*rows: Figures, reason: Reason = Reason.WRONG_TOKEN) -> Verdict:
+    """A rejection of a group with these figures."""
+    return Verdict(
+        outcome=Outcome.REJECTED,
+        reason=reason,
+        finding=judge(rows, limits=LIMITS),
+        figures=worst(rows),
+        row_figures=dict(enumerate(rows)),
+        tokens=9,
+    )
+
+
+def found(row: int, figure: str, value: float) -> VerdictEntry:
+    """A logged rejection for this."""
+    (reason, limit) = (Reason.WRONG_TOKEN, 1.0) if figure == "token_margin" else (Reason.PROOF_MISMATCH, 10.0)
+    finding = Finding(reason=reason, row=row, figure=figure, value=value, limit=limit)
+    return rejected(1, reason=reason, finding=finding, figures=measured(**{figure: value}))
 
 
 def test_the_same_decision_agrees_whatever_its_figures() -> None:
-    assert (
-        compare(admitted(1), verdict_of(admitted(1), figures=measured(token_margin=0.5)), limits=LIMITS)[0] == "agree"
-    )
-    assert compare(CHEAP, verdict_of(CHEAP), limits=LIMITS)[0] == "agree"
+    assert compare(admitted(1), verdict_of(admitted(1), figures=measured(token_margin=0.5)), spec=JUDGED)[0] == "agree"
+    assert compare(CHEAP, verdict_of(CHEAP), spec=JUDGED)[0] == "agree"
 
 
 @pytest.mark.parametrize(
@@ -252,33 +293,73 @@ def test_the_same_decision_agrees_whatever_its_figures() -> None:
     [{"rewards": (1.0, 1.0)}, {"rewards": (1.0, 0.0)}, {"tokens": 10}],
 )
 def test_other_rewards_or_tokens_disagree(changes: dict) -> None:
-    assert compare(admitted(1), verdict_of(admitted(1), **changes), limits=LIMITS)[0] is Result.DISAGREE
+    assert compare(admitted(1), verdict_of(admitted(1), **changes), spec=JUDGED)[0] is Result.DISAGREE
 
 
 def test_junk_that_was_admitted_disagrees() -> None:
     derived = rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN)
-    assert compare(admitted(1), derived, limits=LIMITS)[0] is Result.DISAGREE
+    assert compare(admitted(1), derived, spec=JUDGED)[0] is Result.DISAGREE
 
 
 def test_junk_admitted_under_invented_figures_near_the_limit_still_disagrees() -> None:
     """An operator cannot hide behind rounding: what counts is this machine's figure too."""
     entry = admitted(1, figures=measured(token_margin=0.99))
-    assert compare(entry, rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN), limits=LIMITS)[0] == "disagree"
+    assert compare(entry, rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN), spec=JUDGED)[0] == "disagree"
 
 
 def test_an_honest_worker_rejected_under_invented_figures_still_disagrees() -> None:
-    entry = rejected(1, figures=measured(token_margin=1.1))
-    derived = verdict_of(admitted(1), figures=measured(token_margin=0.0001))
-    assert compare(entry, derived, limits=LIMITS)[0] is Result.DISAGREE
+    figures = measured(token_margin=0.0001)
+    derived = verdict_of(admitted(1), figures=figures, row_figures={0: figures, 1: figures})
+    assert compare(found(1, "token_margin", 1.1), derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_a_finding_may_be_any_of_those_that_are_there() -> None:
+    """Which row is measured first is the verifier's to draw: an auditor who finds more must not call it a liar."""
+    derived = derived_from(measured(mantissa_mean=99.0), measured(token_margin=9.0, mantissa_mean=40.0))
+    for row, figure, value in ((0, "mantissa_mean", 80.0), (1, "token_margin", 7.0), (1, "mantissa_mean", 41.0)):
+        assert compare(found(row, figure, value), derived, spec=JUDGED)[0] is Result.AGREE
+    other = replace(found(0, "mantissa_mean", 80.0), tokens=10)
+    assert compare(other, derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_a_finding_invented_for_an_honest_row_beside_a_bad_one_disagrees() -> None:
+    """The verdict would be right, but what it says of that row is a lie."""
+    derived = derived_from(measured(mantissa_mean=99.0, token_margin=0.1), measured(token_margin=9.0))
+    assert compare(found(0, "token_margin", 9.0), derived, spec=JUDGED)[0] is Result.DISAGREE
+    assert compare(found(1, "mantissa_mean", 99.0), derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_a_finding_close_to_its_limit_is_nobodys_fault_whatever_another_row_shows() -> None:
+    derived = derived_from(measured(mantissa_mean=99.0, token_margin=0.9), ZERO)
+    assert compare(found(0, "token_margin", 1.1), derived, spec=JUDGED)[0] is Result.INDETERMINATE
+    assert compare(found(0, "token_margin", 1.3), derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"row": 2}, {"row": -1}, {"figure": "figures"}, {"limit": 0.5}, {"value": 1.0}, {"reason": Reason.WRONG_LOGPROB}],
+)
+def test_a_finding_that_no_verifier_makes_convicts_and_does_not_stop_the_audit(change: dict) -> None:
+    derived = derived_from(measured(token_margin=9.0), measured(token_margin=9.0))
+    entry = found(0, "token_margin", 9.0)
+    assert compare(entry, derived, spec=JUDGED)[0] is Result.AGREE
+    assert compare(replace(entry, finding=replace(entry.finding, **change)), derived, spec=JUDGED)[0] == "disagree"
+
+
+def test_a_rejection_by_measurement_names_what_was_found() -> None:
+    derived = derived_from(measured(token_margin=9.0), ZERO)
+    assert compare(unmeasured(1), derived, spec=JUDGED)[0] is Result.DISAGREE
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.81, 1.24), (1.24, 0.81), (1.01, 1.0), (1.0, 1.01)])
 def test_figures_on_both_sides_of_a_limit_are_nobodys_fault(ours: float, theirs: float) -> None:
     figures = measured(token_margin=ours), measured(token_margin=theirs)
     assert is_borderline(*figures, limits=LIMITS)
-    entry = rejected(1, figures=figures[1]) if theirs > 1 else admitted(1, figures=figures[1])
-    derived = rejection(figures[0], Reason.WRONG_TOKEN) if ours > 1 else verdict_of(admitted(1), figures=figures[0])
-    assert compare(entry, derived, limits=LIMITS)[0] is Result.INDETERMINATE
+    entry = found(1, "token_margin", theirs) if theirs > 1 else admitted(1, figures=figures[1])
+    rows = {0: ZERO, 1: figures[0]}
+    admission = verdict_of(admitted(1), figures=figures[0], row_figures=rows)
+    derived = rejection(figures[0], Reason.WRONG_TOKEN) if ours > 1 else admission
+    assert compare(entry, derived, spec=JUDGED)[0] is Result.INDETERMINATE
 
 
 @pytest.mark.parametrize(
@@ -294,10 +375,10 @@ def test_what_rounding_does_not_explain_is_not_borderline(ours: dict, theirs: di
     assert not is_borderline(measured(**ours), measured(**theirs), limits=LIMITS)
 
 
-def test_another_reason_is_borderline_only_if_the_earlier_figure_is() -> None:
-    ours = measured(mantissa_mean=10.1, token_margin=9.0)
-    assert is_borderline(ours, measured(mantissa_mean=9.9, token_margin=9.0), limits=LIMITS)
-    assert not is_borderline(ours, measured(mantissa_mean=2.0, token_margin=9.0), limits=LIMITS)
+def test_one_figure_near_its_limit_does_not_excuse_another_that_is_far_over() -> None:
+    ours = measured(mantissa_mean=10.1, token_margin=1.1)
+    assert is_borderline(ours, measured(mantissa_mean=9.9, token_margin=0.9), limits=LIMITS)
+    assert not is_borderline(ours, measured(mantissa_mean=9.9, token_margin=0.1), limits=LIMITS)
 
 
 def test_a_limit_of_zero_has_no_border() -> None:
@@ -307,12 +388,12 @@ def test_a_limit_of_zero_has_no_border() -> None:
 def test_a_check_without_a_model_has_no_border() -> None:
     assert not is_borderline(None, ZERO, limits=LIMITS)
     derived = Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_SEED, tokens=9)
-    assert compare(admitted(1), derived, limits=LIMITS)[0] is Result.DISAGREE
+    assert compare(admitted(1), derived, spec=JUDGED)[0] is Result.DISAGREE
 
 
 def test_this_machines_failure_is_no_disagreement() -> None:
     derived = Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail="MemoryError.")
-    assert compare(admitted(1), derived, limits=LIMITS)[0] is Result.UNAVAILABLE
+    assert compare(admitted(1), derived, spec=JUDGED)[0] is Result.UNAVAILABLE
 
 
 def test_the_documented_factor_is_the_one_used() -> None:

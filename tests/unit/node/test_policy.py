@@ -24,6 +24,7 @@ from node.policy import (
     MalformedPolicy,
     Policy,
     UnreadablePolicy,
+    inspect_policy,
     load_policy,
     render_completion,
     render_prompt,
@@ -53,6 +54,15 @@ def refusal(path: Path) -> str:
         load_policy(path, dtype=torch.float32)
     assert len(str(caught.value)) <= 1000
     return caught.value.code
+
+
+def refusal_unbuilt(path: Path) -> str | None:
+    """As `refusal`, by who leaves the weights to another engine; None where it is taken."""
+    try:
+        inspect_policy(path)
+    except MalformedPolicy as error:
+        return error.code
+    return None
 
 
 # What the operator relies on.
@@ -113,6 +123,7 @@ def test_every_family_survives_the_journey(family: str, tied: bool, dtype: torch
     ids = torch.arange(3, 60)[None]
     with torch.inference_mode():
         assert torch.equal(loaded.model(ids).logits, original(ids).logits)
+    assert inspect_policy(tmp_path / "policy").hidden == 32
     assert loaded.eos_ids == {EOS, 7}
 
 
@@ -202,8 +213,13 @@ def with_three_of_four_heads(metadata: Metadata, tensors: Tensors) -> None:
             tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"] = torch.zeros(96, 128)
 
 
+def with_positions(**changes: object) -> Callable[[Metadata, Tensors], None]:
+    return with_config(rope_parameters={"rope_type": "default", **ROPE, **changes})
+
+
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 ROPE = {"rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
     "another_format": ("wrong_metadata", with_metadata(veriswarm="policy/2")),
     "a_field_nobody_reads": ("wrong_metadata", with_metadata(remark="x")),
@@ -236,7 +252,18 @@ ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
     "number_that_fits_no_tensor": ("bad_config", with_config(hidden_size=2**62)),
     "no_heads": ("bad_config", with_config(num_attention_heads=0)),
     "heads_that_do_not_divide": ("broken_model", with_three_of_four_heads),
-    "unknown_activation": ("bad_config", with_config(hidden_act="os.system")),
+    "unknown_activation": ("unsupported_model", with_config(hidden_act="os.system")),
+    "kernel_by_the_activations_name": ("unsupported_model", with_config(hidden_act="xielu")),
+    "activation_that_vllm_does_not_have": ("unsupported_model", with_config(hidden_act="gelu")),
+    "positions_of_images_by_a_section": ("bad_config", with_positions(mrope_section=[8, 4, 4])),
+    "positions_by_fourier_series": ("unsupported_model", with_positions(use_fope=True)),
+    "positions_of_a_part_of_each_head": ("unsupported_model", with_positions(partial_rotary_factor=0.5)),
+    "positions_of_another_width": ("unsupported_model", with_positions(rope_dim=16)),
+    "positions_of_one_kind_with_another_kinds_field": ("unsupported_model", with_positions(attention_factor=2.0)),
+    "positions_without_a_base": ("bad_config", with_positions(rope_theta=0.0)),
+    "positions_scaled_by_nothing": ("bad_config", with_positions(**YARN | {"factor": 0})),
+    "positions_scaled_by_a_text": ("bad_config", with_positions(**YARN | {"factor": "4"})),
+    "positions_of_a_kind_that_is_a_list": ("bad_config", with_positions(rope_type=["yarn"])),
     "frequencies_that_depend_on_the_length": (
         "unsupported_model",
         with_config(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}),
@@ -283,6 +310,7 @@ def test_a_hostile_file_is_refused(attack: str, parts: tuple[Metadata, Tensors],
     save_file(tensors, path, metadata)
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     assert refusal(path) == code
+    assert refusal_unbuilt(path) == (None if attack == "weights_that_overflow" else code)
     assert time.monotonic() - started < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024  # KiB
 
@@ -293,6 +321,21 @@ def test_the_unchanged_parts_load_so_that_each_attack_is_refused_for_its_change(
     metadata, tensors = parts
     save_file(tensors, tmp_path / "same", metadata)
     load_policy(tmp_path / "same", dtype=torch.float32)
+    assert refusal_unbuilt(tmp_path / "same") is None
+
+
+def test_positions_that_every_engine_reads_alike_are_taken(parts: tuple[Metadata, Tensors], tmp_path: Path) -> None:
+    for positions in (
+        YARN,
+        YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False},
+        {"rope_type": "linear", "factor": 2.0},
+        YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ):
+        metadata = dict(parts[0])
+        with_positions(**positions)(metadata, parts[1])
+        save_file(parts[1], tmp_path / "scaled", metadata)
+        load_policy(tmp_path / "scaled", dtype=torch.float32)
+        assert refusal_unbuilt(tmp_path / "scaled") is None
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])

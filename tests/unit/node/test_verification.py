@@ -26,7 +26,7 @@ from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
-from node.verification import Claim, Rules, Verdict, expected_of, verify
+from node.verification import Claim, Rules, Verdict, decide_many, expected_of, measure_all, verify
 from toploc import verify_proofs_bytes
 
 RUN_ID, MANIFEST, VERSION = "ab" * 32, "cd" * 32, 1
@@ -402,6 +402,59 @@ def test_each_claim_of_a_batch_gets_its_own_verdict(policy, environments, groups
         Reason.WRONG_LOGPROB,
     ]
     assert decided_together([], policy, environments) == []
+
+
+@pytest.mark.parametrize("probed", [None, 0, 1, 2])
+def test_a_verdict_is_the_same_whichever_row_is_measured_first(policy, environments, groups, probed):
+    whole = verdict_of(groups[0], policy, environments, slot=0)
+    (verdict,) = asyncio.run(
+        decide_many(
+            claims_of(groups[:1]),
+            policies=InMemory({VERSION: policy}),
+            published=[VERSION],
+            rules=Rules(RUN_ID, SPEC, environments),
+            probe=measure_all if probed is None else lambda _: probed,
+        )
+    )
+    assert isinstance(verdict, Verdict)
+    assert (verdict.outcome, verdict.rewards, verdict.tokens) == (whole.outcome, whole.rewards, whole.tokens)
+    assert verdict.figures is not None
+    assert whole.figures is not None
+    assert msgspec.structs.astuple(verdict.figures) == pytest.approx(msgspec.structs.astuple(whole.figures), abs=0.05)
+
+
+def test_an_auditor_sees_every_rows_figures(policy, environments, groups):
+    """Two rows are bad: whichever of them a verifier met first, an auditor must be able to look it up."""
+    forged = [msgspec.structs.replace(one, logprobs=[-0.1] * len(one.logprobs)) for one in groups[0]]
+    (verdict,) = asyncio.run(
+        decide_many(
+            claims_of([[groups[0][0], *forged[1:]]]),
+            policies=InMemory({VERSION: policy}),
+            published=[VERSION],
+            rules=Rules(RUN_ID, SPEC, environments),
+            probe=measure_all,
+        )
+    )
+    assert isinstance(verdict, Verdict)
+    assert verdict.row_figures is not None
+    over = {row: one.logprob_error > SPEC.limits.logprob_error for row, one in verdict.row_figures.items()}
+    assert over == {0: False, 1: True, 2: True}
+
+
+def test_a_model_that_fails_after_the_first_row_blames_nobody(own_policy, environments, groups):
+    """One good row is no admission, and a failure over the others no rejection."""
+
+    def second(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
+        if len(inputs["input_ids"]) > 1:
+            broken()
+
+    own_policy.model.base_model.register_forward_pre_hook(second, with_kwargs=True)
+    verdict = verdict_of(groups[0], own_policy, environments, slot=0)
+    assert (verdict.outcome, verdict.reason, verdict.figures) == (
+        Outcome.INDETERMINATE,
+        Reason.VERIFIER_FAILED,
+        None,
+    )
 
 
 def test_a_batch_too_large_for_the_machine_is_measured_one_by_one(own_policy, environments, groups):

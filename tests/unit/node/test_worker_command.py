@@ -107,7 +107,7 @@ def test_a_missing_engine_is_one_sentence_that_says_what_to_install(started, mon
     monkeypatch.setattr(engine_options, "find_spec", lambda _: None)
     result = veriswarm(tmp_path)
     assert result.exit_code == 1
-    assert 'pip install "veriswarm[vllm]"' in result.output
+    assert 'pip install -e ".[vllm]"' in result.output
     assert "--engine torch" in result.output
     assert len(result.output.strip().splitlines()) == 1
     assert started == {}

@@ -375,6 +375,8 @@ def test_a_rate_is_of_the_last_seconds():
     mark = speed.begin()
     clock.now += 10.0
     speed.finish(mark, tokens=300)
+    assert speed.tokens_per_second == pytest.approx(30.0), "the engine's start does not count"
+    clock.now += 20.0
     assert speed.tokens_per_second == pytest.approx(10.0)
-    clock.now += 31.0
+    clock.now += 11.0
     assert speed.tokens_per_second == 0.0

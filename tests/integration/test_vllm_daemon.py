@@ -1,0 +1,88 @@
+"""The worker's daemon with vLLM as real processes that are ended by a terminal, by a kill, and by a crash.
+
+What would break for whom: a contributor whose GPU stays occupied by processes that nobody owns, or who is shown pages
+of traceback for a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from swarm import Swarm, running, small_spec
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_SECONDS = 180.0
+END_SECONDS = 30.0
+GRACE_SECONDS = 3.0
+
+
+def start(swarm: Swarm, state: Path, log: Path) -> subprocess.Popen[bytes]:
+    """A daemon in a process group of its own, as a terminal makes one."""
+    command = [sys.executable, "-m", "node.cli", "worker", "--coordinator", swarm.url, "--run-id", swarm.home.run_id]
+    command += ["--state", str(state), "--engine", "vllm", "--threads", "1", "--kv-cache-gib", "0.1"]
+    command += ["--grace", str(GRACE_SECONDS)]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+
+def until(condition: Callable[[], object], seconds: float, log: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def at_work(state: Path, log: Path) -> bool:
+    """Whether the daemon has slots under way, and has finished one: so its engine runs."""
+    path = state / "status.json"
+    if not path.exists() or "tokens/s in all" not in log.read_text():
+        return False
+    return bool(json.loads(path.read_text())["slots"])
+
+
+def family(daemon: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(daemon.pid).children(recursive=True)
+
+
+def ended(processes: list[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+
+
+def test_no_process_of_vllm_outlives_the_daemon_however_it_ends(tmp_path: Path, tiny_policy_path: Path) -> None:
+    spec = small_spec()
+    sampling = msgspec.structs.replace(spec.sampling, max_new_tokens=380, group_size=16)
+    spec = msgspec.structs.replace(
+        spec, sampling=sampling, batch=msgspec.structs.replace(spec.batch, groups_per_step=64)
+    )
+    state, log = tmp_path / "state", tmp_path / "log"
+    with running(tmp_path / "run", tiny_policy_path, spec=spec) as swarm:
+        daemon = start(swarm, state, log)
+        until(lambda: at_work(state, log), START_SECONDS, log)
+        processes = family(daemon)
+        assert any("EngineCore" in one.name() for one in processes)
+        # What a terminal does on Ctrl-C: every process of the group is told.
+        os.killpg(daemon.pid, signal.SIGINT)
+        assert daemon.wait(END_SECONDS) == 0
+        until(lambda: ended(processes), END_SECONDS, log)
+        said = log.read_text()
+        assert "Traceback" not in said
+        assert "leaked" not in said
+        assert "EngineDied" not in said, "Ctrl-C must not end the engine under slots that may be finished"
+
+        daemon = start(swarm, state, log)
+        until(lambda: at_work(state, log), START_SECONDS, log)
+        processes = family(daemon)
+        daemon.kill()
+        daemon.wait()
+        until(lambda: ended(processes), END_SECONDS, log)

@@ -1,0 +1,62 @@
+"""What is settled about a policy before vLLM starts: that it fits, and that its file stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.engines.base import DoesNotFit
+from node.engines.vllm_host import WEIGHTS, VllmHost
+from node.engines.vllm_settings import GIB, VllmSettings, make_plan
+from node.policy import Blueprint, UnreadablePolicy, inspect_policy
+from node.protocol.run import EnvironmentSpec, RunSpec
+
+SPEC = RunSpec(name="plans", environments=(EnvironmentSpec(name="arithmetic"),))
+FACTOR = {"rope_theta": 10000.0, "factor": 2.0**20}
+
+
+@pytest.fixture(scope="module")
+def blueprint(tiny_policy_path: Path) -> Blueprint:
+    return inspect_policy(tiny_policy_path)
+
+
+def with_fields(blueprint: Blueprint, **fields: Any) -> Blueprint:
+    values = blueprint.config.to_dict() | fields
+    return dataclasses.replace(blueprint, config=type(blueprint.config)(**values))
+
+
+def plan(blueprint: Blueprint, *, gib: int) -> None:
+    make_plan(blueprint, spec=SPEC, settings=VllmSettings(), memory_bytes=gib * GIB, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_position_embeddings": 2**24},
+        {"rope_parameters": FACTOR | {"rope_type": "linear"}},
+        {"rope_parameters": FACTOR | {"rope_type": "yarn", "original_max_position_embeddings": 512}},
+        {"rope_parameters": FACTOR | {"rope_type": "yarn", "original_max_position_embeddings": 512, "factor": 1e308}},
+    ],
+    ids=["positions", "linear", "yarn", "absurd"],
+)
+def test_a_table_of_positions_larger_than_the_machine_is_refused_in_a_sentence(
+    blueprint: Blueprint, fields: dict[str, Any]
+) -> None:
+    plan(blueprint, gib=3)
+    with pytest.raises(DoesNotFit, match="a table of the policy's positions") as caught:
+        plan(with_fields(blueprint, **fields), gib=3)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_feed_that_deletes_a_policy_before_vllm_has_read_it(tiny_policy_path: Path, tmp_path: Path) -> None:
+    brought = tmp_path / "brought"
+    brought.write_bytes(tiny_policy_path.read_bytes())
+    host = VllmHost(SPEC, VllmSettings(), state=tmp_path / "engine", busy=bool, on_end=print)
+    folder = host._hold(brought, 3)
+    brought.unlink()
+    assert inspect_policy(folder / WEIGHTS).hidden == 128
+    with pytest.raises(UnreadablePolicy):
+        inspect_policy(host._hold(brought, 4) / WEIGHTS)
