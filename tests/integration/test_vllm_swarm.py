@@ -243,5 +243,6 @@ async def test_an_operators_verifier_with_vllm_admits_honest_work_and_rejects_ot
         lease = await asyncio.to_thread(liar.lease)
         forged = await cheat.generate(swarm.requests(lease))
         receipt = await asyncio.to_thread(swarm.judge, liar, forged, lease)
-        assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.PROOF_MISMATCH)
+        assert receipt.outcome is Outcome.REJECTED
+        assert receipt.reason in REASONS
     await cheat.close()

@@ -220,7 +220,6 @@ async def test_a_policy_that_cannot_be_loaded_is_left_out_and_work_goes_on(swarm
 FAULTS = {
     "out_of_memory": MemoryError(),
     "died": EngineDied("its process was killed"),
-    "broken": BrokenPolicy("the policy's log-probabilities are not finite"),
     "any": EngineError("something else"),
 }
 
@@ -248,6 +247,26 @@ async def test_a_broken_engine_hands_its_slots_back_and_ends_the_daemon_after_a_
     assert set(swarm.coordinator.returned) == set(swarm.coordinator.leases)
     assert swarm.coordinator.submissions == {}
     assert [version for version in closed if version is not None] == [0] * 5, "it has to be started anew each time"
+
+
+async def test_a_policy_that_breaks_at_its_first_slot_is_given_up_and_the_next_one_worked_on(swarm, next_policy):
+    """One such publication must not end the daemon of everybody who joined."""
+    tried = []
+
+    class Particular(TorchEngine):
+        async def generate(self, requests, **options):
+            tried.append(self.version)
+            if self.version == 0:
+                raise BrokenPolicy("the policy's log-probabilities are not finite")
+            return await super().generate(requests, **options)
+
+    async with swarm.working(make_engine=Particular) as (_, task):
+        await swarm.until(lambda: tried)
+        await swarm.until(lambda: swarm.status().get("held_versions") == [])
+        assert not task.done()
+        swarm.lease_newest(swarm.announce(next_policy(1), version=1))
+        await swarm.until(lambda: swarm.coordinator.submissions)
+    assert tried.count(0) == 1
 
 
 async def test_an_engine_that_never_starts_ends_the_daemon_with_the_reason(swarm):
