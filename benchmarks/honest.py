@@ -68,15 +68,16 @@ class Keeping:
 
     def __init__(self, prefill: TransformersPrefill) -> None:
         self._prefill = prefill
-        self.kept: list[SpanMeasured | Refusal] = []
+        self.kept: dict[int, SpanMeasured | Refusal] = {}
 
     @property
     def blueprint(self) -> Blueprint:
         return self._prefill.blueprint
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        self.kept = self._prefill.measure(spans, spec=spec)
-        return self.kept
+        found = self._prefill.measure(spans, spec=spec)
+        self.kept |= {span.row: one for span, one in zip(spans, found, strict=True)}
+        return found
 
 
 @dataclass
@@ -170,10 +171,10 @@ async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules:
             say(f"slot {slot} was rejected: {verdict.reason}: {verdict.detail}")
             seen.rejected += len(group)
             seen.reasons[str(verdict.reason)] += 1
-        measured, keeping.kept = keeping.kept, []
-        for rollout, one in zip(group, measured, strict=bool(measured)):
+        measured, keeping.kept = keeping.kept, {}
+        for row, one in sorted(measured.items()):
             if isinstance(one, SpanMeasured):
-                seen.add(rollout, one)
+                seen.add(group[row], one)
     return seen
 
 
