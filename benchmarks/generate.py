@@ -33,40 +33,25 @@ import argparse
 import asyncio
 import importlib
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from benchmarks import workload
 from benchmarks.sampling import synchronised
 from benchmarks.toploc import median_ratio, rounds_ms
-from benchmarks.workload import (
-    SPREAD,
-    add_options,
-    clocks,
-    make_rules,
-    make_spec,
-    report,
-    running,
-    save_random_policy,
-    say,
-    size_of,
-    slot_requests,
-)
-from node.engines import recorder as recorder_module
 from node.engines.base import Engine, SampleRequest
 from node.engines.recorder import Place, Recorder
 from node.engines.torch_decoder import Decoder
+from node.proofs import build_proofs
 from node.protocol.run import RunSpec
 from node.sampling import choose, warm_up
 from node.verification import Rules
-from toploc import build_chunk_proofs
 
-CONCURRENCIES = (1, 16, 64)
 STEPS = 10
 """Timed steps of the breakdown, all within one chunk."""
 
@@ -158,7 +143,7 @@ async def speeds(engine: Engine, rules: Rules, options: argparse.Namespace) -> d
         for concurrency in options.concurrency:
             first = turn * concurrency
             slots = range(first, first + -(-concurrency // group))
-            requests = slot_requests(rules, engine.policy, slots)[:concurrency]
+            requests = workload.slot_requests(rules, engine.policy, slots)[:concurrency]
             first_name = turn % len(calls)
             for name in [*list(calls)[first_name:], *list(calls)[:first_name]]:
                 start = time.perf_counter()
@@ -166,7 +151,7 @@ async def speeds(engine: Engine, rules: Rules, options: argparse.Namespace) -> d
                 speed = drawn / (time.perf_counter() - start)
                 if drawn != tokens * concurrency:
                     raise SystemExit(f"{name} drew {drawn} tokens where {tokens * concurrency} were due")
-                say(f"round {turn}: {concurrency} at a time, proofs {name}: {speed:.0f} tokens/s")
+                workload.say(f"round {turn}: {concurrency} at a time, proofs {name}: {speed:.0f} tokens/s")
                 if turn:
                     found[name, concurrency].append(speed)
     figures: dict[str, float] = {}
@@ -187,7 +172,7 @@ def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     temperature, span = spec.sampling.temperature, spec.proofs.chunk_tokens
     generator = torch.Generator().manual_seed(0)
-    original = (torch.randn(rows, vocabulary, generator=generator) * SPREAD).to(device)
+    original = (torch.randn(rows, vocabulary, generator=generator) * workload.SPREAD).to(device)
     # Recording changes the logits, so that each of its steps needs its own.
     fresh = iter([original.clone() for _ in range(STEPS + 1)])
     states = torch.randn(rows, hidden, generator=generator).bfloat16().to(device)
@@ -196,8 +181,7 @@ def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict
     steps = iter(range(STEPS + 1))
     recorder = Recorder(
         hidden=hidden,
-        chunk_tokens=STEPS + 1,
-        top_k=spec.proofs.top_k,
+        proofs=msgspec.structs.replace(spec.proofs, chunk_tokens=STEPS + 1),
         temperature=temperature,
         version=0,
         device=device,
@@ -211,14 +195,14 @@ def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict
     calls: dict[str, Callable[[], object]] = {
         "stock": lambda: race(original),
         "choose": lambda: choose(original, seeds, [5] * rows, temperature=temperature),
-        "proofs": lambda: build_chunk_proofs(chunks, spec.proofs.top_k),
+        "proofs": lambda: build_proofs(chunks, seeds, spec=spec.proofs),
     }
     if device.type == "cuda":
         calls = {name: synchronised(call) for name, call in calls.items()}
     with torch.inference_mode():
         taken = rounds_ms(calls, STEPS)
         record()
-        with clocks({"choose": (recorder_module, "choose"), "step": (recorder, "sample")}) as spent:
+        with workload.clocks({"choose": (recorder, "_choose"), "step": (recorder, "sample")}) as spent:
             for _ in range(STEPS):
                 record()
     return {
@@ -232,14 +216,11 @@ def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict
 
 async def measure(options: argparse.Namespace) -> dict[str, float]:
     """All figures."""
-    spec = make_spec(dtype=options.dtype, tokens=options.tokens)
-    rules = make_rules(spec)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "policy.safetensors"
-        save_random_policy(path, size_of(options), dtype=getattr(torch, options.dtype))
-        async with running(options, spec, path) as engine:
-            figures: dict[str, float] = {"parameters": engine.policy.parameters}
-            figures |= await speeds(engine, rules, options)
+    spec = workload.make_spec(dtype=options.dtype, tokens=options.tokens)
+    rules = workload.make_rules(spec)
+    async with workload.running_random(options, rules) as (engine, _):
+        figures: dict[str, float] = {"parameters": engine.policy.parameters}
+        figures |= await speeds(engine, rules, options)
     warm_up("cuda" if torch.cuda.is_available() else "cpu")
     for concurrency in options.concurrency:
         figures |= breakdown(spec, rows=concurrency, hidden=options.hidden, vocabulary=options.vocabulary)
@@ -247,20 +228,16 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, tokens=64, hidden=768, layers=12)
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help="completions at a time")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    options.max_num_seqs = max(options.max_num_seqs, *options.concurrency)
+    parser = workload.make_parser(__doc__, tokens=64, hidden=768, layers=12)
+    workload.add_rounds(parser, rounds=5)
+    options = workload.parse(parser)
     figures = asyncio.run(measure(options))
     notes = {
         "lengths": f"every completion has {options.tokens} tokens: the policy's weights put the end mark out of reach",
         "proofs_on_over_off": f"median of {options.rounds} rounds, all contenders in one engine, in turn",
         "proofs_ms_per_step": "built by another thread beside the steps",
     }
-    report("generate", options, figures, notes)
+    workload.report("generate", options, figures, notes)
 
 
 if __name__ == "__main__":

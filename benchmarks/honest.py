@@ -32,21 +32,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import (
-    MANIFEST,
-    Held,
-    add_options,
-    make_rules,
-    make_spec,
-    report,
-    running,
-    save_random_policy,
-    say,
-    size_of,
-    slot_requests,
-    verifier_policy,
-)
-from coordinator.training.warm_start import STAGES, Stage, warm_start
+from benchmarks import workload
+from benchmarks.workload import Held, Verifier
+from coordinator.training.warm_start import Stage, warm_start
 from node.measurement import Span, SpanMeasured
 from node.parquet import write_rollouts
 from node.parquet_reader import ParquetReader
@@ -56,7 +44,7 @@ from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
-from node.verification import Rules, verify
+from node.verification import Rules
 
 DTYPES = ("bfloat16", "float32")
 SLOTS_AT_ONCE = 8
@@ -95,9 +83,9 @@ class Seen:
 
     def add(self, rollout: Rollout, measured: SpanMeasured) -> None:
         """One completion that one policy drew, so that it is one span."""
-        self.exponent_mismatches.append(measured.exponent_mismatches)
-        self.mantissa_mean.append(measured.mantissa_mean)
-        self.mantissa_median.append(measured.mantissa_median)
+        self.exponent_mismatches.append(max(measured.exponent_mismatches))
+        self.mantissa_mean.append(max(measured.mantissa_means))
+        self.mantissa_median.append(max(measured.mantissa_medians))
         self.sampling_margin += measured.margins
         self.margin_mean.append(statistics.fmean(measured.margins))
         self.logprob_error += [
@@ -138,13 +126,13 @@ def quantile(values: Sequence[float], at: float) -> float:
 
 async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: int) -> list[list[Rollout]]:
     """The groups of slots 0, 1, …, as a worker with 8 slots in flight draws them."""
-    async with running(options, rules.spec, path) as engine:
+    async with workload.running(options, rules.spec, path) as engine:
         groups: dict[int, list[Rollout]] = {}
         waiting = iter(range(slots))
 
         async def work() -> None:
             for slot in waiting:
-                groups[slot] = await engine.generate(slot_requests(rules, engine.policy, [slot]))
+                groups[slot] = await engine.generate(workload.slot_requests(rules, engine.policy, [slot]))
 
         await asyncio.gather(*(work() for _ in range(SLOTS_AT_ONCE)))
     return [groups[slot] for slot in range(slots)]
@@ -153,22 +141,11 @@ async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: 
 async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules: Rules, reader: ParquetReader) -> Seen:
     """All groups through the whole verification."""
     seen = Seen()
-    policies = Held({0: keeping})
+    verifier = Verifier(rules, Held({0: keeping}), reader)
     for slot, group in enumerate(groups):
-        verdict = await verify(
-            write_rollouts(group),
-            reader=reader,
-            version=0,
-            manifest_digest=MANIFEST,
-            slot=slot,
-            policies=policies,
-            published=(0,),
-            rules=rules,
-        )
-        if verdict.outcome is Outcome.INDETERMINATE:
-            raise SystemExit(f"the verifier failed: {verdict.detail}")
+        verdict = await verifier.verdict(write_rollouts(group), slot=slot)
         if verdict.outcome is Outcome.REJECTED:
-            say(f"slot {slot} was rejected: {verdict.reason}: {verdict.detail}")
+            workload.say(f"slot {slot} was rejected: {verdict.reason}: {verdict.detail}")
             seen.rejected += len(group)
             seen.reasons[str(verdict.reason)] += 1
         measured, keeping.kept = keeping.kept, {}
@@ -196,20 +173,22 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
         for name in ("trained", "random"):
             path = Path(folder) / f"{name}.safetensors"
             tokens = 48 if name == "trained" else options.tokens
-            say(f"making the {name} policy")
+            workload.say(f"making the {name} policy")
             if name == "trained":
                 save_trained(path, stages=options.stages, threads=options.threads)
             else:
-                save_random_policy(path, size_of(options), dtype=torch.bfloat16, ends=True)
-            rules = make_rules(make_spec(dtype=options.dtype, tokens=tokens))
+                workload.save_random_policy(path, workload.size_of(options), dtype=torch.bfloat16, ends=True)
+            rules = workload.make_rules(workload.make_spec(dtype=options.dtype, tokens=tokens))
             slots = -(-options.completions // rules.spec.sampling.group_size)
             groups = await draw(options, rules, path, slots=slots)
             completions += sum(len(group) for group in groups)
-            say(f"{name}: {sum(len(rollout.completion_ids) for group in groups for rollout in group)} tokens drawn")
+            workload.say(
+                f"{name}: {sum(len(rollout.completion_ids) for group in groups for rollout in group)} tokens drawn"
+            )
             for dtype in DTYPES:
-                keeping = Keeping(TransformersPrefill(verifier_policy(path, dtype=getattr(torch, dtype))))
+                keeping = Keeping(TransformersPrefill(workload.verifier_policy(path, dtype=getattr(torch, dtype))))
                 one = await judge(groups, keeping, rules=rules, reader=reader)
-                say(f"{name}: verified in {dtype}: {one.rejected} rejected")
+                workload.say(f"{name}: verified in {dtype}: {one.rejected} rejected")
                 detail |= {f"{key}_{name}_{dtype}": value for key, value in one.figures().items()}
                 if one.reasons:
                     notes[f"rejected_{name}_{dtype}"] = f"groups by reason: {dict(one.reasons)}"
@@ -230,32 +209,15 @@ def _largest(seen: Sequence[Seen], name: str, at: float) -> float | None:
     return quantile(values, at) if values else None
 
 
-def scaled(stages: Sequence[Stage], share: float) -> list[Stage]:
-    """A shorter warm start."""
-    return [
-        Stage(
-            max(1, int(stage.steps * share)),
-            stage.addition_noise,
-            stage.reversal_noise,
-            stage.guesses,
-            stage.learning_rate,
-            max(1, int(stage.warmup_steps * share)),
-        )
-        for stage in stages
-    ]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, tokens=64, hidden=256, layers=8)
+    parser = workload.make_parser(__doc__, tokens=64, hidden=256, layers=8)
     parser.add_argument("--completions", type=int, default=1024, help="of each of the two policies (default 1024)")
     parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
-    options = parser.parse_args()
-    options.stages = STAGES if options.warm_start == 1 else scaled(STAGES, options.warm_start)
-    torch.set_num_threads(options.threads)
+    options = workload.parse(parser)
+    options.stages = workload.stages(options.warm_start)
     figures, notes = asyncio.run(measure(options))
     limits = "default limits; each completion is verified in bfloat16 and in float32"
-    report("honest", options, figures, {"honest_rejected": limits, **notes})
+    workload.report("honest", options, figures, {"honest_rejected": limits, **notes})
 
 
 if __name__ == "__main__":

@@ -1,79 +1,155 @@
-"""What proofs cost: time per 32-token chunk, against nothing but the top-k of the same chunks.
+"""What proofs cost: time per 32-token chunk, against toploc 0.1.6 and against nothing but the top-k of the chunks.
 
-`python -m benchmarks.toploc [--json] [--threads N] [--rounds N]`. Everything is timed in turn within each round,
-so that another process on the machine slows all of it alike; figures are medians over rounds. A ratio is the
-median of the rounds' own ratios: above 1 costs more than the bare `torch.topk`.
+`python -m benchmarks.toploc [--json] [--threads N ...] [--rounds N] [--no-peer | --peer-python PATH]`. Everything is
+timed in turn within each round, ours and the peer's, so that another process on the machine slows all of it alike;
+times are medians over rounds, and a ratio is the median of the rounds' own ratios. A ratio whose name has no hidden
+size is the worst of all shapes, thread counts and forms of the activations that were measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import toploc
-from benchmarks import machine
+from benchmarks import machine, toploc_peer
+from benchmarks.toploc_peer import Peer, PeerUnavailable
 from toploc import VerificationResult
 
-CHUNKS, TOKENS, TOPK = 32, 32, 128
+TOKENS, TOPK = 32, 128
+SHAPES = ((1024, 4096), (1000, 5120))  # tokens, hidden; of the second the last chunk has 8 tokens
 COMPLETIONS, COMPLETION_TOKENS, SMALL_HIDDEN = 64, 20, 128
-HONEST_ROUNDS = 8
+HONEST_ROUNDS, HONEST_SHAPE = 8, (1024, 4096)
 EXACT = VerificationResult(0, 0.0, 0.0)
+# arXiv 2501.16007: exponent mismatches, mean and median mantissa error.
+PUBLISHED_LIMITS = (38, 10.0, 8.0)
 
-PEER_KEYS = (
-    "build_speedup_vs_peer",
-    "verify_speedup_vs_peer_tensor",
-    "verify_speedup_vs_peer_list",
-    "honest_chunks_rejected_peer",
-)
-PEER_REASON = "needs the package toploc 0.1.6, whose compiled modules do not load under this torch"
+# Ratio: (above, below), one pair for each form of the activations.
+OVER_TOPK = {"build_over_bare_topk": [("build", "topk")], "verify_over_bare_topk": [("verify", "topk")]}
+OVER_PEER = {
+    "build_speedup_vs_peer": [("peer_build", "build"), ("peer_build_list", "build_list")],
+    "verify_speedup_vs_peer_tensor": [("peer_verify", "verify")],
+    "verify_speedup_vs_peer_list": [("peer_verify_list", "verify_list")],
+}
+PEER_KEYS = (*OVER_PEER, "honest_chunks_rejected_peer")
 
 
 def rounds_ms(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each call in each round, the calls alternating; one round more warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    return alternate({name: _clocked(call) for name, call in calls.items()}, rounds)
+
+
+def alternate(timed: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """As `rounds_ms`, of calls that return their own milliseconds."""
+    taken: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            taken[name].append((time.perf_counter() - start) * 1e3)
+        for name, call in timed.items():
+            taken[name].append(call())
     return {name: times[1:] for name, times in taken.items()}
+
+
+def _clocked(call: Callable[[], object]) -> Callable[[], float]:
+    def run() -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    return run
 
 
 def median_ratio(above: list[float], below: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def sequence(hidden: int, seed: int) -> Tensor:
-    """Gaussian final hidden states [CHUNKS * TOKENS, hidden], bfloat16."""
-    return torch.randn(CHUNKS * TOKENS, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def sequence(tokens: int, hidden: int, seed: int) -> Tensor:
+    """Gaussian final hidden states [tokens, hidden], bfloat16."""
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def wide_figures(hidden: int, rounds: int) -> dict[str, float]:
-    """Build and verify a sequence of 32 chunks, and the bare top-k of the same chunks."""
-    activations = sequence(hidden, seed=hidden)
-    magnitudes = activations.view(CHUNKS, -1).abs()
+def bare_topk(activations: Tensor) -> Callable[[], object]:
+    """`torch.topk` over the magnitudes of all full chunks at once, and over those of the last shorter one."""
+    magnitudes = activations.abs()
+    full = len(activations) // TOKENS * TOKENS
+    batches = [magnitudes[:full].view(full // TOKENS, -1), magnitudes[full:].view(1, -1)]
+    return lambda: [torch.topk(batch, TOPK, dim=1) for batch in batches if batch.numel()]
+
+
+def wide_times(tokens: int, hidden: int, rounds: int, peer: Peer | None) -> dict[str, list[float]]:
+    """Each round's milliseconds of building and verifying a sequence, the peer's, and of the bare top-k."""
+    activations = sequence(tokens, hidden, seed=hidden)
     rows = list(activations)
     proofs = toploc.build_proofs_bytes(activations, TOKENS, TOPK, skip_prefill=True)
-    taken = rounds_ms(
-        {
-            "topk": lambda: torch.topk(magnitudes, TOPK, dim=1),
-            "build": lambda: toploc.build_proofs_bytes(activations, TOKENS, TOPK, skip_prefill=True),
-            "verify": lambda: toploc.verify_proofs_bytes(activations, proofs, TOKENS, TOPK, skip_prefill=True),
-            "build_list": lambda: toploc.build_proofs_bytes(rows, TOKENS, TOPK, skip_prefill=True),
-            "verify_list": lambda: toploc.verify_proofs_bytes(rows, proofs, TOKENS, TOPK, skip_prefill=True),
-        },
-        rounds,
-    )
-    figures = {f"{name}_ms_per_chunk_h{hidden}": statistics.median(t) / CHUNKS for name, t in taken.items()}
-    figures["build_over_bare_topk"] = median_ratio(taken["build"], taken["topk"])
-    figures["verify_over_bare_topk"] = median_ratio(taken["verify"], taken["topk"])
-    return figures
+    ours: dict[str, Callable[[], object]] = {
+        "topk": bare_topk(activations),
+        "build": lambda: toploc.build_proofs_bytes(activations, TOKENS, TOPK, skip_prefill=True),
+        "verify": lambda: toploc.verify_proofs_bytes(activations, proofs, TOKENS, TOPK, skip_prefill=True),
+        "build_list": lambda: toploc.build_proofs_bytes(rows, TOKENS, TOPK, skip_prefill=True),
+        "verify_list": lambda: toploc.verify_proofs_bytes(rows, proofs, TOKENS, TOPK, skip_prefill=True),
+    }
+    timed = {name: _clocked(call) for name, call in ours.items()}
+    if peer is None:
+        return alternate(timed, rounds)
+    peer.load(activations, TOKENS, TOPK)
+    theirs = {
+        "peer_build": lambda: peer.ms("build_tensor"),
+        "peer_verify": lambda: peer.ms("verify_tensor"),
+        "peer_build_list": lambda: peer.ms("build_list"),
+        "peer_verify_list": lambda: peer.ms("verify_list"),
+    }
+    return alternate(timed | theirs, rounds)
+
+
+@contextlib.contextmanager
+def limited_to(threads: int) -> Iterator[None]:
+    """As many torch threads and, where the system can, cores, for this process and those that it starts meanwhile."""
+    before = torch.get_num_threads()
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    torch.set_num_threads(threads)
+    if usable:
+        os.sched_setaffinity(0, usable[:threads])
+    try:
+        yield
+    finally:
+        if usable:
+            os.sched_setaffinity(0, usable)
+        torch.set_num_threads(before)
+
+
+def wide_figures(threads: Sequence[int], rounds: int, python: Path | None) -> dict[str, float | None]:
+    """Times and ratios of every shape and thread count. Names of all but the first thread count end in it."""
+    figures: dict[str, float | None] = {}
+    ratios = OVER_TOPK | (OVER_PEER if python else {})
+    found: dict[str, list[float]] = {name: [] for name in ratios}
+    for count in threads:
+        with limited_to(count), open_peer(python, count) as peer:
+            for tokens, hidden in SHAPES:
+                label = f"h{hidden}" if count == threads[0] else f"h{hidden}_{count}_threads"
+                taken = wide_times(tokens, hidden, rounds, peer)
+                chunks = -(-tokens // TOKENS)
+                figures |= {f"{name}_ms_per_chunk_{label}": statistics.median(t) / chunks for name, t in taken.items()}
+                for name, pairs in ratios.items():
+                    each = [median_ratio(taken[above], taken[below]) for above, below in pairs]
+                    figures[f"{name}_{label}"] = worst(name, each)
+                    found[name] += each
+    return {name: worst(name, each) for name, each in found.items()} | figures
+
+
+def open_peer(python: Path | None, threads: int) -> contextlib.AbstractContextManager[Peer | None]:
+    return contextlib.nullcontext() if python is None else contextlib.closing(Peer(python, threads))
+
+
+def worst(name: str, ratios: Sequence[float]) -> float:
+    """The smallest speed-up, or the largest cost."""
+    return min(ratios) if name in OVER_PEER else max(ratios)
 
 
 def small_figures(rounds: int) -> dict[str, float]:
@@ -93,54 +169,91 @@ def small_figures(rounds: int) -> dict[str, float]:
     return {f"{name}_{label}": statistics.median(times) for name, times in taken.items()}
 
 
-def honest_figures() -> dict[str, int]:
-    """Bit-identical chunks at hidden 4096 whose result is anything but 0, 0, 0."""
-    rejected = searched = 0
+def honest_figures(peer: Peer | None) -> dict[str, int]:
+    """Bit-identical chunks at hidden 4096 whose result is anything but 0, 0, 0.
+
+    The peer's: those that it rejects against its own proofs, at the published limits.
+    """
+    chunks = searched = rejected = rejected_peer = 0
     for seed in range(HONEST_ROUNDS):
-        activations = sequence(4096, seed)
+        activations = sequence(*HONEST_SHAPE, seed)
         proofs = toploc.build_proofs(activations, TOKENS, TOPK, skip_prefill=True)
+        chunks += len(proofs)
         searched += sum(proof.modulus != 65497 for proof in proofs)
         for form in (activations, list(activations)):
             results = toploc.verify_proofs(form, proofs, TOKENS, TOPK, skip_prefill=True)
             rejected += sum(result != EXACT for result in results)
-    return {
-        "honest_chunks": HONEST_ROUNDS * CHUNKS,
+        if peer is not None:
+            peer.load(activations, TOKENS, TOPK)
+            rejected_peer += sum(map(beyond_published_limits, peer.results("verify_list")))
+    figures = {
+        "honest_chunks": chunks,
         "honest_chunks_with_smaller_modulus": searched,
         "honest_chunks_rejected": rejected,
     }
+    return figures if peer is None else figures | {"honest_chunks_rejected_peer": rejected_peer}
 
 
-def measure(rounds: int) -> dict[str, float | None]:
-    """All figures. The ratios over the bare top-k are those of hidden 5120."""
+def beyond_published_limits(result: tuple[float, ...]) -> bool:
+    return any(found > limit for found, limit in zip(result, PUBLISHED_LIMITS, strict=True))
+
+
+def measure(threads: Sequence[int], rounds: int, python: Path | None) -> dict[str, float | None]:
+    """All figures; those of the peer, which the interpreter `python` has, are null without one."""
     figures: dict[str, float | None] = dict.fromkeys(PEER_KEYS)
-    for hidden in (4096, 5120):
-        figures |= wide_figures(hidden, rounds)
-    return figures | small_figures(rounds) | honest_figures()
+    figures |= wide_figures(threads, rounds, python)
+    with limited_to(threads[0]), open_peer(python, threads[0]) as peer:
+        return figures | small_figures(rounds) | honest_figures(peer)
+
+
+def find_peer(options: argparse.Namespace) -> tuple[Path, dict[str, str]]:
+    """An interpreter that has the peer, and its versions. Raises `PeerUnavailable`."""
+    if options.no_peer:
+        raise PeerUnavailable("not asked for (--no-peer)")
+    python = options.peer_python or toploc_peer.installed(options.peer_folder)
+    with contextlib.closing(Peer(python, threads=1)) as peer:
+        return python, peer.versions
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time and exactness of TOPLOC proofs.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    default = list(dict.fromkeys((1, torch.get_num_threads())))
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=default, help="torch threads, in turn (default 1 and torch's own)"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default 30)")
+    peer = parser.add_mutually_exclusive_group()
+    peer.add_argument("--no-peer", action="store_true", help="measure without toploc 0.1.6")
+    peer.add_argument("--peer-python", type=Path, help="an interpreter that has toploc 0.1.6 and this torch")
+    peer.add_argument(
+        "--peer-folder", type=Path, default=toploc_peer.FOLDER, help="where to build and keep one (default build/peers)"
+    )
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time and exactness of TOPLOC proofs.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
-    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default 30)")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    figures = measure(options.rounds)
-    notes = dict.fromkeys(PEER_KEYS, PEER_REASON) | {
-        "threads": str(options.threads),
+    options = arguments()
+    try:
+        python, versions = find_peer(options)
+        notes = {"peer": ", ".join(f"{name} {version}" for name, version in versions.items())}
+    except PeerUnavailable as error:
+        python, notes = None, dict.fromkeys(PEER_KEYS, str(error))
+    figures = measure(options.threads, options.rounds, python)
+    notes |= {
+        "threads": " and ".join(map(str, options.threads)) + ", on as many cores, for both sides alike",
         "honest_chunks_rejected": "a result other than 0, 0, 0 counts: stricter than the published limits",
-        "build_over_bare_topk": f"hidden 5120, {CHUNKS} chunks, median of {options.rounds} alternating rounds",
+        "ratios": f"medians of {options.rounds} alternating rounds; without a hidden size, the worst measured",
     }
     if options.json:
         result = {"benchmark": "toploc", "machine": machine.describe(), "figures": figures, "notes": notes}
         print(json.dumps(result))
         return
-    for key, value in machine.describe().items():
-        print(f"{key:>42}  {value}")
-    print(f"{'threads':>42}  {options.threads}\n")
+    for key, value in (machine.describe() | notes).items():
+        print(f"{key:>50}  {value}")
+    print()
     for name, figure in figures.items():
-        print(f"{name:>42}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
-    print(f"\n-: {PEER_REASON}")
+        print(f"{name:>50}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
 
 
 if __name__ == "__main__":

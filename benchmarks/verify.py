@@ -33,33 +33,17 @@ import argparse
 import asyncio
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from benchmarks import workload
 from benchmarks.toploc import median_ratio
-from benchmarks.workload import (
-    MANIFEST,
-    Held,
-    add_options,
-    clocks,
-    expected,
-    held,
-    make_rules,
-    make_spec,
-    report,
-    running,
-    save_random_policy,
-    say,
-    size_of,
-    slot_requests,
-)
+from benchmarks.workload import Verifier
 from node import measurement
 from node.engines.base import Engine
 from node.parquet import write_rollouts
@@ -69,38 +53,17 @@ from node.prefill import TransformersPrefill
 from node.protocol.admission import Outcome
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, chunk_count, proof_bytes
-from node.verification import Rules, Verdict, verify
+from node.verification import Rules, Verdict
 from toploc import build_chunk_proofs
 
-CONCURRENCIES = (1, 16, 64)
 MATMUL_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The verifier, ready."""
-
-    rules: Rules
-    policies: Held
-    reader: ParquetReader
-
-    async def verdict(self, body: bytes, slot: int) -> tuple[Verdict, float]:
-        """What the verifier says of `body`, and the seconds that it took."""
-        start = time.perf_counter()
-        verdict = await verify(
-            body,
-            reader=self.reader,
-            version=0,
-            manifest_digest=MANIFEST,
-            slot=slot,
-            policies=self.policies,
-            published=(0,),
-            rules=self.rules,
-        )
-        seconds = time.perf_counter() - start
-        if verdict.outcome is Outcome.INDETERMINATE:
-            raise SystemExit(f"the verifier failed: {verdict.detail}")
-        return verdict, seconds
+async def timed_verdict(verifier: Verifier, body: bytes, *, slot: int) -> tuple[Verdict, float]:
+    """What the verifier says of `body`, and the seconds that it took."""
+    start = time.perf_counter()
+    verdict = await verifier.verdict(body, slot=slot)
+    return verdict, time.perf_counter() - start
 
 
 def invention(wanted: Expected, spec: RunSpec, rng: random.Random, proof: Callable[[], bytes]) -> list[Rollout]:
@@ -129,7 +92,7 @@ def garbage(wanted: Expected, other: Expected, spec: RunSpec, *, size: int, hidd
     (fixed,) = build_chunk_proofs([states], spec.proofs.top_k)
 
     def random_proof() -> bytes:
-        return rng.randbytes(proof_bytes(spec.proofs.top_k))
+        return rng.randbytes(proof_bytes(spec.proofs, tokens=spec.proofs.chunk_tokens))
 
     right = invention(wanted, spec, rng, random_proof)
     stray = msgspec.structs.replace(right[-1], completion_ids=[*right[-1].completion_ids[:-1], wanted.vocabulary])
@@ -155,15 +118,15 @@ class Round:
 
 async def generate(engine: Engine, rules: Rules, slots: Sequence[int], count: int) -> tuple[list[Rollout], float]:
     """`count` completions for `slots`, drawn together, and tokens per second."""
-    requests = slot_requests(rules, engine.policy, slots)[:count]
+    requests = workload.slot_requests(rules, engine.policy, slots)[:count]
     start = time.perf_counter()
     rollouts = await engine.generate(requests)
     tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
     return rollouts, tokens / (time.perf_counter() - start)
 
 
-async def one_round(engine: Engine, bench: Bench, options: argparse.Namespace, turn: int) -> Round:
-    rules, group = bench.rules, bench.rules.spec.sampling.group_size
+async def one_round(engine: Engine, verifier: Verifier, options: argparse.Namespace, turn: int) -> Round:
+    rules, group = verifier.rules, verifier.rules.spec.sampling.group_size
     generated: dict[int, float] = {}
     rollouts: list[Rollout] = []
     slots: list[int] = []
@@ -172,47 +135,47 @@ async def one_round(engine: Engine, bench: Bench, options: argparse.Namespace, t
         first = (turn * len(options.concurrency) + index) * 100
         slots = list(range(first, first + -(-count // group)))
         rollouts, generated[count] = await generate(engine, rules, slots, count)
-        say(f"round {turn}: {count} at a time: {generated[count]:.0f} tokens/s generated")
+        workload.say(f"round {turn}: {count} at a time: {generated[count]:.0f} tokens/s generated")
     whole = len(rollouts) // group
     bodies = {slot: write_rollouts(rollouts[at * group : (at + 1) * group]) for at, slot in enumerate(slots[:whole])}
     tokens, spent = 0, 0.0
     for slot, body in bodies.items():
-        verdict, seconds = await bench.verdict(body, slot)
+        verdict, seconds = await timed_verdict(verifier, body, slot=slot)
         if verdict.outcome is not Outcome.ADMITTED:
-            say(f"an honest slot was rejected: {verdict.detail}")
+            workload.say(f"an honest slot was rejected: {verdict.detail}")
         tokens, spent = tokens + verdict.tokens, spent + seconds
-    say(f"round {turn}: {tokens / spent:.0f} tokens/s verified")
+    workload.say(f"round {turn}: {tokens / spent:.0f} tokens/s verified")
     costs = {"honest": spent / whole}
     slot = slots[0]
     kinds = garbage(
-        expected(rules, engine.policy, slot),
-        expected(rules, engine.policy, slot + 1),
+        workload.expected(rules, engine.policy, slot),
+        workload.expected(rules, engine.policy, slot + 1),
         rules.spec,
         size=len(bodies[slot]),
         hidden=engine.policy.hidden,
         seed=turn,
     )
     for kind, body in kinds.items():
-        verdict, costs[kind] = await bench.verdict(body, slot)
+        verdict, costs[kind] = await timed_verdict(verifier, body, slot=slot)
         if verdict.outcome is not Outcome.REJECTED:
             raise SystemExit(f"{kind} was {verdict.outcome}")
-        say(f"round {turn}: {kind}: {verdict.reason}, {costs[kind] / costs['honest']:.3f} of an honest slot")
+        workload.say(f"round {turn}: {kind}: {verdict.reason}, {costs[kind] / costs['honest']:.3f} of an honest slot")
     return Round(generated, tokens / spent, costs, bodies)
 
 
-async def shares(bench: Bench, bodies: Mapping[int, bytes]) -> dict[str, float]:
+async def shares(verifier: Verifier, bodies: Mapping[int, bytes]) -> dict[str, float]:
     """Where the verifier's time goes."""
     parts = {
-        "read": (bench.reader, "read"),
+        "read": (verifier.reader, "read"),
         "prefill": (TransformersPrefill, "_hidden_states"),
         "logits_and_noise": (measurement, "_appraised"),
         "noise": (measurement, "appraise"),
         "proofs": (measurement, "_check_proofs"),
     }
     total = 0.0
-    with clocks(parts) as taken:
+    with workload.clocks(parts) as taken:
         for slot, body in bodies.items():
-            total += (await bench.verdict(body, slot))[1]
+            total += (await timed_verdict(verifier, body, slot=slot))[1]
     logits = taken.pop("logits_and_noise") - taken["noise"]
     parted = dict(taken) | {"logits": logits}
     parted["rest"] = total - sum(parted.values())
@@ -265,45 +228,31 @@ def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Nam
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
-    spec = make_spec(dtype=options.dtype, tokens=options.tokens)
-    rules = make_rules(spec)
-    dtype = getattr(torch, options.dtype)
-    with tempfile.TemporaryDirectory() as folder, ParquetReader() as reader:
-        path = Path(folder) / "policy.safetensors"
-        save_random_policy(path, size_of(options), dtype=dtype)
-        async with running(options, spec, path) as engine:
-            bench = Bench(rules, held(path, dtype=dtype), reader)
+    rules = workload.make_rules(workload.make_spec(dtype=options.dtype, tokens=options.tokens))
+    with ParquetReader() as reader:
+        async with workload.running_random(options, rules) as (engine, path):
+            verifier = Verifier(rules, workload.held(path, dtype=getattr(torch, options.dtype)), reader)
             # The first round warms up.
-            rounds = [await one_round(engine, bench, options, turn) for turn in range(options.rounds + 1)][1:]
+            rounds = [await one_round(engine, verifier, options, turn) for turn in range(options.rounds + 1)][1:]
             policy = engine.policy
-        prompt = len(expected(rules, policy, 0).prompt_ids)
+        prompt = len(workload.expected(rules, policy, 0).prompt_ids)
         figures = figures_of(rounds, policy, options, prompt)
-        return figures | await shares(bench, rounds[-1].bodies)
+        return figures | await shares(verifier, rounds[-1].bodies)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, tokens=64, hidden=768, layers=12)
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        nargs="+",
-        default=CONCURRENCIES,
-        help="completions at a time; the last: a worker's",
-    )
-    options = parser.parse_args()
-    if options.concurrency[-1] < make_spec(dtype=options.dtype, tokens=1).sampling.group_size:
+    parser = workload.make_parser(__doc__, tokens=64, hidden=768, layers=12)
+    workload.add_rounds(parser, rounds=3, concurrency="completions at a time; the last: a worker's")
+    options = workload.parse(parser)
+    if options.concurrency[-1] < workload.make_spec(dtype=options.dtype, tokens=1).sampling.group_size:
         parser.error("the last --concurrency is at least a group")
-    torch.set_num_threads(options.threads)
-    options.max_num_seqs = max(options.max_num_seqs, *options.concurrency)
     figures = asyncio.run(measure(options))
     costs = {name: value for name, value in figures.items() if name.startswith("cost_over_honest_")}
     notes = {
         "verify_over_generate": f"against {options.concurrency[-1]} completions at a time",
         "hostile_cost_over_honest": f"{max(costs, key=lambda name: costs[name])} is the dearest kind",
     }
-    report("verify", options, figures, notes)
+    workload.report("verify", options, figures, notes)
 
 
 if __name__ == "__main__":

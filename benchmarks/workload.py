@@ -1,4 +1,4 @@
-"""What the benchmarks of the engines share: a random policy, a run's slots, an engine, and a verifier's policies.
+"""What the benchmarks of the engines share: options, a random policy, a run's slots, an engine, and a verifier.
 
 The policy has random weights, because speed does not depend on what they say; its logits are spread like those of
 `benchmarks.sampling`. Where lengths have to be equal, its end mark cannot be drawn, whoever samples.
@@ -24,17 +24,20 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks import machine
+from coordinator.training.warm_start import STAGES, Stage
 from node.engines.base import Engine, SampleRequest
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
 from node.environments import load_environment
+from node.parquet_reader import ParquetReader
 from node.policy import Blueprint, Policy, load_policy, save_policy
 from node.prefill import Prefill, TransformersPrefill
+from node.protocol.admission import Outcome
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected
 from node.tiny import EOS, PAD, make_tokenizer
-from node.verification import Rules, expected_of
+from node.verification import Rules, Verdict, expected_of, verify
 
 RUN_ID, MANIFEST = "01" * 32, "02" * 32
 CONSTANT = 0.06
@@ -42,6 +45,8 @@ CONSTANT = 0.06
 END_WEIGHT = -1000.0
 SPREAD = 3.0
 """Standard deviation of the logits: a few hundred tokens share most of the probability."""
+CONCURRENCIES = (1, 16, 64)
+"""Completions at a time."""
 ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse"))
 
 
@@ -146,6 +151,31 @@ class Held:
         return self.prefills[version]
 
 
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """All that a verdict takes."""
+
+    rules: Rules
+    policies: Held
+    reader: ParquetReader
+
+    async def verdict(self, body: bytes, *, slot: int) -> Verdict:
+        """On the file `body` for `slot` of version 0. A verifier that cannot decide ends the benchmark."""
+        verdict = await verify(
+            body,
+            reader=self.reader,
+            version=0,
+            manifest_digest=MANIFEST,
+            slot=slot,
+            policies=self.policies,
+            published=(0,),
+            rules=self.rules,
+        )
+        if verdict.outcome is Outcome.INDETERMINATE:
+            raise SystemExit(f"the verifier failed: {verdict.detail}")
+        return verdict
+
+
 def verifier_policy(path: Path, *, dtype: torch.dtype) -> Policy:
     """The policy as a verifier holds it: on the GPU where there is one."""
     policy = load_policy(path, dtype=dtype)
@@ -179,6 +209,16 @@ async def running(options: argparse.Namespace, spec: RunSpec, path: Path) -> Asy
             await engine.close()
 
 
+@contextlib.asynccontextmanager
+async def running_random(options: argparse.Namespace, rules: Rules) -> AsyncIterator[tuple[Engine, Path]]:
+    """The engine with a random policy whose completions all have one length, and that policy's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "policy.safetensors"
+        save_random_policy(path, size_of(options), dtype=getattr(torch, options.dtype))
+        async with running(options, rules.spec, path) as engine:
+            yield engine, path
+
+
 @contextlib.contextmanager
 def clocks(parts: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
     """The seconds that each function (an object, and its attribute's name) takes within the block, callees included."""
@@ -203,8 +243,9 @@ def clocks(parts: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
         yield taken
 
 
-def add_options(parser: argparse.ArgumentParser, *, tokens: int, hidden: int, layers: int) -> None:
-    """What every benchmark of an engine understands."""
+def make_parser(description: str | None, *, tokens: int, hidden: int, layers: int) -> argparse.ArgumentParser:
+    """The options that every benchmark of an engine understands."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--engine", choices=("vllm", "torch"), default="vllm")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
@@ -217,6 +258,21 @@ def add_options(parser: argparse.ArgumentParser, *, tokens: int, hidden: int, la
         "--threads", type=int, default=usable_cores(), help="of vLLM and of torch each (default: all cores)"
     )
     parser.add_argument("--max-num-seqs", type=int, default=64, help="completions that vLLM decodes together")
+    return parser
+
+
+def add_rounds(parser: argparse.ArgumentParser, *, rounds: int, concurrency: str = "completions at a time") -> None:
+    """The options of a benchmark in rounds, each at several concurrencies; `concurrency` says what these are."""
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help=concurrency)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of this call. Gives torch its threads, and vLLM room for the largest concurrency."""
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.max_num_seqs = max([options.max_num_seqs, *getattr(options, "concurrency", ())])
+    return options
 
 
 def size_of(options: argparse.Namespace) -> Size:
@@ -225,6 +281,23 @@ def size_of(options: argparse.Namespace) -> Size:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def stages(share: float) -> list[Stage]:
+    """The warm start, or a shorter one: `share` of each stage's steps."""
+    if share == 1:
+        return list(STAGES)
+    return [
+        Stage(
+            max(1, int(stage.steps * share)),
+            stage.addition_noise,
+            stage.reversal_noise,
+            stage.guesses,
+            stage.learning_rate,
+            max(1, int(stage.warmup_steps * share)),
+        )
+        for stage in STAGES
+    ]
 
 
 _started = time.monotonic()

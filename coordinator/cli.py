@@ -1,4 +1,4 @@
-"""The operator's commands: coordinator, verifier, trainer, and the demonstration."""
+"""The operator's commands: coordinator, verifier, trainer, calibration, and the demonstration."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 import click
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator.calibration.command import calibrate
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
+from coordinator.run_file import read_run_file
 from node.engine_options import check_engine, engine_options, prefills_maker
-from node.environments import load_environment
 from node.exchange import checked_url
 from node.identity import load_key
-from node.protocol.run import RunSpec, parse_run_toml, run_id_of
+from node.protocol.run import HonestSpec, RunSpec, run_id_of
 from node.signals import stop_on_signals
-from shardcast.errors import Malformed
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def coordinator(
     from coordinator.app import create_app
     from coordinator.service import Coordinator
 
-    spec = _read_spec(run_file)
+    _, spec = read_run_file(run_file)
     run_key = load_key(key)
     for url in relays:
         checked_url(url)
@@ -132,6 +132,7 @@ def coordinator(
     public_key = run_key.public_key().public_bytes_raw()
     home = create_home(data, public_key=public_key, spec=spec, database_url=database_url)
     home.blobs.clear_incoming()
+    _warn_of_defaults(spec)
     bound = listening.getsockname()[1]
     click.echo(f"run id  {home.run_id}")
     click.echo(f"serving at http://{host}:{bound}; with the address under which others reach it, workers join by")
@@ -150,17 +151,9 @@ def coordinator(
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _read_spec(path: Path) -> RunSpec:
-    """The run that `path` defines, if this installation can work on it: the first start fixes it for ever."""
-    try:
-        spec = parse_run_toml(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadConfiguration(f"{path} is not UTF-8 text") from error
-    except Malformed as error:
-        raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
-    for environment in spec.environments:
-        load_environment(environment)
-    return spec
+def _warn_of_defaults(spec: RunSpec) -> None:
+    if spec.limits.honest == HonestSpec():
+        log.warning("limits.honest is not set: conservative defaults; run `veriswarm calibrate`")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -209,6 +202,7 @@ def verifier(
 
     make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+    _warn_of_defaults(home.spec)
     chosen = VerifierSettings(
         name=name, state=state, sources=sources, threads=threads or 1, make_prefills=make_prefills
     )
@@ -272,5 +266,5 @@ def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-COMMANDS = [coordinator, verifier, trainer, demo]
+COMMANDS = [coordinator, verifier, trainer, calibrate, demo]
 """What the entry point `veriswarm.commands` offers to the command line."""

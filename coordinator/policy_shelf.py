@@ -16,7 +16,8 @@ from sqlalchemy.exc import OperationalError
 
 from coordinator.home import Home
 from coordinator.storage import training
-from node.policy import Blueprint, PolicyError, inspect_policy
+from node.policy import Blueprint, inspect_policy
+from node.policy_errors import PolicyError
 from node.prefill import Prefill, Prefills
 from node.verification import PolicyAway
 from shardcast import Client

@@ -115,10 +115,9 @@ class Trainer:
             save_policy(_cast(model, self._dtype), tokenizer, self._first_policy)
         # Read back even when just written, so that a restart begins with the same bits.
         policy = load_policy(self._first_policy, dtype=torch.float32)
-        if policy.hidden < self._home.spec.proofs.top_k:
-            raise BadConfiguration(
-                f"proofs.top_k is {self._home.spec.proofs.top_k}, but the model has only {policy.hidden} hidden units"
-            )
+        least = self._home.spec.proofs.min_hidden
+        if policy.hidden < least:
+            raise BadConfiguration(f"the proofs need {least} hidden units, but the model has only {policy.hidden}")
         optimizer = make_optimizer(policy.model, self._home.spec.training)
         learner = Learner(0, policy.model, policy.tokenizer, optimizer, {})
         found = checkpoints(self._checkpoints)

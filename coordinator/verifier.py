@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,22 +28,17 @@ from node.prefill import Prefills, TransformersPrefills
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
 from node.protocol.run import RunSpec
-from node.verification import PolicyAway, Rules, Verdict, verify
+from node.verification import Claim, PolicyAway, Rules, Verdict, decide_many, read
 from shardcast import Client
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
 CLAIM_SECONDS = 60.0
+"""After so long a submission is another verifier's; each of those that are claimed together adds as much."""
+
+SUBMISSIONS_AT_ONCE = 8
 RETRY_SECONDS = 1.0
-
-PUBLICATION_SECONDS = 10.0
-"""How long a submission that names a policy newer than the newest published is waited with. The trainer announces
-a policy a moment before it is in the log, so an honest worker can be ahead of the log by so much.
-"""
-
-MAX_AWAITED = 4096
-"""Submissions whose missing policy is remembered; beyond that some are read again, which costs time alone."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,6 @@ class Verifier:
         environments = [load_environment(environment) for environment in home.spec.environments]
         self._rules = Rules(home.run_id, home.spec, environments)
         self._reader = ParquetReader()
-        self._awaited: OrderedDict[str, Verdict] = OrderedDict()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set; a database or a policy that is away is waited for."""
@@ -108,57 +101,58 @@ class Verifier:
                     await asyncio.wait_for(stop.wait(), pause)
 
     async def _work(self, shelf: PolicyShelf) -> bool:
-        """Judge one submission, if one waits."""
+        """Judge the submissions that wait, a few at a time: they share forward passes."""
         claimed = await asyncio.to_thread(self._claim)
-        if claimed is not None:
+        if claimed:
             await self._handle(claimed, shelf)
-        return claimed is not None
+        return bool(claimed)
 
-    def _claim(self) -> Claimed | None:
+    def _claim(self) -> list[Claimed]:
         with self._home.database.write() as connection:
-            return verdicts.claim(connection, verifier=self._settings.name, now=verdicts.clock(), seconds=CLAIM_SECONDS)
+            return verdicts.claim(
+                connection,
+                verifier=self._settings.name,
+                now=verdicts.clock(),
+                seconds=CLAIM_SECONDS,
+                most=SUBMISSIONS_AT_ONCE,
+            )
 
-    async def _handle(self, claimed: Claimed, shelf: PolicyShelf) -> None:
-        published = await asyncio.to_thread(self._published, claimed)
-        # To name a policy that never comes is free, so what is known of such a submission is not found out again.
-        verdict = self._awaited.get(claimed.submission)
-        if verdict is None or verdict.awaits in published:
-            try:
-                verdict = await self._verify(claimed, shelf, published)
-            except PolicyAway as error:
-                log.warning("cannot verify %s now: %s", claimed.submission[:16], error)
-                await asyncio.to_thread(self._defer, claimed)
-                return
-        if verdict.awaits is not None:
-            self._remember(claimed.submission, verdict)
-            if verdicts.clock() < claimed.received_at + PUBLICATION_SECONDS:
-                await asyncio.to_thread(self._defer, claimed)
-                return
-            verdict = _undecided(verdict)
-        decision = await asyncio.to_thread(self._stored, claimed, verdict)
-        await asyncio.to_thread(self._record, claimed, decision)
+    async def _handle(self, claimed: Sequence[Claimed], shelf: PolicyShelf) -> None:
+        published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
+        for one, verdict in zip(claimed, await self._verify(claimed, shelf, published), strict=True):
+            if isinstance(verdict, PolicyAway):
+                log.warning("cannot verify %s now: %s", one.submission[:16], verdict)
+                await asyncio.to_thread(self._defer, one)
+                continue
+            decision = await asyncio.to_thread(self._stored, one, verdict)
+            await asyncio.to_thread(self._record, one, decision, published)
 
-    async def _verify(self, claimed: Claimed, shelf: PolicyShelf, published: Mapping[int, str]) -> Verdict:
-        return await verify(
-            self._home.blobs.path(claimed.body),
-            reader=self._reader,
-            version=claimed.version,
-            manifest_digest=claimed.manifest_digest,
-            slot=claimed.slot,
-            policies=shelf,
-            published=published,
-            rules=self._rules,
-        )
+    async def _verify(
+        self, claimed: Sequence[Claimed], shelf: PolicyShelf, published: Mapping[int, str]
+    ) -> list[Verdict | PolicyAway]:
+        """A verdict on each, in their order."""
+        found: dict[str, Verdict | PolicyAway] = {}
+        claims: dict[str, Claim] = {}
+        for one in claimed:
+            rollouts = await read(self._home.blobs.path(one.body), reader=self._reader, spec=self._home.spec)
+            if isinstance(rollouts, Verdict):
+                found[one.submission] = rollouts
+            else:
+                claims[one.submission] = Claim(
+                    version=one.version, manifest_digest=one.manifest_digest, slot=one.slot, rollouts=rollouts
+                )
+        decided = await decide_many(list(claims.values()), policies=shelf, published=published, rules=self._rules)
+        found |= dict(zip(claims, decided, strict=True))
+        return [found[one.submission] for one in claimed]
 
-    def _remember(self, submission: str, verdict: Verdict) -> None:
-        self._awaited[submission] = verdict
-        while len(self._awaited) > MAX_AWAITED:
-            self._awaited.popitem(last=False)
+    def _published(self, version: int) -> Mapping[int, str]:
+        """What the run has published from about `version` on; whatever is in here is in the log before the verdict.
 
-    def _published(self, claimed: Claimed) -> Mapping[int, str]:
-        """What the run has published; whatever is in here is in the log before the verdict."""
+        A policy is in the log before any worker can hear of it, and this is read after the submission came: whatever
+        an honest worker names is in here.
+        """
         with self._home.database.read() as connection:
-            return training.published_since(connection, claimed.version)
+            return training.published_since(connection, version)
 
     def _defer(self, claimed: Claimed) -> None:
         with self._home.database.write() as connection:
@@ -175,27 +169,23 @@ class Verifier:
             tokens=verdict.tokens,
             finding=verdict.finding,
             figures=verdict.figures,
+            totals=verdict.totals,
             rewards=verdict.rewards,
             group=group,
         )
 
-    def _record(self, claimed: Claimed, decision: Decision) -> None:
+    def _record(self, claimed: Claimed, decision: Decision, published: Mapping[int, str]) -> None:
         now = verdicts.clock()
         with self._home.database.write() as connection:
+            # Had a policy been logged meanwhile, an auditor would count it as published and find another verdict.
+            denies = decision.reason is Reason.WRONG_SEGMENTS
+            if denies and training.newest(connection) != max(published, default=None):
+                verdicts.defer(connection, claimed, until=now)
+                return
             stored = verdicts.record(connection, claimed, decision, spec=self._home.spec, now=now)
         if stored:
             why = f" ({decision.reason}: {decision.detail})" if decision.reason else ""
             log.info("slot %d/%d of %s… %s%s", claimed.version, claimed.slot, claimed.node[:8], decision.outcome, why)
-
-
-def _undecided(verdict: Verdict) -> Verdict:
-    """Whether an unpublished policy is a lie, or one that the trainer announced and could not record, is not known."""
-    return replace(
-        verdict,
-        outcome=Outcome.INDETERMINATE,
-        reason=Reason.VERIFIER_FAILED,
-        detail=f"Policy {verdict.awaits} is not in the log.",
-    )
 
 
 def _group(claimed: Claimed, verdict: Verdict) -> Group:

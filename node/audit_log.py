@@ -5,6 +5,7 @@ Pure: entries in, problems out. A problem is something that no honest coordinato
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,19 @@ from typing import Any
 
 import msgspec
 
-from node.protocol.admission import Figures, Finding, Outcome, judge
+from node.protocol.admission import (
+    DRIFT,
+    EVIDENCE,
+    GAIN,
+    Figures,
+    Finding,
+    Outcome,
+    judge,
+    judge_drift,
+    judge_group,
+    limit_of,
+)
+from node.protocol.evidence import STATISTICS, Drift, Total, Totals, follow
 from node.protocol.merkle import completed_nodes, leaf_hash, root
 from node.protocol.messages import MAX_ENTRY_BYTES, BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
@@ -21,6 +34,10 @@ from shardcast.errors import Malformed
 from shardcast.wire import decode
 
 _ENTRY: Any = LogEntry  # a union, which type checkers do not take for a type
+
+
+SAME = 1e-9
+"""Relative difference of two machines' logarithms, with much to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +128,7 @@ class _Checker:
         self._newest = -1
         self._step = -1
         self._judged: set[str] = set()
+        self._drifts: dict[str, Drift] = {}
         self._taken: set[tuple[int, int]] = set()
         self._admitted: dict[str, int] = {}
         self._used: set[str] = set()
@@ -150,7 +168,8 @@ class _Checker:
         if entry.submission in self._judged:
             self._note(index, "duplicate_verdict", f"Submission {entry.submission[:16]}… was judged before.")
         self._judged.add(entry.submission)
-        contradiction = _contradiction(entry, spec=self._spec)
+        drifted = self._drift_contradiction(entry)
+        contradiction = _contradiction(entry, spec=self._spec) or drifted
         if contradiction is not None:
             self._note(index, "contradictory_verdict", contradiction)
         if entry.outcome is Outcome.ADMITTED:
@@ -158,6 +177,24 @@ class _Checker:
                 self._note(index, "duplicate_admission", f"Slot {entry.version}/{entry.slot} was admitted before.")
             self._taken.add((entry.version, entry.slot))
             self._admitted[entry.submission] = entry.version
+
+    def _drift_contradiction(self, entry: VerdictEntry) -> str | None:
+        """Whether the node's slots so far bear out what the verdict says of them."""
+        claimed = entry.finding if entry.finding is not None and entry.finding.figure.endswith(DRIFT) else None
+        if entry.totals is None:
+            return None
+        limits = self._spec.limits
+        if not _is_possible(entry.totals, limits=limits):
+            return "Its totals are more than its values can sum up to."
+        if entry.outcome is not Outcome.ADMITTED and claimed is None:
+            return None
+        drift = self._drifts[entry.node] = follow(self._drifts.get(entry.node, Drift()), entry.totals, limits=limits)
+        found = judge_drift(drift, limits=limits)
+        if claimed is not None and (found is None or not same_finding(found, claimed)):
+            return f"Its {claimed.figure} of {claimed.value:g} is not what the node's slots show."
+        if found is not None and entry.outcome is Outcome.ADMITTED and found.value > found.limit * (1 + SAME):
+            return f"Admitted, although the node's {found.figure} is {found.value:g}, over {found.limit:g}."
+        return None
 
     def _check_batch(self, index: int, entry: BatchEntry) -> None:
         if entry.step <= self._step:
@@ -182,42 +219,66 @@ def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
         return "Not admitted, but without a reason or with rewards."
     if (entry.reason is Reason.VERIFIER_FAILED) != (entry.outcome is Outcome.INDETERMINATE):
         return f"Outcome {entry.outcome} for the reason {entry.reason}."
-    if entry.figures is not None or entry.finding is not None:
+    if (entry.figures, entry.totals, entry.finding) != (None, None, None):
         return _finding_contradiction(entry, spec=spec)
     return None
 
 
 def _finding_contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
-    """The finding may be any figure over its limit, of any row; `figures` are at least as bad."""
-    figures, finding = entry.figures, entry.finding
-    if figures is None or finding is None:
-        return "Figures without a finding, or a finding without figures."
+    """The finding may be any figure over its limit, of any row or of all together; the rest is at least as bad."""
+    figures, totals, finding = entry.figures, entry.totals, entry.finding
+    if figures is None or totals is None or finding is None:
+        return "Figures or totals without a finding, or a finding without them."
     if finding.reason is not entry.reason or not is_finding(finding, spec=spec):
         return f"Rejected as {entry.reason}, which its finding does not show."
-    if getattr(figures, finding.figure) < finding.value:
+    if finding.row is not None and getattr(figures, finding.figure) < finding.value:
         return f"Its {finding.figure} of {finding.value:g} is more than the worst of its figures."
+    if finding.row is None and finding.figure.endswith(EVIDENCE):
+        together = judge_group(totals, limits=spec.limits)
+        if together is None or not same_finding(together, finding):
+            return f"Its {finding.figure} of {finding.value:g} is not what its totals show."
     return None
+
+
+def _is_possible(totals: Totals, *, limits: LimitsSpec) -> bool:
+    """Whether so many values, each cut to the largest of its level, can sum up to so much."""
+    for name in STATISTICS:
+        level, seen = getattr(limits.honest, name), getattr(totals, name)
+        if level is None:
+            if seen != Total():
+                return False
+        elif seen.sum > seen.count * level.largest + SAME * max(1.0, seen.count * abs(level.largest)):
+            return False
+    return True
 
 
 def is_finding(finding: Finding, *, spec: RunSpec) -> bool:
     """Whether this row can exist, and this value of this figure is over this limit for this reason."""
-    if not 0 <= finding.row < spec.sampling.group_size:
+    if finding.row is None:
+        if not finding.figure.endswith((EVIDENCE, DRIFT, GAIN)):
+            return False
+    elif finding.figure not in Figures.__struct_fields__ or not 0 <= finding.row < spec.sampling.group_size:
         return False
-    return judge_one(finding.figure, finding.value, limits=spec.limits) == msgspec.structs.replace(finding, row=0)
+    try:
+        reason, limit = limit_of(finding.figure, spec.limits)
+    except KeyError:
+        return False
+    return (finding.reason, finding.limit) == (reason, limit) and finding.value > limit
 
 
-def judge_one(figure: str, value: float, *, limits: LimitsSpec) -> Finding | None:
-    """What follows where `figure` has `value` and all else is right, as of row 0; None too for no such figure."""
-    if figure not in Figures.__struct_fields__:
-        return None
-    right = dict.fromkeys(Figures.__struct_fields__, 0.0)
-    return judge([Figures(**(right | {figure: value}))], limits=limits)
+def same_finding(ours: Finding, theirs: Finding) -> bool:
+    """Whether two findings from the same totals are one: logarithms differ in the last place between machines."""
+    return msgspec.structs.replace(ours, value=theirs.value) == theirs and math.isclose(
+        ours.value, theirs.value, rel_tol=SAME
+    )
 
 
 def _admission_contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
     if entry.reason is not None or entry.finding is not None or entry.figures is None or entry.rewards is None:
         return "Admitted with a reason or a finding, or without figures or rewards."
-    finding = judge([entry.figures], limits=spec.limits)
+    if entry.totals is None:
+        return "Admitted without totals."
+    finding = judge([entry.figures], limits=spec.limits) or judge_group(entry.totals, limits=spec.limits)
     if finding is not None:
         return f"Admitted, but its {finding.figure} of {finding.value:g} is over the limit of {finding.limit:g}."
     if len(entry.rewards) != spec.sampling.group_size or not all(0 <= reward <= 1 for reward in entry.rewards):

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
 import msgspec
 import torch
 from torch import Tensor
 
+from node.proofs import Distances, verify_proofs
+from node.protocol.admission import EVIDENCE, Figures
+from node.protocol.evidence import Totals, evidences, sketch_value, total
 from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import LimitsSpec, ProofSpec
 from node.sampling import appraise
-from toploc import VerificationResult, verify_chunk_proofs
 from toploc.errors import BadProof, WrongProofCount
 
 MAX_LOGITS = 2**24
@@ -59,16 +63,79 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a span's policy says of it: the worst of its proofs, and two numbers for each token.
+    """What a span's policy says of it: of each of its proofs, and of each token.
 
-    `logprobs` are the recomputed ones; `margins` say by how much each token lost against the forced one.
+    `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_distances` of each token;
+    each is empty where the run's proofs do not have it. `logprobs` are the recomputed ones; `margins` say by how
+    much each token lost against the forced one.
     """
 
-    exponent_mismatches: float
-    mantissa_mean: float
-    mantissa_median: float
+    exponent_mismatches: list[float]
+    mantissa_means: list[float]
+    mantissa_medians: list[float]
+    sketch_distances: list[float]
     logprobs: list[float]
     margins: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviations:
+    """Every number by which a rollout differs from what its policies say: of each chunk, and of each token.
+
+    `errors` are |submitted - recomputed log-probability|; the others as in `SpanMeasured`.
+    """
+
+    exponent_mismatches: Sequence[float]
+    mantissa_means: Sequence[float]
+    mantissa_medians: Sequence[float]
+    sketch_distances: Sequence[float]
+    margins: Sequence[float]
+    errors: Sequence[float]
+
+    @staticmethod
+    def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float]) -> Deviations:
+        """From a rollout's spans in their order, and the log-probabilities that it was sent with."""
+
+        def joined(name: str) -> list[float]:
+            return [value for span in spans for value in getattr(span, name)]
+
+        return Deviations(
+            exponent_mismatches=joined("exponent_mismatches"),
+            mantissa_means=joined("mantissa_means"),
+            mantissa_medians=joined("mantissa_medians"),
+            sketch_distances=joined("sketch_distances"),
+            margins=joined("margins"),
+            errors=[abs(ours - theirs) for ours, theirs in zip(joined("logprobs"), logprobs, strict=True)],
+        )
+
+    @property
+    def statistics(self) -> dict[str, Sequence[float]]:
+        """What is summed up, by `node.protocol.evidence.STATISTICS`."""
+        return {
+            "exponents": self.exponent_mismatches,
+            "mantissa": self.mantissa_means,
+            "sketch": [sketch_value(distance) for distance in self.sketch_distances],
+            "margin": self.margins,
+            "logprob": self.errors,
+        }
+
+    def totals(self, limits: LimitsSpec) -> Totals:
+        """What the values sum up to under the run's levels."""
+        return Totals(**{name: total(values, getattr(limits.honest, name)) for name, values in self.statistics.items()})
+
+    def figures(self, limits: LimitsSpec) -> Figures:
+        """What the rollout is judged by."""
+        sketch = self.statistics["sketch"]
+        return Figures(
+            exponent_mismatches=worst_of(self.exponent_mismatches or [0.0]),
+            mantissa_mean=worst_of(self.mantissa_means or [0.0]),
+            mantissa_median=worst_of(self.mantissa_medians or [0.0]),
+            token_margin=worst_of(self.margins),
+            margin_mean=worst_of([sum(self.margins) / len(self.margins)]),
+            logprob_error=worst_of(self.errors),
+            sketch_distance=math.exp(sum(sketch) / len(sketch)) if sketch else 0.0,
+            **{f"{name}{EVIDENCE}": nats for name, nats in evidences(self.totals(limits), limits=limits)},
+        )
 
 
 Head = Callable[[Tensor], Tensor]
@@ -82,8 +149,7 @@ def measure_states(
     *,
     vocabulary: int,
     temperature: float,
-    chunk_tokens: int,
-    top_k: int,
+    proofs: ProofSpec,
 ) -> list[SpanMeasured | Refusal]:
     """For each span what its hidden states say: `states` [tokens, hidden] each, that its tokens were chosen from.
 
@@ -93,25 +159,34 @@ def measure_states(
     if [len(own) for own in states] != [span.tokens for span in spans]:
         raise ValueError("the hidden states are not one for each token of each span")
     logprobs, margins = _appraised(spans, states, head, vocabulary=vocabulary, temperature=temperature)
-    proofs = _check_proofs(spans, states, chunk_tokens=chunk_tokens, top_k=top_k)
-    ends = list(accumulate(span.tokens for span in spans))
+    ends = accumulate(span.tokens for span in spans)
     return [
-        proof
-        if isinstance(proof, Refusal)
-        else SpanMeasured(
-            exponent_mismatches=worst_of(result.exp_mismatches for result in proof),
-            mantissa_mean=worst_of(result.mant_err_mean for result in proof),
-            mantissa_median=worst_of(result.mant_err_median for result in proof),
-            logprobs=logprobs[end - span.tokens : end],
-            margins=margins[end - span.tokens : end],
-        )
-        for span, end, proof in zip(spans, ends, proofs, strict=True)
+        found
+        if isinstance(found, Refusal)
+        else _measured(found, logprobs[end - span.tokens : end], margins[end - span.tokens : end])
+        for span, end, found in zip(spans, ends, _check_proofs(spans, states, proofs=proofs), strict=True)
     ]
+
+
+def _measured(chunks: Sequence[Distances], logprobs: list[float], margins: list[float]) -> SpanMeasured:
+    toploc = [chunk.toploc for chunk in chunks if chunk.toploc is not None]
+    return SpanMeasured(
+        exponent_mismatches=[_finite(one.exp_mismatches) for one in toploc],
+        mantissa_means=[_finite(one.mant_err_mean) for one in toploc],
+        mantissa_medians=[_finite(one.mant_err_median) for one in toploc],
+        sketch_distances=[_finite(value) for chunk in chunks for value in chunk.sketch],
+        logprobs=logprobs,
+        margins=margins,
+    )
 
 
 def worst_of(values: Iterable[float]) -> float:
     """The largest value; NOT_FINITE if one is not (`max` alone would let a NaN hide behind its neighbours)."""
-    return max(float(value) if math.isfinite(value) else NOT_FINITE for value in values)
+    return max(map(_finite, values))
+
+
+def _finite(value: float) -> float:
+    return float(value) if math.isfinite(value) else NOT_FINITE
 
 
 def _appraised(
@@ -135,23 +210,24 @@ def _appraised(
 
 
 def _check_proofs(
-    spans: Sequence[Span], states: Sequence[Tensor], *, chunk_tokens: int, top_k: int
-) -> list[list[VerificationResult] | Refusal]:
+    spans: Sequence[Span], states: Sequence[Tensor], *, proofs: ProofSpec
+) -> list[list[Distances] | Refusal]:
     """The distances of each span's chunks from its proofs; faults are found again span by span."""
-    chunks = [list(torch.split(own.bfloat16(), chunk_tokens)) for own in states]
+    chunks = [list(torch.split(own.bfloat16(), proofs.chunk_tokens)) for own in states]
     if any(len(span.proofs) != len(own) for span, own in zip(spans, chunks, strict=True)):
-        return [_check_span(span, own, top_k=top_k) for span, own in zip(spans, chunks, strict=True)]
+        return [_check_span(span, own, proofs=proofs) for span, own in zip(spans, chunks, strict=True)]
+    seeds = [span.seed for span in spans for _ in span.proofs]
     try:
-        proofs = list(chain.from_iterable(span.proofs for span in spans))
-        results = iter(verify_chunk_proofs(list(chain.from_iterable(chunks)), proofs, top_k))
+        sent = list(chain.from_iterable(span.proofs for span in spans))
+        results = iter(verify_proofs(list(chain.from_iterable(chunks)), seeds, sent, spec=proofs))
     except BadProof:
-        return [_check_span(span, own, top_k=top_k) for span, own in zip(spans, chunks, strict=True)]
+        return [_check_span(span, own, proofs=proofs) for span, own in zip(spans, chunks, strict=True)]
     return [list(islice(results, len(own))) for own in chunks]
 
 
-def _check_span(span: Span, chunks: list[Tensor], *, top_k: int) -> list[VerificationResult] | Refusal:
+def _check_span(span: Span, chunks: list[Tensor], *, proofs: ProofSpec) -> list[Distances] | Refusal:
     try:
-        return verify_chunk_proofs(chunks, span.proofs, top_k)
+        return verify_proofs(chunks, [span.seed] * len(chunks), span.proofs, spec=proofs)
     except WrongProofCount:
         detail = (
             f"Row {span.row} has {len(span.proofs)} proofs from position {span.position} on, {len(chunks)} are due."

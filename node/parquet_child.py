@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from node.parquet import METADATA, SCHEMA, SEED_BYTES, write_columns
+from node.parquet_footer import Levels, check_columns
 from node.parquet_frames import MAX_DETAIL, READY, Answer, Shape, receive_frame, send_frame
 from node.protocol.reasons import Reason, Refusal
 
@@ -28,7 +29,6 @@ MAGIC = b"PAR1"
 MIN_FILE_BYTES = 12
 MAX_FOOTER_BYTES = 64 * 1024
 MAX_THRIFT_ITEMS = 16 * 1024
-CODECS = frozenset({"UNCOMPRESSED", "SNAPPY", "ZSTD"})
 MAX_FILE_DESCRIPTORS = 16
 MAX_BODY_BYTES = 2**31 - 1
 MAX_SHAPE_BYTES = 1024
@@ -49,12 +49,17 @@ _SAMPLE = write_columns(
 )
 _SAMPLE_SHAPE = Shape(rows=1, prompt_tokens=2, completion_tokens=1, segments=1, proofs=1, proof_bytes=5)
 _EXPECTED_COLUMNS = pq.read_metadata(pa.BufferReader(_SAMPLE)).schema
-_EXPECTED_PATHS = [_EXPECTED_COLUMNS.column(index).path for index in range(len(_EXPECTED_COLUMNS.names))]
+_EXPECTED_LEAVES = [_EXPECTED_COLUMNS.column(index) for index in range(len(_EXPECTED_COLUMNS.names))]
+_EXPECTED_PATHS = [leaf.path for leaf in _EXPECTED_LEAVES]
+_EXPECTED_LEVELS = [
+    Levels(leaf.max_repetition_level, leaf.max_definition_level, leaf.physical_type == "BYTE_ARRAY")
+    for leaf in _EXPECTED_LEAVES
+]
 
 
 def parse(body: bytes, *, shape: Shape) -> list[dict[str, Any]]:
     """The rows of `body` as dictionaries with the fields of a Rollout; raise Refusal."""
-    _check_frame(body)
+    footer = _check_frame(body)
     try:
         # Pre-buffering and threads would read ahead of the checks below, and outside of this thread.
         file = pq.ParquetFile(
@@ -65,6 +70,8 @@ def parse(body: bytes, *, shape: Shape) -> list[dict[str, Any]]:
             thrift_container_size_limit=MAX_THRIFT_ITEMS,
         )
         _check_metadata(file, shape=shape)
+        check_columns(footer, levels=_EXPECTED_LEVELS)
+        _check_columns(file.metadata.row_group(0), shape=shape)
         table = file.read(use_threads=False)
         table.validate(full=True)
         return _rows(table, shape=shape)
@@ -73,13 +80,14 @@ def parse(body: bytes, *, shape: Shape) -> list[dict[str, Any]]:
         raise Refusal(Reason.NOT_PARQUET, f"Reading it ends in {type(error).__name__}.") from error
 
 
-def _check_frame(body: bytes) -> None:
-    """Magic at both ends, and a footer that is present and small."""
+def _check_frame(body: bytes) -> bytes:
+    """Magic at both ends, and a footer that is present and small, which is returned."""
     if len(body) < MIN_FILE_BYTES or body[:4] != MAGIC or body[-4:] != MAGIC:
         raise Refusal(Reason.NOT_PARQUET, f"{len(body)} bytes that do not begin and end with PAR1.")
     footer_bytes = int.from_bytes(body[-8:-4], "little")
     if footer_bytes > min(MAX_FOOTER_BYTES, len(body) - MIN_FILE_BYTES):
         raise Refusal(Reason.NOT_PARQUET, f"A footer of {footer_bytes} bytes in a file of {len(body)}.")
+    return body[-8 - footer_bytes : -8]
 
 
 def _check_metadata(file: pq.ParquetFile, *, shape: Shape) -> None:
@@ -98,7 +106,6 @@ def _check_metadata(file: pq.ParquetFile, *, shape: Shape) -> None:
         raise Refusal(Reason.WRONG_GROUP_SIZE, f"{metadata.num_rows} rows where {shape.rows} were leased.")
     if metadata.num_row_groups != 1:
         raise Refusal(Reason.NOT_PARQUET, f"It has {metadata.num_row_groups} row groups; write one.")
-    _check_columns(metadata.row_group(0), shape=shape)
 
 
 def _check_columns(group: pq.RowGroupMetaData, *, shape: Shape) -> None:
@@ -106,8 +113,6 @@ def _check_columns(group: pq.RowGroupMetaData, *, shape: Shape) -> None:
         raise Refusal(Reason.NOT_PARQUET, f"{group.num_rows} rows in a group of {shape.rows}.")
     for index, items in enumerate(_items_per_row(shape)):
         column = group.column(index)
-        if column.file_path or column.compression not in CODECS:
-            raise Refusal(Reason.NOT_PARQUET, f"Column {index} is elsewhere, or is not plain, snappy or zstd.")
         # An empty list still takes one entry.
         most = shape.rows * max(1, items)
         if not 0 <= column.num_values <= most:

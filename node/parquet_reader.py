@@ -137,7 +137,8 @@ class ParquetReader:
                 send_frame(child.stdin, data)
                 reply = receive_frame(child.stdout, max_bytes=_max_answer_bytes(shape))
                 return self._decode(reply)
-            except (OSError, EOFError, BrokenFrame, msgspec.DecodeError) as error:
+            # msgspec lets the codec's own error through where a MessagePack string is not UTF-8.
+            except (OSError, EOFError, BrokenFrame, msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._end_child()
                 raise _death_of(child, expired=expired.is_set(), cause=error) from error
 
@@ -249,7 +250,7 @@ def _shape_of(spec: RunSpec) -> Shape:
         completion_tokens=2 * sampling.max_new_tokens + 16,
         segments=2 * (sampling.max_version_lead + 1) + 16,
         proofs=2 * proofs + 16,
-        proof_bytes=2 * proof_bytes(spec.proofs.top_k) + 16,
+        proof_bytes=2 * proof_bytes(spec.proofs, tokens=spec.proofs.chunk_tokens) + 16,
     )
 
 

@@ -5,16 +5,15 @@
                    "config": the model's configuration, JSON; only the fields its own class declares
                    "tokenizer": tokenizer.json; "tokenizer_config": {"eos_token", "pad_token", "unk_token"}
 
-A file comes from a stranger and is data, never code: only the families below are built, from this machine's
-transformers; a configuration names no kernel, no repository and no class. Sizes are compared before memory is
-taken, so a file makes a reader allocate about as much as it weighs itself. What a loaded policy is worth, or
+A file comes from a stranger and is data, never code: only the families in `node.policy_config` are built, from this
+machine's transformers; a configuration names no kernel, no repository and no class. Sizes are compared before memory
+is taken, so a file makes a reader allocate about as much as it weighs itself. What a loaded policy is worth, or
 whether it is the run's, is for the manifest to say.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -28,86 +27,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from node.policy_config import DTYPES, FAMILIES, parse_config, render_config
+from node.policy_errors import MalformedPolicy, UnreadablePolicy
 
 FORMAT = "policy/1"
-FAMILIES = frozenset({"llama", "mistral", "olmo2", "qwen2", "qwen3"})
-"""Model types that are built: full attention with rotary positions, and logits = output embedding of the final norm."""
-
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit; a tokenizer.json takes most of it (tens of MB for large vocabularies)."""
-MAX_CONFIG_BYTES = 64 * 1024
-MAX_NUMBER = 2**24
-"""No size, count or token id of a configuration is larger."""
-MAX_LAYERS = 1024
-MAX_MESSAGE = 1000
-"""Characters of an error's sentence: part of it may be what a stranger wrote."""
-
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_ROPE_FIELDS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-}
-"""Of each kind of rotary positions, the numbers that it needs besides its base.
-
-No others are taken, because engines look for more: vLLM makes other positions of `use_fope` or `rope_dim`, where
-transformers warns of a field that it does not know. Two engines would then hold two models.
-"""
-_YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
-"""What `yarn` may have besides."""
-_ACTIVATION = "silu"
-"""Of every family. Another name may have transformers look for a kernel, and vLLM knows no other here."""
 _METADATA = frozenset({"format", "veriswarm", "config", "tokenizer", "tokenizer_config"})
-# Declared by every configuration, and either another task's or a caller's way to ask for outputs.
-_NOT_STORED = frozenset(
-    {
-        "architectures",
-        "chunk_size_feed_forward",
-        "id2label",
-        "is_encoder_decoder",
-        "label2id",
-        "output_hidden_states",
-        "problem_type",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
-)
-
-
-class PolicyError(Exception):
-    """Base of the two below; `code` is stable across releases."""
-
-    code = "policy_error"
-
-    def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message[:MAX_MESSAGE])
-        if code is not None:
-            self.code = code
-
-
-class MalformedPolicy(PolicyError):
-    """The file is not a policy that this version builds: whoever made it is at fault, or this node is outdated.
-
-    Codes: not_safetensors, oversized_header, wrong_metadata, bad_config, unsupported_model, bad_tokenizer,
-    wrong_tensors, broken_model.
-    """
-
-    code = "malformed_policy"
-
-
-class UnreadablePolicy(PolicyError):
-    """This machine could not read the file."""
-
-    code = "unreadable"
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,16 +78,24 @@ class Policy(Blueprint):
 
 
 def render_prompt(policy: Blueprint, text: str) -> list[int]:
-    """The token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds."""
-    ids: list[int] = policy.tokenizer(text)["input_ids"]
-    return ids
+    """The token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds.
+
+    Raises MalformedPolicy where the tokenizer fails at it.
+    """
+    with _tokenizing():
+        ids: list[int] = policy.tokenizer(text)["input_ids"]
+        return ids
 
 
 def render_completion(policy: Blueprint, ids: list[int]) -> str:
-    """The text of a completion without its end mark; ids that the tokenizer has no entry for are dropped."""
+    """The text of a completion without its end mark; ids that the tokenizer has no entry for are dropped.
+
+    Raises MalformedPolicy where the tokenizer fails at it.
+    """
     kept = [token for token in ids if token not in policy.eos_ids]
-    text: str = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
-    return text
+    with _tokenizing():
+        text: str = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
+        return text
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
@@ -170,7 +106,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path
     tensors = dict(sorted(_stored(model).items()))
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a {model.config.model_type} model does not travel")
-    if {tensor.dtype for tensor in tensors.values()} != {model.dtype} or str(model.dtype)[6:] not in _DTYPES.values():
+    if {tensor.dtype for tensor in tensors.values()} != {model.dtype} or str(model.dtype)[6:] not in DTYPES.values():
         raise ValueError("a policy's tensors have one dtype: float32, bfloat16 or float16")
     header = _header(tensors, _metadata(model, tokenizer))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -233,7 +169,7 @@ def _read_blueprint(file: Any) -> tuple[Blueprint, PreTrainedModel]:
     if set(metadata) != _METADATA or metadata["veriswarm"] != FORMAT:
         raise MalformedPolicy(f"its metadata is not that of {FORMAT}", code="wrong_metadata")
     shapes, stored = _declared(file)
-    config = _parse_config(metadata["config"], tensors=len(shapes))
+    config = parse_config(metadata["config"], tensors=len(shapes))
     if config.dtype != stored:
         raise MalformedPolicy(f"holds {stored}, but its configuration says {config.dtype}", code="wrong_tensors")
     tokenizer = _parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
@@ -253,13 +189,11 @@ def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    values = model.config.to_dict() | {"dtype": str(model.dtype)[6:]}
-    config = {name: values[name] for name in _config_fields(type(model.config)) if name in values}
     # Padding and truncation are how some earlier call used the tokenizer, not what it is.
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     marks = {name: getattr(tokenizer, name) for name in TokenizerConfig.__struct_fields__}
     return {
-        "config": json.dumps(config | {"model_type": model.config.model_type}, sort_keys=True),
+        "config": render_config(model),
         "format": "pt",
         "tokenizer": json.dumps(backend, ensure_ascii=False, separators=(",", ":")),
         "tokenizer_config": json.dumps(marks, ensure_ascii=False, sort_keys=True),
@@ -269,7 +203,7 @@ def _metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dic
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """The safetensors header. Written here because that package's own order of metadata varies between calls."""
-    names = {str(getattr(torch, dtype)): name for name, dtype in _DTYPES.items()}
+    names = {str(getattr(torch, dtype)): name for name, dtype in DTYPES.items()}
     entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -300,106 +234,39 @@ def _declared(file: Any) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
     """The shapes and the one dtype that the header declares; nothing is read yet."""
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     dtypes = {part.get_dtype() for part in slices.values()}
-    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
-        raise MalformedPolicy(
-            f"tensors have one dtype of {sorted(_DTYPES)}, not {sorted(dtypes)}", code="wrong_tensors"
-        )
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        raise MalformedPolicy(f"tensors have one dtype of {sorted(DTYPES)}, not {sorted(dtypes)}", code="wrong_tensors")
     shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    return shapes, getattr(torch, _DTYPES[dtypes.pop()])
-
-
-def _config_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """The fields a configuration may set: declared ones, so not `auto_map`, a kernel's or a quantizer's name."""
-    return frozenset(field.name for field in dataclasses.fields(config_class)) - _NOT_STORED
-
-
-def _parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
-    values = _decode_config(text)
-    family = values.pop("model_type", None)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise MalformedPolicy(f"is of a family that is not built here: {str(family)[:100]!r}", code="unsupported_model")
-    config_class: type[PreTrainedConfig] = CONFIG_MAPPING[family]
-    unknown = sorted(values.keys() - _config_fields(config_class))
-    if unknown:
-        raise MalformedPolicy(f"its configuration sets {unknown[0][:100]!r}", code="bad_config")
-    if values.get("dtype") not in _DTYPES.values():
-        raise MalformedPolicy("its configuration names no dtype", code="bad_config")
-    layers = values.get("num_hidden_layers")
-    if not isinstance(layers, int) or not 1 <= layers <= min(MAX_LAYERS, tensors):
-        raise MalformedPolicy(f"{tensors} tensors are not {layers} layers", code="bad_config")
-    try:
-        config = config_class(**values)
-    except Exception as error:
-        raise MalformedPolicy(f"its configuration is refused: {error}", code="bad_config") from error
-    _check_attention(config)
-    if getattr(config, "hidden_act", None) != _ACTIVATION:
-        raise MalformedPolicy(f"its activation is not {_ACTIVATION}", code="unsupported_model")
-    return config
-
-
-def _decode_config(text: str) -> dict[str, Any]:
-    if len(text) > MAX_CONFIG_BYTES:
-        raise MalformedPolicy(f"its configuration has more than {MAX_CONFIG_BYTES} bytes", code="bad_config")
-    try:
-        values = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise MalformedPolicy(f"its configuration is not JSON: {error}", code="bad_config") from error
-    _check_values(values, depth=2)
-    return values
-
-
-def _check_values(value: object, *, depth: int) -> None:
-    """Numbers that are sizes stay sizes that fit; containers nest twice at most (`rope_parameters`)."""
-    if isinstance(value, dict | list):
-        if depth == 0:
-            raise MalformedPolicy("its configuration nests too deep", code="bad_config")
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_values(item, depth=depth - 1)
-    elif isinstance(value, int) and not 0 <= value <= MAX_NUMBER:
-        raise MalformedPolicy(f"its configuration has {str(value)[:30]}, at most {MAX_NUMBER} fits", code="bad_config")
-
-
-def _check_attention(config: PreTrainedConfig) -> None:
-    """Refuse what makes a token's hidden state depend on more than the tokens before it, or on fewer.
-
-    Frequencies that change with the length of the batch would tell decoding and prefill apart, and so honest
-    workers from the verifier; windows are not what the engines' masks describe.
-    """
-    _check_positions(getattr(config, "rope_parameters", None) or {})
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
-        raise MalformedPolicy("its attention is not full in each layer", code="unsupported_model")
-
-
-def _check_positions(rope: Mapping[str, Any]) -> None:
-    kind = rope.get("rope_type")
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        raise MalformedPolicy(f"its positions are not one of {sorted(_ROPE_FIELDS)}", code="unsupported_model")
-    needed = _ROPE_FIELDS[kind] | {"rope_theta"}
-    unknown = sorted(rope.keys() - needed - {"rope_type"} - (_YARN_FIELDS if kind == "yarn" else frozenset()))
-    if unknown:
-        raise MalformedPolicy(f"its {kind} positions set {unknown[0][:100]!r}", code="unsupported_model")
-    if not needed <= rope.keys():
-        raise MalformedPolicy(f"its {kind} positions lack a number", code="bad_config")
-    for name in rope.keys() - {"rope_type", "truncate"}:
-        number = rope[name]
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-            raise MalformedPolicy(f"its {kind} positions have {str(number)[:30]!r} for {name!r}", code="bad_config")
+    return shapes, getattr(torch, DTYPES[dtypes.pop()])
 
 
 def _parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:
-    try:
+    with _tokenizing():
         config = msgspec.json.decode(marks, type=TokenizerConfig)
         backend = Tokenizer.from_str(text)
+        entries = backend.get_vocab(with_added_tokens=True)
+        if max(entries.values(), default=-1) >= vocabulary:
+            raise MalformedPolicy("its tokenizer has ids that the model has not", code="bad_tokenizer")
+        named = {name: mark for name, mark in msgspec.structs.asdict(config).items() if mark is not None}
+        if not named.keys() >= {"eos_token"} or not set(named.values()) <= entries.keys():
+            raise MalformedPolicy("its tokenizer has no entry for an end or padding mark", code="bad_tokenizer")
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **named)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _tokenizing() -> Iterator[None]:
+    """Whatever a policy's tokenizer does to the library that runs it, as MalformedPolicy."""
+    try:
+        yield
+    except MalformedPolicy:
+        raise
     except Exception as error:
         raise MalformedPolicy(f"its tokenizer is refused: {error}", code="bad_tokenizer") from error
-    entries = backend.get_vocab(with_added_tokens=True)
-    if max(entries.values(), default=-1) >= vocabulary:
-        raise MalformedPolicy("its tokenizer has ids that the model has not", code="bad_tokenizer")
-    named = {name: mark for name, mark in msgspec.structs.asdict(config).items() if mark is not None}
-    if not named.keys() >= {"eos_token"} or not set(named.values()) <= entries.keys():
-        raise MalformedPolicy("its tokenizer has no entry for an end or padding mark", code="bad_tokenizer")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)  # type: ignore[no-untyped-call]
+    except BaseException as error:
+        # A panic of Rust code is no Exception, and its class can be imported from nowhere. It would end the process.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise MalformedPolicy("its tokenizer makes the library panic", code="bad_tokenizer") from error
 
 
 def _eos_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from node.measurement import Span, SpanMeasured, measure_states, worst_of
+from node.measurement import Deviations, Span, SpanMeasured, measure_states
 from node.parquet_reader import VerifierFailed
 from node.policy import Blueprint, Policy, load_policy
 from node.protocol.admission import Figures
+from node.protocol.evidence import Totals
 from node.protocol.reasons import Refusal
-from node.protocol.run import RunSpec
+from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout, chunk_count
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,12 @@ MAX_BATCH_TOKENS = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the prefill says of each rollout: the figures to judge, and the log-probabilities to train on."""
+    """What the prefill says of each rollout: the figures to judge, what they sum up to, and the log-probabilities to
+    train on.
+    """
 
     figures: list[Figures]
+    totals: list[Totals]
     logprobs: list[list[float]]
 
 
@@ -86,8 +90,21 @@ class TransformersPrefill:
         self._policy = policy
 
     @property
+    def policy(self) -> Policy:
+        """The policy, weights and all."""
+        return self._policy
+
+    @property
     def blueprint(self) -> Blueprint:
         return self._policy
+
+    def states(self, spans: Sequence[Span]) -> list[Tensor]:
+        """For each span the hidden states that its tokens were chosen from, [tokens, hidden]."""
+        found: dict[int, Tensor] = {}
+        with torch.inference_mode():
+            for batch in _batches(spans):
+                found.update(zip(batch, self._hidden_states([spans[index] for index in batch]), strict=True))
+        return [found[index] for index in range(len(spans))]
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
         """As `Prefill.measure`, in forward passes of spans of similar length."""
@@ -102,8 +119,7 @@ class TransformersPrefill:
                     head,
                     vocabulary=self._policy.vocabulary,
                     temperature=spec.sampling.temperature,
-                    chunk_tokens=spec.proofs.chunk_tokens,
-                    top_k=spec.proofs.top_k,
+                    proofs=spec.proofs,
                 )
                 results.update(zip(batch, measured, strict=True))
         return [results[index] for index in range(len(spans))]
@@ -202,8 +218,12 @@ class Measuring:
         """What the policies say of a group's rows, in their order, or why they say nothing."""
         if group in self._ended:
             return self._ended[group]
-        rows = [_joined(rollout, self._measured[group, row]) for row, rollout in self._groups[group].items()]
-        return Measured(figures=[figures for figures, _ in rows], logprobs=[logprobs for _, logprobs in rows])
+        limits = self._spec.limits
+        rows = [
+            _joined(rollout, self._measured[group, row], limits=limits) for row, rollout in self._groups[group].items()
+        ]
+        figures, totals, logprobs = (list(column) for column in zip(*rows, strict=True))
+        return Measured(figures=figures, totals=totals, logprobs=logprobs)
 
 
 def spans_of(rollout: Rollout, *, row: int, chunk_tokens: int) -> Iterator[tuple[int, Span]]:
@@ -240,18 +260,10 @@ def own_faults(what: str) -> Iterator[None]:
         raise VerifierFailed(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
-def _joined(rollout: Rollout, measured: Mapping[int, SpanMeasured]) -> tuple[Figures, list[float]]:
-    """A rollout's figures and recomputed log-probabilities, from its segments by their first positions."""
+def _joined(
+    rollout: Rollout, measured: Mapping[int, SpanMeasured], *, limits: LimitsSpec
+) -> tuple[Figures, Totals, list[float]]:
+    """A rollout's figures, totals and recomputed log-probabilities, from its segments by their first positions."""
     spans = [measured[position] for position in sorted(measured)]
-    logprobs = [value for span in spans for value in span.logprobs]
-    margins = [value for span in spans for value in span.margins]
-    errors = [abs(ours - theirs) for ours, theirs in zip(logprobs, rollout.logprobs, strict=True)]
-    figures = Figures(
-        exponent_mismatches=worst_of(span.exponent_mismatches for span in spans),
-        mantissa_mean=worst_of(span.mantissa_mean for span in spans),
-        mantissa_median=worst_of(span.mantissa_median for span in spans),
-        token_margin=worst_of(margins),
-        margin_mean=worst_of([sum(margins) / len(margins)]),
-        logprob_error=worst_of(errors),
-    )
-    return figures, logprobs
+    deviations = Deviations.of(spans, rollout.logprobs)
+    return deviations.figures(limits), deviations.totals(limits), [value for span in spans for value in span.logprobs]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -48,6 +48,15 @@ class Peaks:
     scores: Tensor
     largest: Tensor
     exponentials: Tensor
+
+
+class Choose(Protocol):
+    """`choose`, or another rule in its place."""
+
+    def __call__(
+        self, logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float
+    ) -> Choice:
+        """As `choose`."""
 
 
 def choose(logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float) -> Choice:

@@ -22,14 +22,15 @@ from node.environments import Environment, Problem
 from node.parquet_reader import ParquetReader, VerifierFailed
 from node.policy import Blueprint, render_completion, render_prompt
 from node.prefill import Measured, Measuring, Prefill, own_faults
-from node.protocol.admission import Figures, Finding, Outcome, judge, worst
+from node.proofs import check_proofs
+from node.protocol.admission import Figures, Finding, Outcome, judge, judge_group, worst
+from node.protocol.evidence import Totals, add
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
-from node.protocol.submission import Expected, Rollout, Unpublished, check_rollouts
-from toploc import field as proof_field
-from toploc import wire as proof_wire
-from toploc.errors import BadModulus, BadProof
+from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_sizes
+from node.second_look import Look, at_doubt, look_again
+from toploc.errors import BadProof
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,10 @@ class Verdict:
     """The decision about one submission, and everything that follows from it.
 
     `row_figures` are those of the rows that were measured, by row: of all, unless one that was measured first
-    failed. `figures` is the worst of each over them; both are None where a check that needs no model refused.
+    failed. `figures` is the worst of each over them, `totals` what they sum up to; all three are None where a check
+    that needs no model refused.
     `rollouts`, `logprobs` (recomputed ones: the submitted are compared, then dropped) and `rewards` are there only
-    for `admitted`. `awaits` is set for a rejection that would not hold if the run published this version: whoever
-    knows that it may still come waits for it.
+    for `admitted`.
     """
 
     outcome: Outcome
@@ -59,10 +60,10 @@ class Verdict:
     finding: Finding | None = None
     detail: str = ""
     figures: Figures | None = None
+    totals: Totals | None = None
     row_figures: Mapping[int, Figures] | None = None
     rewards: tuple[float, ...] | None = None
     tokens: int = 0
-    awaits: int | None = None
     rollouts: list[Rollout] | None = None
     logprobs: list[list[float]] | None = None
 
@@ -144,20 +145,25 @@ async def verify(
     published: Collection[int],
     rules: Rules,
     probe: Probe = secrets.randbelow,
+    look: Look = at_doubt,
 ) -> Verdict:
     """The verdict on a submission as it arrived; never raises on account of it. Arguments as `Claim`, `decide_many`.
 
     Raises PolicyAway.
     """
-    read = partial(reader.read, body, spec=rules.spec)
-    rollouts = await asyncio.to_thread(_guarded, read, tokens=0)
+    rollouts = await read(body, reader=reader, spec=rules.spec)
     if isinstance(rollouts, Verdict):
         return rollouts
     claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, rollouts=rollouts)
-    (verdict,) = await decide_many([claim], policies=policies, published=published, rules=rules, probe=probe)
+    (verdict,) = await decide_many([claim], policies=policies, published=published, rules=rules, probe=probe, look=look)
     if isinstance(verdict, PolicyAway):
         raise verdict
     return verdict
+
+
+async def read(body: bytes | Path, *, reader: ParquetReader, spec: RunSpec) -> list[Rollout] | Verdict:
+    """The rollouts of a submission as it arrived, or the verdict that it cannot be read."""
+    return await asyncio.to_thread(_guarded, partial(reader.read, body, spec=spec), tokens=0)
 
 
 async def decide_many(
@@ -167,17 +173,18 @@ async def decide_many(
     published: Collection[int],
     rules: Rules,
     probe: Probe = secrets.randbelow,
+    look: Look = at_doubt,
 ) -> list[Verdict | PolicyAway]:
     """For each claim a verdict in the order of section 7, or the policy that it could not be measured under.
 
-    `published` are the versions that the run has published so far, from the oldest claim's on. Only the policies
-    that drew something in a claim which passed every check without a model are asked for, one after the other, and
-    claims share their forward passes. A claim's verdict does not depend on the claims beside it: a failure while
-    several are measured together is nobody's, and they are then measured one by one.
+    `published` are the versions that the run has published so far, from the one before the oldest claim's on. Only
+    the policies that drew something in a claim which passed every check without a model are asked for, one after the
+    other, and claims share their forward passes. A claim's verdict does not depend on the claims beside it: a failure
+    while several are measured together is nobody's, and they are then measured one by one.
 
     `probe` chooses the row of each claim that is measured first. Where that row alone is over a limit, it is the
     verdict's finding and the others cost nothing. By default nobody can foresee it, so that one honest row among
-    invented ones does not buy a prefill of them.
+    invented ones does not buy a prefill of them. `look` says which groups that would pass are looked at again.
     """
     cases = [_Case(claim, rules) for claim in claims]
     for case in cases:
@@ -190,6 +197,8 @@ async def decide_many(
     # The newest policy was asked last, and is still at hand.
     going_on = [case for case in passed if case.ended is None]
     await _measure_due(going_on, policies, spec=rules.spec, newest_first=True)
+    for case in going_on:
+        await case.look_again(look, policies, published)
     return [case.ended for case in cases if case.ended is not None]
 
 
@@ -222,7 +231,7 @@ async def _measure(measuring: Measuring, version: int, policies: Policies) -> No
 class _Case:
     """One claim on its way to a verdict; `ended` once it has one, or its policy cannot be had.
 
-    `due` are the rows to be measured next, `figures` and `logprobs` what is known of the others, by row.
+    `due` are the rows to be measured next, `figures`, `totals` and `logprobs` what is known of the others, by row.
     """
 
     claim: Claim
@@ -231,6 +240,7 @@ class _Case:
     ended: Verdict | PolicyAway | None = None
     due: list[int] = field(default_factory=list)
     figures: dict[int, Figures] = field(default_factory=dict)
+    totals: dict[int, Totals] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
 
     async def check(self, policies: Policies, published: Collection[int]) -> None:
@@ -267,36 +277,69 @@ class _Case:
         if isinstance(measured, Exception):
             raise measured
         self.figures.update(zip(self.due, measured.figures, strict=True))
+        self.totals.update(zip(self.due, measured.totals, strict=True))
         self.logprobs.update(zip(self.due, measured.logprobs, strict=True))
         self.due = [row for row in range(len(self.claim.rollouts)) if row not in self.figures]
         finding = self._finding()
         if finding is not None:
-            return Verdict(
-                outcome=Outcome.REJECTED,
-                reason=finding.reason,
-                finding=finding,
-                detail=f"Row {finding.row}: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
-                figures=worst(list(self.figures.values())),
-                row_figures=self.figures,
-                tokens=self.claim.tokens,
-            )
+            return self._rejected(finding)
         return None if self.due else self._admitted()
 
     def _finding(self) -> Finding | None:
-        rows = sorted(self.figures)
-        finding = judge([self.figures[row] for row in rows], limits=self.rules.spec.limits)
-        return finding and msgspec.structs.replace(finding, row=rows[finding.row])
+        """What is wrong with a row; then, once all are measured, with the group."""
+        limits, rows = self.rules.spec.limits, sorted(self.figures)
+        finding = judge([self.figures[row] for row in rows], limits=limits)
+        if finding is not None and finding.row is not None:
+            return msgspec.structs.replace(finding, row=rows[finding.row])
+        return None if self.due else judge_group(self._together(), limits=limits)
+
+    def _together(self) -> Totals:
+        return add(self.totals[row] for row in sorted(self.totals))
+
+    def _rejected(self, finding: Finding) -> Verdict:
+        whose = "All rows together" if finding.row is None else f"Row {finding.row}"
+        return Verdict(
+            outcome=Outcome.REJECTED,
+            reason=finding.reason,
+            finding=finding,
+            detail=f"{whose}: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
+            figures=worst(list(self.figures.values())),
+            totals=self._together(),
+            row_figures=self.figures,
+            tokens=self.claim.tokens,
+        )
 
     def _admitted(self) -> Verdict:
         return Verdict(
             outcome=Outcome.ADMITTED,
             figures=worst(list(self.figures.values())),
+            totals=self._together(),
             row_figures=self.figures,
             rewards=tuple(self._rewards()),
             tokens=self.claim.tokens,
             rollouts=list(self.claim.rollouts),
             logprobs=[self.logprobs[row] for row in sorted(self.logprobs)],
         )
+
+    async def look_again(self, look: Look, policies: Policies, published: Collection[int]) -> None:
+        """Compare a group that would be admitted with the weights that somebody may have used instead."""
+        verdict, limits = self.ended, self.rules.spec.limits
+        if not isinstance(verdict, Verdict) or verdict.totals is None or verdict.outcome is not Outcome.ADMITTED:
+            return
+        if not look(verdict.totals, limits):
+            return
+        rollouts, version = self.claim.rollouts, self.claim.version
+        try:
+            with own_faults("the second look"):
+                finding = await look_again(
+                    rollouts, version=version, policies=policies, published=published, spec=self.rules.spec
+                )
+        except PolicyAway as error:
+            self.ended = error
+        except VerifierFailed as error:
+            self.ended = _failed(error, tokens=self.claim.tokens)
+        else:
+            self.ended = self.ended if finding is None else self._rejected(finding)
 
     def _rewards(self) -> Iterator[float]:
         environment, problem = _problem_of(
@@ -319,20 +362,11 @@ def _check_proof_form(rollouts: Sequence[Rollout], *, hidden: int, spec: RunSpec
     The prefill would find it too, but not cheaply, and only in the rows that it measures.
     """
     for row, rollout in enumerate(rollouts):
+        sizes = chunk_sizes(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
         try:
-            moduli, _ = proof_wire.decode(rollout.proofs, spec.proofs.top_k)
-            sizes = [tokens * hidden for tokens in _chunks(rollout, chunk_tokens=spec.proofs.chunk_tokens)]
-            for index, (modulus, size) in enumerate(zip(moduli.tolist(), sizes, strict=True)):
-                if modulus < proof_field.PRIME and (size <= proof_field.PRIME or modulus < proof_field.MIN_MODULUS):
-                    raise BadModulus(f"no honest proof of {size} elements has modulus {modulus}", index=index)
+            check_proofs(rollout.proofs, sizes, hidden=hidden, spec=spec.proofs)
         except BadProof as error:
             raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {error.index or 0}: {error.code}.") from error
-
-
-def _chunks(rollout: Rollout, *, chunk_tokens: int) -> Iterator[int]:
-    """The tokens of each chunk that is proved."""
-    for tokens in rollout.segment_tokens:
-        yield from (min(chunk_tokens, tokens - start) for start in range(0, tokens, chunk_tokens))
 
 
 def _problem_of(
@@ -352,11 +386,12 @@ def _guarded(step: Callable[[], T], *, tokens: int) -> T | Verdict:
         with own_faults("verification"):
             return step()
     except Refusal as refusal:
-        awaits = refusal.version if isinstance(refusal, Unpublished) else None
-        return Verdict(
-            outcome=Outcome.REJECTED, reason=refusal.reason, detail=refusal.detail, tokens=tokens, awaits=awaits
-        )
+        return Verdict(outcome=Outcome.REJECTED, reason=refusal.reason, detail=refusal.detail, tokens=tokens)
     except VerifierFailed as error:
-        logger.exception("could not verify a submission")
-        kind = type(error.__cause__ or error).__name__
-        return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=f"{kind}.", tokens=tokens)
+        return _failed(error, tokens=tokens)
+
+
+def _failed(error: VerifierFailed, *, tokens: int) -> Verdict:
+    logger.error("could not verify a submission", exc_info=error)
+    kind = type(error.__cause__ or error).__name__
+    return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=f"{kind}.", tokens=tokens)

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from node.engines.base import DoesNotFit, Engine
 from node.errors import BadReply, EngineFailed, Refused
 from node.exchange import Backoff, sound_urls
 from node.identity import node_id
-from node.protocol.messages import Lease, Registration
+from node.protocol.messages import Lease
 from node.protocol.run import Descriptor, RunSpec
 from node.signals import Stopped, race
 from node.worker_delivery import FOR_EVER, Delivery
@@ -41,6 +40,7 @@ from node.worker_leases import (
     LeaseDesk,
 )
 from node.worker_policies import PolicyFeed
+from node.worker_registration import Registrar
 from node.worker_slots import SlotsUnderWay
 from node.worker_state import WorkerState
 from shardcast import Client as BroadcastClient
@@ -133,14 +133,15 @@ class Worker:
         self._group = asyncio.TaskGroup()
         self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed)
         self._host = EngineHost(engine, self._feed, spec=descriptor.spec, run_id=settings.run_id)
+        self._registrar = Registrar(client, engine=self._host.name, backoff=settings.backoff)
         self._desk = LeaseDesk(
             client,
             self._feed,
-            register=self._register_until_known,
+            register=self._registrar.register_until_known,
             last_step=descriptor.spec.training.steps,
             evidence=state.folder,
         )
-        self._delivery = Delivery(client, state, register=self._register, backoff=settings.backoff)
+        self._delivery = Delivery(client, state, register=self._registrar.register, backoff=settings.backoff)
         self._slots = SlotsUnderWay(
             self._host,
             state,
@@ -166,7 +167,7 @@ class Worker:
                     group.create_task(task) for task in (self._feed.follow(), self._refresh(), self._write_status())
                 ]
                 with contextlib.suppress(Stopped):
-                    await race(self._register_until_known(), stop)
+                    await race(self._registrar.register_until_known(), stop)
                     await self._work(stop)
                 self._doing = "stopping"
                 await self._slots.finish(grace_seconds=self._settings.grace_seconds)
@@ -303,21 +304,6 @@ class Worker:
 
     # -- the coordinator
 
-    async def _register(self) -> None:
-        registration = Registration(software=_software(), engine=self._host.name)
-        await self._client.register(registration, patience_seconds=FOR_EVER)
-
-    async def _register_until_known(self) -> None:
-        failures = 0
-        while True:
-            try:
-                await self._register()
-                return
-            except (Refused, BadReply) as error:
-                failures += 1
-                self._complaints.note("not registered", error)
-                await asyncio.sleep(self._settings.backoff.delay(failures))
-
     async def _refresh(self) -> None:
         """Keep the list of relays current; the descriptor's serve until the coordinator names others."""
         while True:
@@ -387,13 +373,6 @@ class Worker:
         temporary = path.with_suffix(".json.tmp")
         temporary.write_bytes(msgspec.json.encode(self.status()))
         temporary.rename(path)
-
-
-def _software() -> str:
-    try:
-        return f"veriswarm/{metadata.version('veriswarm')}"
-    except metadata.PackageNotFoundError:
-        return "veriswarm/uninstalled"
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest
 from node.environments import load_environment
 from node.errors import EngineFailed
-from node.policy import PolicyError
+from node.policy_errors import PolicyError
 from node.protocol.messages import Lease
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec

@@ -11,10 +11,10 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from shardcast.errors import LocalFault
 
@@ -22,10 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class _NotAboutStrangers(logging.Filter):
-    """Drops aiohttp's traceback for each request that is not HTTP: anyone could fill the log with them."""
+    """Drops aiohttp's traceback for each request that never reached this package: anyone could fill the log with them.
+
+    That is what is not HTTP, and what aiohttp fails at itself before it asks a handler.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+        if not record.exc_info or record.exc_info[1] is None:
+            return True
+        return any(frame.f_globals.get("__package__") == __package__ for frame, _ in walk_tb(record.exc_info[2]))
 
 
 _http_logger = logging.getLogger(f"{__name__}.http")

@@ -87,15 +87,27 @@ class Server:
         self._registry.register(BoardCollector(board))
 
     def routes(self) -> list[web.RouteDef]:
+        served: dict[str, Handler] = {
+            "/v1/head": self.head,
+            f"/v1/versions/{_VERSION}": self.version,
+            f"/v1/manifests/{_DIGEST}": self.manifest,
+            f"/v1/chunks/{_DIGEST}": self.chunk,
+            "/v1/status": self.status,
+            "/health": self.health,
+            "/metrics": self.metrics,
+        }
+        # aiohttp's own answers to other methods and paths would come with its own handling of Expect.
         return [
-            web.get("/v1/head", self.head, allow_head=False),
-            web.get(f"/v1/versions/{_VERSION}", self.version, allow_head=False),
-            web.get(f"/v1/manifests/{_DIGEST}", self.manifest, allow_head=False),
-            web.get(f"/v1/chunks/{_DIGEST}", self.chunk, allow_head=False),
-            web.get("/v1/status", self.status, allow_head=False),
-            web.get("/health", self.health, allow_head=False),
-            web.get("/metrics", self.metrics, allow_head=False),
+            *(web.get(path, handler, allow_head=False, expect_handler=_expect) for path, handler in served.items()),
+            *(web.route("*", path, self.not_allowed, expect_handler=_expect) for path in served),
+            web.route("*", "/{rest:.*}", self.not_found, expect_handler=_expect),
         ]
+
+    async def not_allowed(self, _: web.Request) -> web.StreamResponse:
+        return _refusal(405, "bad_request", "Method Not Allowed")
+
+    async def not_found(self, _: web.Request) -> web.StreamResponse:
+        return _refusal(404, "not_found", "Not Found")
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         after = _version(request, "after")
@@ -167,6 +179,13 @@ def make_app(board: Board, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.
     app.add_routes(server.routes())
     app.on_response_prepare.append(server.count_sent)
     return app
+
+
+async def _expect(_: web.Request) -> None:
+    """Meet no expectation, and answer all the same: there is no body here that a client could hold back.
+
+    aiohttp's handler would quote the header, and fail where that is no text.
+    """
 
 
 async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -50,6 +50,7 @@ from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
 from shardcast import Origin, OriginServer
 from shardcast.envelope import open_envelope
+from shardcast.manifest import SignedManifest
 from shardcast.wire import decode, digest, encode
 
 VERDICT_SECONDS = 60.0
@@ -292,18 +293,19 @@ def running(
 
 
 def publish(home: Home, origin: Origin, server: OriginServer, path: Path, *, version: int) -> None:
-    """Publish a policy as the trainer does."""
-    server.publish(path, version=version)
-    signed = origin.store.get(version)
-    assert signed is not None
-    policy = Published(
-        version=version,
-        manifest_digest=signed.digest,
-        result_digest=signed.manifest.result_digest,
-        manifest=signed.envelope,
-    )
-    with home.database.write() as connection:
-        training.record_policy(connection, policy, now=time.time())
+    """Publish a policy as the trainer does: it is in the log before anybody hears of it."""
+
+    def record(signed: SignedManifest) -> None:
+        policy = Published(
+            version=version,
+            manifest_digest=signed.digest,
+            result_digest=signed.manifest.result_digest,
+            manifest=signed.envelope,
+        )
+        with home.database.write() as connection:
+            training.record_policy(connection, policy, now=time.time())
+
+    server.publish(path, version=version, before_announcing=record)
 
 
 __all__ = ["TIGHT", "Peer", "Reply", "Swarm", "publish", "run_id_of", "running", "serve", "small_spec", "verifying"]

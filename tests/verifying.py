@@ -11,11 +11,11 @@ from torch import Tensor
 
 from node.policy import Policy
 from node.prefill import Measured, Measuring, TransformersPrefill
+from node.proofs import build_proofs
 from node.protocol.run import RunSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Expected, Rollout
 from node.verification import Claim, PolicyAway, Rules, Verdict, decide_many
-from toploc import build_chunk_proofs
 
 
 @dataclass
@@ -101,7 +101,7 @@ def drawn(parts: Sequence[Part], expected: Expected, seed: bytes, *, spec: RunSp
             versions.append(version)
             lengths.append(len(states))
             chunks = list(torch.split(torch.stack(states).bfloat16(), spec.proofs.chunk_tokens))
-            proofs += build_chunk_proofs(chunks, spec.proofs.top_k)
+            proofs += build_proofs(chunks, [seed] * len(chunks), spec=spec.proofs)
     return Rollout(
         seed=seed,
         prompt_ids=list(expected.prompt_ids),
@@ -141,7 +141,7 @@ def forged(
         chosen = torch.tensor(tokens[at : at + count])[:, None]
         logprobs += scaled.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
         chunks = list(torch.split(output.hidden_states[-1][0, rows].bfloat16(), spec.proofs.chunk_tokens))
-        proofs += build_chunk_proofs(chunks, spec.proofs.top_k)
+        proofs += build_proofs(chunks, [seed] * len(chunks), spec=spec.proofs)
         at += count
     return Rollout(
         seed=seed,

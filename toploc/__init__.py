@@ -1,4 +1,7 @@
-"""TOPLOC proofs of inference: activations in, 258 bytes per 32 tokens out, and how far a proof is from them."""
+"""Proofs of inference: activations in, a few bytes per token out, and how far a proof is from them.
+
+TOPLOC proofs (`toploc.poly`) have 258 bytes per chunk of tokens; sketches (`toploc.sketch`), 4 bytes per token.
+"""
 
 from toploc.poly import (
     ProofPoly,
@@ -7,19 +10,29 @@ from toploc.poly import (
     build_proofs,
     build_proofs_base64,
     build_proofs_bytes,
+    check_form,
     verify_chunk_proofs,
     verify_proofs,
     verify_proofs_base64,
     verify_proofs_bytes,
 )
+from toploc.sketch import Gain, build_chunk_sketches, check_sketch_form, distances, gain, shifts, sketch_errors
 
 __all__ = [
+    "Gain",
     "ProofPoly",
     "VerificationResult",
     "build_chunk_proofs",
+    "build_chunk_sketches",
     "build_proofs",
     "build_proofs_base64",
     "build_proofs_bytes",
+    "check_form",
+    "check_sketch_form",
+    "distances",
+    "gain",
+    "shifts",
+    "sketch_errors",
     "verify_chunk_proofs",
     "verify_proofs",
     "verify_proofs_base64",

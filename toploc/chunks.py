@@ -16,11 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toploc.errors import BadActivations, BadArgument, ChunkTooSmall, NonFiniteActivations
 from toploc.field import MAX_TOPK
-from toploc.largest import largest
+from toploc.largest import MAGNITUDE_BITS, largest
 
-# Elements in one pass: 2 MiB of bf16, so that each step finds what the last one wrote in a core's cache.
-_PASS_ELEMENTS = 2**20
-_MAGNITUDE_BITS = 0x7FFF
+# Elements in one pass, 16 MiB of bf16, so that memory does not grow with the number of chunks.
+_PASS_ELEMENTS = 2**23
 _INFINITY_BITS = 0x7F80
 
 # The tensors whose flattened concatenation is the chunk.
@@ -47,12 +46,17 @@ def split(activations: Sequence[Tensor] | Tensor, decode_batching_size: int, *, 
 
 def checked_sizes(chunks: Sequence[Chunk], topk: int) -> list[int]:
     """The elements of each chunk. Raises a `CallerFault` if `top_points` could not take them for their form."""
-    if not 1 <= topk <= MAX_TOPK:
-        raise BadArgument(f"topk is in 1 .. {MAX_TOPK}, not {topk}")
+    require_topk(topk)
     sizes = [_checked_size(chunk, topk, index) for index, chunk in enumerate(chunks)]
     if len({part.device for chunk in chunks for part in chunk}) > 1:
         raise BadActivations("activations lie on one device")
     return sizes
+
+
+def require_topk(topk: int) -> None:
+    """Raise `BadArgument` for more points than a proof can have, or fewer than one."""
+    if not 1 <= topk <= MAX_TOPK:
+        raise BadArgument(f"topk is in 1 .. {MAX_TOPK}, not {topk}")
 
 
 def _checked_size(chunk: Chunk, topk: int, index: int) -> int:
@@ -79,7 +83,7 @@ def top_points(chunks: Sequence[Chunk], sizes: Sequence[int], topk: int) -> tupl
     bits = torch.empty_like(index)
     for members in _passes(sizes):
         rows = _rows([chunks[i] for i in members]).view(torch.int16)
-        top = largest(rows & _MAGNITUDE_BITS, topk)
+        top = largest(rows, topk)
         index[members] = top
         bits[members] = rows.gather(1, top).long() & 0xFFFF
     _require_finite(bits)
@@ -110,6 +114,6 @@ def _rows(chunks: Sequence[Chunk]) -> Tensor:
 
 def _require_finite(bits: Tensor) -> None:
     """NaN and infinity have the largest magnitudes of all, so a chunk that has one has it among its points."""
-    bad = ((bits & _MAGNITUDE_BITS) >= _INFINITY_BITS).any(1).nonzero()
+    bad = ((bits & MAGNITUDE_BITS) >= _INFINITY_BITS).any(1).nonzero()
     if bad.numel():
         raise NonFiniteActivations("activations are finite", index=int(bad[0]))

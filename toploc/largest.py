@@ -12,37 +12,61 @@ import math
 import torch
 from torch import Tensor
 
-_MAX_GROUP = 64
+MAGNITUDE_BITS = 0x7FFF
+
+_MAX_FOLD = 8
+# Elements folded at once: 2 MiB of bf16, so that maxima are taken of what is still in a core's cache.
+_FOLD_ELEMENTS = 2**20
 
 
-def largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Indices [n, k], int64 and unordered, of the k largest of each row of `magnitudes` [n, N].
+def largest(bits: Tensor, k: int) -> Tensor:
+    """Indices [n, k], int64 and unordered, of the k largest magnitudes of each row of `bits` [n, N].
 
-    `magnitudes`: non-negative int16. Of equal magnitudes the lower index is taken first. k <= N.
+    `bits`: int16, patterns of bfloat16. Of equal magnitudes the lower index is taken first. k <= N.
 
-    The k groups with the largest maxima hold k elements at or above the smallest of these maxima, so nothing
-    below it can be among the k largest. What is left is little more than k elements, and is ranked exactly.
+    Rows are folded to maxima of a few elements each, these to maxima of a few of them, and so on. The k columns with
+    the largest maxima hold k elements at or above the smallest of these maxima, so nothing below it can be among
+    the k largest, and only columns that reach it are unfolded. What is left is little more than k elements, and is
+    ranked exactly.
     """
-    n, size = magnitudes.shape
-    group = _group_size(size, k)
-    # Group j is {j, j + stride, j + 2 * stride, ...}: its maximum is taken over contiguous memory.
-    grouped = magnitudes.view(n, group, size // group)
-    maxima = grouped.amax(1)
+    n, size = bits.shape
+    tables = [_folded(bits, k)]
+    maxima = _magnitude_maxima(tables[0])
+    while _fold(maxima.shape[1], k) > 1:
+        tables.append(_folded(maxima, k))
+        maxima = tables[-1].amax(1)
     floor = maxima.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-    row, column = (maxima >= floor).nonzero(as_tuple=True)
-    members = grouped[row, :, column]
-    which, place = (members >= floor[row]).nonzero(as_tuple=True)
-    index = place * (size // group) + column[which]
-    key = members[which, place].long() * size + (size - 1 - index)
-    return size - 1 - _top_keys(key, row[which], n, k) % size
+    row, index = (maxima >= floor).nonzero(as_tuple=True)
+    for table in reversed(tables):
+        row, index = _unfolded(table, row, index, floor)
+    key = (bits[row, index] & MAGNITUDE_BITS).long() * size + (size - 1 - index)
+    return size - 1 - _top_keys(key, row, n, k) % size
 
 
-def _group_size(size: int, k: int) -> int:
-    """The largest power of two that divides `size`, up to 64, with at least 4 k groups where possible."""
-    group = math.gcd(size, _MAX_GROUP)
-    while group > 1 and size // group < 4 * k:
-        group //= 2
-    return group
+def _fold(size: int, k: int) -> int:
+    """The largest power of two that divides `size`, up to 8, with at least 4 k columns where possible."""
+    fold = math.gcd(size, _MAX_FOLD)
+    while fold > 1 and size // fold < 4 * k:
+        fold //= 2
+    return fold
+
+
+def _folded(values: Tensor, k: int) -> Tensor:
+    """[n, N] as [n, fold, columns]. Column j is {j, j + columns, ...}: maxima are taken over contiguous memory."""
+    n, size = values.shape
+    fold = _fold(size, k)
+    return values.view(n, fold, size // fold)
+
+
+def _magnitude_maxima(table: Tensor) -> Tensor:
+    rows = max(1, _FOLD_ELEMENTS // table[0].numel())
+    return torch.cat([(part & MAGNITUDE_BITS).amax(1) for part in torch.split(table, rows)])
+
+
+def _unfolded(table: Tensor, row: Tensor, column: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Of table[row, :, column], what reaches the floor [n, 1] of its row: rows, and places in the row unfolded."""
+    which, place = ((table[row, :, column] & MAGNITUDE_BITS) >= floor[row]).nonzero(as_tuple=True)
+    return row[which], place * table.shape[2] + column[which]
 
 
 def _top_keys(key: Tensor, row: Tensor, n: int, k: int) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from toploc import field, wire
-from toploc.chunks import Chunk, checked_sizes, split, top_points
+from toploc.chunks import Chunk, checked_sizes, require_topk, split, top_points
 from toploc.errors import BadActivations, BadArgument, BadModulus, MalformedProof, WrongProofCount
 
 # The mantissa errors of a result none of whose exponents match: no error is larger.
@@ -227,6 +227,19 @@ def verify_chunk_proofs(chunks: Sequence[Tensor], proofs: Sequence[bytes], topk:
     return _verify([[chunk] for chunk in chunks], proofs, topk)
 
 
+def check_form(proofs: Sequence[bytes], sizes: Sequence[int], topk: int) -> None:
+    """Raise a `BadProof` if no honest prover makes these proofs of chunks of `sizes` elements.
+
+    This is what `verify_chunk_proofs` checks before it looks into activations, for a verifier that has none yet;
+    what passes may still be a proof of anything. Raises `BadArgument` for a `topk` out of range.
+    """
+    require_topk(topk)
+    _require_pairs(len(sizes), proofs)
+    if proofs:
+        _decode_honest(proofs, sizes, topk)
+
+
+@torch.inference_mode()
 def _build(chunks: Sequence[Chunk], topk: int) -> list[bytes]:
     sizes = checked_sizes(chunks, topk)
     if not chunks:
@@ -237,10 +250,10 @@ def _build(chunks: Sequence[Chunk], topk: int) -> list[bytes]:
     return wire.encode(moduli.cpu(), coefficients.cpu())
 
 
+@torch.inference_mode()
 def _verify(chunks: Sequence[Chunk], proofs: Sequence[bytes], topk: int) -> list[VerificationResult]:
     sizes = _paired_sizes(chunks, proofs, topk)
-    moduli, coefficients = wire.decode(proofs, topk)
-    _require_honest_moduli(moduli.tolist(), sizes)
+    moduli, coefficients = _decode_honest(proofs, sizes, topk)
     index, bits = top_points(chunks, sizes, topk)
     x = (index % moduli.to(index.device).unsqueeze(1)).double()
     return _distances(field.evaluate(coefficients.to(index.device), x).long(), bits)
@@ -251,17 +264,26 @@ def _paired_sizes(chunks: Sequence[Chunk], proofs: Sequence[object], topk: int) 
     sizes = checked_sizes(chunks, topk)
     if not chunks:
         raise BadActivations("there is nothing to verify")
-    if len(proofs) != len(chunks):
-        raise WrongProofCount(f"{len(chunks)} chunks need as many proofs, not {len(proofs)}")
+    _require_pairs(len(chunks), proofs)
     return sizes
 
 
-def _require_honest_moduli(moduli: Sequence[int], sizes: Sequence[int]) -> None:
-    """An honest modulus is the largest that separates: 65497 itself where every index is below it."""
-    for index, (modulus, size) in enumerate(zip(moduli, sizes, strict=True)):
+def _require_pairs(chunks: int, proofs: Sequence[object]) -> None:
+    if len(proofs) != chunks:
+        raise WrongProofCount(f"{chunks} chunks need as many proofs, not {len(proofs)}")
+
+
+def _decode_honest(proofs: Sequence[bytes], sizes: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+    """As `wire.decode`, of proofs whose moduli an honest prover of chunks of `sizes` elements could have chosen.
+
+    An honest modulus is the largest that separates: 65497 itself where every index is below it.
+    """
+    moduli, coefficients = wire.decode(proofs, topk)
+    for index, (modulus, size) in enumerate(zip(moduli.tolist(), sizes, strict=True)):
         least = field.PRIME if size <= field.PRIME else field.MIN_MODULUS
         if modulus < least:
             raise BadModulus(f"no honest proof of {size} elements has modulus {modulus}", index=index)
+    return moduli, coefficients
 
 
 def _distances(proved: Tensor, own: Tensor) -> list[VerificationResult]:

@@ -11,21 +11,12 @@ import msgspec
 from coordinator.demo.layout import Swarm
 from coordinator.demo.ledger import Ledger
 from coordinator.demo.resources import GIB
-from node.protocol.admission import Figures, worst
-from node.protocol.run import LimitsSpec
+from node.protocol.admission import EVIDENCE, Figures, limit_of, worst
+from node.protocol.run import RunSpec
 
 SCHEMA = "veriswarm-demo/1"
 END_STEPS = 5
 """How many steps at either end the reward's gain is measured over."""
-
-_LIMIT_OF = {
-    "exponent_mismatches": "exponent_mismatches",
-    "mantissa_mean": "mantissa_mean",
-    "mantissa_median": "mantissa_median",
-    "token_margin": "token_margin",
-    "margin_mean": "rollout_margin_mean",
-    "logprob_error": "logprob_error",
-}
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -230,8 +221,17 @@ def _headroom(swarm: Swarm, ledger: Ledger) -> list[Headroom]:
     if not measured:
         return []
     largest: Figures = worst(measured)
-    limits: LimitsSpec = swarm.spec.limits
     return [
-        Headroom(figure=figure, honest_max=getattr(largest, figure), limit=getattr(limits, limit))
-        for figure, limit in _LIMIT_OF.items()
+        Headroom(figure=figure, honest_max=getattr(largest, figure), limit=limit_of(figure, swarm.spec.limits)[1])
+        for figure in Figures.__struct_fields__
+        if _is_measured(figure, swarm.spec)
     ]
+
+
+def _is_measured(figure: str, spec: RunSpec) -> bool:
+    """Whether the run's proofs have this figure, or its limits the level that it is reckoned by."""
+    if figure.endswith(EVIDENCE):
+        return getattr(spec.limits.honest, figure.removesuffix(EVIDENCE)) is not None
+    if figure == "sketch_distance":
+        return spec.proofs.has_sketch
+    return spec.proofs.has_toploc or figure not in ("exponent_mismatches", "mantissa_mean", "mantissa_median")

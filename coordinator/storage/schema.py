@@ -76,6 +76,7 @@ nodes = Table(
     Column("tokens", Integer, nullable=False, default=0),
     Column("rejected_streak", Integer, nullable=False, default=0),
     Column("not_before", Double, nullable=False, default=0.0),
+    Column("drift", LargeBinary),
 )
 
 relays = Table(
@@ -146,6 +147,7 @@ submissions = Table(
     Column("outcome", Text),
     Column("reason", Text),
     Column("detail", Text),
+    Column("figure", Text),
     Column("tokens", Integer),
     Column("log_index", Integer),
     Column("decided_at", Double),

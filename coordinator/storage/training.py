@@ -127,10 +127,10 @@ def recorded(connection: Connection) -> dict[int, str]:
 
 
 def published_since(connection: Connection, version: int) -> dict[int, str]:
-    """The manifest digest of every recorded policy from `version` on, by version."""
-    rows = connection.execute(
-        select(policies.c.version, policies.c.manifest_digest).where(policies.c.version >= version)
-    )
+    """The manifest digest of the recorded policy before `version`, and of every one from it on, by version."""
+    before = select(func.max(policies.c.version)).where(policies.c.version < version).scalar_subquery()
+    first = func.coalesce(before, version)
+    rows = connection.execute(select(policies.c.version, policies.c.manifest_digest).where(policies.c.version >= first))
     return {row.version: row.manifest_digest for row in rows}
 
 

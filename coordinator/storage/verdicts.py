@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, and_, insert, or_, select, update
 
 from coordinator.storage import log
 from coordinator.storage.schema import SlotState, SubmissionState, groups, nodes, policies, slots, submissions
 from coordinator.storage.work import make_wait
-from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.admission import Figures, Finding, Outcome, judge_drift
+from node.protocol.evidence import Drift, Totals, follow
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
-from node.protocol.run import RunSpec
+from node.protocol.run import LimitsSpec, RunSpec
+from shardcast.wire import decode, encode
 
 MAX_ATTEMPTS = 3
 """How often a verification that could not decide is tried before the slot is given out anew."""
+
+MAX_DRIFT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,6 @@ class Claimed:
     slot_id: int
     manifest_digest: str
     attempts: int
-    received_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,16 @@ class Decision:
     tokens: int
     finding: Finding | None = None
     figures: Figures | None = None
+    totals: Totals | None = None
     rewards: tuple[float, ...] | None = None
     group: str | None = None
 
 
-def claim(connection: Connection, *, verifier: str, now: float, seconds: float) -> Claimed | None:
-    """Take the oldest submission that nobody works on, or that this verifier left when it died."""
+def claim(connection: Connection, *, verifier: str, now: float, seconds: float, most: int = 1) -> list[Claimed]:
+    """Take the oldest submissions that nobody works on, or that this verifier left when it died: at most `most`.
+
+    They are this verifier's for `seconds` each.
+    """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
         and_(
@@ -69,27 +76,23 @@ def claim(connection: Connection, *, verifier: str, now: float, seconds: float) 
             slots.c.id.label("slot_id"),
             policies.c.manifest_digest,
             submissions.c.attempts,
-            submissions.c.received_at,
         )
         .join(slots, slots.c.id == submissions.c.slot_id)
         .join(policies, policies.c.version == slots.c.version)
         .where(free)
         .order_by(submissions.c.received_at)
-        .limit(1)
+        .limit(most)
         .with_for_update(of=submissions, skip_locked=True)
     )
-    row = connection.execute(query).first()
-    if row is None:
-        return None
-    taken = Claimed(**row._asdict())
+    taken = [Claimed(**row._asdict()) for row in connection.execute(query)]
     connection.execute(
         update(submissions)
-        .where(submissions.c.submission == taken.submission)
+        .where(submissions.c.submission.in_([one.submission for one in taken]))
         .values(
             state=SubmissionState.VERIFYING,
             verifier=verifier,
-            claimed_until=now + seconds,
-            attempts=taken.attempts + 1,
+            claimed_until=now + seconds * len(taken),
+            attempts=submissions.c.attempts + 1,
         )
     )
     return taken
@@ -111,6 +114,7 @@ def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec
     if decision.outcome is Outcome.INDETERMINATE and claimed.attempts + 1 < MAX_ATTEMPTS:
         _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
         return True
+    decision = _after_drift(connection, claimed, decision, limits=spec.limits)
     index = log.append(connection, _entry(claimed, decision, now=now))
     _update_submission(
         connection,
@@ -119,6 +123,7 @@ def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec
         outcome=decision.outcome,
         reason=decision.reason,
         detail=decision.detail,
+        figure=decision.finding.figure if decision.finding is not None else None,
         tokens=decision.tokens,
         log_index=index,
         decided_at=now,
@@ -129,6 +134,32 @@ def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec
         _store_group(connection, claimed, decision)
     _update_standing(connection, claimed.node, decision, spec=spec, now=now)
     return True
+
+
+def _after_drift(connection: Connection, claimed: Claimed, decision: Decision, *, limits: LimitsSpec) -> Decision:
+    """The decision, once what the node's slots show together is known: in the order of the log, as nobody else can.
+
+    A slot that is rejected for what it shows itself does not count: one bad slot must not cost the good ones after it.
+    """
+    if decision.totals is None or decision.outcome is not Outcome.ADMITTED:
+        return decision
+    node = nodes.c.node == claimed.node
+    held = connection.execute(select(nodes.c.drift).where(node).with_for_update()).scalar_one()
+    drift = Drift() if held is None else decode(Drift, held, max_bytes=MAX_DRIFT_BYTES)
+    drift = follow(drift, decision.totals, limits=limits)
+    connection.execute(update(nodes).where(node).values(drift=encode(drift)))
+    finding = judge_drift(drift, limits=limits)
+    if finding is None:
+        return decision
+    return replace(
+        decision,
+        outcome=Outcome.REJECTED,
+        reason=finding.reason,
+        finding=finding,
+        detail=f"The node's slots: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
+        rewards=None,
+        group=None,
+    )
 
 
 def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
@@ -145,6 +176,7 @@ def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
         finding=decision.finding,
         detail=decision.detail,
         figures=decision.figures,
+        totals=decision.totals,
         rewards=decision.rewards,
         tokens=decision.tokens,
         decided_at=int(now),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, not_, or_, select, update
 
 from coordinator.storage.schema import (
     LeaseState,
@@ -29,7 +29,7 @@ from coordinator.storage.schema import (
     steps,
     submissions,
 )
-from node.protocol.admission import Outcome
+from node.protocol.admission import DRIFT, Outcome
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import BatchSpec, RunSpec
@@ -125,14 +125,16 @@ def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str
     """Put a stored submission into the verifiers' queue. Raises Refusal."""
     slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
     # Honest nodes generate the same bytes for a slot, so a file counts as known only where it is right (it was
-    # admitted) or was judged or waits (for this slot). Otherwise a copy under another slot would bar its author.
+    # admitted) or was judged or waits (for this slot). Otherwise a copy under another slot would bar its author, and
+    # a node that was stopped for its earlier slots, its successor.
+    judged = or_(submissions.c.figure.is_(None), not_(submissions.c.figure.endswith(DRIFT, autoescape=True)))
     known = select(submissions.c.submission, submissions.c.node).where(
         submissions.c.body == arrival.body,
         or_(
             submissions.c.outcome == Outcome.ADMITTED,
             and_(
                 submissions.c.slot_id == slot_id,
-                or_(submissions.c.outcome.is_(None), submissions.c.outcome != Outcome.INDETERMINATE),
+                or_(submissions.c.outcome.is_(None), and_(submissions.c.outcome == Outcome.REJECTED, judged)),
             ),
         ),
     )

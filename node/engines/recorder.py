@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from node.engines.base import BrokenPolicy, EngineError
-from node.sampling import choose
-from toploc import build_chunk_proofs
+from node.proofs import build_proofs
+from node.protocol.run import ProofSpec
+from node.sampling import Choose, choose
 from toploc.errors import CallerFault
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,17 @@ class Place:
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """One finished completion, as `node.protocol.submission.Rollout` wants it; `fault` says why it is unusable."""
+    """One finished completion, as `node.protocol.submission.Rollout` wants it; `fault` says why it is unusable.
+
+    `rereads` is how often it lost its place in the engine's cache, and was read again from its beginning.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     segment_versions: list[int]
     segment_tokens: list[int]
     proofs: list[bytes]
+    rereads: int = 0
     fault: str | None = None
 
 
@@ -55,6 +60,7 @@ class _Chunk:
     version: int
     start: int
     count: int
+    seed: bytes
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     proof: bytes = b""
@@ -67,9 +73,11 @@ class _Track:
 
     place: int
     version: int
+    seed: bytes
     start: int = 0
     end: int = 0
     chunks: list[_Chunk] = field(default_factory=list)
+    rereads: int = 0
     fault: str | None = None
 
 
@@ -77,25 +85,27 @@ class Recorder:
     """Forces and proves the tokens of one engine. Not thread-safe: `begin`, `sample`, `take` come from one thread.
 
     `version` is the policy's that the model holds now; whoever changes the weights sets it in the same breath.
+    `choose` is another rule than the protocol's only where it is measured who is caught.
     """
 
     def __init__(
         self,
         *,
         hidden: int,
-        chunk_tokens: int,
-        top_k: int,
+        proofs: ProofSpec,
         temperature: float,
         version: int,
         device: torch.device,
         proves: bool = True,
+        choose: Choose = choose,
     ) -> None:
         self.version = version
-        self._span = chunk_tokens
-        self._top_k = top_k
+        self._span = chunk_tokens = proofs.chunk_tokens
+        self._scheme = proofs
         self._temperature = temperature
         self._device = device
         self._proves = proves
+        self._choose = choose
         self._tracks: dict[str, _Track] = {}
         self._free: list[int] = []
         self._hidden = torch.zeros(0, chunk_tokens, hidden, dtype=torch.bfloat16, device=device)
@@ -122,7 +132,7 @@ class Recorder:
         kept, places, hidden = step
         whole = len(kept) == len(logits)
         rows = torch.tensor(kept, device=logits.device)
-        choice = choose(
+        choice = self._choose(
             logits if whole else logits[rows],
             [place.seed for place in places],
             [place.position for place in places],
@@ -136,6 +146,12 @@ class Recorder:
     def end(self) -> None:
         """The step is over; one that was announced and never sampled leaves nothing behind."""
         self._step = None
+
+    def reread(self, names: Sequence[str]) -> None:
+        """Completions begin to be read again; those of which nothing was drawn yet do not count."""
+        for name in names:
+            if name in self._tracks:
+                self._tracks[name].rereads += 1
 
     def _note(self, places: Sequence[Place], hidden: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
         full: list[tuple[_Track, _Chunk]] = []
@@ -170,7 +186,7 @@ class Recorder:
         if track is None:
             if not self._free:
                 self._grow()
-            track = self._tracks[place.name] = _Track(place=self._free.pop(), version=self.version)
+            track = self._tracks[place.name] = _Track(place=self._free.pop(), version=self.version, seed=place.seed)
         return track
 
     def _grow(self) -> None:
@@ -188,7 +204,7 @@ class Recorder:
         """End the ring's chunk after `count` tokens; the next one begins there."""
         if track.fault is not None or count <= 0:
             return []
-        chunk = _Chunk(version=track.version, start=track.start, count=count)
+        chunk = _Chunk(version=track.version, start=track.start, count=count, seed=track.seed)
         track.chunks.append(chunk)
         track.start += count
         return [(track, chunk)]
@@ -199,7 +215,7 @@ class Recorder:
             return
         places = torch.tensor([track.place for track, _ in cuts], device=self._device)
         held = self._hidden[places], self._tokens[places], self._logprobs[places]
-        self._last = self._prover.submit(_fill, [chunk for _, chunk in cuts], *held, top_k=self._top_k)
+        self._last = self._prover.submit(_fill, [chunk for _, chunk in cuts], *held, scheme=self._scheme)
 
     # -- after a completion
 
@@ -227,29 +243,30 @@ class Recorder:
         return len(self._tracks)
 
 
-def _fill(chunks: Sequence[_Chunk], hidden: Tensor, tokens: Tensor, logprobs: Tensor, *, top_k: int) -> None:
+def _fill(chunks: Sequence[_Chunk], hidden: Tensor, tokens: Tensor, logprobs: Tensor, *, scheme: ProofSpec) -> None:
     """Finish chunks from their places of the ring: [chunks, span, H], [chunks, span], [chunks, span]."""
     try:
         states = [row[: chunk.count] for row, chunk in zip(hidden.cpu(), chunks, strict=True)]
         for chunk, row, values in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=True):
             chunk.tokens, chunk.logprobs = row[: chunk.count], values[: chunk.count]
-        _build(chunks, states, top_k=top_k)
+        _build(chunks, states, scheme=scheme)
     except Exception as error:
         logger.exception("proofs could not be built")
         for chunk in chunks:
             chunk.fault = f"{type(error).__name__}: {error}"
 
 
-def _build(chunks: Sequence[_Chunk], states: Sequence[Tensor], *, top_k: int) -> None:
+def _build(chunks: Sequence[_Chunk], states: Sequence[Tensor], *, scheme: ProofSpec) -> None:
     try:
-        for chunk, proof in zip(chunks, build_chunk_proofs(list(states), top_k), strict=True):
+        proofs = build_proofs(list(states), [chunk.seed for chunk in chunks], spec=scheme)
+        for chunk, proof in zip(chunks, proofs, strict=True):
             chunk.proof = proof
     except CallerFault as error:
         if len(chunks) == 1:
             chunks[0].fault = f"its hidden states cannot be proved: {error}"
             return
         for chunk, state in zip(chunks, states, strict=True):
-            _build([chunk], [state], top_k=top_k)
+            _build([chunk], [state], scheme=scheme)
 
 
 def _recorded(track: _Track | None, count: int) -> Recorded:
@@ -266,6 +283,7 @@ def _recorded(track: _Track | None, count: int) -> Recorded:
         segment_versions=versions,
         segment_tokens=[sum(chunk.count for chunk in chunks if chunk.version == version) for version in versions],
         proofs=[chunk.proof for chunk in chunks],
+        rereads=track.rereads,
         fault=fault,
     )
 

@@ -28,7 +28,7 @@ from node.engines.torch_decoder import Decoder
 from node.policy import Policy, load_policy
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
-from node.sampling import warm_up
+from node.sampling import Choose, choose, warm_up
 
 MAX_ROWS = 128
 """Completions decoded together: beyond this a CPU gains nothing, and a batch's memory grows."""
@@ -37,13 +37,14 @@ _names = count()
 
 
 class TorchEngine:
-    """An `Engine` in this process. `threads` is torch's setting for the whole process."""
+    """An `Engine` in this process. `threads` is torch's setting for the whole process; `choose` as for `Recorder`."""
 
     name = "torch"
 
-    def __init__(self, spec: RunSpec, *, threads: int = 1, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, spec: RunSpec, *, threads: int = 1, max_rows: int = MAX_ROWS, choose: Choose = choose) -> None:
         torch.set_num_threads(threads)
         self._spec = spec
+        self._choose = choose
         self._max_rows = max_rows
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
@@ -64,8 +65,8 @@ class TorchEngine:
 
     async def load(self, path: Path, *, version: int) -> None:
         policy = await asyncio.to_thread(load_policy, path, dtype=getattr(torch, self._spec.model.dtype))
-        if policy.hidden < self._spec.proofs.top_k:
-            raise BrokenPolicy(f"{policy.hidden} hidden units are too few to prove {self._spec.proofs.top_k} of")
+        if policy.hidden < self._spec.proofs.min_hidden:
+            raise BrokenPolicy(f"{policy.hidden} hidden units are too few for the run's proofs")
         await asyncio.to_thread(warm_up, "cpu")
         with self._lock:
             self._loaded = Loaded(policy, version)
@@ -94,7 +95,7 @@ class TorchEngine:
     @torch.inference_mode()
     def _decode(self) -> None:
         """The thread: ends when there is nothing left to decode."""
-        batch = Batch(self._spec)
+        batch = Batch(self._spec, choose=self._choose)
         while True:
             with self._lock:
                 loaded = self._loaded
@@ -108,7 +109,7 @@ class TorchEngine:
                 batch.step(loaded, joining)
             except Exception as error:  # noqa: BLE001  (it goes to those who wait)
                 _fail(rows, error)
-                batch = Batch(self._spec)
+                batch = Batch(self._spec, choose=self._choose)
         _fail([*batch.rows, *joining], Interrupted("the engine was closed"))
 
 
@@ -151,9 +152,10 @@ class _Row:
 class Batch:
     """The rows that are decoded together, across policies. Not thread-safe."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, *, choose: Choose = choose) -> None:
         self.rows: list[_Row] = []
         self._spec = spec
+        self._choose_token = choose
         self._loaded: Loaded | None = None
         self._recorder: Recorder
         self._decoder: Decoder
@@ -181,11 +183,11 @@ class Batch:
         if self._loaded is None:
             self._recorder = Recorder(
                 hidden=policy.hidden,
-                chunk_tokens=proofs.chunk_tokens,
-                top_k=proofs.top_k,
+                proofs=proofs,
                 temperature=sampling.temperature,
                 version=loaded.version,
                 device=torch.device("cpu"),
+                choose=self._choose_token,
             )
         elif policy.hidden != self._loaded.policy.hidden:
             raise BrokenPolicy(f"policy {loaded.version} is of another size than the one before it")

@@ -35,13 +35,15 @@ TAKE_SECONDS = 0.005
 class VllmEngine:
     """An `Engine` on vLLM. `state` is a folder of its own, for what vLLM reads policies from.
 
-    `tokens` counts what was drawn since the start, finished or not.
+    `tokens` counts what was drawn since the start, finished or not; `rereads` how often a finished completion was
+    read again, because the cache was too small for all under way, or because the policy changed.
     """
 
     name = "vllm"
 
     def __init__(self, spec: RunSpec, settings: VllmSettings, *, state: Path) -> None:
         self.tokens = 0
+        self.rereads = 0
         self._spec = spec
         self._under_way: set[asyncio.Task[Rollout]] = set()
         self._host = VllmHost(spec, settings, state=state, busy=lambda: bool(self._under_way), on_end=self._abandon)
@@ -99,6 +101,7 @@ class VllmEngine:
                 ended()
             recorded = await self._recorded(name, len(tokens))
             check_recorded(recorded, delivered=tokens)
+            self.rereads += recorded.rereads
         except BrokenPolicy:
             self._host.taint()
             raise

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RPC_SECONDS = 600.0
-SHUTDOWN_SECONDS = 2.0
+END_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 WEIGHTS = "model.safetensors"
 
@@ -70,7 +70,8 @@ class VllmHost:
         self._progress = time.monotonic()
         self._is_tainted = False
         self._gone = asyncio.Event()
-        self._segments: frozenset[str] = frozenset()
+        self._launch: vllm_processes.Launch | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int | None:
@@ -125,16 +126,24 @@ class VllmHost:
         """
         async with self._loading:
             folder = await asyncio.to_thread(self._hold, path, version)
-            blueprint = await asyncio.to_thread(inspect_policy, folder / WEIGHTS)
-            if blueprint.hidden < self._spec.proofs.top_k:
-                raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few to prove {self._spec.proofs.top_k} of")
-            await asyncio.to_thread(self._lay_out, folder, blueprint)
-            if self.llm is not None and self._loaded is not None and self._may_hold(blueprint):
-                await self._reload(folder, version)
-            else:
-                await self._start(folder, blueprint, version)
-            self._loaded = blueprint, version
+            try:
+                self._loaded = await self._put_in_place(folder, version), version
+            except BaseException:
+                # Of whatever kind: its file would fill the disk, however often its owner deletes it.
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                raise
             await asyncio.to_thread(self._keep_only, folder)
+
+    async def _put_in_place(self, folder: Path, version: int) -> Blueprint:
+        blueprint = await asyncio.to_thread(inspect_policy, folder / WEIGHTS)
+        if blueprint.hidden < self._spec.proofs.min_hidden:
+            raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
+        await asyncio.to_thread(self._lay_out, folder, blueprint)
+        if self.llm is not None and self._loaded is not None and self._may_hold(blueprint):
+            await self._reload(folder, version)
+        else:
+            await self._start(folder, blueprint, version)
+        return blueprint
 
     def _hold(self, path: Path, version: int) -> Path:
         """A folder of our own with the policy file under the name that vLLM expects, whatever becomes of `path`."""
@@ -174,7 +183,6 @@ class VllmHost:
         plan = make_plan(blueprint, spec=self._spec, settings=settings, memory_bytes=memory, on_cpu=on_cpu)
         await self.close()
         self._gone = asyncio.Event()
-        before = vllm_processes.shared_segments()
         started = time.monotonic()
         log.info("starting vLLM for policy %d (%.1f million weights)…", version, blueprint.parameters / 1e6)
         wanted = arguments(
@@ -197,15 +205,17 @@ class VllmHost:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
+        self._launch = vllm_processes.Launch(factory, wanted)
         try:
             async with asyncio.timeout(settings.start_seconds):
-                self.llm = await asyncio.to_thread(_make, factory, wanted)
+                self.llm = await self._while_alive(self._launch.llm())
                 await self._install(blueprint, version)
-            self._segments = vllm_processes.shared_segments() - before
-        except Exception as error:
+        except BaseException as error:
             reason = EngineDied(f"vLLM did not start, its log above says why: {said(error)}")
             await self._end(reason)
-            raise reason from error
+            if isinstance(error, Exception):
+                raise reason from error
+            raise
         log.info("vLLM runs after %.0f s", time.monotonic() - started)
         self.progressed()
         self._watching = asyncio.create_task(self._watch())
@@ -216,8 +226,7 @@ class VllmHost:
         installation = worker.Installation(
             hidden=blueprint.hidden,
             vocabulary=blueprint.vocabulary,
-            chunk_tokens=self._spec.proofs.chunk_tokens,
-            top_k=self._spec.proofs.top_k,
+            proofs=self._spec.proofs,
             temperature=self._spec.sampling.temperature,
             version=version,
         )
@@ -257,7 +266,7 @@ class VllmHost:
             await self._end(EngineDied("vLLM's engine process ended, its log above says why"))
 
     async def close(self) -> None:
-        """End vLLM's processes. May be called again."""
+        """End vLLM's processes, and those of a start under way. May be called again; raises EngineDied if they stay."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
@@ -265,14 +274,19 @@ class VllmHost:
         await self._end(EngineDied("the engine was closed"))
 
     async def _end(self, reason: EngineDied) -> None:
-        llm, self.llm = self.llm, None
-        self._loaded = None
+        """End what runs or starts, in a task of its own: it goes on if whoever waits for it here is cancelled."""
+        launch, was_running = self._launch, self.llm is not None
+        self.llm = self._launch = self._loaded = None
         self._is_tainted = False
-        if llm is not None:
+        if launch is not None:
             self._gone.set()
-            self._on_end(reason)
-            await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
-            vllm_processes.remove_segments(self._segments)
+            if was_running:
+                self._on_end(reason)
+            self._ending = asyncio.create_task(launch.end())
+        if self._ending is not None:
+            await asyncio.wait({self._ending}, timeout=END_SECONDS)
+            if not self._ending.done():
+                raise EngineDied(f"vLLM's processes did not end within {END_SECONDS:.0f} s")
 
 
 def said(error: BaseException) -> str:
@@ -286,11 +300,6 @@ def _import_vllm() -> tuple[Any, Any, Any]:
     engine = importlib.import_module("vllm.v1.engine.async_llm")
     arguments = importlib.import_module("vllm.engine.arg_utils")
     return platforms.current_platform, engine.AsyncLLM.from_engine_args, arguments.AsyncEngineArgs
-
-
-def _make(factory: Callable[[Any], Any], wanted: Any) -> Any:
-    with vllm_processes.shielded():
-        return factory(wanted)
 
 
 def _set_environment(settings: VllmSettings) -> None:

@@ -25,6 +25,7 @@ from node.engines.recorder import Place, Recorder
 from node.engines.vllm_processes import end_with_owner
 from node.measurement import Span, measure_states
 from node.protocol.reasons import Refusal
+from node.protocol.run import ProofSpec
 from node.sampling import warm_up
 
 TAG = "veriswarm"
@@ -42,8 +43,7 @@ class Installation(msgspec.Struct, frozen=True):
 
     hidden: int
     vocabulary: int
-    chunk_tokens: int
-    top_k: int
+    proofs: ProofSpec
     temperature: float
     version: int
 
@@ -89,8 +89,7 @@ class ProvingWorker:
         device = torch.device(runner.device)
         recorder = Recorder(
             hidden=wanted.hidden,
-            chunk_tokens=wanted.chunk_tokens,
-            top_k=wanted.top_k,
+            proofs=wanted.proofs,
             temperature=wanted.temperature,
             version=wanted.version,
             device=device,
@@ -104,6 +103,7 @@ class ProvingWorker:
         def sample_tokens(grammar_output: Any) -> Any:
             state = runner.execute_model_state
             if state is not None:
+                recorder.reread(_reread(runner, state.scheduler_output))
                 recorder.begin(_places(runner, state.scheduler_output), state.sample_hidden_states)
                 _capture(runner, state.scheduler_output, state.hidden_states)
             try:
@@ -152,8 +152,7 @@ class ProvingWorker:
                 self.model_runner.get_model().compute_logits,
                 vocabulary=own.vocabulary,
                 temperature=own.temperature,
-                chunk_tokens=own.chunk_tokens,
-                top_k=own.top_k,
+                proofs=own.proofs,
             )
         answers = [(one.reason, one.detail) if isinstance(one, Refusal) else one for one in found]
         return msgspec.msgpack.encode(answers) if self.rank == 0 else b""
@@ -175,6 +174,19 @@ def _capture(runner: Any, scheduled: Any, hidden: Tensor) -> None:
         if first == 0:
             kept.clear()
         kept.append(rows.clone())
+
+
+def _reread(runner: Any, scheduled: Any) -> list[str]:
+    """The completions that come back after a preemption, with more to read than their newest token."""
+    batch, resumed = runner.input_batch, scheduled.scheduled_cached_reqs.resumed_req_ids
+    names: list[str] = []
+    for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
+        request = runner.requests[request_id]
+        ours = (request.sampling_params.extra_args or {}).get(TAG)
+        kept = int(batch.num_computed_tokens_cpu[row])
+        if ours is not None and request_id in resumed and kept < request.num_tokens - 1:
+            names.append(ours["name"])
+    return names
 
 
 def _places(runner: Any, scheduled: Any) -> list[Place | None]:

@@ -7,12 +7,16 @@ measures the same figures comes to the same verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import Annotated
 
+from msgspec import Meta
+
+from node.protocol.evidence import STATISTICS, Drift, Totals, drift_limit, drifts, evidence_limit, evidences
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec
-from shardcast.wire import Wire
+from shardcast.wire import MAX_INTEGER, Wire
 
 
 class Outcome(StrEnum):
@@ -23,14 +27,37 @@ class Outcome(StrEnum):
 
 NOT_FINITE = 1e308  # what stands for NaN and the infinities, which JSON does not have
 
+_LIMITS = {
+    "exponent_mismatches": (Reason.PROOF_MISMATCH, "exponent_mismatches"),
+    "mantissa_mean": (Reason.PROOF_MISMATCH, "mantissa_mean"),
+    "mantissa_median": (Reason.PROOF_MISMATCH, "mantissa_median"),
+    "sketch_distance": (Reason.PROOF_MISMATCH, "sketch_distance"),
+    "token_margin": (Reason.WRONG_TOKEN, "token_margin"),
+    "margin_mean": (Reason.WRONG_TOKEN, "rollout_margin_mean"),
+    "logprob_error": (Reason.WRONG_LOGPROB, "logprob_error"),
+}
+EVIDENCE, DRIFT, GAIN = "_evidence", "_drift", "_gain"
+"""How the figures of what many values show together end: of a rollout or a group, of a node's slots, and of a group
+that is compared with other weights.
+"""
+
+SUSPECTS = ("int8", "previous")
+GAIN_LIMIT = 0.5
+"""Half of the way from the policy to other weights: honest work goes none of it, theirs all of it."""
+
+GAIN_ERRORS = 5.0
+"""Standard errors that a gain has to be above 0 as well."""
+
 
 class Figures(Wire, frozen=True):
     """What one prefill measured for one rollout; the worst chunk or token where several count.
 
     `exponent_mismatches`, `mantissa_mean` and `mantissa_median` are the largest over the rollout's chunks
-    (TOPLOC, arXiv 2501.16007). `token_margin` is the largest amount, in noised and temperature-scaled logits,
-    by which a submitted token lost against the forced one, `margin_mean` its mean over tokens.
-    `logprob_error` is the largest |submitted - recomputed|, in nats.
+    (TOPLOC, arXiv 2501.16007). `token_margin` is the largest amount, in noised and temperature-scaled logits, by
+    which a submitted token lost against the forced one, `margin_mean` its mean over tokens. `logprob_error` is the
+    largest |submitted - recomputed|, in nats. `sketch_distance` is typical of the rollout's tokens, in steps of the
+    sketch. The others are what the rollout's values show together, in nats (`node.protocol.evidence`). A figure of
+    a scheme or of a level that the run does not have is 0.0.
     """
 
     exponent_mismatches: float
@@ -39,13 +66,19 @@ class Figures(Wire, frozen=True):
     token_margin: float
     margin_mean: float
     logprob_error: float
+    sketch_distance: float = 0.0
+    exponents_evidence: float = 0.0
+    mantissa_evidence: float = 0.0
+    sketch_evidence: float = 0.0
+    margin_evidence: float = 0.0
+    logprob_evidence: float = 0.0
 
 
 class Finding(Wire, frozen=True):
-    """A check that a rollout failed: what was measured against which limit."""
+    """A check that a rollout failed, or that the group did (`row` None): what was measured against which limit."""
 
     reason: Reason
-    row: int
+    row: Annotated[int, Meta(ge=0, le=MAX_INTEGER)] | None
     figure: str
     value: float
     limit: float
@@ -56,6 +89,18 @@ def worst(figures: Sequence[Figures]) -> Figures:
     return Figures(**{name: max(_finite(getattr(f, name)) for f in figures) for name in Figures.__struct_fields__})
 
 
+def limit_of(figure: str, limits: LimitsSpec) -> tuple[Reason, float]:
+    """What a figure over its limit means, and the limit. Raises KeyError for what is no figure."""
+    if figure in _LIMITS:
+        reason, limit = _LIMITS[figure]
+        value: float = getattr(limits, limit)
+        return reason, value
+    name, mark, kind = figure.rpartition("_")
+    if mark + kind == GAIN and name in SUSPECTS:
+        return Reason.PROOF_MISMATCH, GAIN_LIMIT
+    return STATISTICS[name], {EVIDENCE: evidence_limit, DRIFT: drift_limit}[mark + kind](limits)
+
+
 def judge(figures: Sequence[Figures], *, limits: LimitsSpec) -> Finding | None:
     """The first failed check in the order of section 7, or None if every rollout is within the limits.
 
@@ -64,19 +109,30 @@ def judge(figures: Sequence[Figures], *, limits: LimitsSpec) -> Finding | None:
     """
     if not figures:
         raise ValueError("nothing was measured")
-    checks = (
-        (Reason.PROOF_MISMATCH, "exponent_mismatches", limits.exponent_mismatches),
-        (Reason.PROOF_MISMATCH, "mantissa_mean", limits.mantissa_mean),
-        (Reason.PROOF_MISMATCH, "mantissa_median", limits.mantissa_median),
-        (Reason.WRONG_TOKEN, "token_margin", limits.token_margin),
-        (Reason.WRONG_TOKEN, "margin_mean", limits.rollout_margin_mean),
-        (Reason.WRONG_LOGPROB, "logprob_error", limits.logprob_error),
-    )
-    for reason, name, limit in checks:
+    for name in Figures.__struct_fields__:
+        reason, limit = limit_of(name, limits)
         for row, measured in enumerate(figures):
             value = _finite(getattr(measured, name))
             if value > limit:
                 return Finding(reason=reason, row=row, figure=name, value=value, limit=limit)
+    return None
+
+
+def judge_group(totals: Totals, *, limits: LimitsSpec) -> Finding | None:
+    """The first statistic of which a group's rows together show too much."""
+    return _judge_nats(evidences(totals, limits=limits), suffix=EVIDENCE, limits=limits)
+
+
+def judge_drift(drift: Drift, *, limits: LimitsSpec) -> Finding | None:
+    """The first statistic by which a node's slots have drifted too far, the last one included."""
+    return _judge_nats(drifts(drift), suffix=DRIFT, limits=limits)
+
+
+def _judge_nats(values: Iterable[tuple[str, float]], *, suffix: str, limits: LimitsSpec) -> Finding | None:
+    for name, value in values:
+        reason, limit = limit_of(name + suffix, limits)
+        if _finite(value) > limit:
+            return Finding(reason=reason, row=None, figure=name + suffix, value=_finite(value), limit=limit)
     return None
 
 

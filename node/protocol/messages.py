@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.evidence import Totals
 from node.protocol.reasons import Reason
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
@@ -146,7 +147,8 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
     """A submission was judged. `request` and `body` are the digests of the evidence.
 
     `request` is the signed envelope, `body` the Parquet file. `figures` is the worst of each figure over the
-    group, null when a check that needs no model refused first; `rewards` only when admitted.
+    group, `totals` what the measured rows sum up to; both are null when a check that needs no model refused first.
+    `rewards` only when admitted.
     """
 
     submission: Digest
@@ -161,6 +163,7 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
     finding: Finding | None
     detail: str
     figures: Figures | None
+    totals: Totals | None
     rewards: tuple[float, ...] | None
     tokens: Count
     decided_at: Count

@@ -60,11 +60,29 @@ class SamplingSpec(Wire, frozen=True):
 
 
 class ProofSpec(Wire, frozen=True):
-    """The activation proof scheme and its size."""
+    """The activation proof scheme and its size.
 
-    scheme: Literal["toploc/1"] = "toploc/1"
+    `top_k` is TOPLOC's, `sketch_step` the sketch's: the width of one of its 16 levels, relative to the root mean
+    square of a hidden state; about the honest error of one projection.
+    """
+
+    scheme: Literal["toploc/1", "sketch/1", "toploc/1+sketch/1"] = "toploc/1"
     chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 32
     top_k: Annotated[int, Meta(ge=1, le=4096)] = 128
+    sketch_step: Annotated[float, Meta(ge=1e-6, le=0.0625)] = 0.02
+
+    @property
+    def has_toploc(self) -> bool:
+        return self.scheme != "sketch/1"
+
+    @property
+    def has_sketch(self) -> bool:
+        return self.scheme != "toploc/1"
+
+    @property
+    def min_hidden(self) -> int:
+        """The smallest hidden size of which these proofs can be made."""
+        return max(self.top_k if self.has_toploc else 1, 8 if self.has_sketch else 1)
 
 
 class BatchSpec(Wire, frozen=True):
@@ -78,15 +96,53 @@ class BatchSpec(Wire, frozen=True):
     rejection_backoff_max_seconds: NonNegativeFloat = 60.0
 
 
+class LevelSpec(Wire, frozen=True):
+    """What one number of honest work is like: of each chunk, or of each token.
+
+    `variance` is that of one value, `shared_variance` that of what all values of a group have in common (its prompt,
+    and the machine that drew it). `largest`: a value above it counts as it.
+    """
+
+    mean: Annotated[float, Meta(ge=-1e9, le=1e9)]
+    variance: Annotated[float, Meta(ge=1e-18, le=1e9)]
+    largest: Annotated[float, Meta(ge=-1e9, le=1e9)]
+    shared_variance: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.largest - self.mean < 1e-9:
+            raise ValueError("largest must exceed mean by 1e-9 or more")
+
+
+class HonestSpec(Wire, frozen=True):
+    """The levels of honest work, as `veriswarm calibrate` finds them; what has none is not summed up."""
+
+    exponents: LevelSpec | None = None
+    mantissa: LevelSpec | None = None
+    sketch: LevelSpec | None = None
+    margin: LevelSpec | None = None
+    logprob: LevelSpec | None = None
+
+
 class LimitsSpec(Wire, frozen=True):
-    """Where honest ends. Per chunk, per token and per rollout; a figure equal to its limit passes."""
+    """Where honest ends; a figure equal to its limit passes.
+
+    `false_rejections` bounds the probability that honest values sum up to a rejection, for each sum that is judged.
+    `suspects` are the weights that a group is compared with where its sketches show more than `suspicion` (nats),
+    and by chance in a share `second_looks` of all groups.
+    """
 
     exponent_mismatches: NonNegativeFloat = 38.0
     mantissa_mean: NonNegativeFloat = 10.0
     mantissa_median: NonNegativeFloat = 8.0
+    sketch_distance: NonNegativeFloat = 3.0
     token_margin: NonNegativeFloat = 1.0
     rollout_margin_mean: NonNegativeFloat = 0.05
     logprob_error: NonNegativeFloat = 0.5
+    false_rejections: Annotated[float, Meta(ge=1e-100, le=0.1)] = 1e-6
+    honest: HonestSpec = HonestSpec()
+    suspects: Annotated[tuple[Literal["int8", "previous"], ...], Meta(max_length=2)] = ("int8", "previous")
+    suspicion: NonNegativeFloat = 2.0
+    second_looks: Annotated[float, Meta(ge=0, le=1)] = 0.05
     max_submission_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 4 * 1024 * 1024
 
 
@@ -182,6 +238,8 @@ __all__ = [
     "BroadcastSpec",
     "Descriptor",
     "EnvironmentSpec",
+    "HonestSpec",
+    "LevelSpec",
     "LimitsSpec",
     "ModelSpec",
     "ProofSpec",

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import RunSpec
+from node.protocol.run import ProofSpec, RunSpec
 
 MAX_LOGPROB = 1e-4
 """A log-probability may exceed 0 by rounding only."""
@@ -30,7 +30,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `logprobs` are of the run's temperature-scaled distribution, natural logarithm, one per completion token.
     `segment_versions` and `segment_tokens` say which policy drew which tokens, in order: a policy that arrived
-    on the way begins a new segment. `proofs` are TOPLOC proofs of the final hidden states at positions
+    on the way begins a new segment. `proofs` are of the final hidden states at positions
     P-1 .. P+n-2 (P prompt tokens, n completion tokens), one per started chunk; chunks begin anew at a segment.
     """
 
@@ -67,22 +67,24 @@ class Expected:
     eos_ids: Collection[int]
 
 
-class Unpublished(Refusal):
-    """A segment of policy `version`, which is newer than the newest published: it may yet become true."""
-
-    def __init__(self, detail: str, *, version: int) -> None:
-        super().__init__(Reason.WRONG_SEGMENTS, detail)
-        self.version = version
-
-
 def chunk_count(segment_tokens: Iterable[int], *, chunk_tokens: int) -> int:
     """How many proofs segments of so many tokens need: each one's last, shorter chunk counts."""
     return sum(-(-tokens // chunk_tokens) for tokens in segment_tokens)
 
 
-def proof_bytes(top_k: int) -> int:
-    """The size of one TOPLOC proof: a modulus and `top_k` coefficients, two bytes each."""
-    return 2 + 2 * top_k
+def chunk_sizes(segment_tokens: Iterable[int], *, chunk_tokens: int) -> list[int]:
+    """The tokens of each chunk that is proved: each segment's last one may be shorter."""
+    return [min(chunk_tokens, tokens - start) for tokens in segment_tokens for start in range(0, tokens, chunk_tokens)]
+
+
+def toploc_bytes(proofs: ProofSpec) -> int:
+    """The size of the TOPLOC part of a proof: a modulus and `top_k` coefficients, two bytes each."""
+    return 2 + 2 * proofs.top_k if proofs.has_toploc else 0
+
+
+def proof_bytes(proofs: ProofSpec, *, tokens: int) -> int:
+    """The size of the proof of a chunk of `tokens`; a sketch has four bytes for each."""
+    return toploc_bytes(proofs) + (4 * tokens if proofs.has_sketch else 0)
 
 
 def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: RunSpec) -> None:
@@ -142,24 +144,17 @@ def _check_segments(row: int, rollout: Rollout, *, expected: Expected, lead: int
             f"Row {row} has policies {versions[0]} to {versions[-1]}, {leased} to {leased + lead} are allowed.",
         )
     if expected.published is not None:
-        _check_published(row, versions, published=expected.published)
-
-
-def _check_published(row: int, versions: Sequence[int], *, published: Collection[int]) -> None:
-    """Versions rise, and so do those that the run publishes: one that was passed over never comes."""
-    newest = max(published, default=-1)
-    for version in versions:
-        if version > newest:
-            raise Unpublished(f"Row {row}: policy {version} was not published.", version=version)
-        if version not in published:
-            raise Refusal(Reason.WRONG_SEGMENTS, f"Row {row}: policy {version} was never published.")
+        for version in versions:
+            if version not in expected.published:
+                raise Refusal(Reason.WRONG_SEGMENTS, f"Row {row}: policy {version} was not published.")
 
 
 def _check_proofs(row: int, rollout: Rollout, *, spec: RunSpec) -> None:
     wanted = chunk_count(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
     if len(rollout.proofs) != wanted:
         raise Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row} has {len(rollout.proofs)} proofs, {wanted} are due.")
-    size = proof_bytes(spec.proofs.top_k)
-    for index, proof in enumerate(rollout.proofs):
+    sizes = chunk_sizes(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
+    for index, (proof, tokens) in enumerate(zip(rollout.proofs, sizes, strict=True)):
+        size = proof_bytes(spec.proofs, tokens=tokens)
         if len(proof) != size:
             raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {index} has {len(proof)} bytes, not {size}.")

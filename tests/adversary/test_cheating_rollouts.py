@@ -1,90 +1,54 @@
-"""Rollouts that are well formed and not what the policy forces: each way to cheat, and the check that sees it.
-
-The limits are those that fit a float32 policy on one kind of machine, where an honest worker's figures are all
-but zero. The policy has random weights, with the last norm scaled up so that its choices are as decided as a
-trained one's.
-"""
+"""Rollouts that are well formed and not what the policy forces: each way to cheat, and the check that sees it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from narrow_run import FAR_INSIDE, SHARPNESS, LeasedSlot, loaded, make_rules, policy_file, sharp_model
 from torch import Tensor
-from verifying import decided, forged, measured
+from verifying import forged, measured
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.environments import Environment, load_environment
-from node.policy import Policy, load_policy, save_policy
-from node.protocol.admission import Outcome, judge
+from node.policy import Policy
+from node.protocol.admission import judge
 from node.protocol.reasons import Reason
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.run import SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Expected, Rollout
-from node.tiny import make_model, make_tokenizer
-from node.verification import Claim, Rules, Verdict, expected_of
 from toploc import build_chunk_proofs
 
-RUN_ID, MANIFEST, SLOT, VERSION = "12" * 32, "34" * 32, 7, 5
-SPEC = RunSpec(
-    name="cheating",
-    environments=(EnvironmentSpec(name="arithmetic"),),
-    sampling=SamplingSpec(group_size=4, max_new_tokens=40),
-    limits=LimitsSpec(
-        exponent_mismatches=2.0,
-        mantissa_mean=0.05,
-        mantissa_median=0.5,
-        token_margin=1e-3,
-        rollout_margin_mean=1e-4,
-        logprob_error=2e-4,
-    ),
-)
-ENVIRONMENTS: list[Environment] = [load_environment(environment) for environment in SPEC.environments]
-RULES = Rules(RUN_ID, SPEC, ENVIRONMENTS)
-SHARPNESS = 8.0
+SLOT, VERSION = 7, 5
+RULES = make_rules("cheating", SamplingSpec(group_size=4, max_new_tokens=40))
+SPEC = RULES.spec
 
 Chooser = Callable[[Tensor, Tensor], int]
 """From one position's scaled logits and noise, both [vocabulary], to a token."""
 
 
-def policy_file(folder: Path, *, seed: int, change: Callable[[torch.nn.Module], None] | None = None) -> Path:
-    model = make_model(seed=seed)
+def changed_file(folder: Path, change: Callable[[torch.nn.Module], None]) -> Path:
+    """The run's policy with other weights."""
+    model = sharp_model(seed=20)
     with torch.no_grad():
-        model.base_model.norm.weight.fill_(SHARPNESS)
-        if change is not None:
-            change(model)
-    path = folder / "policy.safetensors"
-    save_policy(model, make_tokenizer(), path)
-    return path
+        change(model)
+    return policy_file(model, folder)
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A run's policy, and what it expects for SLOT."""
+class Bench(LeasedSlot):
+    """The slot, and the file of the run's policy."""
 
     path: Path
-    policy: Policy
-    expected: Expected
 
     @property
     def requests(self) -> list[SampleRequest]:
         return [SampleRequest(tuple(self.expected.prompt_ids), seed) for seed in self.expected.seeds]
-
-    def verdict(self, rollouts: Sequence[Rollout], *, slot: int = SLOT) -> Verdict:
-        claim = Claim(version=VERSION, manifest_digest=MANIFEST, slot=slot, rollouts=rollouts)
-        (verdict,) = decided([claim], {VERSION: self.policy}, rules=RULES)
-        return verdict
-
-    def reason(self, rollouts: Sequence[Rollout]) -> Reason | None:
-        verdict = self.verdict(rollouts)
-        assert (verdict.reason is None) == (verdict.outcome is Outcome.ADMITTED)
-        return verdict.reason
 
     def forged(self, completions: Sequence[Sequence[int]]) -> list[Rollout]:
         """Any completions, with the policy's true log-probabilities and true proofs: the best a colluder can do."""
@@ -93,9 +57,9 @@ class Bench:
             for tokens, seed in zip(completions, self.expected.seeds, strict=True)
         ]
 
-    def chosen(self, choose: Chooser, *, policy: Policy | None = None) -> list[list[int]]:
+    def chosen(self, choose: Chooser) -> list[list[int]]:
         """Completions by `choose` in place of the forced choice."""
-        return [decode(policy or self.policy, self.expected, seed, choose) for seed in self.expected.seeds]
+        return [decode(self.policy, self.expected, seed, choose) for seed in self.expected.seeds]
 
 
 def forge(policy: Policy, prompt_ids: Sequence[int], tokens: Sequence[int], *, seed: bytes) -> Rollout:
@@ -113,11 +77,11 @@ def decode(policy: Policy, expected: Expected, seed: bytes, choose: Chooser) -> 
     return tokens
 
 
-def engine_rollouts(path: Path, requests: Sequence[SampleRequest], *, spec: RunSpec = SPEC) -> list[Rollout]:
+def engine_rollouts(path: Path, requests: Sequence[SampleRequest]) -> list[Rollout]:
     """What the real engine returns with the policy in `path` loaded."""
 
     async def generate() -> list[Rollout]:
-        engine = TorchEngine(spec)
+        engine = TorchEngine(SPEC)
         await engine.load(path, version=VERSION)
         try:
             return await engine.generate(requests)
@@ -127,8 +91,8 @@ def engine_rollouts(path: Path, requests: Sequence[SampleRequest], *, spec: RunS
     return asyncio.run(generate())
 
 
-def expected_for(policy: Policy, slot: int) -> Expected:
-    return expected_of(SPEC, policy, ENVIRONMENTS, run_id=RUN_ID, version=VERSION, manifest_digest=MANIFEST, slot=slot)
+def bench_of(path: Path) -> Bench:
+    return Bench(RULES, {VERSION: loaded(path)}, VERSION, SLOT, path)
 
 
 def relabelled(rollouts: Sequence[Rollout], bench: Bench) -> list[Rollout]:
@@ -141,15 +105,13 @@ def relabelled(rollouts: Sequence[Rollout], bench: Bench) -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    path = policy_file(tmp_path_factory.mktemp("policy"), seed=20)
-    policy = load_policy(path, dtype=torch.float32)
-    return Bench(path=path, policy=policy, expected=expected_for(policy, SLOT))
+    return bench_of(policy_file(sharp_model(seed=20), tmp_path_factory.mktemp("policy")))
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model of the same shape and tokenizer: smaller in cost, in a real attack."""
-    return policy_file(tmp_path_factory.mktemp("other"), seed=21)
+    return policy_file(sharp_model(seed=21), tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture(scope="module")
@@ -168,18 +130,9 @@ def test_honest_rollouts_of_many_slots_stay_far_inside_the_limits(bench):
     """The limits leave at least five times the largest honest figure."""
     requests = []
     for slot in range(32):
-        expected = expected_for(bench.policy, slot)
-        requests += [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
-    figures = measured({VERSION: bench.policy}, engine_rollouts(bench.path, requests), spec=SPEC).figures
-    tighter = LimitsSpec(
-        exponent_mismatches=0.0,
-        mantissa_mean=0.01,
-        mantissa_median=0.0,
-        token_margin=1e-4,
-        rollout_margin_mean=1e-5,
-        logprob_error=4e-5,
-    )
-    assert judge(figures, limits=tighter) is None
+        requests += replace(bench, number=slot).requests
+    figures = measured(bench.policies, engine_rollouts(bench.path, requests), spec=SPEC).figures
+    assert judge(figures, limits=FAR_INSIDE) is None
 
 
 def test_true_proofs_and_logprobs_from_another_implementation_are_admitted(bench, honest):
@@ -227,7 +180,7 @@ def noise(share: float) -> Callable[[torch.nn.Module], None]:
 )
 def test_weights_that_are_almost_the_policys(bench, tmp_path, change):
     """Cheaper weights, or those of a step ago: in float32 every group of four is seen, whatever its tokens."""
-    almost = policy_file(tmp_path, seed=20, change=change)
+    almost = changed_file(tmp_path, change)
     assert bench.reason(engine_rollouts(almost, bench.requests)) in {Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB}
 
 
@@ -239,9 +192,7 @@ def test_a_policy_one_optimizer_step_old(bench, honest, tmp_path):
         for weight in model.parameters():
             weight.add_(5e-5 * torch.sign(torch.randn(weight.shape, generator=generator)))
 
-    path = policy_file(tmp_path, seed=20, change=step)
-    new = Bench(path=path, policy=load_policy(path, dtype=torch.float32), expected=bench.expected)
-    assert new.reason(honest) == Reason.PROOF_MISMATCH
+    assert bench_of(changed_file(tmp_path, step)).reason(honest) == Reason.PROOF_MISMATCH
 
 
 # Other tokens.
@@ -345,7 +296,7 @@ def test_a_changed_prompt_sent_openly(bench, honest):
 
 def test_another_slots_honest_rollouts(bench, honest):
     """Replay of one's own or a copy of somebody else's work."""
-    assert bench.verdict(honest, slot=SLOT + 1).reason in {Reason.WRONG_PROMPT, Reason.WRONG_SEED}
+    assert replace(bench, number=SLOT + 1).reason(honest) in {Reason.WRONG_PROMPT, Reason.WRONG_SEED}
 
 
 # Other numbers.
@@ -452,7 +403,7 @@ def test_the_best_constant_for_each_chunk(bench, honest):
 
         def badness(value: int) -> float:
             (figures,) = measured(
-                {VERSION: bench.policy},
+                bench.policies,
                 with_proofs([one], lambda _: [constant_proof(value)] * len(one.proofs)),
                 spec=SPEC,
             ).figures

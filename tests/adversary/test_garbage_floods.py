@@ -223,7 +223,7 @@ def test_proofs_that_no_prover_makes_buy_no_forward_pass(
 ) -> None:
     """Wherever they stand: the last proof of the last row is as cheap to reject as the first."""
     proofs = [*honest[row].proofs[:-1], MALFORMED[kind](honest[row].proofs[-1])]
-    assert len(proofs[-1]) == proof_bytes(SPEC.proofs.top_k)
+    assert len(proofs[-1]) == proof_bytes(SPEC.proofs, tokens=32)
     group = [*honest[:row], msgspec.structs.replace(honest[row], proofs=proofs), *honest[row + 1 :]]
     policies = Counted({OLD: policy})
     (verdict,) = decide([claim_of(group)], policies)

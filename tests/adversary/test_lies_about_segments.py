@@ -9,54 +9,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
 import torch
+from narrow_run import FAR_INSIDE, MANIFEST, LeasedSlot, loaded, make_rules, policy_file, sharp_model
 from torch import Tensor
 from verifying import InMemory, Part, decided, drawn, forged, measured
 
-from node.environments import Environment, load_environment
 from node.parquet import write_rollouts
 from node.parquet_reader import ParquetReader
-from node.policy import Policy, load_policy, save_policy
+from node.policy import Policy
 from node.protocol.admission import Outcome, judge
 from node.protocol.reasons import Reason
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.run import SamplingSpec
 from node.protocol.sampling import gumbel_noise
-from node.protocol.submission import Expected, Rollout, chunk_count
-from node.tiny import make_model, make_tokenizer
-from node.verification import Claim, PolicyAway, Rules, Verdict, expected_of, verify
+from node.protocol.submission import Rollout, chunk_count
+from node.verification import PolicyAway, verify
 from toploc import build_chunk_proofs
 
-RUN_ID, MANIFEST = "12" * 32, "34" * 32
 OLD, NEW, NEWER, TO_COME = 5, 6, 7, 8
-SPEC = RunSpec(
-    name="segments",
-    environments=(EnvironmentSpec(name="arithmetic"),),
-    sampling=SamplingSpec(group_size=3, max_new_tokens=40, max_version_lead=2),
-    limits=LimitsSpec(
-        exponent_mismatches=2.0,
-        mantissa_mean=0.05,
-        mantissa_median=0.5,
-        token_margin=1e-3,
-        rollout_margin_mean=1e-4,
-        logprob_error=2e-4,
-    ),
-)
-FAR_INSIDE = LimitsSpec(
-    exponent_mismatches=0.0,
-    mantissa_mean=0.01,
-    mantissa_median=0.0,
-    token_margin=1e-4,
-    rollout_margin_mean=1e-5,
-    logprob_error=4e-5,
-)
-ENVIRONMENTS: list[Environment] = [load_environment(environment) for environment in SPEC.environments]
-RULES = Rules(RUN_ID, SPEC, ENVIRONMENTS)
-SHARPNESS = 8.0
+RULES = make_rules("segments", SamplingSpec(group_size=3, max_new_tokens=40, max_version_lead=2))
+SPEC = RULES.spec
 LEARNING_RATE = 2e-4
 SWITCHES = (8, 5, 11)
 """After how many tokens the new policy takes over in each row."""
@@ -66,9 +41,7 @@ LEAST_TOKENS = 20
 
 def trained(steps: int) -> torch.nn.Module:
     """The first policy's model after so many steps of AdamW on fixed tokens."""
-    model = make_model(seed=20)
-    with torch.no_grad():
-        model.base_model.norm.weight.fill_(SHARPNESS)
+    model = sharp_model(seed=20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     ids = torch.randint(3, 100, (8, 32), generator=torch.Generator().manual_seed(7))
     for _ in range(steps):
@@ -81,21 +54,15 @@ def trained(steps: int) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Policy]:
     """Three policies, each a step after the one before."""
-    loaded = {}
-    for version in (OLD, NEW, NEWER):
-        path: Path = tmp_path_factory.mktemp("policy") / "policy.safetensors"
-        save_policy(trained(version - OLD), make_tokenizer(), path)
-        loaded[version] = load_policy(path, dtype=torch.float32)
-    return loaded
+    return {
+        version: loaded(policy_file(trained(version - OLD), tmp_path_factory.mktemp("policy")))
+        for version in (OLD, NEW, NEWER)
+    }
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A slot that the old policy is leased for, and its honest completions."""
-
-    policies: dict[int, Policy]
-    number: int
-    expected: Expected
+class Slot(LeasedSlot):
+    """A slot that is leased for the old policy, and its honest completions."""
 
     def parts(self, *, row: int) -> list[Part]:
         """The old policy up to the row's switch, then the new one."""
@@ -110,18 +77,6 @@ class Slot:
     def honest(self) -> list[Rollout]:
         return self.group(lambda row, seed: drawn(self.parts(row=row), self.expected, seed, spec=SPEC))
 
-    def claim(self, rollouts: Sequence[Rollout]) -> Claim:
-        return Claim(version=OLD, manifest_digest=MANIFEST, slot=self.number, rollouts=rollouts)
-
-    def verdict(self, rollouts: Sequence[Rollout]) -> Verdict:
-        (verdict,) = decided([self.claim(rollouts)], self.policies, rules=RULES)
-        return verdict
-
-    def reason(self, rollouts: Sequence[Rollout]) -> Reason | None:
-        verdict = self.verdict(rollouts)
-        assert (verdict.reason is None) == (verdict.outcome is Outcome.ADMITTED)
-        return verdict.reason
-
     def retold(self, one: Rollout, *segments: tuple[int, int]) -> Rollout:
         """The tokens of `one` as if drawn in `segments` (version, tokens), with true proofs for that story."""
         told = [(version, self.policies[version], count) for version, count in segments]
@@ -132,10 +87,7 @@ class Slot:
 def slot(policies: dict[int, Policy]) -> Slot:
     """The first slot whose completions are long enough, and in which a step changes what every row goes on with."""
     for number in range(200):
-        expected = expected_of(
-            SPEC, policies[OLD], ENVIRONMENTS, run_id=RUN_ID, version=OLD, manifest_digest=MANIFEST, slot=number
-        )
-        slot = Slot(policies, number, expected)
+        slot = Slot(RULES, policies, OLD, number)
         switched, old = slot.honest(), slot.drawn_by((OLD, policies[OLD], None))
         pairs = list(zip(switched, old, strict=True))
         if all(len(one.completion_ids) >= LEAST_TOKENS for one in switched) and any(
@@ -260,15 +212,14 @@ def test_a_policy_that_the_run_did_not_publish(slot: Slot, honest: list[Rollout]
     shelf = InMemory(slot.policies)
     lied = slot.claim(told(honest, segment_versions=[OLD, NEWER]))
     (ahead,) = decided([lied], shelf, rules=RULES, published=[OLD, NEW])
-    assert (ahead.outcome, ahead.reason, ahead.awaits) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS, NEWER)
     (skipped,) = decided([slot.claim(honest)], shelf, rules=RULES, published=[OLD, NEWER])
-    assert (skipped.outcome, skipped.reason, skipped.awaits) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS, None)
+    for verdict in (ahead, skipped):
+        assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
     assert shelf.measured == []
 
 
 def test_a_policy_beyond_the_lead(slot: Slot, honest: list[Rollout]) -> None:
-    verdict = slot.verdict(told(honest, segment_versions=[OLD, TO_COME]))
-    assert (verdict.reason, verdict.awaits) == (Reason.WRONG_SEGMENTS, None), "not worth waiting for"
+    assert slot.reason(told(honest, segment_versions=[OLD, TO_COME])) is Reason.WRONG_SEGMENTS
 
 
 def test_a_policy_older_than_the_lease(slot: Slot, honest: list[Rollout]) -> None:
@@ -394,13 +345,12 @@ def test_segments_that_are_none(slot: Slot, honest: list[Rollout], reader: Parqu
         )
     )
     assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS), verdict.detail
-    assert verdict.awaits is None
     assert shelf.measured == [], "garbage bought a forward pass"
 
 
 def test_a_run_without_a_lead_takes_no_segments(slot: Slot, honest: list[Rollout]) -> None:
     strict = msgspec.structs.replace(SPEC, sampling=msgspec.structs.replace(SPEC.sampling, max_version_lead=0))
-    (verdict,) = decided([slot.claim(honest)], slot.policies, rules=Rules(RUN_ID, strict, ENVIRONMENTS))
+    (verdict,) = decided([slot.claim(honest)], slot.policies, rules=replace(RULES, spec=strict))
     assert verdict.reason is Reason.WRONG_SEGMENTS
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,11 +20,14 @@ import psutil
 import pytest
 from swarm import Swarm, running, small_spec
 
+from node.signals import EXIT_AT_ONCE
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_SECONDS = 180.0
 END_SECONDS = 30.0
 GRACE_SECONDS = 3.0
+AT_ONCE_SECONDS = 5.0
 
 
 def start(swarm: Swarm, state: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -61,30 +64,65 @@ def ended(processes: list[psutil.Process]) -> bool:
     return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
 
 
-def test_no_process_of_vllm_outlives_the_daemon_however_it_ends(tmp_path: Path, tiny_policy_path: Path) -> None:
+@pytest.fixture
+def swarm(tmp_path: Path, tiny_policy_path: Path) -> Iterator[Swarm]:
     spec = small_spec()
     sampling = msgspec.structs.replace(spec.sampling, max_new_tokens=380, group_size=16)
     spec = msgspec.structs.replace(
         spec, sampling=sampling, batch=msgspec.structs.replace(spec.batch, groups_per_step=64)
     )
-    state, log = tmp_path / "state", tmp_path / "log"
     with running(tmp_path / "run", tiny_policy_path, spec=spec) as swarm:
-        daemon = start(swarm, state, log)
-        until(lambda: at_work(state), START_SECONDS, log)
-        processes = family(daemon)
-        assert any("EngineCore" in one.name() for one in processes)
-        # What a terminal does on Ctrl-C: every process of the group is told.
-        os.killpg(daemon.pid, signal.SIGINT)
-        assert daemon.wait(END_SECONDS) == 0
-        until(lambda: ended(processes), END_SECONDS, log)
-        said = log.read_text()
-        assert "Traceback" not in said
-        assert "leaked" not in said
-        assert "EngineDied" not in said, "Ctrl-C must not end the engine under slots that may be finished"
+        yield swarm
 
-        daemon = start(swarm, state, log)
-        until(lambda: at_work(state), START_SECONDS, log)
-        processes = family(daemon)
-        daemon.kill()
-        daemon.wait()
-        until(lambda: ended(processes), END_SECONDS, log)
+
+def interrupt(daemon: subprocess.Popen[bytes]) -> None:
+    """What a terminal does on Ctrl-C: every process of the group is told."""
+    os.killpg(daemon.pid, signal.SIGINT)
+
+
+def test_ctrl_c_finishes_slots_and_leaves_no_process_and_no_traceback(swarm: Swarm, tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    daemon = start(swarm, state, log)
+    until(lambda: at_work(state), START_SECONDS, log)
+    processes = family(daemon)
+    assert any("EngineCore" in one.name() for one in processes)
+    interrupt(daemon)
+    assert daemon.wait(END_SECONDS) == 0
+    until(lambda: ended(processes), END_SECONDS, log)
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert "leaked" not in said
+    assert "EngineDied" not in said, "Ctrl-C must not end the engine under slots that may be finished"
+
+
+def test_ctrl_c_takes_back_a_start_of_the_engine(swarm: Swarm, tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    daemon = start(swarm, state, log)
+    until(lambda: any("EngineCore" in one.name() for one in family(daemon)), START_SECONDS, log)
+    processes = family(daemon)
+    interrupt(daemon)
+    assert daemon.wait(END_SECONDS) == 0
+    until(lambda: ended(processes), END_SECONDS, log)
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_second_ctrl_c_ends_the_daemon_at_once_and_its_engine_soon(swarm: Swarm, tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    daemon = start(swarm, state, log)
+    until(lambda: at_work(state), START_SECONDS, log)
+    processes = family(daemon)
+    interrupt(daemon)
+    until(lambda: "once more ends it at once" in log.read_text(), END_SECONDS, log)
+    interrupt(daemon)
+    assert daemon.wait(AT_ONCE_SECONDS) == EXIT_AT_ONCE
+    until(lambda: ended(processes), END_SECONDS, log)
+
+
+def test_the_engine_of_a_daemon_that_is_killed_ends_too(swarm: Swarm, tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    daemon = start(swarm, state, log)
+    until(lambda: at_work(state), START_SECONDS, log)
+    processes = family(daemon)
+    daemon.kill()
+    daemon.wait()
+    until(lambda: ended(processes), END_SECONDS, log)

@@ -6,6 +6,8 @@ What would break for whom: a worker whose honest work is rejected, or that goes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import os
 import random
@@ -21,7 +23,8 @@ from node.engines.base import BadRequest, BrokenPolicy, DoesNotFit, EngineDied, 
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_prefill import VllmVerifier
 from node.engines.vllm_settings import VllmSettings
-from node.policy import MalformedPolicy, load_policy, save_policy
+from node.policy import load_policy, save_policy
+from node.policy_errors import MalformedPolicy
 from node.prefill import Measuring, TransformersPrefill
 from node.protocol.admission import worst
 from node.protocol.reasons import Refusal
@@ -114,6 +117,25 @@ def assert_exact(rollouts, prefills):
     assert figures.logprob_error <= 1e-4
 
 
+def processes():
+    """What this process has started, with all that they started; the tracker of shared memory is Python's."""
+    children = psutil.Process().children(recursive=True)
+    alive = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    return {one for one in alive if "resource_tracker" not in " ".join(one.cmdline())}
+
+
+@contextlib.contextmanager
+def vllm_says(caplog):
+    """What is logged in this process meanwhile, by vLLM too, which keeps it from the root logger."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    caplog.clear()
+    try:
+        yield caplog.records
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
 async def under_way(engine, tokens):
     """Once `tokens` more tokens came out of the engine."""
     start = engine.tokens
@@ -123,8 +145,9 @@ async def under_way(engine, tokens):
 
 
 async def test_what_vllm_draws_under_preemption_chunked_prefill_and_prefix_caching_is_exact(engine, prefills):
-    requests = some_requests(48)
+    requests, rereads = some_requests(48), engine.rereads
     rollouts = await engine.generate(requests)
+    assert engine.rereads > rereads, "nothing was preempted: the cache is too large for this test"
     assert [rollout.seed for rollout in rollouts] == [request.seed for request in requests]
     eos_ids = prefills[0].blueprint.eos_ids
     for rollout in rollouts:
@@ -184,6 +207,7 @@ async def test_policies_with_nan_or_other_tensors_are_refused_and_the_old_one_st
     with pytest.raises(MalformedPolicy):
         await engine.load(torn, version=6)
     assert engine.version == 0
+    assert [folder.name for folder in engine._host._state.iterdir()] == ["policy-0"], "a refused file fills the disk"
     assert_exact(await engine.generate(some_requests(2, seed=4)), prefills)
 
 
@@ -213,13 +237,15 @@ async def test_an_engine_process_that_is_killed_is_noticed_and_a_new_one_started
     await under_way(engine, 100)
     (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     os.kill(core.pid, signal.SIGKILL)
-    with pytest.raises(EngineDied), caplog.at_level(logging.CRITICAL):
-        await asyncio.wait_for(generating, 30)
-    while engine.version is not None:  # noqa: ASYNC110  (a watcher's work)
-        await asyncio.sleep(0.05)
-    with pytest.raises(NoPolicy):
-        await engine.generate(some_requests(1))
-    await engine.load(files[1], version=1)
+    with vllm_says(caplog) as said:
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(generating, 30)
+        while engine.version is not None:  # noqa: ASYNC110  (a watcher's work)
+            await asyncio.sleep(0.05)
+        with pytest.raises(NoPolicy):
+            await engine.generate(some_requests(1))
+        await engine.load(files[1], version=1)
+    assert any("EngineDeadError" in (record.exc_text or "") for record in said), "a death must not be kept quiet"
     assert_exact(await engine.generate(some_requests(4, seed=7)), prefills)
     # Killed while it is asked something, too.
     (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
@@ -281,3 +307,46 @@ async def test_what_does_not_fit_is_one_sentence_before_anything_starts(settings
         await engine.load(files[0], version=0)
     assert "\n" not in str(caught.value)
     assert engine.version is None
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_for_its_end(files, tmp_path, caplog):
+    before = processes()
+
+    async def starting(engine):
+        """A load whose engine process has begun."""
+        loading = asyncio.create_task(engine.load(files[0], version=0))
+        async with asyncio.timeout(60):
+            while processes() == before:  # noqa: ASYNC110  (another process's work)
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1)
+        assert not loading.done()
+        return loading
+
+    hasty = VllmEngine(SPEC, dataclasses.replace(SETTINGS, start_seconds=0.1), state=tmp_path / "hasty")
+    with pytest.raises(EngineDied, match="TimeoutError"):
+        await hasty.load(files[0], version=0)
+    engine = VllmEngine(SPEC, SETTINGS, state=tmp_path / "engine")
+    loading = await starting(engine)
+    await engine.close()
+    assert processes() == before
+    with pytest.raises(EngineDied):
+        await loading
+    cancelled = await starting(engine)
+    cancelled.cancel()
+    loading = asyncio.create_task(engine.load(files[0], version=0))
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert processes() == before
+    await loading
+    assert len([one for one in processes() - before if "EngineCore" in one.name()]) == 1
+    # An end that was asked for, in the middle of everything, is no error of vLLM's.
+    generating = asyncio.create_task(engine.generate(some_requests(24, seed=9)))
+    await under_way(engine, 100)
+    with vllm_says(caplog) as said:
+        await engine.close()
+        with pytest.raises(EngineDied, match="closed"):
+            await generating
+        await asyncio.sleep(1)
+    assert [record.getMessage() for record in said] == []
+    assert processes() == before

@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from node.engines.base import SampleRequest
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
-from node.policy import FAMILIES, load_policy, save_policy
+from node.policy import load_policy, save_policy
+from node.policy_config import FAMILIES
 from node.prefill import Measuring, TransformersPrefill
 from node.protocol.admission import worst
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec

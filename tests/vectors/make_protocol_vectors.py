@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.proofs import build_proofs
 from node.protocol import messages as m
-from node.protocol.admission import Figures, Finding, Outcome, judge, worst
+from node.protocol.admission import Figures, Finding, Outcome, judge, judge_drift, judge_group, worst
+from node.protocol.evidence import Drift, Total, Totals, evidences, follow
 from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import sign_request
@@ -24,6 +27,8 @@ from node.protocol.run import (
     DESCRIPTOR_VERSION,
     Descriptor,
     EnvironmentSpec,
+    HonestSpec,
+    LevelSpec,
     LimitsSpec,
     ProofSpec,
     RunSpec,
@@ -32,7 +37,7 @@ from node.protocol.run import (
 )
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
 from node.protocol.slots import group_seeds, slot_problem
-from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, proof_bytes
+from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
 
@@ -89,7 +94,9 @@ def log_entries() -> list[m.LogEntry]:
         token_margin=0.001,
         margin_mean=1e-6,
         logprob_error=2.5e-7,
+        margin_evidence=0.25,
     )
+    totals = Totals(margin=Total(count=64, sum=0.0015))
     common: dict[str, Any] = {
         "submission": DIGEST_A,
         "node": _public(NODE_KEY),
@@ -100,7 +107,9 @@ def log_entries() -> list[m.LogEntry]:
         "body": DIGEST_B,
         "decided_at": 1_760_000_060,
     }
+    rejected: dict[str, Any] = {"outcome": Outcome.REJECTED, "reason": Reason.WRONG_TOKEN, "rewards": None}
     finding = Finding(reason=Reason.WRONG_TOKEN, row=3, figure="token_margin", value=7.5, limit=1.0)
+    together = Finding(reason=Reason.WRONG_TOKEN, row=None, figure="margin_evidence", value=20.5, limit=13.5)
     return [
         m.RunEntry(run_id=RUN_ID, spec_digest=spec().digest),
         m.PolicyEntry(version=0, manifest_digest=DIGEST_B, result_digest=DIGEST_A),
@@ -111,17 +120,26 @@ def log_entries() -> list[m.LogEntry]:
             finding=None,
             detail="",
             figures=figures,
+            totals=totals,
             rewards=(0.0, 1.0, 0.5, 0.0),
             tokens=64,
         ),
         m.VerdictEntry(
             **common,
-            outcome=Outcome.REJECTED,
-            reason=Reason.WRONG_TOKEN,
+            **rejected,
             finding=finding,
-            detail="Row 3: token_margin 7.5, the limit is 1.0.",
+            detail="Row 3: token_margin is 7.5, the limit is 1.",
             figures=msgspec.structs.replace(figures, token_margin=7.5),
-            rewards=None,
+            totals=totals,
+            tokens=64,
+        ),
+        m.VerdictEntry(
+            **common,
+            **rejected,
+            finding=together,
+            detail="All rows together: margin_evidence is 20.5, the limit is 13.5.",
+            figures=figures,
+            totals=totals,
             tokens=64,
         ),
         m.BatchEntry(step=0, submissions=(DIGEST_A,)),
@@ -325,9 +343,16 @@ def _segments(versions: list[int], lengths: list[int], expected: Expected, rules
         logprobs=[0.0] * tokens,
         segment_versions=versions,
         segment_tokens=lengths,
-        proofs=[bytes(proof_bytes(rules.proofs.top_k))] * chunk_count(lengths, chunk_tokens=chunk_tokens),
+        proofs=[bytes(proof_bytes(rules.proofs, tokens=chunk_tokens))]
+        * chunk_count(lengths, chunk_tokens=chunk_tokens),
     )
-    case: dict[str, Any] = {"segment_versions": versions, "segment_tokens": lengths, "reason": None, "chunks": None}
+    case: dict[str, Any] = {
+        "segment_versions": versions,
+        "segment_tokens": lengths,
+        "reason": None,
+        "chunks": None,
+        "proof_bytes": None,
+    }
     try:
         check_rollouts([rollout] * 2, expected=expected, spec=rules)
     except Refusal as refusal:
@@ -337,7 +362,35 @@ def _segments(versions: list[int], lengths: list[int], expected: Expected, rules
             [segment.version, start, min(chunk_tokens, segment.end - start)]
             for segment in rollout.segments
             for start in range(segment.start, segment.end, chunk_tokens)
-        ]
+        ],
+        "proof_bytes": {
+            proofs.scheme: [
+                proof_bytes(proofs, tokens=tokens) for tokens in chunk_sizes(lengths, chunk_tokens=chunk_tokens)
+            ]
+            for proofs in schemes(rules.proofs)
+        },
+    }
+
+
+def schemes(proofs: ProofSpec) -> list[ProofSpec]:
+    """`proofs` under each scheme that there is."""
+    return [msgspec.structs.replace(proofs, scheme=name) for name in get_args(get_type_hints(ProofSpec)["scheme"])]
+
+
+def proof_vectors() -> dict[str, Any]:
+    """Section 6.2: proofs of a chunk of two states of 16 elements, under each scheme."""
+    states = torch.tensor([[(37 * i + 11 * row) % 101 - 50 for i in range(16)] for row in range(2)]).bfloat16() / 8
+    seed = bytes(range(16))
+    proofs = ProofSpec(chunk_tokens=2, top_k=4, sketch_step=0.02)
+    return {
+        "seed": seed.hex(),
+        "hidden": 16,
+        "states_bfloat16_be_hex": [
+            "".join(f"{value & 0xFFFF:04x}" for value in row) for row in states.view(torch.int16).tolist()
+        ],
+        "top_k": proofs.top_k,
+        "sketch_step": proofs.sketch_step,
+        "proofs": {one.scheme: build_proofs([states], [seed], spec=one)[0].hex() for one in schemes(proofs)},
     }
 
 
@@ -369,6 +422,72 @@ def admission_vectors() -> dict[str, Any]:
             for group in groups
         ],
     }
+
+
+EVIDENCE_LIMITS = LimitsSpec(
+    false_rejections=1e-6,
+    honest=HonestSpec(
+        exponents=LevelSpec(mean=0.25, variance=0.5, largest=8.0),
+        sketch=LevelSpec(mean=0.25, variance=0.0625, largest=2.0, shared_variance=0.001),
+        margin=LevelSpec(mean=0.0005, variance=0.0001, largest=0.1),
+    ),
+)
+
+
+def evidence_vectors() -> dict[str, Any]:
+    """Sections 7.2 and 7.3: what totals show by themselves, and a node's slots together. Nats have 12 digits."""
+    honest = Totals(
+        exponents=Total(count=16, sum=4.0), sketch=Total(count=500, sum=125.0), margin=Total(count=500, sum=0.25)
+    )
+    groups = [
+        Totals(),
+        honest,
+        msgspec.structs.replace(honest, exponents=Total(count=16, sum=20.0)),
+        msgspec.structs.replace(honest, exponents=Total(count=16, sum=40.0)),
+        msgspec.structs.replace(honest, sketch=Total(count=500, sum=250.0)),
+        msgspec.structs.replace(honest, sketch=Total(count=1, sum=2.0)),
+        msgspec.structs.replace(honest, margin=Total(count=500, sum=1.0)),
+        msgspec.structs.replace(honest, margin=Total(count=500, sum=2.5)),
+    ]
+    worse = msgspec.structs.replace(honest, sketch=Total(count=500, sum=137.5), margin=Total(count=500, sum=1.25))
+    return {
+        "limits": msgspec.to_builtins(EVIDENCE_LIMITS),
+        "groups": [
+            {
+                "totals": msgspec.to_builtins(totals),
+                "nats": {name: _nats(value) for name, value in evidences(totals, limits=EVIDENCE_LIMITS)},
+                "finding": _finding(judge_group(totals, limits=EVIDENCE_LIMITS)),
+            }
+            for totals in groups
+        ],
+        "slots": _drifting([honest, honest, *[worse] * 8, *[honest] * 12]),
+    }
+
+
+def _drifting(slots: list[Totals]) -> list[dict[str, Any]]:
+    """A node's slots, its drift after each, and what that leads to."""
+    drift, steps = Drift(), []
+    for totals in slots:
+        drift = follow(drift, totals, limits=EVIDENCE_LIMITS)
+        steps.append(
+            {
+                "totals": msgspec.to_builtins(totals),
+                "drift": {name: _nats(getattr(drift, name)) for name in Drift.__struct_fields__},
+                "finding": _finding(judge_drift(drift, limits=EVIDENCE_LIMITS)),
+            }
+        )
+    return steps
+
+
+def _finding(finding: Finding | None) -> dict[str, Any] | None:
+    if finding is None:
+        return None
+    return msgspec.to_builtins(finding) | {"value": _nats(finding.value), "limit": _nats(finding.limit)}
+
+
+def _nats(value: float) -> float:
+    """Logarithms differ in the last place between machines."""
+    return float(f"{value:.12g}")
 
 
 def log_vectors() -> dict[str, Any]:
@@ -416,7 +535,9 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
         "segments": segment_vectors(),
+        "proofs": proof_vectors(),
         "admission": admission_vectors(),
+        "evidence": evidence_vectors(),
         "log": log_vectors(),
     }
 

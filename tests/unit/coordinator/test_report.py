@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from coordinator.demo.view import Frame, PlainView, closing, render, sparkline
 from coordinator.demo.watch import RelayNow, Snapshot, WorkerNow
 from node.identity import load_key, node_id
 from node.protocol.admission import Figures, Outcome
+from node.protocol.evidence import Totals
 from node.protocol.messages import PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason
-from node.protocol.run import parse_run_toml, run_id_of
+from node.protocol.run import HonestSpec, LevelSpec, LimitsSpec, ProofSpec, RunSpec, parse_run_toml, run_id_of
 from shardcast.wire import encode
 
 DIGEST = "5e" * 32
@@ -58,6 +60,7 @@ def verdict(
             finding=None,
             detail="",
             figures=figures(worst),
+            totals=Totals(),
             rewards=None if reason else (1.0, 0.0),
             tokens=tokens,
             decided_at=int(STARTED),
@@ -195,6 +198,25 @@ def test_a_step_that_is_not_finished_is_not_reported(swarm: Swarm, ledger: Ledge
 def test_the_headroom_is_of_honest_workers_alone(summary: Summary) -> None:
     mismatches = next(row for row in summary.headroom if row.figure == "exponent_mismatches")
     assert mismatches.honest_max == 2.0
+
+
+def test_the_headroom_is_of_what_the_run_measures(swarm: Swarm, ledger: Ledger) -> None:
+    """A figure that is always 0 beside a limit would look like room to spare."""
+
+    def shown(spec: RunSpec) -> dict[str, float]:
+        rows = summarise(replace(swarm, spec=spec), status(), ledger, observed(), audit=None).headroom
+        return {row.figure: row.limit for row in rows}
+
+    tokens = {"token_margin", "margin_mean", "logprob_error"}
+    toploc = {"exponent_mismatches", "mantissa_mean", "mantissa_median"}
+    plain = msgspec.structs.replace(swarm.spec, proofs=ProofSpec(), limits=LimitsSpec())
+    assert set(shown(plain)) == toploc | tokens
+    level = LevelSpec(mean=0.0, variance=1.0, largest=1.0)
+    limits = LimitsSpec(honest=HonestSpec(sketch=level), false_rejections=1e-6)
+    sketched = shown(msgspec.structs.replace(plain, proofs=ProofSpec(scheme="sketch/1"), limits=limits))
+    assert set(sketched) == tokens | {"sketch_distance", "sketch_evidence"}
+    assert sketched["sketch_distance"] == limits.sketch_distance
+    assert sketched["sketch_evidence"] == pytest.approx(13.8155, abs=1e-4)
 
 
 def test_broadcast_times_count_from_publication(summary: Summary) -> None:

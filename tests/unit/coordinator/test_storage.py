@@ -98,7 +98,8 @@ class Actors:
 
     def claim(self, verifier: str = "v", seconds: float = 30.0) -> verdicts.Claimed | None:
         with self.home.database.write() as connection:
-            return verdicts.claim(connection, verifier=verifier, now=self.now, seconds=seconds)
+            taken = verdicts.claim(connection, verifier=verifier, now=self.now, seconds=seconds)
+        return taken[0] if taken else None
 
     def decide(self, claimed: verdicts.Claimed, outcome: Outcome) -> bool:
         reason = {Outcome.REJECTED: Reason.WRONG_TOKEN, Outcome.INDETERMINATE: Reason.VERIFIER_FAILED}.get(outcome)
@@ -259,7 +260,7 @@ def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attemp
     for _ in range(10):
         claimed = actors.claim("first")
         assert claimed is not None
-        assert (claimed.submission, claimed.attempts, claimed.received_at) == (first, 0, 1000.0)
+        assert (claimed.submission, claimed.attempts) == (first, 0)
         with actors.home.database.write() as connection:
             verdicts.defer(connection, claimed, until=actors.now + 5)
         actors.now += 5
@@ -465,3 +466,17 @@ def test_submissions_table_is_what_receipts_read(actors: Actors) -> None:
         (leaf,) = log.leaves(connection, row.log_index, row.log_index + 1)
     entry = decode(LogEntry, leaf, max_bytes=2**20)  # type: ignore[arg-type]
     assert (entry.submission, entry.outcome, entry.tokens) == (name, row.outcome, row.tokens)
+
+
+def test_a_verifier_takes_several_submissions_at_once_and_nobody_else_any_of_them(home: Home) -> None:
+    actors = Actors(home)
+    actors.register("a", "b")
+    actors.publish(0)
+    names = [actors.submit(node, actors.lease(node, held=(0,))[0].lease_id) for node in ("a", "b")]
+    with home.database.write() as connection:
+        taken = verdicts.claim(connection, verifier="first", now=actors.now, seconds=30.0, most=8)
+        assert verdicts.claim(connection, verifier="second", now=actors.now, seconds=30.0, most=8) == []
+        # Each adds to the time in which they are judged together.
+        late = verdicts.claim(connection, verifier="second", now=actors.now + 31.0, seconds=30.0, most=8)
+    assert [one.submission for one in taken] == names
+    assert late == []

@@ -1,12 +1,14 @@
-"""The verifier and policies that arrive while completions are drawn: it waits for the log, and for nothing else."""
+"""The verifier and policies that arrive while completions are drawn: what the log has is all there is."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,8 +25,9 @@ from node.prefill import TransformersPrefills
 from node.protocol.admission import Outcome
 from node.protocol.messages import Lease
 from node.protocol.reasons import Reason
+from node.protocol.submission import Rollout
 from node.tiny import make_model, make_tokenizer
-from node.verification import PolicyAway, expected_of
+from node.verification import Claim, PolicyAway, Verdict, expected_of
 from shardcast import Client
 
 
@@ -91,48 +94,50 @@ def test_work_that_went_on_under_a_policy_of_the_run_is_admitted(run: Run) -> No
     assert (receipt.outcome, receipt.version) == (Outcome.ADMITTED, 0), receipt.detail
 
 
-def test_work_that_is_ahead_of_the_log_waits_for_it_and_holds_nobody_up(run: Run) -> None:
-    """The trainer announces a policy before it is in the log; whoever is that fast has done nothing wrong."""
-    fast, other = run.swarm.peer(), run.swarm.peer()
-    lease, others = fast.lease(), other.lease()
-    ahead = fast.submit(lease.lease_id, run.switched(lease))
-    time.sleep(0.3)
-    garbage = run.swarm.verdict(other, other.submit(others.lease_id, b"PAR1 no table PAR1"))
-    assert garbage.reason is Reason.NOT_PARQUET, "judged while the other waits"
-    run.publish(1)
-    assert run.swarm.verdict(fast, ahead).outcome is Outcome.ADMITTED
-
-
-def test_a_policy_that_never_comes_is_waited_for_a_while_and_blames_nobody(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Either a lie, or a trainer that died between the announcement and the log: nobody can tell."""
-    monkeypatch.setattr(verifier, "PUBLICATION_SECONDS", 1.0)
+def test_naming_a_policy_that_is_not_in_the_log_is_rejected_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy is logged before it is announced, so only a liar is ahead; waiting for it would keep others waiting."""
+    readings = counted(monkeypatch)
     peer = run.swarm.peer()
     lease = peer.lease()
     receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
-    assert (receipt.outcome, receipt.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
-    assert receipt.detail == "Policy 1 is not in the log."
-
-
-def test_naming_a_policy_that_never_comes_costs_one_reading(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is free for whoever has no standing to lose, and a hundred could keep the verifier from honest work."""
-    monkeypatch.setattr(verifier, "PUBLICATION_SECONDS", 2.5)
-    readings, verify = [], verifier.verify
-
-    async def counting(body: Path, **arguments: object) -> object:
-        readings.append(body)
-        return await verify(body, **arguments)
-
-    monkeypatch.setattr(verifier, "verify", counting)
-    peer = run.swarm.peer()
-    lease = peer.lease()
-    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
-    assert receipt.outcome is Outcome.INDETERMINATE
+    assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
+    assert receipt.detail == "Row 0: policy 1 was not published."
     assert len(readings) == 1
 
 
-def test_a_policy_beyond_the_lead_is_not_waited_for(run: Run) -> None:
+def test_a_policy_that_is_logged_during_the_verification_is_not_denied_after_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log would have the policy before the verdict that it was not published, and an audit would convict us."""
+    readings = counted(monkeypatch, meanwhile=lambda: run.publish(1))
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert receipt.outcome is Outcome.ADMITTED, receipt.detail
+    assert len(readings) == 2
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *, meanwhile: Callable[[], None] = lambda: None) -> list[Path]:
+    """What the verifier reads from now on; `meanwhile` happens once the first has been judged."""
+    readings: list[Path] = []
+    read, decide_many = verifier.read, verifier.decide_many
+
+    async def reading(body: Path, **arguments: Any) -> list[Rollout] | Verdict:
+        readings.append(body)
+        return await read(body, **arguments)
+
+    async def deciding(claims: Sequence[Claim], **arguments: Any) -> list[Verdict | PolicyAway]:
+        decided = await decide_many(claims, **arguments)
+        if len(readings) == 1:
+            await asyncio.to_thread(meanwhile)
+        return decided
+
+    monkeypatch.setattr(verifier, "read", reading)
+    monkeypatch.setattr(verifier, "decide_many", deciding)
+    return readings
+
+
+def test_a_policy_beyond_the_lead_is_rejected(run: Run) -> None:
     peer = run.swarm.peer()
     lease = peer.lease()
     receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease, to=3)))

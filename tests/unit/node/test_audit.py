@@ -34,11 +34,20 @@ from node.identity import node_id
 from node.parquet import write_rollouts
 from node.parquet_reader import ParquetReader
 from node.policy import Policy, load_policy, save_policy
-from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group
+from node.protocol.evidence import Drift, Total, Totals, follow
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RequestClaim, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec, run_id_of
+from node.protocol.run import (
+    EnvironmentSpec,
+    HonestSpec,
+    LevelSpec,
+    LimitsSpec,
+    RunSpec,
+    SamplingSpec,
+    run_id_of,
+)
 from node.protocol.submission import Rollout
 from node.tiny import make_model, make_tokenizer
 from node.verification import Rules, expected_of, verify
@@ -59,6 +68,10 @@ SPEC = RunSpec(
         token_margin=0.001,
         rollout_margin_mean=0.0001,
         logprob_error=0.001,
+        honest=HonestSpec(
+            margin=LevelSpec(mean=1e-5, variance=1e-8, largest=0.001),
+            logprob=LevelSpec(mean=1e-5, variance=1e-8, largest=0.001),
+        ),
     ),
 )
 replace = msgspec.structs.replace
@@ -176,6 +189,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
                 finding=verdict.finding,
                 detail=verdict.detail,
                 figures=verdict.figures,
+                totals=verdict.totals,
                 rewards=verdict.rewards,
                 tokens=verdict.tokens,
                 decided_at=int(time.time()),
@@ -183,7 +197,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
             entries.append(entry)
     last = entries.pop()
     undecided = {"outcome": Outcome.INDETERMINATE, "reason": Reason.VERIFIER_FAILED, "detail": "MemoryError."}
-    entries[-1] = replace(entries[-1], **undecided, finding=None, figures=None, rewards=None)
+    entries[-1] = replace(entries[-1], **undecided, finding=None, figures=None, totals=None, rewards=None)
     entries.append(BatchEntry(step=0, submissions=(entries[1].submission,)))
     entries.append(
         PolicyEntry(
@@ -314,7 +328,7 @@ def test_a_person_reads_tables_without_the_strangers_control_characters(
         "outcome": Outcome.REJECTED,
         "reason": Reason.WRONG_SEED,
     }
-    edit = with_entry(run.ADMITTED, **hostile, finding=None, figures=None, rewards=None)
+    edit = with_entry(run.ADMITTED, **hostile, finding=None, figures=None, totals=None, rewards=None)
     with serving(forged(run, tmp_path / "forged", edit), run.origin_url) as url:
         arguments = {"run_id": RUN, "sample": None, "all_": True, "seed": 1, "state_dir": tmp_path / "auditor"}
         code = asyncio.run(run_audit(url, as_json=False, **arguments))
@@ -341,9 +355,21 @@ LIES: dict[str, tuple[int, dict[str, object], str]] = {
     ),
     "an honest worker rejected": (
         Audited.ALSO_ADMITTED,
-        {"outcome": Outcome.REJECTED, "reason": Reason.WRONG_SEED, "figures": None, "rewards": None},
+        {"outcome": Outcome.REJECTED, "reason": Reason.WRONG_SEED, "figures": None, "totals": None, "rewards": None},
         "verdict_differs",
     ),
+    "an honest worker rejected for what its rows are said to show together": (
+        Audited.ALSO_ADMITTED,
+        {
+            "outcome": Outcome.REJECTED,
+            "reason": Reason.WRONG_TOKEN,
+            "finding": judge_group(Totals(margin=Total(count=24, sum=0.02)), limits=SPEC.limits),
+            "totals": Totals(margin=Total(count=24, sum=0.02)),
+            "rewards": None,
+        },
+        "verdict_differs",
+    ),
+    "junk admitted as if nothing had been summed up": (Audited.ADMITTED, {"totals": Totals()}, "verdict_differs"),
     "an honest worker rejected under invented figures": (
         Audited.ALSO_ADMITTED,
         {
@@ -404,6 +430,45 @@ def test_any_finding_that_is_there_agrees(run: Audited, audit: Callable[..., Out
     assert (outcome.code, outcome.problems, outcome.result(run.WRONG_TOKEN)) == (0, [], "agree")
 
 
+def inflated(entries: list[LogEntry]) -> list[LogEntry]:
+    """What an operator logs who wants to be rid of a node: of each good slot a little too much, until it is out.
+
+    The log is sound in itself: no slot is over a limit, and the drift follows from the slots.
+    """
+    drift, told = Drift(), list(entries)
+    for at, entry in enumerate(entries):
+        if isinstance(entry, VerdictEntry) and entry.outcome is Outcome.ADMITTED:
+            seen = entry.totals.logprob
+            totals = replace(entry.totals, logprob=replace(seen, sum=seen.count * 2.5e-4))
+            assert judge_group(totals, limits=SPEC.limits) is None
+            drift = follow(drift, totals, limits=SPEC.limits)
+            finding = judge_drift(drift, limits=SPEC.limits)
+            told[at] = replace(entry, totals=totals)
+            if finding is not None:
+                changes = {"outcome": Outcome.REJECTED, "reason": finding.reason, "rewards": None}
+                told[at] = replace(told[at], finding=finding, **changes)
+    return told
+
+
+def test_a_coordinator_that_inflates_totals_to_drive_a_node_out_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    def lie(entries: list[LogEntry]) -> list[LogEntry]:
+        told = inflated(entries)
+        last = told[run.SWITCHED]
+        assert isinstance(last, VerdictEntry)
+        assert last.finding is not None
+        assert last.finding.figure == "logprob_drift"
+        return told
+
+    with serving(forged(run, tmp_path / "forged", lie), run.origin_url) as url:
+        unseen = audit(url, all_=False, sample=0)
+        outcome = audit(url)
+    assert (unseen.code, unseen.problems) == (0, []), "the log alone does not show it"
+    caught = [("verdict_differs", index) for index in (run.ADMITTED, run.ALSO_ADMITTED, run.SWITCHED)]
+    assert (outcome.code, outcome.problems) == (1, caught)
+
+
 def test_a_body_the_node_did_not_sign_is_found(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
     """The operator swaps a good file for a bad one, to get rid of a worker."""
 
@@ -438,6 +503,27 @@ def test_tokens_of_a_policy_that_was_published_only_after_the_verdict_are_found(
     with serving(forged(run, tmp_path / "forged", swap), run.origin_url) as url:
         outcome = audit(url)
     assert (outcome.code, outcome.problems) == (1, [("verdict_differs", run.SECOND_POLICY)])
+
+
+def test_naming_a_policy_before_it_is_in_the_log_is_a_lie_and_afterwards_is_not(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """What was published is what the log has before the verdict; an operator who denies more than that is found."""
+
+    def deny(entries: list[LogEntry]) -> list[LogEntry]:
+        changes = {"outcome": Outcome.REJECTED, "reason": Reason.WRONG_SEGMENTS}
+        return with_entry(run.SWITCHED, **changes, figures=None, totals=None, rewards=None)(entries)
+
+    def deny_early(entries: list[LogEntry]) -> list[LogEntry]:
+        denied = deny(entries)
+        return [*denied[: run.SECOND_POLICY], denied[run.SWITCHED], denied[run.SECOND_POLICY]]
+
+    with serving(forged(run, tmp_path / "before", deny_early), run.origin_url) as url:
+        outcome = audit(url)
+    assert (outcome.code, outcome.problems, outcome.result(run.SECOND_POLICY)) == (0, [], "agree")
+    with serving(forged(run, tmp_path / "after", deny), run.origin_url) as url:
+        outcome = audit(url, state_dir=tmp_path / "another auditor")
+    assert (outcome.code, outcome.problems) == (1, [("verdict_differs", run.SWITCHED)])
 
 
 def test_a_later_policys_file_other_than_the_logged_one_is_found(

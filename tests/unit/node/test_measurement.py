@@ -12,13 +12,16 @@ from torch import Tensor
 
 from node import measurement
 from node.measurement import NOT_FINITE, Span, SpanMeasured, measure_states, worst_of
+from node.proofs import build_proofs
 from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import ProofSpec
 from node.protocol.sampling import gumbel_noise
-from toploc import build_chunk_proofs
 from toploc.errors import CallerFault
 
 HIDDEN, VOCABULARY, TEMPERATURE = 24, 50, 0.7
-CHUNK_TOKENS, TOP_K = 4, 8
+PROOFS = ProofSpec(chunk_tokens=4, top_k=8)
+BOTH = ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=4, top_k=8)
+SKETCH = ProofSpec(scheme="sketch/1", chunk_tokens=4)
 SEED = bytes(range(16))
 GENERATOR = torch.Generator().manual_seed(1)
 WEIGHT = torch.randn(VOCABULARY, HIDDEN, generator=GENERATOR)
@@ -28,8 +31,11 @@ def head(states: Tensor) -> Tensor:
     return states @ WEIGHT.T
 
 
-def a_span(states: Tensor, *, position: int = 0, row: int = 0, first_proof: int = 0) -> Span:
+def a_span(
+    states: Tensor, *, position: int = 0, row: int = 0, first_proof: int = 0, proofs: ProofSpec = PROOFS
+) -> Span:
     """The tokens that are forced at `position` on, by the reference."""
+    chunks = list(torch.split(states.bfloat16(), proofs.chunk_tokens))
     logits = head(states).numpy() / np.float32(TEMPERATURE)
     positions = [position + index for index in range(len(states))]
     noise = gumbel_noise([SEED] * len(states), positions, vocabulary=VOCABULARY)
@@ -39,7 +45,7 @@ def a_span(states: Tensor, *, position: int = 0, row: int = 0, first_proof: int 
         context_ids=[1] * (3 + position),
         position=position,
         token_ids=np.argmax(logits + noise, axis=1).tolist(),
-        proofs=build_chunk_proofs(list(torch.split(states.bfloat16(), CHUNK_TOKENS)), TOP_K),
+        proofs=build_proofs(chunks, [SEED] * len(chunks), spec=proofs),
         first_proof=first_proof,
     )
 
@@ -48,16 +54,8 @@ def states_of(tokens: int) -> Tensor:
     return torch.randn(tokens, HIDDEN, generator=GENERATOR)
 
 
-def measured(spans: list[Span], states: list[Tensor]) -> list[SpanMeasured | Refusal]:
-    return measure_states(
-        spans,
-        states,
-        head,
-        vocabulary=VOCABULARY,
-        temperature=TEMPERATURE,
-        chunk_tokens=CHUNK_TOKENS,
-        top_k=TOP_K,
-    )
+def measured(spans: list[Span], states: list[Tensor], *, proofs: ProofSpec = PROOFS) -> list[SpanMeasured | Refusal]:
+    return measure_states(spans, states, head, vocabulary=VOCABULARY, temperature=TEMPERATURE, proofs=proofs)
 
 
 def test_forced_tokens_lose_nothing_wherever_in_the_completion_they_stand() -> None:
@@ -69,17 +67,45 @@ def test_forced_tokens_lose_nothing_wherever_in_the_completion_they_stand() -> N
         assert max(result.margins) < 1e-5
         expected = (head(own) / TEMPERATURE).log_softmax(-1)[range(span.tokens), span.token_ids]
         assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
-        assert (result.exponent_mismatches, result.mantissa_mean, result.mantissa_median) == (0.0, 0.0, 0.0)
+        none = [0.0] * len(span.proofs)
+        assert (result.exponent_mismatches, result.mantissa_means, result.mantissa_medians) == (none, none, none)
+        assert result.sketch_distances == []
     moved = [msgspec.structs.replace(span, position=span.position + 1) for span in spans]
     for result in measured(moved, states):
         assert isinstance(result, SpanMeasured)
         assert max(result.margins) > 0.01
 
 
+@pytest.mark.parametrize("proofs", [PROOFS, SKETCH, BOTH], ids=lambda proofs: proofs.scheme)
+def test_each_scheme_has_its_own_numbers_of_each_chunk_or_token(proofs: ProofSpec) -> None:
+    """Numbers of a scheme that the run does not have would be summed up as if they were measured."""
+    states = [states_of(9), states_of(4)]
+    spans = [a_span(own, proofs=proofs) for own in states]
+    for span, result in zip(spans, measured(spans, states, proofs=proofs), strict=True):
+        assert isinstance(result, SpanMeasured)
+        chunks = len(span.proofs) if proofs.has_toploc else 0
+        assert len(result.exponent_mismatches) == len(result.mantissa_means) == len(result.mantissa_medians) == chunks
+        assert len(result.sketch_distances) == (span.tokens if proofs.has_sketch else 0)
+        assert all(distance <= 0.5 for distance in result.sketch_distances)
+
+
+def test_a_sketch_counts_only_with_the_rollouts_own_seed() -> None:
+    """Projections that were the same for all could be answered with a sketch kept from another rollout."""
+    states = states_of(32)
+    span = a_span(states, proofs=SKETCH)
+    chunks = list(torch.split(states.bfloat16(), 4))
+    foreign = build_proofs(chunks, [bytes(16)] * len(chunks), spec=SKETCH)
+    (result,) = measured([msgspec.structs.replace(span, proofs=foreign)], [states], proofs=SKETCH)
+    assert isinstance(result, SpanMeasured)
+    assert sum(result.sketch_distances) / 32 > 4
+
+
 def test_a_span_is_the_same_over_a_wire() -> None:
     """An engine whose model lives in another process sends spans there, and measurements back."""
     states = states_of(6)
-    (result,) = measured([msgspec.msgpack.decode(msgspec.msgpack.encode(a_span(states)), type=Span)], [states])
+    span = msgspec.msgpack.decode(msgspec.msgpack.encode(a_span(states, proofs=BOTH)), type=Span)
+    (result,) = measured([span], [states], proofs=BOTH)
+    assert isinstance(result, SpanMeasured)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=SpanMeasured) == result
 
 
@@ -109,7 +135,7 @@ def test_proofs_too_few_or_too_many_are_the_spans_own_fault(count: int) -> None:
 def test_a_malformed_proof_is_named_by_its_place_in_the_rollout() -> None:
     states = states_of(8)
     span = a_span(states, row=2, first_proof=3)
-    (refused,) = measured([msgspec.structs.replace(span, proofs=[span.proofs[0], bytes(2 + 2 * TOP_K)])], [states])
+    (refused,) = measured([msgspec.structs.replace(span, proofs=[span.proofs[0], bytes(18)])], [states])
     assert isinstance(refused, Refusal)
     assert (refused.reason, refused.detail[:15]) == (Reason.MALFORMED_PROOF, "Row 2, proof 4:")
 

@@ -19,17 +19,16 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from node.policy import (
-    FAMILIES,
     MAX_HEADER_BYTES,
-    MalformedPolicy,
     Policy,
-    UnreadablePolicy,
     inspect_policy,
     load_policy,
     render_completion,
     render_prompt,
     save_policy,
 )
+from node.policy_config import FAMILIES
+from node.policy_errors import MalformedPolicy, UnreadablePolicy
 from node.tiny import EOS, make_model, make_tokenizer
 
 Metadata = dict[str, str]

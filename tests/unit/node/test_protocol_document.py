@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,13 @@ import pytest
 
 from coordinator import app
 from node.protocol import messages
-from node.protocol.admission import Figures, Finding
+from node.protocol.admission import DRIFT, Figures, Finding, limit_of
+from node.protocol.evidence import STATISTICS, Totals
 from node.protocol.reasons import Reason
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
-from node.protocol.run import Descriptor, RunSpec, parse_run_toml
+from node.protocol.run import Descriptor, LevelSpec, LimitsSpec, ProofSpec, RunSpec, parse_run_toml
 from node.protocol.sampling import TABLE_DIGEST
-from node.protocol.submission import MAX_LOGPROB
+from node.protocol.submission import MAX_LOGPROB, proof_bytes
 from shardcast.manifest import Head, Manifest
 
 ROOT = Path(__file__).parents[3]
@@ -57,17 +60,48 @@ def test_a_reason_is_documented_where_and_with_which_status_it_comes(reason: Rea
     assert advice
 
 
+JUDGED = [(row[0], row[1], row[2].strip("`")) for row in rows(section(7)) if len(row) == 3 and "limits." in row[1]]
+"""Figure, limit and reason of each row of the table of section 7.2."""
+
+
 def test_the_order_of_checks_is_the_order_of_the_codes() -> None:
     listed = [row[2].strip("`") for row in rows(section(6)) if row[0].isdigit()]
     verdicts = [reason.value for reason in Reason if reason not in app._STATUS]
     assert listed == verdicts[: len(listed)]
-    judged = [row[2].strip("`") for row in rows(section(7)) if len(row) == 3 and row[1].startswith("limits.")]
+    judged = [reason for _, _, reason in JUDGED]
     assert list(dict.fromkeys(judged)) == verdicts[len(listed) : -1]
 
 
 def test_the_figures_are_judged_in_the_documented_order() -> None:
-    judged = [row[0] for row in rows(section(7)) if len(row) == 3 and row[1].startswith("limits.")]
-    assert judged == list(Figures.__struct_fields__)
+    drifts = [name + DRIFT for name in STATISTICS]
+    assert [figure for figure, _, _ in JUDGED] == [*Figures.__struct_fields__, *drifts]
+
+
+@pytest.mark.parametrize(("figure", "limit", "reason"), JUDGED, ids=lambda value: value)
+def test_a_figure_has_the_documented_limit_and_reason(figure: str, limit: str, reason: str) -> None:
+    limits = LimitsSpec()
+    spelled = {
+        "-ln(limits.false_rejections)": -math.log(limits.false_rejections),
+        "ln(10 / limits.false_rejections)": math.log(10 / limits.false_rejections),
+    }
+    expected = spelled[limit] if limit in spelled else getattr(limits, limit.removeprefix("limits."))
+    assert limit_of(figure, limits) == (reason, pytest.approx(expected))
+
+
+def test_the_statistics_are_documented_in_the_order_of_the_log() -> None:
+    listed = [row[0] for row in rows(section(7)) if len(row) == 2 and row[0] in STATISTICS]
+    assert listed == list(STATISTICS) == list(Totals.__struct_fields__)
+    (text,) = re.findall(r"Totals has ([\w, ]+), each", section(8))
+    assert text.split(", ") == listed
+
+
+def test_the_schemes_are_documented_with_their_sizes() -> None:
+    sizes = {row[0].strip("`"): row[2] for row in rows(section(6)) if len(row) == 4 and "/1" in row[0]}
+    spec = {scheme: ProofSpec(scheme=scheme, top_k=7) for scheme in sizes}
+    assert sorted(sizes) == sorted(msgspec.inspect.type_info(msgspec.structs.fields(ProofSpec)[0].type).values)
+    for scheme, size in sizes.items():
+        written = sum(int(count) * {"k": 7, "t": 31, "": 1}[unit] for count, unit in re.findall(r"(\d+)([kt]?)", size))
+        assert proof_bytes(spec[scheme], tokens=31) == written
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+\.json)`", PROTOCOL)) - {"tokenizer.json"}))
@@ -153,12 +187,14 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
             yield from _fields(f"[[{field.name}]]", kind.item_type.cls)
         elif isinstance(kind, msgspec.inspect.StructType):
             yield from _fields(f"[{field.name}]", kind.cls)
+    yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
 
 
 def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
     for field in msgspec.structs.fields(cls):
         kind = msgspec.inspect.type_info(field.type)
-        if not isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.StructType):
+        items = getattr(kind, "item_type", kind)
+        if not isinstance(items, msgspec.inspect.StructType):
             yield table, field.name, _type(kind), _default(field)
 
 
@@ -175,15 +211,16 @@ def _type(kind: object) -> str:
         case msgspec.inspect.LiteralType(values=values):
             # msgspec sorts the alternatives; the document's order is free.
             return " ".join(sorted(values))
-        case msgspec.inspect.BoolType():
-            return "true or false"
-        case msgspec.inspect.DictType():
-            return "table of texts, numbers and booleans"
+        case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.LiteralType(values=values), max_length=most):
+            return f"list of at most {most} of " + ", ".join(f'`"{value}"`' for value in sorted(values))
+        case msgspec.inspect.BoolType() | msgspec.inspect.DictType():
+            is_table = isinstance(kind, msgspec.inspect.DictType)
+            return "table of texts, numbers and booleans" if is_table else "true or false"
     raise AssertionError(f"no words for {kind}")
 
 
 def _number(bound: float) -> str:
-    return "1e9" if bound == 1e9 else f"{bound:g}"
+    return f"{bound:g}".replace("e+09", "e9")
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
@@ -191,6 +228,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return f"`{field.default_factory()}`"
     if field.default is msgspec.NODEFAULT:
         return "required"
+    if isinstance(field.default, tuple):
+        return f"`{json.dumps(field.default)}`"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
     return f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"

@@ -7,6 +7,7 @@ import pytest
 
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Outcome
+from node.protocol.evidence import Totals
 from node.protocol.reasons import Reason
 from shardcast.errors import Malformed
 from shardcast.wire import MAX_INTEGER, decode, encode
@@ -33,6 +34,7 @@ VERDICT = m.VerdictEntry(
     finding=None,
     detail="",
     figures=FIGURES,
+    totals=Totals(),
     rewards=(0.0, 1.0),
     tokens=3,
     decided_at=4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 import pytest
@@ -15,11 +16,13 @@ from node.protocol.submission import (
     Expected,
     Rollout,
     Segment,
-    Unpublished,
     check_rollouts,
     chunk_count,
+    chunk_sizes,
     proof_bytes,
 )
+
+Scheme = Literal["toploc/1", "sketch/1", "toploc/1+sketch/1"]
 
 EOS = 1
 SPEC = RunSpec(
@@ -51,7 +54,7 @@ def rollout(
         logprobs=[-0.5] * len(tokens),
         segment_versions=list(versions),
         segment_tokens=list(lengths),
-        proofs=[bytes(proof_bytes(8))] * due,
+        proofs=[bytes(proof_bytes(SPEC.proofs, tokens=4))] * due,
     )
     return msgspec.structs.replace(good, **changes)
 
@@ -135,10 +138,6 @@ def test_a_certain_token_rounded_above_zero_is_honest(value: float) -> None:
 # Segments.
 
 
-def published(*versions: int) -> Expected:
-    return replace(EXPECTED, published=versions)
-
-
 @pytest.mark.parametrize(
     ("versions", "lengths"),
     [((7,), (5,)), ((9,), (5,)), ((7, 8), (1, 4)), ((7, 9), (4, 1)), ((8, 9), (2, 3)), ((7, 8, 9), (1, 1, 3))],
@@ -196,27 +195,20 @@ def test_without_a_lead_only_the_leased_policy_draws() -> None:
         assert caught.value.reason is Reason.WRONG_SEGMENTS
 
 
-def test_a_version_that_was_passed_over_never_existed() -> None:
-    caught = refusal(rollout(0), rollout(1, versions=(7, 8), lengths=(2, 3)), expected=published(7, 9))
+@pytest.mark.parametrize(
+    ("versions", "known", "missing"),
+    [((7, 8), (7, 9), 8), ((7, 9), (7, 8), 9), ((7, 8, 9), (7,), 8), ((7,), (), 7)],
+    ids=["passed over", "newer than the newest", "several to come", "none so far"],
+)
+def test_a_version_that_was_not_published_is_named(
+    versions: tuple[int, ...], known: tuple[int, ...], missing: int
+) -> None:
+    """Nobody honest has such a policy: one is in the log before any worker can hear of it."""
+    lengths = (1, 1, 3) if len(versions) == 3 else (2, 3) if len(versions) == 2 else (5,)
+    group = [rollout(1, versions=versions, lengths=lengths), rollout(0)]
+    caught = refusal(*group, expected=replace(EXPECTED, published=known, seeds=SEEDS[::-1]))
     assert caught.reason is Reason.WRONG_SEGMENTS
-    assert not isinstance(caught, Unpublished)
-
-
-def test_a_version_newer_than_the_newest_is_told_apart_because_it_may_yet_come() -> None:
-    """The trainer announces a policy a moment before it is in the log; an honest worker may be that fast."""
-    caught = refusal(rollout(0), rollout(1, versions=(7, 9), lengths=(2, 3)), expected=published(7, 8))
-    assert caught.reason is Reason.WRONG_SEGMENTS
-    assert isinstance(caught, Unpublished)
-    assert caught.version == 9
-
-
-def test_of_several_versions_to_come_the_first_is_named() -> None:
-    ahead = rollout(1, versions=(7, 8, 9), lengths=(1, 1, 3))
-    group = [ahead, rollout(0)]
-    expected = replace(EXPECTED, published=(7,), seeds=SEEDS[::-1])
-    caught = refusal(*group, expected=expected)
-    assert isinstance(caught, Unpublished)
-    assert caught.version == 8
+    assert caught.detail == f"Row 0: policy {missing} was not published."
 
 
 def test_a_worker_that_does_not_know_what_is_published_checks_the_rest() -> None:
@@ -299,5 +291,33 @@ def test_the_last_shorter_chunk_of_each_segment_is_proved_too(tokens: tuple[int,
     assert chunk_count(tokens, chunk_tokens=32) == chunks
 
 
-def test_a_default_proof_has_toplocs_258_bytes() -> None:
-    assert proof_bytes(128) == 258
+SIZES = {"toploc/1": (258, 258, 258), "sketch/1": (4, 124, 128), "toploc/1+sketch/1": (262, 382, 386)}
+
+
+@pytest.mark.parametrize("scheme", SIZES)
+def test_a_proof_has_toplocs_258_bytes_and_four_for_each_token_of_a_sketch(scheme: Scheme) -> None:
+    sizes = tuple(proof_bytes(ProofSpec(scheme=scheme), tokens=tokens) for tokens in (1, 31, 32))
+    assert sizes == SIZES[scheme]
+
+
+@pytest.mark.parametrize("scheme", ["sketch/1", "toploc/1+sketch/1"])
+def test_the_last_shorter_chunk_has_a_shorter_sketch(scheme: Scheme) -> None:
+    """A full-sized one would be a place to hide bytes in, a shorter one a token without a proof."""
+    proofs = ProofSpec(scheme=scheme, chunk_tokens=4, top_k=8)
+    spec = msgspec.structs.replace(SPEC, proofs=proofs)
+    sizes = [[proof_bytes(proofs, tokens=4), proof_bytes(proofs, tokens=1)], [proof_bytes(proofs, tokens=2)]]
+    good = [
+        rollout(0, proofs=[bytes(size) for size in sizes[0]]),
+        rollout(1, (4, EOS), proofs=[bytes(size) for size in sizes[1]]),
+    ]
+    check_rollouts(good, expected=EXPECTED, spec=spec)
+    for index, more in ((0, -4), (1, 12), (1, -1), (1, -4)):
+        wrong = [bytes(size + more * (place == index)) for place, size in enumerate(sizes[0])]
+        with pytest.raises(Refusal) as caught:
+            check_rollouts([rollout(0, proofs=wrong), good[1]], expected=EXPECTED, spec=spec)
+        assert caught.value.reason is Reason.MALFORMED_PROOF
+        assert f"proof {index} " in caught.value.detail
+
+
+def test_the_chunks_of_each_segment_are_counted_by_themselves() -> None:
+    assert chunk_sizes([4, 9, 1], chunk_tokens=4) == [4, 4, 4, 1, 1]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import math
+import struct
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +22,7 @@ from shardcast.envelope import open_envelope
 from shardcast.wire import decode, derive, digest, encode
 
 VECTORS = Path(__file__).parents[2] / "vectors"
-NAMES = ["admission", "log", "run", "sampling", "segments", "slots", "wire"]
+NAMES = ["admission", "evidence", "log", "proofs", "run", "sampling", "segments", "slots", "wire"]
 
 
 def load(name: str) -> dict:
@@ -128,7 +131,7 @@ def test_the_run_vectors_open_and_bind_to_one_another() -> None:
 def test_the_chunks_of_a_segments_vector_cover_each_token_once_under_its_policy(case: dict) -> None:
     """Worked out from the page alone: who reads it otherwise cuts proofs that nobody accepts."""
     if case["reason"] is not None:
-        assert (case["reason"], case["chunks"]) == ("wrong_segments", None)
+        assert (case["reason"], case["chunks"], case["proof_bytes"]) == ("wrong_segments", None, None)
         return
     policies = [
         version
@@ -141,12 +144,79 @@ def test_the_chunks_of_a_segments_vector_cover_each_token_once_under_its_policy(
     due = sum(-(-tokens // vectors["chunk_tokens"]) for tokens in case["segment_tokens"])
     assert len(case["chunks"]) == due
     assert max(count for _, _, count in case["chunks"]) <= vectors["chunk_tokens"]
+    sizes = case["proof_bytes"]
+    assert sizes["sketch/1"] == [4 * count for _, _, count in case["chunks"]]
+    assert sizes["toploc/1"] == [2 + 2 * 4] * due
+    assert sizes["toploc/1+sketch/1"] == [sum(pair) for pair in zip(sizes["toploc/1"], sizes["sketch/1"], strict=True)]
+
+
+def test_the_proof_vectors_are_what_the_page_says() -> None:
+    """Sections 6.2's steps over plain numbers: who reads them otherwise has every proof refused."""
+    vector = load("proofs")
+    rows = [bytes.fromhex(row) for row in vector["states_bfloat16_be_hex"]]
+    patterns = [int.from_bytes(row[at : at + 2], "big") for row in rows for at in range(0, len(row), 2)]
+    toploc, sketch = (bytes.fromhex(vector["proofs"][scheme]) for scheme in ("toploc/1", "sketch/1"))
+    assert bytes.fromhex(vector["proofs"]["toploc/1+sketch/1"]) == toploc + sketch
+    top = sorted(range(len(patterns)), key=lambda i: (-(patterns[i] & 0x7FFF), i))[: vector["top_k"]]
+    modulus, *powers = (int.from_bytes(toploc[at : at + 2], "big") for at in range(0, len(toploc), 2))
+    assert (modulus, len(powers)) == (65497, vector["top_k"])
+    for x in top:
+        assert sum(c * pow(x, power, 65497) for power, c in enumerate(powers)) % 65497 == patterns[x]
+    hidden = vector["hidden"]
+    values = [struct.unpack(">f", p.to_bytes(2, "big") + bytes(2))[0] for p in patterns]
+    stream = hashlib.shake_128(b"veriswarm/1 sketch" + bytes.fromhex(vector["seed"])).digest(32 + hidden)
+    levels = []
+    for token in (values[at : at + hidden] for at in range(0, len(values), hidden)):
+        for j in range(8):
+            dither = (int.from_bytes(stream[4 * j : 4 * j + 4], "little") >> 8) / 2**24
+            signed = [-h if stream[32 + i] >> j & 1 else h for i, h in enumerate(token)]
+            place = sum(signed) / math.hypot(*token) / vector["sketch_step"] + dither
+            levels.append(math.floor(place) % 16)
+    assert sketch == bytes(low | high << 4 for low, high in zip(levels[::2], levels[1::2], strict=True))
+
+
+@pytest.mark.parametrize("group", load("evidence")["groups"], ids=lambda group: str(max(group["nats"].values())))
+def test_the_evidence_vectors_are_bennetts_inequality(group: dict) -> None:
+    limits = load("evidence")["limits"]
+    over = []
+    for name, level in limits["honest"].items():
+        if level is None:
+            assert (group["totals"][name], group["nats"][name]) == ({"count": 0, "sum": 0.0}, 0.0)
+            continue
+        n, total = group["totals"][name]["count"], group["totals"][name]["sum"]
+        b, v = level["largest"] - level["mean"], level["variance"] + n * level["shared_variance"]
+        u = max(0.0, total - n * level["mean"]) * b / (n * v) if n else 0.0
+        nats = n * v / b**2 * ((1 + u) * math.log(1 + u) - u)
+        assert group["nats"][name] == pytest.approx(nats, rel=1e-9)
+        if nats > -math.log(limits["false_rejections"]):
+            over.append(f"{name}_evidence")
+    assert (group["finding"] or {"figure": None})["figure"] == (over[0] if over else None)
+
+
+def test_the_drift_vectors_are_the_rule_of_the_page() -> None:
+    vector = load("evidence")
+    honest, limit = vector["limits"]["honest"], math.log(10 / vector["limits"]["false_rejections"])
+    drift = {name + suffix: 0.0 for suffix in ("", "_fast") for name in honest}
+    for slot in vector["slots"]:
+        for name, level in honest.items():
+            n, total = slot["totals"][name]["count"], slot["totals"][name]["sum"]
+            for suffix, spreads in (("", 0.1), ("_fast", 1.0)) if level is not None else ():
+                b, v = level["largest"] - level["mean"], level["variance"] + n * level["shared_variance"]
+                u = spreads * b / math.sqrt(v)
+                gain = math.log(1 + u) / b * (total - n * level["mean"]) - n * v / b**2 * (u - math.log(1 + u))
+                drift[name + suffix] = min(2 * limit, max(drift[name + suffix], 0.0) + gain)
+        assert slot["drift"] == pytest.approx(drift, rel=1e-9)
+        over = [f"{name}_drift" for name in honest if max(drift[name], drift[f"{name}_fast"]) > limit]
+        assert (slot["finding"] or {"figure": None})["figure"] == (over[0] if over else None)
+    stopped = [slot["finding"] is not None for slot in vector["slots"]]
+    assert stopped == sorted(stopped[:10]) + sorted(stopped[10:], reverse=True)
+    assert any(stopped)
 
 
 def test_the_log_vectors_decode() -> None:
     vector = load("log")
     kinds = [type(decode(LogEntry, e["canonical"].encode(), max_bytes=10_000)).__name__ for e in vector["entries"]]
-    assert kinds == ["RunEntry", "PolicyEntry", "VerdictEntry", "VerdictEntry", "BatchEntry"]
+    assert kinds == ["RunEntry", "PolicyEntry", *["VerdictEntry"] * 3, "BatchEntry"]
     opened = open_envelope(
         bytes.fromhex(vector["checkpoint"]),
         domain=CHECKPOINT_DOMAIN,

@@ -10,17 +10,17 @@ import torch
 
 from node.engines.base import BrokenPolicy, EngineError
 from node.engines.recorder import Place, Recorded, Recorder, check_recorded
+from node.protocol.run import ProofSpec
 from node.protocol.sampling import gumbel_noise
-from toploc import build_chunk_proofs
+from toploc import build_chunk_proofs, build_chunk_sketches
 
-HIDDEN, SPAN, TOP_K, VOCABULARY = 48, 4, 8, 33
+HIDDEN, SPAN, VOCABULARY = 48, 4, 33
+PROOFS = ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=SPAN, top_k=8)
 CPU = torch.device("cpu")
 
 
 def make_recorder(*, version: int = 7, proves: bool = True) -> Recorder:
-    return Recorder(
-        hidden=HIDDEN, chunk_tokens=SPAN, top_k=TOP_K, temperature=0.7, version=version, device=CPU, proves=proves
-    )
+    return Recorder(hidden=HIDDEN, proofs=PROOFS, temperature=0.7, version=version, device=CPU, proves=proves)
 
 
 class Model:
@@ -66,12 +66,13 @@ def expected(model: Model, name: str, versions: list[int]) -> Recorded:
             chunks.append(torch.stack(states).bfloat16())
             start = position
     distinct = list(dict.fromkeys(versions))
+    sketches = build_chunk_sketches(chunks, [seed_of(name)] * len(chunks), step=PROOFS.sketch_step)
     return Recorded(
         tokens=tokens,
         logprobs=logprobs,
         segment_versions=distinct,
         segment_tokens=[versions.count(version) for version in distinct],
-        proofs=build_chunk_proofs(chunks, TOP_K),
+        proofs=[a + b for a, b in zip(build_chunk_proofs(chunks, PROOFS.top_k), sketches, strict=True)],
     )
 
 

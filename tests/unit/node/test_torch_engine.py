@@ -14,7 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
 from node.engines.torch import Batch, Call, Loaded, TorchEngine
-from node.policy import FAMILIES, MalformedPolicy, Policy, load_policy, save_policy
+from node.policy import Policy, load_policy, save_policy
+from node.policy_config import FAMILIES
+from node.policy_errors import MalformedPolicy
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Expected, Rollout, check_rollouts
@@ -240,7 +242,7 @@ async def test_a_policy_too_narrow_for_the_proofs_is_refused_at_once(tiny_policy
     engine = TorchEngine(
         RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),), proofs=ProofSpec(top_k=129))
     )
-    with pytest.raises(BrokenPolicy, match="129"):
+    with pytest.raises(BrokenPolicy, match="128 hidden units are too few"):
         await engine.load(tiny_policy_path, version=1)
     assert engine.version is None
 

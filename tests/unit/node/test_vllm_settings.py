@@ -11,7 +11,8 @@ import pytest
 from node.engines.base import DoesNotFit
 from node.engines.vllm_host import WEIGHTS, VllmHost
 from node.engines.vllm_settings import GIB, VllmSettings, make_plan
-from node.policy import Blueprint, UnreadablePolicy, inspect_policy
+from node.policy import Blueprint, inspect_policy
+from node.policy_errors import UnreadablePolicy
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="plans", environments=(EnvironmentSpec(name="arithmetic"),))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import toploc
 from toploc import ProofPoly, VerificationResult
-from toploc.errors import BadModulus, BadProof, MalformedProof, WrongProofCount
+from toploc.errors import BadArgument, BadModulus, BadProof, MalformedProof, WrongProofCount
 
 P = 65497
 K = 16
@@ -144,6 +144,60 @@ def test_form_is_checked_before_activations_are_looked_into() -> None:
     broken = [torch.full((4, 64), float("nan")).bfloat16()]
     with pytest.raises(MalformedProof):
         toploc.verify_chunk_proofs(broken, [b"garbage"], K)
+
+
+SIZES = [chunk.numel() for chunk in CHUNKS]
+
+
+class TestFormAlone:
+    """A verifier that has proofs and not yet activations, which cost it a forward pass."""
+
+    def test_honest_proofs_pass(self) -> None:
+        toploc.check_form(HONEST, SIZES, K)
+        toploc.check_form([], [], K)
+
+    def test_a_modulus_below_the_field_is_honest_of_a_chunk_whose_indices_go_past_it(self) -> None:
+        for size, honest in ((P, False), (P + 1, True)):
+            for modulus in (P - 1, 32769):
+                if honest:
+                    toploc.check_form([constant(0, modulus)], [size], K)
+                    continue
+                with pytest.raises(BadModulus):
+                    toploc.check_form([constant(0, modulus)], [size], K)
+        with pytest.raises(BadModulus):
+            toploc.check_form([constant(0, 32768)], [P + 1], K)
+
+    @pytest.mark.parametrize(
+        ("proof", "error"),
+        [
+            (b"garbage", MalformedProof),
+            (HONEST[1] + bytes(2), MalformedProof),
+            (HONEST[1][:-2] + P.to_bytes(2, "big"), MalformedProof),
+            (None, MalformedProof),
+            (ProofPoly.null(K).to_bytes(), BadModulus),
+            ((P + 1).to_bytes(2, "big") + HONEST[1][2:], BadModulus),
+            ((P - 1).to_bytes(2, "big") + HONEST[1][2:], BadModulus),
+        ],
+    )
+    def test_what_is_refused_is_what_measuring_refuses(self, proof: bytes, error: type[BadProof]) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: toploc.check_form(replaced(proof), SIZES, K),
+            lambda: verify(replaced(proof)),
+        ]
+        for call in calls:
+            with pytest.raises(error) as caught:
+                call()
+            assert (type(caught.value), caught.value.index) == (error, 1)
+
+    @pytest.mark.parametrize("proofs", [[], HONEST[:2], [*HONEST, HONEST[0]]])
+    def test_missing_or_extra_proofs(self, proofs: list[bytes]) -> None:
+        with pytest.raises(WrongProofCount):
+            toploc.check_form(proofs, SIZES, K)
+
+    @pytest.mark.parametrize("topk", [-1, 0, 4097])
+    def test_a_number_of_points_that_no_proof_has_is_the_callers_fault(self, topk: int) -> None:
+        with pytest.raises(BadArgument):
+            toploc.check_form(HONEST, SIZES, topk)
 
 
 class TestBase64:

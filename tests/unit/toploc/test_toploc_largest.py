@@ -34,9 +34,21 @@ def test_ties_across_the_edge_of_a_group() -> None:
     assert largest(magnitudes, 16).sort(1).values.tolist() == [[*range(15), 100]]
 
 
+def test_the_sign_neither_counts_nor_breaks_a_tie() -> None:
+    activations = torch.tensor([[2.0, -3.0, 0.5, -2.0, 3.0, 2.0, -0.0, 1.0]]).bfloat16()
+    assert largest(activations.view(torch.int16), 3).sort(1).values.tolist() == [[0, 1, 4]]
+
+
+def test_outliers_of_one_channel_that_fall_in_one_column() -> None:
+    """As in real policies: a channel of the hidden state is large at every token of the chunk."""
+    activations = torch.randn(32, 4096, generator=torch.Generator().manual_seed(3)).bfloat16()
+    activations[:, [7, 519, 4000]] *= -100
+    rows = activations.view(torch.int16).view(1, -1)
+    assert largest(rows, 128).sort(1).values.tolist() == ranked(rows & 0x7FFF, 128)
+
+
 def test_gaussian_activations_name_the_magnitudes_that_torch_does() -> None:
     generator = torch.Generator().manual_seed(0)
-    activations = torch.randn(3, 32 * 4096, generator=generator).bfloat16()
-    magnitudes = activations.view(torch.int16) & 0x7FFF
-    ours = activations.abs().gather(1, largest(magnitudes, 128)).sort(1, descending=True).values
+    activations = torch.randn(9, 32 * 4096, generator=generator).bfloat16()
+    ours = activations.abs().gather(1, largest(activations.view(torch.int16), 128)).sort(1, descending=True).values
     assert torch.equal(ours, activations.abs().topk(128, dim=1).values)

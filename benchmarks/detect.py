@@ -1,0 +1,320 @@
+"""Who is caught: honest work and cheats drawn by real engines, judged by limits fitted on other honest work.
+
+`python -m benchmarks.detect [--json]`. The tiny policy is warm-started and trained for a few steps of GRPO at the
+demonstration's learning rate; the last policy is the run's, the one before it is what a stale worker serves. Honest
+groups of 8 are drawn in bfloat16 by vLLM (most of them) and by the torch engine with two attention kernels, with 1 to
+32 slots in flight. Every second one fits the limits as `veriswarm calibrate` does; the others are judged by them.
+
+Changed weights are drawn by vLLM, other choices by the torch engine; what is proved by the right policy is proved by a
+prefill in this process. Every number is measured by transformers in bfloat16, as a verifier does.
+
+- `rollout`: the share of rollouts that alone lead to a rejection;
+- `group`: the share of slots (8 rollouts) that are rejected whatever their node did before, second look included;
+- `group32`: the share of four slots in a row of which one is rejected, the node's drift included, from a fresh start;
+- `slots_until_stopped`: the slot at which a node that always cheats is first rejected;
+- `tokens_for_99`: tokens that have to be seen together until 99 % of the cheats are over a limit.
+
+A second run of a random policy over 32,000 tokens (23 million weights) repeats the changed weights with `_mid`. The
+floor of the honest columns is the stated false-rejection bound, `--false-rejections` for each sum that is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks import workload
+from coordinator.calibration import cheats
+from coordinator.calibration.attempts import Attempts
+from coordinator.calibration.fit import Group, fit_limits
+from coordinator.calibration.measure import measure
+from coordinator.calibration.slots import Slots
+from coordinator.calibration.trial import judge_rollouts, try_groups
+from coordinator.calibration.workers import Worker, make_workers
+from coordinator.training.grpo import Group as TrainingGroup
+from coordinator.training.grpo import Sample, make_optimizer, train_step
+from coordinator.training.warm_start import warm_start
+from node.policy import Policy, load_policy, save_policy
+from node.prefill import TransformersPrefill, spans_of
+from node.protocol.admission import GAIN_ERRORS, GAIN_LIMIT, judge_group
+from node.protocol.evidence import add, evidences
+from node.protocol.run import HonestSpec, LimitsSpec, ProofSpec, RunSpec
+from node.protocol.submission import Rollout
+from node.second_look import int8, measure_gain, quantised
+
+Groups = list[list[Rollout]]
+
+LEARNING_RATE = 1e-4
+STEPS = 6
+GROUPS_PER_STEP = 32
+IN_A_ROW = 4
+KEYS = {
+    "int8 weights": "int8",
+    "int4 weights": "int4",
+    "1 % noise on weights": "noise_1pct",
+    "fp8 cache": "fp8_cache",
+    "temperature x 0.9": "temperature_09",
+    "greedy": "greedy",
+    "top-p 0.95": "top_p_095",
+    "runner-up within 0.1": "runner_up_tau01",
+    "changed prompt": "changed_prompt",
+    "int4's tokens, right proofs": "int4_tokens",
+    "best of 8, right proofs": "best_of_8",
+}
+
+
+@dataclass(slots=True)
+class Bench:
+    """A policy, a run of it, and everything that was drawn so far."""
+
+    spec: RunSpec
+    path: Path
+    policy: Policy
+    previous: Policy | None
+    slots: Slots
+    limits: LimitsSpec = field(default_factory=LimitsSpec)
+
+    def measured(self, groups: Groups) -> list[Group]:
+        found: list[Group] = list(measure(TransformersPrefill(self.policy), groups, spec=self.spec))
+        return found
+
+    def rejects(self, rollouts: Group) -> bool:
+        """Whether these lead to a rejection, each by itself or all together."""
+        totals = add(one.totals(self.limits) for one in rollouts)
+        return any(judge_rollouts(rollouts, self.limits)) or judge_group(totals, limits=self.limits) is not None
+
+    def looked_at_again(self, groups: Groups, measured: Sequence[Group]) -> int:
+        """How many groups only a second look rejects, of those that deviate enough to get one for sure."""
+        suspects = [quantised(self.policy), *([self.previous] if self.previous is not None else [])]
+        found = 0
+        for rollouts, group in zip(groups, measured, strict=True):
+            totals = add(one.totals(self.limits) for one in group)
+            doubted = dict(evidences(totals, limits=self.limits))["sketch"] > self.limits.suspicion
+            if not doubted or self.rejects(group):
+                continue
+            spans = [
+                span
+                for row, one in enumerate(rollouts)
+                for _, span in spans_of(one, row=row, chunk_tokens=self.spec.proofs.chunk_tokens)
+            ]
+            gains = [measure_gain(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
+            found += any(one.gain > GAIN_LIMIT and one.gain > GAIN_ERRORS * one.error for one in gains)
+        return found
+
+
+def make_spec(options: argparse.Namespace, *, tokens: int) -> RunSpec:
+    spec = workload.make_spec(dtype=options.dtype, tokens=tokens)
+    return msgspec.structs.replace(
+        spec,
+        proofs=ProofSpec(scheme="toploc/1+sketch/1", sketch_step=options.step),
+        training=msgspec.structs.replace(spec.training, learning_rate=LEARNING_RATE),
+    )
+
+
+async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, stages: Any) -> list[Path]:
+    """The last two policies of a short run: the torch engine draws, `train_step` trains."""
+    model, tokenizer = warm_start(seed=seed, stages=stages)
+    optimizer = make_optimizer(model, spec.training)
+    paths = [folder / f"step{step}.safetensors" for step in range(steps + 1)]
+    (worker, *_) = make_workers(["torch"], threads=1)
+    for step, path in enumerate(paths):
+        save_policy(copy.deepcopy(model).to(getattr(torch, spec.model.dtype)), tokenizer, path)
+        if step == steps:
+            break
+        slots = Slots(spec, load_policy(path, dtype=torch.float32))
+        numbers = slots.take(GROUPS_PER_STEP)
+        async with worker.running(spec, path) as engine:
+            drawn = [await engine.generate(slots.requests(slot)) for slot in numbers]
+        groups = [
+            TrainingGroup(
+                version=step,
+                rewards=tuple(slots.reward(slot, one) for one in group),
+                rollouts=tuple(
+                    Sample(tuple(one.prompt_ids), tuple(one.completion_ids), tuple(one.logprobs)) for one in group
+                ),
+            )
+            for slot, group in zip(numbers, drawn, strict=True)
+        ]
+        model.train()
+        stats = train_step(model, optimizer, groups, spec=spec, step=step)
+        model.train(mode=False)
+        workload.say(f"training step {step}: reward {stats['reward']:.2f}")
+    return paths[-2:]
+
+
+def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
+    dtype = getattr(torch, spec.model.dtype)
+    policy = load_policy(path, dtype=dtype)
+    before = load_policy(previous, dtype=dtype) if previous is not None else None
+    return Bench(spec=spec, path=path, policy=policy, previous=before, slots=Slots(spec, policy))
+
+
+async def honest(bench: Bench, counts: Sequence[tuple[Worker, int]], *, false_rejections: float) -> dict[str, Any]:
+    """Fit limits on half of the groups, and judge the others."""
+    drawn: list[Group] = []
+    kept: Groups = []
+    for worker, count in counts:
+        groups = await worker.draw(bench.spec, bench.path, bench.slots, groups=count)
+        drawn += bench.measured(groups)
+        kept += groups
+        workload.say(f"honest: {count} groups by {worker.name}")
+    bench.limits = fit_limits(drawn[::2], false_rejections=false_rejections)
+    held_out, rollouts = drawn[1::2], kept[1::2]
+    fitted, caught = try_groups(drawn[::2], bench.limits), try_groups(held_out, bench.limits)
+    looked = bench.looked_at_again(rollouts, held_out)
+    largest = max(nats for group in held_out for _, nats in evidences(_together(group, bench), limits=bench.limits))
+    return {
+        "honest_rollouts": sum(len(group) for group in drawn),
+        "honest_rejected": fitted.rejected_groups + caught.rejected_groups + looked,
+        "honest_rejected_out_of_sample": caught.rejected_groups + looked,
+        "honest_drifts_out_of_sample": caught.drifted_groups,
+        "honest_evidence_max_out_of_sample": largest,
+    }
+
+
+def _together(group: Group, bench: Bench) -> Any:
+    return add(one.totals(bench.limits) for one in group)
+
+
+def judged(bench: Bench, groups: Groups, *, key: str) -> dict[str, float | int | None]:
+    """The figures of one cheat."""
+    measured = bench.measured(groups)
+    caught = try_groups(measured, bench.limits)
+    again = bench.looked_at_again(groups, measured)
+    rows = [try_groups(measured[at : at + IN_A_ROW], bench.limits) for at in range(0, len(measured), IN_A_ROW)]
+    toploc = try_groups(measured, _toploc_alone(bench.limits))
+    found: dict[str, float | int | None] = {
+        f"{key}_rollout": caught.rollout_share,
+        f"{key}_group": (caught.rejected_groups + again) / caught.groups,
+        f"{key}_group32": sum(row.first is not None for row in rows) / len(rows),
+        f"{key}_slots_until_stopped": caught.first,
+        f"{key}_tokens_for_99": _tokens_for(measured, bench, share=0.99),
+        f"toploc_{key}_group": toploc.group_share,
+    }
+    told = ", ".join(f"{name.removeprefix(key + '_')} {value}" for name, value in found.items())
+    workload.say(f"{key}: {told}; {dict(caught.figures)}")
+    return found
+
+
+def _toploc_alone(limits: LimitsSpec) -> LimitsSpec:
+    """TOPLOC's proofs and nothing else, within the same false-rejection bound."""
+    return LimitsSpec(
+        exponent_mismatches=limits.exponent_mismatches,
+        mantissa_mean=limits.mantissa_mean,
+        mantissa_median=limits.mantissa_median,
+        sketch_distance=1e9,
+        token_margin=1e9,
+        rollout_margin_mean=1e9,
+        logprob_error=1e9,
+        false_rejections=limits.false_rejections,
+        honest=HonestSpec(exponents=limits.honest.exponents, mantissa=limits.honest.mantissa),
+    )
+
+
+def _tokens_for(groups: Sequence[Group], bench: Bench, *, share: float) -> int | None:
+    """Of sets of 1, 2, 4, … rollouts the tokens of the smallest that are over a limit so often; None if none is."""
+    flat = list(chain.from_iterable(groups))
+    size = 1
+    while size <= len(flat) // 8:
+        sets = [flat[at : at + size] for at in range(0, len(flat) - size + 1, size)]
+        over = sum(
+            any(judge_rollouts(one, bench.limits))
+            or judge_group(_together(one, bench), limits=bench.limits) is not None
+            for one in sets
+        )
+        if over >= share * len(sets):
+            return round(sum(len(one.margins) for one in flat) / len(flat) * size)
+        size *= 2
+    return None
+
+
+async def changed_weights(bench: Bench, worker: Worker, folder: Path, *, groups: int) -> dict[str, Any]:
+    """Weights other than the policy's, served by `worker`."""
+    found: dict[str, Any] = {}
+    for key, change in (("int8", int8), ("int4", cheats.int4), ("noise_1pct", cheats.noise)):
+        path = folder / "changed.safetensors"
+        cheats.alter(bench.path, path, change)
+        found |= judged(bench, await worker.draw(bench.spec, path, bench.slots, groups=groups), key=key)
+    return found
+
+
+async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The figures of the trained tiny policy."""
+    spec = make_spec(options, tokens=48)
+    workload.say("training the policies")
+    stale, newest = await train(spec, folder, seed=2, steps=options.steps, stages=options.stages)
+    bench = make_bench(spec, newest, previous=stale)
+    first, *others = make_workers([options.engine, "torch"], threads=options.threads)
+    per_engine = options.groups // 8
+    counts = [(first, options.groups - per_engine * len(others)), *((one, per_engine) for one in others)]
+    found = await honest(bench, counts, false_rejections=options.false_rejections)
+    found |= await changed_weights(bench, first, folder, groups=options.cheat_groups)
+    drawn = await first.draw(spec, stale, bench.slots, groups=options.cheat_groups)
+    found |= judged(bench, drawn, key="stale_one_step")
+    attempts = Attempts(
+        spec,
+        policy=bench.policy,
+        path=newest,
+        folder=folder,
+        slots=bench.slots,
+        groups=options.cheat_groups,
+        threads=options.threads,
+    )
+    async for name, groups in attempts.groups():
+        if KEYS[name] + "_group" not in found:
+            found |= judged(bench, groups, key=KEYS[name])
+    return found | {"other_model_tokens_group": found["int4_tokens_group"]}
+
+
+async def random_policy(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The figures of a larger policy with random weights."""
+    path = folder / "random.safetensors"
+    workload.save_random_policy(path, workload.size_of(options), dtype=getattr(torch, options.dtype), ends=True)
+    bench = make_bench(make_spec(options, tokens=options.tokens), path, previous=None)
+    (worker, *_) = make_workers([options.engine], threads=options.threads)
+    found = await honest(bench, [(worker, options.mid_groups)], false_rejections=options.false_rejections)
+    found |= await changed_weights(bench, worker, folder, groups=max(IN_A_ROW, options.mid_groups // 4))
+    return {f"{key}_mid": value for key, value in found.items()}
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        figures = await trained(options, Path(folder))
+        mid: Mapping[str, Any] = await random_policy(options, Path(folder)) if options.mid_groups else {}
+    sketch_bytes = 4.0
+    return figures | {"bytes_per_token": sketch_bytes} | dict(mid)
+
+
+def main() -> None:
+    parser = workload.make_parser(__doc__, tokens=64, hidden=256, layers=8)
+    parser.add_argument("--groups", type=int, default=1400, help="honest groups of 8 (default 1400)")
+    parser.add_argument("--cheat-groups", type=int, default=128, help="groups of each cheat (default 128)")
+    parser.add_argument("--mid-groups", type=int, default=48, help="honest groups of the random policy; 0: none")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
+    parser.add_argument("--step", type=float, default=0.005, help="the sketch's step (default 0.005)")
+    parser.add_argument("--false-rejections", type=float, default=1e-5, help="bound for each sum (default 1e-5)")
+    parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
+    options = workload.parse(parser)
+    options.stages = workload.stages(options.warm_start)
+    figures = asyncio.run(run(options))
+    notes = {
+        "false_rejections": f"{options.false_rejections:g} for each sum that is judged",
+        "other_model_tokens_group": "tokens of the policy in 4 bits, proved by the right one",
+        "temperature_09_group32, runner_up_tau01_group32": "four slots of 8 in a row, by the run's own limits",
+        "bytes_per_token": "of the sketch; TOPLOC beside it, for comparison, has 8.06",
+    }
+    workload.report("detect", options, figures, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Who takes proofs of states that nobody computed: a ladder of forgers against three architectures.
+
+`python -m benchmarks.forgery [--json] [--forgeries N] [--short N]`. A forgery is a rollout of a stated length whose
+tokens and log-probabilities are right and whose proofs are made up (`benchmarks.forging.forgers`). Each is judged by
+the code of a real verdict, under both proof schemes at once and each by itself, at the default limits and at limits
+that were calibrated in the same run: twice the maximum of honest work in bfloat16, decoded token by token with one
+attention kernel and prefilled with another, and levels of it as `coordinator.calibration.fit` fits them.
+
+The policies are small (hidden 256, 4 layers, about 3 million weights) and trained for half a minute on characters, so
+that their states depend on the text; one character out of 128 says much about a state, which is to a forger's
+advantage. What they lack is a large policy's outliers.
+
+`accepted` counts forgeries of at least one full chunk (32 tokens) under the recommended scheme and calibrated limits.
+Shorter rollouts are counted apart: their proofs have few bits, and the chance of passing without knowing anything is
+given beside them. `accepted_share_peer` is toploc 0.1.6 at its published limits (38, 10, 8) over the same forgeries
+of 32 tokens, all rungs and architectures together.
+
+The floor is 0 accepted. A bound: of n forgeries without one accepted, the true share is below 3 / n at 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, toploc_peer
+from benchmarks.forging import judging, stages
+from benchmarks.forging.policies import FAMILIES
+from benchmarks.forging.stages import FULL, LENGTHS, RUNGS, Counted, Prepared, Settings
+from benchmarks.toploc import find_peer
+from benchmarks.toploc_peer import PeerUnavailable
+from benchmarks.workload import say, usable_cores
+
+RECOMMENDED = "sketch/1"
+PART = 5_000
+"""Forgeries of one rung in a task."""
+
+
+SHORT_NAMES = {"toploc/1": "toploc", "sketch/1": "sketch", judging.BOTH: "both"}
+LIMITS = ("default", "calibrated")
+
+
+def attack_all(
+    pool: ProcessPoolExecutor, prepared: Sequence[Prepared], settings: Settings
+) -> tuple[list[Counted], float]:
+    """Every rung, length and architecture, and the seconds that processes spent on them, together."""
+    tasks: list[Future[tuple[list[Counted], float]]] = []
+    for tokens in sorted(LENGTHS, reverse=True):
+        count = settings.count(tokens)
+        for one in prepared:
+            parts = [range(start, min(start + PART, count)) for start in range(0, count, PART)]
+            tasks += [pool.submit(stages.attack, one, settings, tokens, part) for part in parts]
+    together: dict[tuple[str, str, int], Counted] = {}
+    seconds = 0.0
+    for number, task in enumerate(tasks, 1):
+        counted, took = task.result()
+        seconds += took
+        for found in counted:
+            key = (found.family, found.rung, found.tokens)
+            together[key] = together.get(key, Counted(*key)) + found
+        if number % 10 == 0 or number == len(tasks):
+            say(f"{number} of {len(tasks)} parts")
+    return list(together.values()), seconds
+
+
+def totals(counted: Sequence[Counted]) -> dict[str, float]:
+    """Forgeries that are accepted, by length, limits and scheme, over all rungs and architectures."""
+    found: dict[str, float] = {}
+    for tokens in LENGTHS:
+        own = [one for one in counted if one.tokens == tokens]
+        for limits in LIMITS:
+            every = sum(one.forgeries[limits] for one in own)
+            for scheme, short in SHORT_NAMES.items():
+                taken = sum(one.taken[limits, scheme] for one in own)
+                found[f"accepted_{short}_{limits}_{tokens}_tokens"] = taken
+                found[f"accepted_share_{short}_{limits}_{tokens}_tokens"] = taken / max(1, every)
+    return found
+
+
+def rows_of(counted: Sequence[Counted]) -> list[dict[str, Any]]:
+    """One for each rung, length and architecture."""
+    order = {name: number for number, name in enumerate(RUNGS)}
+    rows = []
+    for one in sorted(counted, key=lambda one: (one.tokens, order[one.rung], one.family)):
+        row: dict[str, Any] = {"tokens": one.tokens, "rung": one.rung, "architecture": one.family}
+        for limits in LIMITS:
+            row[f"forgeries_{limits}"] = one.forgeries[limits]
+            row |= {f"{short}_{limits}": one.taken[limits, scheme] for scheme, short in SHORT_NAMES.items()}
+        rows.append(row)
+    return rows
+
+
+def honest_figures(prepared: Sequence[Prepared]) -> dict[str, float]:
+    """What honest work was like, the limits that follow, and what knows nothing can hope for under them."""
+    found: dict[str, float] = {"honest_rollouts": sum(one.judged for one in prepared)}
+    for limits in LIMITS:
+        for scheme, short in SHORT_NAMES.items():
+            found[f"honest_rejected_{short}_{limits}"] = sum(one.rejected[limits, scheme] for one in prepared)
+    for one in prepared:
+        terms = one.terms["calibrated"]
+        found[f"sketch_step_{one.family}"] = terms.proofs.sketch_step
+        for name in ("exponent_mismatches", "mantissa_mean", "mantissa_median", "sketch_distance"):
+            found[f"honest_max_{name}_{one.family}"] = getattr(one.most, name)
+            found[f"limit_{name}_{one.family}"] = getattr(terms.limits, name)
+        found[f"loss_{one.family}"] = one.loss
+        found |= {f"state_error_{name}_{one.family}": value for name, value in one.errors.items()}
+    for tokens in LENGTHS:
+        for limits in LIMITS:
+            found[f"chance_log10_sketch_{limits}_{tokens}_tokens"] = max(
+                judging.chance_log10(tokens, one.terms[limits].limits) for one in prepared
+            )
+    return found
+
+
+def peer_figures(
+    pool: ProcessPoolExecutor, prepared: Sequence[Prepared], settings: Settings, options: argparse.Namespace
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Shares that toploc 0.1.6 accepts, or why there are none."""
+    try:
+        python, versions = find_peer(options)
+        count = min(settings.forgeries, options.peer_forgeries)
+        say(f"the peer judges {count} forgeries of each rung and architecture")
+        tasks = [pool.submit(stages.compare, one, settings, python, count) for one in prepared]
+        taken: Counter[str] = Counter()
+        for task in tasks:
+            taken.update(task.result())
+    except PeerUnavailable as error:
+        return {"accepted_share_peer": None}, {"accepted_share_peer": str(error)}
+    except subprocess.CalledProcessError as error:
+        say(error.stderr)
+        reason = f"the peer ended with exit status {error.returncode}"
+        return {"accepted_share_peer": None}, {"accepted_share_peer": reason}
+    each = count * len(prepared)
+    found: dict[str, float | None] = {"accepted_share_peer": taken.total() / (each * len(RUNGS))}
+    found["peer_forgeries"] = each * len(RUNGS)
+    found |= {f"accepted_share_peer_{rung}": taken[rung] / each for rung in RUNGS}
+    return found, {"peer": ", ".join(f"{name} {version}" for name, version in versions.items())}
+
+
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]]]:
+    """Figures, notes, and the rows of the table."""
+    settings = Settings(
+        hidden=options.hidden,
+        training_steps=options.training_steps,
+        prompts=options.prompts,
+        forgeries=options.forgeries,
+        short=options.short,
+        default=options.default_forgeries,
+    )
+    started = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="forgery-") as folder,
+        ProcessPoolExecutor(options.processes, mp_context=context) as pool,
+    ):
+        say(f"training {', '.join(FAMILIES)}, and what the forgers need")
+        waiting = [pool.submit(stages.prepare, name, Path(folder) / name, settings) for name in FAMILIES]
+        prepared = [task.result() for task in waiting]
+        ready = time.perf_counter()
+        say("forging")
+        counted, busy = attack_all(pool, prepared, settings)
+        forged = time.perf_counter()
+        peer, notes = peer_figures(pool, prepared, settings, options)
+    main_rows = [one for one in counted if one.tokens == FULL]
+    every = sum(one.forgeries["calibrated"] for one in counted)
+    figures = {
+        "forgeries_per_rung": min(one.forgeries["calibrated"] for one in main_rows),
+        "rungs": len({one.rung for one in main_rows}),
+        "architectures": len({one.family for one in main_rows}),
+        "accepted": sum(one.taken["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL),
+        **peer,
+        "forgeries": every,
+        "forgeries_at_least_one_chunk": sum(one.forgeries["calibrated"] for one in counted if one.tokens >= FULL),
+        "forgeries_per_s": every / (forged - ready),
+        "forgeries_per_process_s": every / busy,
+        "prepare_s": ready - started,
+        "forge_s": forged - ready,
+        "seconds": time.perf_counter() - started,
+        **totals(counted),
+        **honest_figures(prepared),
+    }
+    notes |= {
+        "forgeries_per_rung": f"of {FULL} tokens, for each architecture",
+        "accepted": f"of {FULL} tokens or more, scheme {RECOMMENDED}, calibrated limits",
+        "calibrated": "as `veriswarm calibrate` fits them: twice the honest maximum, levels, and the sketch's step",
+        "policies": f"hidden {options.hidden}, trained for {options.training_steps} steps in this run",
+    }
+    return figures, notes, rows_of(counted)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--forgeries", type=int, default=100_000, help="of 32 tokens, each rung (default 100000)")
+    parser.add_argument("--short", type=int, default=5_000, help="of each other length, each rung (default 5000)")
+    parser.add_argument(
+        "--default-forgeries", type=int, default=5_000, help="of each length judged by the default limits too"
+    )
+    parser.add_argument("--peer-forgeries", type=int, default=5_000, help="judged by the peer too, each rung")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 128 (default 256)")
+    parser.add_argument("--training-steps", type=int, default=80, help="of each policy (default 80)")
+    parser.add_argument("--prompts", type=int, default=128, help="at least 4, with 8 completions each (default 128)")
+    parser.add_argument("--processes", type=int, default=usable_cores(), help="of one thread each (default: all cores)")
+    peer = parser.add_mutually_exclusive_group()
+    peer.add_argument("--no-peer", action="store_true", help="measure without toploc 0.1.6")
+    peer.add_argument("--peer-python", type=Path, help="an interpreter that has toploc 0.1.6 and this torch")
+    peer.add_argument(
+        "--peer-folder", type=Path, default=toploc_peer.FOLDER, help="where to build and keep one (default build/peers)"
+    )
+    return parser.parse_args()
+
+
+def print_table(figures: dict[str, Any], notes: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
+    for key, value in (machine.describe() | notes).items():
+        print(f"{key:>44}  {value}")
+    print()
+    for key, figure in figures.items():
+        print(f"{key:>44}  {f'{figure:.4g}' if isinstance(figure, float) else '-' if figure is None else figure}")
+    print()
+    by_length: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_length[row["tokens"]].append(row)
+    for own in by_length.values():
+        print("".join(f"{name:>20}" for name in own[0]))
+        for row in own:
+            print("".join(f"{value:>20}" for value in row.values()))
+        print()
+
+
+def main() -> None:
+    options = arguments()
+    figures, notes, rows = measure(options)
+    if not options.json:
+        print_table(figures, notes, rows)
+        return
+    result = {"benchmark": "forgery", "machine": machine.describe(), "figures": figures, "notes": notes, "rows": rows}
+    print(json.dumps(result))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

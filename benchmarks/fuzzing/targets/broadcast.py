@@ -1,0 +1,225 @@
+"""What a publisher signs and relays pass on: envelopes, heads, manifests, proofs of fraud, lists of relays."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from random import Random
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed, scramble
+from benchmarks.fuzzing.target import Harness, Target
+from benchmarks.fuzzing.targets.messages import DIGEST, NOW, RUN_ID, RUN_KEY, same
+from node.coordinator_client import MAX_RELAY_LIST_BYTES, RelayList
+from node.exchange import sound_urls
+from shardcast import FraudProof, check_fraud_proof, wire
+from shardcast.envelope import MAGIC, open_envelope, seal
+from shardcast.errors import PeerFault
+from shardcast.manifest import (
+    HEAD_DOMAIN,
+    KIB,
+    MANIFEST_DOMAIN,
+    SCHEMA_VERSION,
+    Head,
+    Manifest,
+    SignedManifest,
+    seal_head,
+    seal_manifest,
+)
+from shardcast.sources import Sources
+from shardcast.trust import Seen, TrustedState
+
+PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
+OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
+MAX_PAYLOAD_BYTES = KIB
+WEAK_KEYS = ("00" * 32, "01" + "00" * 31, "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05")
+# With this signature (R the neutral element, S = 0) a key of small order signs much of anything.
+WEAK_SIGNATURE = bytes.fromhex("01" + "00" * 63)
+
+
+def head(version: int = 5, digest: str = DIGEST) -> Head:
+    return Head(run_id=RUN_ID, version=version, manifest_digest=digest, issued_at=NOW, expires_at=NOW + 60)
+
+
+def manifest(chunks: int = 3, *, version: int = 5, last: int = 100, previous: str | None = DIGEST) -> Manifest:
+    size = (chunks - 1) * 4 * KIB + last
+    return Manifest(
+        run_id=RUN_ID,
+        version=version,
+        previous=previous,
+        issued_at=NOW,
+        expires_at=NOW + 3600,
+        encoding="full",
+        base=None,
+        base_version=None,
+        chunk_bytes=4 * KIB,
+        payload_bytes=size,
+        chunk_digests=b"".join(bytes.fromhex(wire.digest(bytes([index]))) for index in range(chunks)),
+        result_bytes=size,
+        result_digest=DIGEST,
+    )
+
+
+def _delta() -> Manifest:
+    fields = {name: getattr(manifest(), name) for name in Manifest.__struct_fields__}
+    return Manifest(**fields | {"encoding": "delta", "base": DIGEST, "base_version": 4, "result_bytes": 10**12})
+
+
+def _trust() -> TrustedState:
+    """A client that has seen version 4."""
+    envelope = seal_head(head(4), RUN_KEY)
+    seen = Seen(run_id=RUN_ID, version=4, manifest_digest=DIGEST, head=envelope)
+    return TrustedState(run_id=RUN_ID, publisher_key=PUBLIC_KEY, seen=seen)
+
+
+# Envelopes.
+
+
+def _envelope_of(fields: Sequence[bytes]) -> bytes:
+    return b"".join(fields)
+
+
+def _fields(data: bytes) -> list[bytes]:
+    """Magic, domain with its length, version, key, payload's length, payload, signature, of an honest envelope."""
+    after = 5 + data[4]
+    edges = (0, 4, after, after + 2, after + 34, after + 38, len(data) - 64, len(data))
+    return [data[start:end] for start, end in pairwise(edges)]
+
+
+def _edited_envelope(rng: Random, corpus: Sequence[bytes]) -> bytes:
+    """One field other than it was, and half of the time signed again, by the key that is named in it or another."""
+    data = rng.choice(corpus)
+    if data[:4] != MAGIC or len(data) < 200:
+        return scramble(rng, data)
+    fields = _fields(data)
+    at = rng.randrange(len(fields))
+    fields[at] = rng.choice((scramble(rng, fields[at]), _fields(rng.choice(corpus[:1]))[at], *_replacements(rng, at)))
+    if rng.random() < 0.5:
+        fields[6] = rng.choice((RUN_KEY, OTHER_KEY)).sign(_envelope_of(fields[:6]))
+    return _envelope_of(fields)
+
+
+def _replacements(rng: Random, at: int) -> tuple[bytes, ...]:
+    """What else a field may be."""
+    if at == 1:
+        domain = rng.choice((b"", b"shardcast/manifest", b"veriswarm/run", b"\xff" * 255, b"shardcast/head\0"))
+        return (bytes([len(domain)]) + domain, bytes([rng.randrange(256)]) + domain)
+    if at == 3:
+        return (*map(bytes.fromhex, WEAK_KEYS), b"\xff" * 32, b"\x80".rjust(32, b"\0"))
+    if at == 4:
+        return tuple(struct.pack(">I", size) for size in (0, 1, 64, 2**31, 2**32 - 1, 2**32 - 64))
+    return (WEAK_SIGNATURE, b"\xff" * 64) if at == 6 else (b"",)
+
+
+def _envelope(_: ExitStack) -> Harness:
+    def run(data: bytes) -> None:
+        opened = open_envelope(data, domain=HEAD_DOMAIN, versions=(1, 2), max_payload_bytes=MAX_PAYLOAD_BYTES)
+        start = len(data) - 64 - len(opened.payload)
+        fields = (
+            MAGIC,
+            bytes([len(opened.domain)]),
+            opened.domain.encode("ascii"),
+            struct.pack(">H", opened.version),
+            opened.signer,
+            struct.pack(">I", len(opened.payload)),
+        )
+        assert data[:start] == b"".join(fields), "it encodes to other bytes"
+        honest = (key.public_key().public_bytes_raw() for key in (RUN_KEY, OTHER_KEY))
+        assert opened.signer in honest, "signed by a key that nobody has"
+
+    payloads = (wire.encode(head()), b"", b"x" * MAX_PAYLOAD_BYTES)
+    seeds = [seal(payload, domain=HEAD_DOMAIN, version=1, key=RUN_KEY) for payload in payloads]
+    mutate = mixed((3, _edited_envelope), (1, bytes_mutator(MAGIC, bytes(64), WEAK_SIGNATURE)))
+    return Harness(seeds, run, (PeerFault,), mutate)
+
+
+# What is in them.
+
+
+def _head(_: ExitStack) -> Harness:
+    """Heads that are really signed: the publisher may be an attacker."""
+
+    def run(data: bytes) -> None:
+        envelope = seal(data, domain=HEAD_DOMAIN, version=SCHEMA_VERSION, key=RUN_KEY)
+        trust = _trust()
+        believed = trust.accept_head(envelope, now=NOW)
+        assert wire.encode(believed) == data, "it encodes to other bytes"
+        assert trust.seen is not None
+        assert believed.version >= 4, "rolled back"
+
+    return Harness([wire.encode(head()), wire.encode(head(4))], run, (PeerFault,), json_mutator())
+
+
+def _manifest(_: ExitStack) -> Harness:
+    """Manifests that are really signed, as the newest one and as an old one that was asked for."""
+
+    def run(data: bytes) -> None:
+        envelope = seal(data, domain=MANIFEST_DOMAIN, version=SCHEMA_VERSION, key=RUN_KEY)
+        signed = _trust().accept_archived(envelope, 5)
+        _check_manifest(signed, data)
+        assert _trust().accept_manifest(envelope, NOW, signed.digest).manifest == signed.manifest
+
+    honest = (manifest(), manifest(1, last=1), manifest(40, last=4 * KIB, previous=None), _delta())
+    return Harness([wire.encode(one) for one in honest], run, (PeerFault,), json_mutator())
+
+
+def _check_manifest(signed: SignedManifest, data: bytes) -> None:
+    believed = signed.manifest
+    assert wire.encode(believed) == data, "it encodes to other bytes"
+    chunks = list(believed.chunks())
+    assert sum(length for _, length in chunks) == believed.payload_bytes, "the chunks are not the payload"
+    assert all(0 < length <= believed.chunk_bytes for _, length in chunks)
+    assert all(wire.is_digest(digest) for digest, _ in chunks)
+
+
+def _fraud_proof(_: ExitStack) -> Harness:
+    """Evidence against a publisher, from whoever claims to have it."""
+
+    def run(data: bytes) -> None:
+        proof = same(FraudProof, data, max_bytes=64 * KIB)
+        version = check_fraud_proof(proof, run_id=RUN_ID, publisher_key=PUBLIC_KEY)
+        assert version in (4, 5), "a publisher was convicted of what it never signed"
+
+    envelopes = (
+        seal_head(head(5), RUN_KEY),
+        seal_head(head(5, "ee" * 32), RUN_KEY),
+        seal_manifest(manifest(version=6), RUN_KEY).envelope,
+        seal_manifest(manifest(previous="ee" * 32), RUN_KEY).envelope,
+    )
+    first, second, third, fourth = envelopes
+    convicting = (FraudProof(first=first, second=second), FraudProof(first=second, second=third))
+    proves_nothing = FraudProof(first=first, second=fourth)
+    seeds = [wire.encode(proof) for proof in convicting]
+    return Harness(seeds, run, (PeerFault,), json_mutator(), hostile=[wire.encode(proves_nothing)])
+
+
+def _relay_list(_: ExitStack) -> Harness:
+    """URLs that a coordinator lists, until they are sources to fetch from."""
+
+    def run(data: bytes) -> int:
+        listed = same(RelayList, data, max_bytes=MAX_RELAY_LIST_BYTES)
+        sound = sound_urls(listed.relays)
+        # A LocalFault here would end a worker for what a stranger has announced.
+        sources = Sources(sound)
+        assert len(sources.urls) <= len(sound)
+        return len(sources.urls)
+
+    urls = (
+        *("http://192.0.2.1:8720", "https://relay.example/a/b/", "http://[2001:db8::1]:80", "http://a:0"),
+        *("https://user:pw@host/", "http://x?q#f", "http://[::1", "http://é.example", "http://a/\u200b", "http://%zz"),
+    )
+    seeds = [wire.encode(RelayList(relays=urls)), wire.encode(RelayList(relays=()))]
+    characters = (b"://", b"[", b"]", b"@", b":", b"?", b"#", b"%", b"\xc2\xa0", b"\xe2\x80\xae", b"\\t", b"http")
+    return Harness(seeds, run, (PeerFault,), mixed((2, json_mutator()), (1, bytes_mutator(*characters))))
+
+
+TARGETS = (
+    Target(name="broadcast.envelope", sender="anybody", share=90, prepare=_envelope),
+    Target(name="broadcast.head", sender="a run's publisher, any relay", share=40, prepare=_head),
+    Target(name="broadcast.manifest", sender="a run's publisher, any relay", share=60, prepare=_manifest),
+    Target(name="broadcast.fraud_proof", sender="anybody with evidence", share=30, prepare=_fraud_proof),
+    Target(name="broadcast.relay_list", sender="whoever answers as the coordinator", share=40, prepare=_relay_list),
+)

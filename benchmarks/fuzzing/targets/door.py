@@ -1,0 +1,238 @@
+"""What listens: the coordinator's door and a relay's, over real sockets.
+
+Budgets count the whole process, so the client's part of the exchange too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from benchmarks.fuzzing.http import http_mutator
+from benchmarks.fuzzing.loopback import Faults, Loop, Refused, ask, judge_reply
+from benchmarks.fuzzing.mutation import json_mutator
+from benchmarks.fuzzing.target import Harness, Target
+from benchmarks.fuzzing.targets.broadcast import head, manifest
+from benchmarks.fuzzing.targets.messages import (
+    ANNOUNCEMENTS,
+    CLAIM,
+    DIGEST,
+    LEASE_REQUESTS,
+    NODE_KEY,
+    REGISTRATIONS,
+    RUN_ID,
+    RUN_KEY,
+    SPEC,
+)
+from coordinator.app import create_app
+from coordinator.cli import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS, MAX_HEADER_BYTES
+from coordinator.home import create_home
+from coordinator.service import Coordinator
+from coordinator.storage import training
+from coordinator.storage.training import Published
+from node.protocol.messages import RequestClaim
+from node.protocol.requests import sign_request
+from shardcast.board import Announced, Board
+from shardcast.listener import ServerLimits, listen
+from shardcast.manifest import seal_head, seal_manifest
+from shardcast.server import make_app
+from shardcast.store import ChunkStore
+from shardcast.wire import Wire, digest, encode
+
+_ZEROS = "0" * 64
+DOOR_PATHS = (
+    *("/v1/run", "/v1/policy", "/v1/relays", "/v1/status", "/health", "/metrics", "/v1/log/checkpoint", "/docs"),
+    *("/v1/log/entries?start=0&end=2", "/v1/log/inclusion?index=0&size=1", "/v1/log/consistency?first=1&second=1"),
+    *(f"/v1/receipts/{_ZEROS}?wait=1.5", f"/v1/receipts/{DIGEST}", f"/v1/blobs/{SPEC.digest}", f"/v1/blobs/{_ZEROS}"),
+    *(
+        "/v1/nodes",
+        "/v1/leases",
+        f"/v1/leases/{DIGEST}/return",
+        f"/v1/submissions/{DIGEST}",
+        "/v1/../v1/run",
+        "//v1/run",
+    ),
+)
+RELAY_PATHS = (
+    *("/v1/head", "/v1/head?after=4", "/v1/head?after=9&wait=0.001", "/v1/versions/5", f"/v1/manifests/{DIGEST}"),
+    *(
+        f"/v1/chunks/{DIGEST}?wait=0",
+        "/v1/chunks/CHUNK",
+        "/v1/status",
+        "/health",
+        "/metrics",
+        "/v1/versions/0000000000000005",
+    ),
+)
+
+
+def _request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: run.example:8700", "User-Agent: veriswarm", *headers]
+    if body:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def _signed(method: str, path: str, body: bytes, *, nonce: int, issued_at: float) -> bytes:
+    claim = RequestClaim(
+        run_id=RUN_ID,
+        method=method,  # type: ignore[arg-type]
+        path=path,
+        body_digest=digest(body),
+        body_bytes=len(body),
+        issued_at=int(issued_at),
+        nonce=f"{nonce:032x}",
+    )
+    header, _ = sign_request(claim, key=NODE_KEY)
+    return _request(method, path, body, f"Authorization: {header}")
+
+
+def _folder(stack: ExitStack) -> Path:
+    memory = Path("/dev/shm")  # noqa: S108  (a folder of an unguessable name in it)
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)))
+
+
+def _faults(stack: ExitStack, *loggers: str) -> Faults:
+    faults = Faults()
+    for name in loggers:
+        logging.getLogger(name).addHandler(faults)
+        stack.callback(logging.getLogger(name).removeHandler, faults)
+    return faults
+
+
+class Door:
+    """A coordinator that has one policy and knows one node, served by uvicorn as its command serves it."""
+
+    def __init__(self, stack: ExitStack, *, http: Literal["auto", "h11", "httptools"]) -> None:
+        self.faults = _faults(stack, "uvicorn.error")
+        self._loop = Loop(stack)
+        home = create_home(_folder(stack), public_key=RUN_KEY.public_key().public_bytes_raw(), spec=SPEC)
+        stack.callback(home.database.close)
+        signed = seal_manifest(manifest(version=0, previous=None), RUN_KEY)
+        policy = Published(version=0, manifest_digest=signed.digest, result_digest=DIGEST, manifest=signed.envelope)
+        with home.database.write() as connection:
+            training.record_policy(connection, policy, now=time.time())
+        coordinator = Coordinator(home, key=RUN_KEY)
+        coordinator.register(NODE_KEY.public_key().public_bytes_raw().hex(), REGISTRATIONS[0], now=time.time())
+        config = uvicorn.Config(
+            create_app(coordinator, registrations_per_minute=10**9),
+            http=http,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            limit_concurrency=MAX_CONNECTIONS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        config.load()
+        self._state = ServerState()
+        self._port = self._loop.run(self._serve(config, stack))
+
+    async def _serve(self, config: uvicorn.Config, stack: ExitStack) -> int:
+        protocol_class: Any = config.http_protocol_class
+        protocol = partial(protocol_class, config=config, server_state=self._state, app_state={})
+        server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+        stack.callback(server.close)
+        port: int = server.sockets[0].getsockname()[1]
+        return port
+
+    def exchange(self, data: bytes) -> str:
+        reply = self._loop.run(ask(self._port, data, is_busy=lambda: bool(self._state.tasks)))
+        return judge_reply(reply, self.faults)
+
+
+def _door_http(http: Literal["auto", "h11", "httptools"]) -> Callable[[ExitStack], Harness]:
+    """Raw bytes to the coordinator's port."""
+
+    def prepare(stack: ExitStack) -> Harness:
+        door = Door(stack, http=http)
+        gets = [_request("GET", path) for path in DOOR_PATHS[:5]]
+        late = _signed("PUT", CLAIM.path, b"body", nonce=0, issued_at=0)
+        others = [_request("GET", path) for path in DOOR_PATHS[5:]] + [late, _request("POST", "/v1/nodes", b"{}")]
+        mutate = http_mutator(*(path.encode() for path in DOOR_PATHS))
+        return Harness(gets, door.exchange, (Refused,), mutate, hostile=others)
+
+    return prepare
+
+
+def _door_message(path: str, *messages: Wire) -> Callable[[ExitStack], Harness]:
+    """Bodies that are really signed, through the whole door."""
+
+    def prepare(stack: ExitStack) -> Harness:
+        door, nonces = Door(stack, http="auto"), itertools.count()
+
+        def run(data: bytes) -> str:
+            return door.exchange(_signed("POST", path, data, nonce=next(nonces), issued_at=time.time()))
+
+        return Harness([encode(message) for message in messages], run, (Refused,), json_mutator())
+
+    return prepare
+
+
+def _relay_http(stack: ExitStack) -> Harness:
+    """Raw bytes to a relay's port, or an origin's, which is the same."""
+    faults = _faults(stack, "shardcast.listener.http", "aiohttp.server", "asyncio")
+    loop = Loop(stack)
+    store = ChunkStore(_folder(stack), run_id=RUN_ID)
+    stack.callback(store.close)
+    store.add_manifest(seal_manifest(manifest(previous=None), RUN_KEY))
+    store.put(digest(b"\0"), b"\0")  # the first chunk's bytes, as `manifest` digests them
+    announced = Announced(5, seal_head(head(), RUN_KEY))
+
+    async def serve() -> int:
+        board = Board(store=store, role="relay", run_id=RUN_ID, head=lambda: announced)
+        limits = ServerLimits(max_wait_s=0.002)
+        listener = await listen(make_app(board, limits), limits=limits)
+        stack.callback(lambda: loop.run(listener.stop()))
+        return listener.port
+
+    port = loop.run(serve())
+
+    def run(data: bytes) -> str:
+        return judge_reply(loop.run(ask(port, data)), faults)
+
+    paths = [path.replace("CHUNK", digest(b"\0")) for path in RELAY_PATHS]
+    requests = [_request("GET", path) for path in paths]
+    mutate = http_mutator(*(path.encode() for path in paths))
+    return Harness(requests[:2], run, (Refused,), mutate, hostile=requests[2:])
+
+
+_SERVERS: tuple[Literal["h11", "httptools"], ...] = ("h11", "httptools") if find_spec("httptools") else ("h11",)
+TARGETS = (
+    *(
+        Target(name=f"door.http_{server}", sender="anybody, to the coordinator", share=10, prepare=_door_http(server))
+        for server in _SERVERS
+    ),
+    Target(
+        name="door.registration",
+        sender="any key, to the coordinator",
+        share=3,
+        prepare=_door_message("/v1/nodes", *REGISTRATIONS),
+    ),
+    Target(
+        name="door.announcement",
+        sender="any key, to the coordinator",
+        share=3,
+        prepare=_door_message("/v1/relays", *ANNOUNCEMENTS),
+    ),
+    Target(
+        name="door.lease",
+        sender="any key, to the coordinator",
+        share=3,
+        prepare=_door_message("/v1/leases", *LEASE_REQUESTS),
+    ),
+    Target(name="door.relay", sender="anybody, to a relay or origin", share=15, prepare=_relay_http),
+)

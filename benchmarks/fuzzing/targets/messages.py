@@ -1,0 +1,193 @@
+"""Canonical messages: what nodes and coordinator write to each other, each with its own decoder."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
+from benchmarks.fuzzing.target import Harness, Target
+from node.protocol.messages import (
+    MAX_CLAIM_BYTES,
+    MAX_MESSAGE_BYTES,
+    MESSAGE_VERSION,
+    REQUEST_DOMAIN,
+    ErrorReply,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    Registration,
+    RelayAnnouncement,
+    RequestClaim,
+    SubmissionReply,
+)
+from node.protocol.reasons import Refusal
+from node.protocol.requests import check_claim, open_claim, read_authorization, sign_request
+from node.protocol.run import (
+    DESCRIPTOR_DOMAIN,
+    DESCRIPTOR_VERSION,
+    BatchSpec,
+    Descriptor,
+    EnvironmentSpec,
+    RunSpec,
+    open_descriptor,
+    run_id_of,
+)
+from shardcast.envelope import seal
+from shardcast.errors import PeerFault
+from shardcast.wire import Wire, decode, encode
+
+RUN_KEY = Ed25519PrivateKey.from_private_bytes(b"\1" * 32)
+NODE_KEY = Ed25519PrivateKey.from_private_bytes(b"\2" * 32)
+RUN_ID = run_id_of(RUN_KEY.public_key().public_bytes_raw())
+NOW = 1_800_000_000
+DIGEST, OTHER_DIGEST = "ab" * 32, "cd" * 32
+
+SPEC = RunSpec(
+    name="fuzz",
+    environments=(
+        EnvironmentSpec(name="arithmetic", weight=2, arguments={"digits": 3}),
+        EnvironmentSpec(name="reverse", arguments={"text": "x", "on": True, "much": 1e15, "little": -0.5}),
+    ),
+    batch=BatchSpec(max_async=1),
+)
+CLAIM = RequestClaim(
+    run_id=RUN_ID,
+    method="PUT",
+    path=f"/v1/submissions/{DIGEST}",
+    body_digest=OTHER_DIGEST,
+    body_bytes=123_456,
+    issued_at=NOW,
+    nonce="0f" * 16,
+)
+LEASE = Lease(lease_id=DIGEST, version=3, manifest_digest=OTHER_DIGEST, slot=7, expires_at=NOW + 60)
+REGISTRATIONS = (Registration(software="veriswarm 0.1.0", engine="torch"), Registration(software="", engine="é" * 200))
+ANNOUNCEMENTS = (
+    RelayAnnouncement(url="http://192.0.2.1:8720"),
+    RelayAnnouncement(url="https://[2001:db8::1]:443/veriswarm/relay_1~x"),
+)
+LEASE_REQUESTS = (LeaseRequest(held_versions=(), slots=1), LeaseRequest(held_versions=(0, 1, 2**53 - 1), slots=1024))
+LEASE_REPLIES = (
+    LeaseReply(leases=(), head_version=-1, retry_after_seconds=1e-6),
+    LeaseReply(leases=(LEASE, LEASE), head_version=3, retry_after_seconds=0.0),
+)
+ERROR_REPLIES = (
+    ErrorReply(code="clock_skew", message="Set the clock.\x1b[2J", server_time=NOW, submission=None),
+    ErrorReply(code="duplicate_submission", message='"\\\u0000é', server_time=0, submission=DIGEST),
+)
+
+
+def same(cls: Any, data: bytes, *, max_bytes: int) -> Any:
+    """`data` as `cls`, which encodes to the same bytes again."""
+    value = decode(cls, data, max_bytes=max_bytes)
+    assert msgspec.json.encode(value) == data, "it encodes to other bytes"
+    return value
+
+
+def message(cls: Any, *seeds: Wire, max_bytes: int = MAX_MESSAGE_BYTES) -> Harness:
+    """A harness that decodes canonical values of one type."""
+
+    def run(data: bytes) -> None:
+        same(cls, data, max_bytes=max_bytes)
+
+    return Harness([encode(seed) for seed in seeds], run, (PeerFault,), json_mutator())
+
+
+def _authorization(_: ExitStack) -> Harness:
+    """The header as it arrives: text of Latin-1, as HTTP has it."""
+
+    def run(data: bytes) -> None:
+        header = data.decode("latin-1")
+        envelope = read_authorization(header)
+        signer, claim = open_claim(envelope)
+        check_claim(claim, run_id=RUN_ID, method=CLAIM.method, path=CLAIM.path, now=NOW)
+        assert (signer, claim) == (NODE_KEY.public_key().public_bytes_raw(), CLAIM), "a signature was forged"
+
+    header, _envelope = sign_request(CLAIM, key=NODE_KEY)
+    tokens = (b"Veriswarm ", b"Basic ", b"=", b"==", b"-", b"_", b"+", b"/", b"\xff", b"A" * 5000)
+    return Harness([header.encode()], run, (Refusal,), bytes_mutator(*tokens))
+
+
+def _claim(_: ExitStack) -> Harness:
+    """Claims that are really signed, by a node that writes what it likes."""
+
+    def run(data: bytes) -> None:
+        envelope = seal(data, domain=REQUEST_DOMAIN, version=MESSAGE_VERSION, key=NODE_KEY)
+        _, claim = open_claim(envelope)
+        assert encode(claim) == data, "it encodes to other bytes"
+        assert len(data) <= MAX_CLAIM_BYTES
+        check_claim(claim, run_id=RUN_ID, method=CLAIM.method, path=CLAIM.path, now=NOW)
+
+    return Harness([encode(CLAIM)], run, (Refusal,), json_mutator())
+
+
+def _descriptor(_: ExitStack) -> Harness:
+    """Descriptors that are really signed: a run may be an attacker's own."""
+
+    def run(data: bytes) -> None:
+        envelope = seal(data, domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=RUN_KEY)
+        descriptor, _ = open_descriptor(envelope, run_id=RUN_ID, now=NOW)
+        assert encode(descriptor) == data, "it encodes to other bytes"
+        assert decode(RunSpec, encode(descriptor.spec), max_bytes=len(data)).digest == descriptor.spec.digest
+
+    urls = tuple(announcement.url for announcement in ANNOUNCEMENTS)
+    described = Descriptor(run_id=RUN_ID, spec=SPEC, relays=urls, issued_at=NOW, expires_at=NOW + 3600)
+    return Harness([encode(described)], run, (PeerFault,), json_mutator())
+
+
+def _submission_reply(_: ExitStack) -> Harness:
+    seeds = (SubmissionReply(submission=DIGEST),)
+    harness = message(SubmissionReply, *seeds)
+    mutate = mixed((9, harness.mutate), (1, bytes_mutator(b'"', b"{", b"}", b":", b"\\u0061")))
+    return Harness(harness.seeds, harness.run, harness.refusals, mutate)
+
+
+def _plain(cls: Any, *seeds: Wire, **limits: int) -> Any:
+    return lambda _stack: partial(message, cls, *seeds)(**limits)
+
+
+TARGETS = (
+    Target(name="messages.authorization", sender="anybody, to the coordinator", share=90, prepare=_authorization),
+    Target(name="messages.claim", sender="any key, to the coordinator", share=50, prepare=_claim),
+    Target(
+        name="messages.registration",
+        sender="any key, to the coordinator",
+        share=40,
+        prepare=_plain(Registration, *REGISTRATIONS),
+    ),
+    Target(
+        name="messages.relay_announcement",
+        sender="any key, to the coordinator",
+        share=40,
+        prepare=_plain(RelayAnnouncement, *ANNOUNCEMENTS),
+    ),
+    Target(
+        name="messages.lease_request",
+        sender="any key, to the coordinator",
+        share=40,
+        prepare=_plain(LeaseRequest, *LEASE_REQUESTS),
+    ),
+    Target(name="messages.descriptor", sender="whoever answers for a run", share=60, prepare=_descriptor),
+    Target(
+        name="messages.lease_reply",
+        sender="whoever answers as the coordinator",
+        share=40,
+        prepare=_plain(LeaseReply, *LEASE_REPLIES, max_bytes=512 * 1024),
+    ),
+    Target(
+        name="messages.submission_reply",
+        sender="whoever answers as the coordinator",
+        share=20,
+        prepare=_submission_reply,
+    ),
+    Target(
+        name="messages.error_reply",
+        sender="whoever answers as the coordinator",
+        share=30,
+        prepare=_plain(ErrorReply, *ERROR_REPLIES),
+    ),
+)

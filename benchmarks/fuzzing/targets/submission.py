@@ -1,0 +1,141 @@
+"""What is in a submission: the parsing process's answers, the checks that need no model, and completions as text.
+
+The parsing process is taken to be an attacker's own: a bug of its parser would make it that.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from contextlib import ExitStack
+from random import Random
+
+import msgspec
+import torch
+
+from benchmarks.fuzzing.mutation import bytes_mutator, mixed, of_one, scramble
+from benchmarks.fuzzing.target import Harness, Target
+from benchmarks.fuzzing.trees import msgpack_mutator
+from node.environments import Environment, EnvironmentFault, load_environment
+from node.parquet_frames import Answer, BrokenFrame, receive_frame
+from node.proofs import build_proofs, check_proofs
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
+from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_sizes
+from toploc.errors import BadProof
+
+HIDDEN, VOCABULARY, EOS, ROWS = 64, 128, 1, 2
+PROMPT = [5, 6, 7]
+SEEDS = [bytes([row]) * 16 for row in range(ROWS)]
+SPEC = RunSpec(
+    name="fuzz",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    sampling=SamplingSpec(group_size=ROWS, max_prompt_tokens=16, max_new_tokens=12, max_version_lead=1),
+    proofs=ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=4, top_k=8),
+)
+EXPECTED = Expected(version=3, published={3, 4}, prompt_ids=PROMPT, seeds=SEEDS, vocabulary=VOCABULARY, eos_ids={EOS})
+MAX_ANSWER_BYTES = 2**20
+DATASETS = ("chain_sum", "gsm_symbolic", "number_format", "products", "sentence_reordering", "word_sorting")
+MARKS = (b"</think>", b"-", b"1e999", b"0x10", b"\xd9\xa3", b",", b".", b"NaN", b"inf", b"9" * 200, b"\x00", b" ")
+
+
+def group(lengths: tuple[int, int] = (12, 9), first: int = 5) -> list[Rollout]:
+    """An honest group: of the first completion's tokens `first` were drawn from policy 3, the others from policy 4."""
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for seed, length in zip(SEEDS, lengths, strict=True):
+        tokens = [min(first, length), max(0, length - first)]
+        segments = [count for count in tokens if count]
+        states = [torch.randn(n, HIDDEN, generator=generator).bfloat16() for n in chunk_sizes(segments, chunk_tokens=4)]
+        ends = [EOS] if length < SPEC.sampling.max_new_tokens else [9]
+        rollouts.append(
+            Rollout(
+                seed=seed,
+                prompt_ids=PROMPT,
+                completion_ids=[*range(10, 9 + length), *ends],
+                logprobs=[-0.5] * length,
+                segment_versions=[3, 4][: len(segments)],
+                segment_tokens=segments,
+                proofs=build_proofs(states, [seed] * len(states), spec=SPEC.proofs),
+            )
+        )
+    return rollouts
+
+
+def _check(rollouts: list[Rollout]) -> None:
+    """As `node.verification` before any prefill."""
+    check_rollouts(rollouts, expected=EXPECTED, spec=SPEC)
+    for rollout in rollouts:
+        assert [segment.end - segment.start for segment in rollout.segments] == rollout.segment_tokens
+        sizes = chunk_sizes(rollout.segment_tokens, chunk_tokens=SPEC.proofs.chunk_tokens)
+        check_proofs(rollout.proofs, sizes, hidden=HIDDEN, spec=SPEC.proofs)
+
+
+def _rollouts(_: ExitStack) -> Harness:
+    """Rows of any values that the columns can hold, and some that they cannot."""
+    decode = msgspec.msgpack.Decoder(list[Rollout]).decode
+
+    def run(data: bytes) -> None:
+        _check(decode(data))
+
+    groups = (group(), group((1, 12)), group((2, 3), first=12))
+    seeds = [msgspec.msgpack.encode(rollouts) for rollouts in groups]
+    return Harness(seeds, run, (Refusal, BadProof, msgspec.DecodeError, UnicodeDecodeError), msgpack_mutator())
+
+
+def _answer(_: ExitStack) -> Harness:
+    """Frames on the pipe from the parsing process, as `node.parquet_reader` takes them."""
+    decode = msgspec.msgpack.Decoder(Answer[Rollout]).decode
+
+    def run(data: bytes) -> str:
+        answer = decode(receive_frame(io.BytesIO(data), max_bytes=MAX_ANSWER_BYTES))
+        if answer.reason is None and len(answer.rows) == ROWS:
+            _check(answer.rows)
+        return str(answer.reason)
+
+    def framed(rng: Random, data: bytes) -> bytes:
+        edited = msgpack_mutator()(rng, [data[4:] or b"\x80"])
+        length = len(edited) + rng.choice((0, 0, 0, 0, 1, -1, 2**20))
+        return struct.pack(">I", max(0, length)) + edited
+
+    answers = (
+        Answer(rows=group()),
+        Answer[Rollout](rows=[], reason=Reason.NOT_PARQUET, detail="It has no rows."),
+    )
+    seeds = [struct.pack(">I", len(encoded)) + encoded for encoded in map(msgspec.msgpack.encode, answers)]
+    refusals = (BrokenFrame, EOFError, msgspec.DecodeError, UnicodeDecodeError, Refusal, BadProof)
+    return Harness(seeds, run, refusals, mixed((3, of_one(framed)), (1, of_one(scramble))))
+
+
+def _completion(_: ExitStack) -> Harness:
+    """Text that a model wrote, which may be any, to every environment's reward."""
+    environments = [load_environment(EnvironmentSpec(name=name)) for name in ("arithmetic", "reverse")]
+    environments += _reasoning_gym()
+    problems = [(environment, environment.problem(7)) for environment in environments]
+
+    def run(data: bytes) -> int:
+        text = data.decode("utf-8", "replace")
+        rewards = [environment.reward(problem, text) for environment, problem in problems]
+        assert all(isinstance(reward, float) and 0.0 <= reward <= 1.0 for reward in rewards), rewards
+        return sum(reward > 0 for reward in rewards)
+
+    answers = [str(problem.data.get("answer", problem.data.get("entry", {}).get("answer"))) for _, problem in problems]
+    seeds = [f"Let me think.</think> {answer}".encode() for answer in answers]
+    return Harness(seeds, run, (), bytes_mutator(*MARKS, *(answer.encode() for answer in answers)))
+
+
+def _reasoning_gym() -> list[Environment]:
+    """Those of its datasets whose scorers are its own, where the package is installed."""
+    try:
+        return [load_environment(EnvironmentSpec(name=f"reasoning_gym:{dataset}")) for dataset in DATASETS]
+    except EnvironmentFault as fault:
+        if fault.code != "package_missing":
+            raise
+        return []
+
+
+TARGETS = (
+    Target(name="submission.answer", sender="a parser that a file has taken over", share=40, prepare=_answer),
+    Target(name="submission.rollouts", sender="any key, to the verifier", share=60, prepare=_rollouts),
+    Target(name="submission.completion", sender="any model's words, to the verifier", share=30, prepare=_completion),
+)

@@ -1,0 +1,140 @@
+"""toploc 0.1.6 in an environment of its own, to be timed beside this project's package of the same name.
+
+It has no wheel for the torch used here, so it is built from source against the same torch version: once, in minutes,
+with a C++ compiler and the package index that pip is configured for. The environment is kept and used again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION = "0.1.6"
+FOLDER = Path(__file__).parents[1] / "build" / "peers"
+WORKER = Path(__file__).with_name("toploc_peer_worker.py")
+
+_INSTALL_SECONDS = 3600
+_REASON_CHARACTERS = 300
+
+
+class PeerUnavailable(Exception):
+    """There is no peer to compare with; the message says why."""
+
+
+def torch_version() -> str:
+    """This process's, without the build's name: that of PyPI is another than that of a CPU index."""
+    return torch.__version__.partition("+")[0]
+
+
+def installed(folder: Path = FOLDER) -> Path:
+    """The interpreter of the peer's environment within `folder`, made on first use. Raises `PeerUnavailable`."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    environment = folder.absolute() / f"toploc-{VERSION}-torch-{torch_version()}-python-{version}"
+    python, stamp = environment / "bin" / "python", environment / ".installed"
+    if stamp.exists():
+        return python
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        raise PeerUnavailable(f"building toploc {VERSION} needs the C++ compiler {compiler}")
+    print(f"building toploc {VERSION} in {environment}: takes minutes, once", file=sys.stderr)
+    _run([sys.executable, "-m", "venv", "--clear", str(environment)])
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, f"torch=={torch_version()}", "numpy", "setuptools", "wheel", "ninja"])
+    # pip's cache may have it, built against another torch.
+    source = ["--no-cache-dir", "--no-build-isolation", "--no-binary", "toploc", f"toploc=={VERSION}"]
+    _run([*pip, *source], path=environment / "bin")
+    stamp.touch()
+    return python
+
+
+def _run(command: list[str], path: Path | None = None) -> None:
+    variables = dict(os.environ)
+    if path is not None:
+        # torch's build looks for ninja there.
+        variables["PATH"] = f"{path}{os.pathsep}{variables.get('PATH', os.defpath)}"
+    try:
+        ended = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerUnavailable(f"toploc {VERSION} could not be installed: {error}") from error
+    if ended.returncode:
+        print(ended.stderr, file=sys.stderr)
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if line.lstrip().lower().startswith("error")] or said[-1:]
+        raise PeerUnavailable(f"toploc {VERSION} could not be installed: {' '.join(errors)[:_REASON_CHARACTERS]}")
+
+
+class Peer:
+    """A process that runs the peer, asked line by line. Raises `PeerUnavailable` if it is not what it should be.
+
+    It starts with the cores that this process may use at that moment: the peer's C++ path takes a thread for each,
+    whatever torch's own number is.
+    """
+
+    def __init__(self, python: Path, threads: int) -> None:
+        self._files = tempfile.TemporaryDirectory(prefix="toploc-peer-")
+        self._activations = Path(self._files.name) / "activations.bf16"
+        try:
+            self._process = subprocess.Popen(
+                [str(python), "-I", str(WORKER), str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=self._files.name,
+            )
+        except OSError as error:
+            self._files.cleanup()
+            raise PeerUnavailable(f"{python} does not start: {error}") from error
+        try:
+            self.versions = self._reply()
+            self._require_versions(python)
+        except PeerUnavailable:
+            self.close()
+            raise
+
+    def _require_versions(self, python: Path) -> None:
+        found = (self.versions["toploc"], self.versions["torch"].partition("+")[0])
+        if found != (VERSION, torch_version()):
+            raise PeerUnavailable(f"{python} has toploc {found[0]} and torch {found[1]}")
+
+    def load(self, activations: Tensor, tokens: int, topk: int) -> None:
+        """Hand over the sequence [n, hidden], bfloat16, by a file of its bytes, in chunks of `tokens`."""
+        self._activations.write_bytes(activations.contiguous().view(torch.int16).numpy().tobytes())
+        self._ask("load", path=str(self._activations), hidden=activations.shape[1], tokens=tokens, topk=topk)
+
+    def ms(self, call: str) -> float:
+        """Milliseconds of `build_tensor`, `build_list`, `verify_tensor` or `verify_list`, by the peer's own clock."""
+        return float(self._ask("time", call=call)["ms"])
+
+    def results(self, call: str) -> list[tuple[int, float, float]]:
+        """Exponent mismatches, mean and median mantissa error of each chunk against the peer's own proof of it."""
+        return [(result[0], result[1], result[2]) for result in self._ask("verify", call=call)["results"]]
+
+    def _ask(self, action: str, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        print(json.dumps({"do": action, **request}), file=self._process.stdin, flush=True)
+        return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerUnavailable(f"toploc {VERSION} ended with exit status {self._process.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        with self._process:  # closes its pipes, at which it ends, and waits
+            pass
+        self._files.cleanup()

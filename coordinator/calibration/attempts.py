@@ -1,0 +1,122 @@
+"""Each cheat of `coordinator.calibration.cheats`, tried on a run's own policy."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from coordinator.calibration import cheats
+from coordinator.calibration.measure import draw
+from coordinator.calibration.slots import Slots
+from node.engines.base import SampleRequest
+from node.engines.torch import TorchEngine
+from node.policy import Policy
+from node.protocol.run import RunSpec
+from node.protocol.slots import SEED_BYTES
+from node.protocol.submission import Rollout
+from node.sampling import Choose, choose
+from node.second_look import int8
+
+IN_FLIGHT = 8
+BEST_OF = 8
+
+Groups = list[list[Rollout]]
+
+
+class Attempts:
+    """Every cheat in turn, on the same slots, with the torch engine.
+
+    `policy` is the run's, in `path`; `folder` takes the policies that cheats make of it.
+    """
+
+    def __init__(
+        self, spec: RunSpec, *, policy: Policy, path: Path, folder: Path, slots: Slots, groups: int, threads: int
+    ) -> None:
+        self._spec = spec
+        self._path = path
+        self._folder = folder
+        self._slots = slots
+        self._threads = threads
+        self._numbers = slots.take(groups)
+        self._asked = [slots.requests(slot) for slot in self._numbers]
+        self._prover = cheats.Prover(policy, spec)
+
+    async def groups(self) -> AsyncIterator[tuple[str, Groups]]:
+        """What each cheat is called, and the groups that it sends."""
+        tries: dict[str, Callable[[], Awaitable[Groups]]] = {
+            "int8 weights": partial(self._altered, int8),
+            "int4 weights": partial(self._altered, cheats.int4),
+            "1 % noise on weights": partial(self._altered, cheats.noise),
+            "fp8 cache": self._fp8_cache,
+            "temperature x 0.9": partial(self._chosen, cheats.tempered(0.9)),
+            "greedy": partial(self._chosen, cheats.greedy()),
+            "top-p 0.95": partial(self._chosen, cheats.nucleus(0.95)),
+            "runner-up within 0.1": partial(self._chosen, cheats.runner_up(0.1)),
+            "changed prompt": self._prefixed,
+            "int4's tokens, right proofs": self._proved,
+            f"best of {BEST_OF}, right proofs": self._best,
+        }
+        for name, attempt in tries.items():
+            yield name, await attempt()
+
+    async def _draw(
+        self,
+        asked: Sequence[Sequence[SampleRequest]],
+        *,
+        path: Path | None = None,
+        engine: type[TorchEngine] = TorchEngine,
+        rule: Choose = choose,
+        max_prompt_tokens: int | None = None,
+    ) -> Groups:
+        spec = self._spec
+        if max_prompt_tokens is not None:
+            sampling = msgspec.structs.replace(spec.sampling, max_prompt_tokens=max_prompt_tokens)
+            spec = msgspec.structs.replace(spec, sampling=sampling)
+        running = engine(spec, threads=self._threads, choose=rule)
+        try:
+            await running.load(path or self._path, version=0)
+            return await draw(running, asked, at_once=IN_FLIGHT)
+        finally:
+            await running.close()
+
+    async def _altered(self, change: cheats.Change) -> Groups:
+        path = self._folder / "altered.safetensors"
+        cheats.alter(self._path, path, change)
+        return await self._draw(self._asked, path=path)
+
+    async def _fp8_cache(self) -> Groups:
+        return await self._draw(self._asked, engine=cheats.Fp8CacheEngine)
+
+    async def _chosen(self, rule: Choose) -> Groups:
+        return await self._draw(self._asked, rule=rule)
+
+    async def _prefixed(self) -> Groups:
+        asked = [cheats.prefixed(requests) for requests in self._asked]
+        longest = max(len(request.prompt_ids) for requests in asked for request in requests)
+        drawn = await self._draw(asked, max_prompt_tokens=longest)
+        return [cheats.as_if_asked(group, own) for group, own in zip(drawn, self._asked, strict=True)]
+
+    async def _proved(self) -> Groups:
+        return [self._prover.prove(group) for group in await self._altered(cheats.int4)]
+
+    async def _best(self) -> Groups:
+        asked = [
+            [SampleRequest(one.prompt_ids, secrets.token_bytes(SEED_BYTES)) for one in own for _ in range(BEST_OF)]
+            for own in self._asked
+        ]
+        drawn = await self._draw(asked)
+        best = [self._best_of(slot, group) for slot, group in zip(self._numbers, drawn, strict=True)]
+        claimed = [cheats.as_if_asked(group, own) for group, own in zip(best, self._asked, strict=True)]
+        return [self._prover.prove(group) for group in claimed]
+
+    def _best_of(self, slot: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Of every BEST_OF the first that no other one's reward exceeds."""
+        rewards = [self._slots.reward(slot, rollout) for rollout in rollouts]
+        return [
+            rollouts[max(range(start, start + BEST_OF), key=rewards.__getitem__)]
+            for start in range(0, len(rollouts), BEST_OF)
+        ]

@@ -1,0 +1,157 @@
+"""Workers that cheat, for measuring who is caught: other weights, other choices, other people's tokens.
+
+Each draws a group's rollouts as a worker would submit them; everything that the cheat leaves alone is right. None of
+them is an attack on the format: those are refused without a model (docs/protocol.md, section 6.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from node.engines.base import SampleRequest
+from node.engines.torch import TorchEngine
+from node.policy import Policy, load_policy, save_policy
+from node.proofs import build_proofs
+from node.protocol.run import RunSpec
+from node.protocol.sampling import gumbel_noise
+from node.protocol.submission import Rollout
+from node.sampling import Choice
+
+Change = Callable[[Tensor], Tensor]
+
+NOISE_SEED = 20
+
+
+def int4(weight: Tensor) -> Tensor:
+    """Four bits for each weight, one scale for 32 of a row."""
+    rows = weight.reshape(-1, 32) if weight.shape[1] % 32 == 0 else weight
+    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-9) / 7
+    return ((rows / scale).round() * scale).reshape(weight.shape)
+
+
+def noise(weight: Tensor, *, share: float = 0.01) -> Tensor:
+    """Each weight changed by a normal share of itself."""
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+    return weight * (1 + share * torch.randn(weight.shape, generator=generator))
+
+
+def alter(path: Path, out: Path, change: Change) -> None:
+    """The policy in `path` with `change` made to every matrix of its layers, in `out`; in the same dtype."""
+    policy = load_policy(path, dtype=torch.float32)
+    stored = torch.bfloat16 if policy.config.dtype == torch.bfloat16 else torch.float32
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if weight.ndim == 2 and ".layers." in name:
+                weight.copy_(change(weight))
+    save_policy(policy.model.to(stored), policy.tokenizer, out)  # type: ignore[arg-type]  # its stub
+
+
+class Chooser:
+    """What `node.sampling.choose` does, by another rule: `pick` gets scaled logits and noise, [B, V] each."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._pick = pick
+
+    def __call__(
+        self, logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float
+    ) -> Choice:
+        scaled = logits.detach() / temperature
+        noises = torch.from_numpy(gumbel_noise(list(seeds), list(positions), vocabulary=logits.shape[1]))
+        tokens = self._pick(scaled, noises)
+        logprobs = torch.log_softmax(scaled, -1).gather(1, tokens[:, None])[:, 0]
+        return Choice(tokens, logprobs)
+
+
+def runner_up(within: float) -> Chooser:
+    """Always the second best choice, where it loses by less than `within`."""
+
+    def pick(scaled: Tensor, noises: Tensor) -> Tensor:
+        best = (scaled + noises).topk(2)
+        return torch.where(best.values[:, 0] - best.values[:, 1] < within, best.indices[:, 1], best.indices[:, 0])
+
+    return Chooser(pick)
+
+
+def tempered(temperature: float) -> Chooser:
+    """Another temperature, as a share of the run's; the log-probabilities that are sent are the run's."""
+    return Chooser(lambda scaled, noises: (scaled / temperature + noises).argmax(-1))
+
+
+def greedy() -> Chooser:
+    """The most likely token, whatever the noise."""
+    return Chooser(lambda scaled, _: scaled.argmax(-1))
+
+
+def nucleus(share: float) -> Chooser:
+    """Only tokens within the likeliest `share` (top-p)."""
+
+    def pick(scaled: Tensor, noises: Tensor) -> Tensor:
+        ordered = scaled.softmax(-1).sort(-1, descending=True)
+        before = ordered.values.cumsum(-1) - ordered.values
+        kept = torch.zeros_like(scaled, dtype=torch.bool).scatter(1, ordered.indices, before < share)
+        return (scaled + noises).masked_fill(~kept, -torch.inf).argmax(-1)
+
+    return Chooser(pick)
+
+
+class Fp8CacheEngine(TorchEngine):
+    """The torch engine with keys and values rounded to 8-bit floating point (E4M3), as a cache would hold them."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        for name, module in self.policy.model.named_modules():
+            if name.endswith((".k_proj", ".v_proj")):
+                module.register_forward_hook(_to_fp8)
+
+
+def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    return output.to(torch.float8_e4m3fn).to(output.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Prover:
+    """Proves any tokens with the right policy, by a prefill: what a cheat does who sampled elsewhere."""
+
+    policy: Policy
+    spec: RunSpec
+
+    def prove(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same tokens with the log-probabilities and proofs that an honest worker would send with them."""
+        return [self._prove(rollout) for rollout in rollouts]
+
+    def _prove(self, rollout: Rollout) -> Rollout:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids[:-1]]])
+        model: Any = self.policy.model
+        with torch.inference_mode():
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            states = states[len(rollout.prompt_ids) - 1 :]
+            logits = model.get_output_embeddings()(states).float() / self.spec.sampling.temperature
+        chosen = torch.tensor(rollout.completion_ids)
+        logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0]
+        chunks = list(torch.split(states.bfloat16(), self.spec.proofs.chunk_tokens))
+        return msgspec.structs.replace(
+            rollout,
+            logprobs=logprobs.tolist(),
+            segment_tokens=[len(chosen)],
+            proofs=build_proofs(chunks, [rollout.seed] * len(chunks), spec=self.spec.proofs),
+        )
+
+
+def as_if_asked(rollouts: Sequence[Rollout], requests: Sequence[SampleRequest]) -> list[Rollout]:
+    """Rollouts under the prompts and seeds of `requests`, whatever they were drawn from."""
+    return [
+        msgspec.structs.replace(rollout, seed=request.seed, prompt_ids=list(request.prompt_ids))
+        for rollout, request in zip(rollouts, requests, strict=True)
+    ]
+
+
+def prefixed(requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+    """The same requests with other text before the prompt: here the prompt once more."""
+    return [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests]

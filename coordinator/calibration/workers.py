@@ -1,0 +1,90 @@
+"""The honest workers of a calibration: every engine and attention kernel at hand, with few slots in flight and many."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.calibration.measure import draw
+from coordinator.calibration.slots import Slots
+from node.engine_options import engine_maker
+from node.engines.base import Engine
+from node.engines.torch import TorchEngine
+from node.engines.vllm_settings import VllmSettings
+from node.protocol.run import RunSpec
+from node.protocol.submission import Rollout
+
+IN_FLIGHT = (1, 8, 32)
+"""Slots that a worker has under way together; groups are spread evenly over these."""
+
+
+class EagerEngine(TorchEngine):
+    """The torch engine with attention as plain matrix products, in place of torch's fused kernel."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        model: Any = self.policy.model
+        model.set_attn_implementation("eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """An honest worker: what it is called, and what makes its engine, given a folder of its own."""
+
+    name: str
+    make: Callable[[RunSpec, Path], Engine]
+
+    @contextlib.asynccontextmanager
+    async def running(self, spec: RunSpec, policy: Path) -> AsyncIterator[Engine]:
+        """Its engine with the policy loaded as version 0."""
+        with tempfile.TemporaryDirectory() as folder:
+            engine = self.make(spec, Path(folder))
+            try:
+                await engine.load(policy, version=0)
+                yield engine
+            finally:
+                await engine.close()
+
+    async def draw(
+        self, spec: RunSpec, policy: Path, slots: Slots, *, groups: int, in_flight: Sequence[int] = IN_FLIGHT
+    ) -> list[list[Rollout]]:
+        """So many groups, in equal parts with each number of slots in flight."""
+        drawn: list[list[Rollout]] = []
+        async with self.running(spec, policy) as engine:
+            for index, at_once in enumerate(in_flight):
+                part = groups * (index + 1) // len(in_flight) - groups * index // len(in_flight)
+                asked = [slots.requests(slot) for slot in slots.take(part)]
+                drawn += await draw(engine, asked, at_once=at_once)
+        return drawn
+
+
+def make_workers(engines: Sequence[str], *, threads: int | None) -> list[Worker]:
+    """Those of each of `engines` ("torch", "vllm"), once each."""
+    workers: list[Worker] = []
+    for engine in dict.fromkeys(engines):
+        if engine == "torch":
+            workers.append(Worker("torch sdpa", lambda spec, _: TorchEngine(spec, threads=threads or 1)))
+            workers.append(Worker("torch eager", lambda spec, _: EagerEngine(spec, threads=threads or 1)))
+        else:
+            workers.append(Worker("vllm", _vllm_maker(threads)))
+    return workers
+
+
+def _vllm_maker(threads: int | None) -> Callable[[RunSpec, Path], Engine]:
+    defaults = VllmSettings()
+    settings = {
+        name: getattr(defaults, name)
+        for name in (
+            "max_model_len",
+            "tensor_parallel_size",
+            "gpu_memory_utilization",
+            "kv_cache_gib",
+            "max_num_seqs",
+            "enforce_eager",
+        )
+    }
+    return lambda spec, folder: engine_maker("vllm", threads=threads, state=folder, **settings)(spec)

@@ -1,0 +1,24 @@
+"""Reading a run.toml that an operator names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.errors import BadConfiguration
+from node.environments import load_environment
+from node.protocol.run import RunSpec, parse_run_toml
+from shardcast.errors import Malformed
+
+
+def read_run_file(path: Path) -> tuple[str, RunSpec]:
+    """The text, and the run that it defines, if this installation can work on it; raises BadConfiguration."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        spec = parse_run_toml(text)
+    except UnicodeDecodeError as error:
+        raise BadConfiguration(f"{path} is not UTF-8 text") from error
+    except Malformed as error:
+        raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
+    for environment in spec.environments:
+        load_environment(environment)
+    return text, spec

@@ -1,0 +1,89 @@
+"""The activation proofs of a run: one of `toploc`'s schemes, or two in one (docs/protocol.md, section 6.2).
+
+A proof covers a chunk of hidden states [tokens, hidden], bfloat16. With two schemes it is TOPLOC's bytes, then the
+sketch's. Whoever builds proofs and whoever verifies them ask here, so that neither knows which scheme a run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from node.protocol.run import ProofSpec
+from node.protocol.submission import proof_bytes, toploc_bytes
+from toploc import (
+    VerificationResult,
+    build_chunk_proofs,
+    build_chunk_sketches,
+    check_form,
+    check_sketch_form,
+    distances,
+    sketch_errors,
+    verify_chunk_proofs,
+)
+from toploc.errors import MalformedProof, WrongProofCount
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """How far a chunk is from its proof: TOPLOC's numbers, and the sketch's of each token, in steps; None and
+    empty where the run's scheme does not have them.
+    """
+
+    toploc: VerificationResult | None
+    sketch: Sequence[float]
+
+
+def build_proofs(chunks: Sequence[Tensor], seeds: Sequence[bytes], *, spec: ProofSpec) -> list[bytes]:
+    """One proof for each chunk, of any number of completions; `seeds` are those of each chunk's completion.
+
+    Raises toploc's CallerFault for states that cannot be proved.
+    """
+    proofs = [b""] * len(chunks)
+    if spec.has_toploc:
+        proofs = build_chunk_proofs(chunks, spec.top_k)
+    if spec.has_sketch:
+        sketches = build_chunk_sketches(chunks, seeds, step=spec.sketch_step)
+        proofs = [proof + sketch for proof, sketch in zip(proofs, sketches, strict=True)]
+    return proofs
+
+
+def check_proofs(proofs: Sequence[bytes], tokens: Sequence[int], *, hidden: int, spec: ProofSpec) -> None:
+    """Raise a BadProof if no honest prover of chunks of so many tokens sends these; needs no activations."""
+    toploc, sketches = _parts(proofs, tokens, spec=spec)
+    if spec.has_toploc:
+        check_form(toploc, [count * hidden for count in tokens], spec.top_k)
+    if spec.has_sketch:
+        check_sketch_form(sketches, tokens)
+
+
+def verify_proofs(
+    chunks: Sequence[Tensor], seeds: Sequence[bytes], proofs: Sequence[bytes], *, spec: ProofSpec
+) -> list[Distances]:
+    """The distance of each chunk from its proof.
+
+    Raises a BadProof, whose `index` tells the proof, for what no honest prover sends, and a CallerFault for
+    states that cannot be measured.
+    """
+    toploc, sketches = _parts(proofs, [len(chunk) for chunk in chunks], spec=spec)
+    results: list[VerificationResult | None] = [None] * len(chunks)
+    if spec.has_toploc:
+        results = list(verify_chunk_proofs(chunks, toploc, spec.top_k))
+    far: list[list[float]] = [[] for _ in chunks]
+    if spec.has_sketch:
+        errors = sketch_errors(chunks, seeds, sketches, step=spec.sketch_step)
+        far = [distances(error).tolist() for error in errors]
+    return [Distances(result, own) for result, own in zip(results, far, strict=True)]
+
+
+def _parts(proofs: Sequence[bytes], tokens: Sequence[int], *, spec: ProofSpec) -> tuple[list[bytes], list[bytes]]:
+    """What each scheme has in each proof."""
+    if len(proofs) != len(tokens):
+        raise WrongProofCount(f"{len(tokens)} chunks need as many proofs, not {len(proofs)}")
+    for index, (proof, count) in enumerate(zip(proofs, tokens, strict=True)):
+        if len(proof) != proof_bytes(spec, tokens=count):
+            raise MalformedProof(f"{len(proof)} bytes for {count} tokens", index=index)
+    cut = toploc_bytes(spec)
+    return [proof[:cut] for proof in proofs], [proof[cut:] for proof in proofs]

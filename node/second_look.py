@@ -1,0 +1,134 @@
+"""A second look at a group that would pass: do its sketches point at other weights? (docs/protocol.md, section 7.4)
+
+Deviations that are no larger than rounding may still have a direction. For weights that somebody may have used
+instead (`SUSPECTS`), the matched filter of `toploc.gain` says how much of the way from the policy's own hidden states
+to theirs a group's sketches go: none of it for honest work, all of it for work of those weights. It costs two more
+prefills, in float32 so that this machine's rounding is in neither, and is therefore made of few groups: of those that
+deviate somewhat, and of some by chance. Only where policies are transformers models in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from node.measurement import Span
+from node.policy import Policy
+from node.prefill import Prefill, TransformersPrefill, spans_of
+from node.protocol.admission import GAIN, GAIN_ERRORS, Finding, limit_of
+from node.protocol.evidence import Totals, evidences
+from node.protocol.run import LimitsSpec, RunSpec
+from node.protocol.submission import Rollout, toploc_bytes
+from toploc import Gain, gain, shifts, sketch_errors
+
+Look = Callable[[Totals, LimitsSpec], bool]
+"""Whether a group with these totals, which would be admitted, is looked at again."""
+
+
+class _Policies(Protocol):
+    async def prefill(self, version: int) -> Prefill:
+        """Raises PolicyAway."""
+
+
+def at_doubt(totals: Totals, limits: LimitsSpec) -> bool:
+    """Where the sketch deviates more than most honest groups' do; else by chance, which nobody can foresee."""
+    nats = dict(evidences(totals, limits=limits))["sketch"]
+    return nats > limits.suspicion or random.SystemRandom().random() < limits.second_looks
+
+
+def always(_totals: Totals, _limits: LimitsSpec) -> bool:
+    """The look of whoever checks what one found."""
+    return True
+
+
+def never(_totals: Totals, _limits: LimitsSpec) -> bool:
+    """The look of whoever checks a verdict that none was needed for."""
+    return False
+
+
+async def look_again(
+    rollouts: Sequence[Rollout], *, version: int, policies: _Policies, published: Collection[int], spec: RunSpec
+) -> Finding | None:
+    """What a group of the leased policy `version` turns out to be the work of; None if of nothing we suspect.
+
+    `published` are the run's versions, the one before `version` among them if there is one. Raises PolicyAway.
+    """
+    if not spec.proofs.has_sketch:
+        return None
+    spans = [
+        span
+        for row, rollout in enumerate(rollouts)
+        for drawn_by, span in spans_of(rollout, row=row, chunk_tokens=spec.proofs.chunk_tokens)
+        if drawn_by == version
+    ]
+    for name in spec.limits.suspects:
+        own = await policies.prefill(version)
+        other = await _suspected(name, own, version=version, policies=policies, published=published)
+        if not isinstance(own, TransformersPrefill) or other is None:
+            continue
+        found = await asyncio.to_thread(measure_gain, own.policy, other, spans, spec=spec)
+        reason, limit = limit_of(name + GAIN, spec.limits)
+        if found.gain > limit and found.gain > GAIN_ERRORS * found.error:
+            return Finding(reason=reason, row=None, figure=name + GAIN, value=found.gain, limit=limit)
+    return None
+
+
+async def _suspected(
+    name: str, own: Prefill, *, version: int, policies: _Policies, published: Collection[int]
+) -> Policy | None:
+    """The weights that go by `name`, where they can be had and are of the same shape."""
+    if not isinstance(own, TransformersPrefill):
+        return None
+    if name == "int8":
+        return await asyncio.to_thread(quantised, own.policy)
+    earlier = max((known for known in published if known < version), default=None)
+    if earlier is None:
+        return None
+    before = await policies.prefill(earlier)
+    if not isinstance(before, TransformersPrefill) or before.policy.hidden != own.policy.hidden:
+        return None
+    return before.policy
+
+
+def measure_gain(own: Policy, other: Policy, spans: Sequence[Span], *, spec: RunSpec) -> Gain:
+    """How much of the way from `own` to `other` the sketches of `spans` go."""
+    size, step = spec.proofs.chunk_tokens, spec.proofs.sketch_step
+    cut = toploc_bytes(spec.proofs)
+    sketches = [proof[cut:] for span in spans for proof in span.proofs]
+    seeds = [span.seed for span in spans for _ in span.proofs]
+    ours, theirs = (_chunks(TransformersPrefill(_exact(policy)), spans, size=size) for policy in (own, other))
+    errors = sketch_errors(ours, seeds, sketches, step=step)
+    return gain(errors, shifts(ours, theirs, seeds, step=step), seeds)
+
+
+def _chunks(prefill: TransformersPrefill, spans: Sequence[Span], *, size: int) -> list[Tensor]:
+    return [chunk for states in prefill.states(spans) for chunk in torch.split(states.bfloat16(), size)]
+
+
+def quantised(policy: Policy) -> Policy:
+    """The policy with the matrices of its layers in eight bits, by `int8`; in float32."""
+    exact = _exact(policy)
+    with torch.no_grad():
+        for name, weight in exact.model.named_parameters():
+            if weight.ndim == 2 and ".layers." in name:
+                weight.copy_(int8(weight).to(next(policy.model.parameters()).dtype))
+    return exact
+
+
+def int8(weight: Tensor) -> Tensor:
+    """A matrix [out, in] in eight bits: each row symmetric about zero, its largest magnitude 127 steps."""
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+    return (weight / scale).round() * scale
+
+
+def _exact(policy: Policy) -> Policy:
+    """A copy that computes in float32."""
+    model: Any = copy.deepcopy(policy.model)
+    return replace(policy, model=model.float())
