@@ -2,14 +2,15 @@
 
 `python -m benchmarks.detect [--json]`. The tiny policy is warm-started and trained for a few steps of GRPO at the
 demonstration's learning rate; the last policy is the run's, the one before it is what a stale worker serves. Honest
-groups of 8 are drawn in bfloat16 by vLLM (most of them) and by the torch engine with two attention kernels, with 1 to
-32 slots in flight. Every second one fits the limits as `veriswarm calibrate` does; the others are judged by them.
+groups of 8 are drawn in bfloat16 by vLLM (seven of eight) and by the torch engine, with 1 to 32 slots in flight. Every
+second one fits the limits as `veriswarm calibrate` does; the others are judged by them.
 
 Changed weights are drawn by vLLM, other choices by the torch engine; what is proved by the right policy is proved by a
 prefill in this process. Every number is measured by transformers in bfloat16, as a verifier does.
 
 - `rollout`: the share of rollouts that alone lead to a rejection;
-- `group`: the share of slots (8 rollouts) that are rejected whatever their node did before, second look included;
+- `group`: the share of slots (8 rollouts) that are rejected whatever their node did before, where every group that
+  would pass gets a second look (`limits.second_looks` 1); `group_default`: where only those get one that deviate;
 - `group32`: the share of four slots in a row of which one is rejected, the node's drift included, from a fresh start;
 - `slots_until_stopped`: the slot at which a node that always cheats is first rejected;
 - `tokens_for_99`: tokens that have to be seen together until 99 % of the cheats are over a limit.
@@ -58,6 +59,8 @@ LEARNING_RATE = 1e-4
 STEPS = 6
 GROUPS_PER_STEP = 32
 IN_A_ROW = 4
+LOOKS = 100
+"""Honest groups of each worker that get a second look."""
 KEYS = {
     "int8 weights": "int8",
     "int4 weights": "int4",
@@ -83,6 +86,7 @@ class Bench:
     previous: Policy | None
     slots: Slots
     limits: LimitsSpec = field(default_factory=LimitsSpec)
+    gains: list[list[float]] = field(default_factory=list)
 
     def measured(self, groups: Groups) -> list[Group]:
         found: list[Group] = list(measure(TransformersPrefill(self.policy), groups, spec=self.spec))
@@ -93,22 +97,22 @@ class Bench:
         totals = add(one.totals(self.limits) for one in rollouts)
         return any(judge_rollouts(rollouts, self.limits)) or judge_group(totals, limits=self.limits) is not None
 
-    def looked_at_again(self, groups: Groups, measured: Sequence[Group]) -> int:
-        """How many groups only a second look rejects, of those that deviate enough to get one for sure."""
+    def doubts(self, rollouts: Group) -> bool:
+        """Whether a verifier is sure to look again at a group that would pass."""
+        totals = add(one.totals(self.limits) for one in rollouts)
+        return dict(evidences(totals, limits=self.limits))["sketch"] > self.limits.suspicion
+
+    def is_of_suspects(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether a second look finds the group to be the work of int8 weights, or of the policy before."""
+        spans = [
+            span
+            for row, one in enumerate(rollouts)
+            for _, span in spans_of(one, row=row, chunk_tokens=self.spec.proofs.chunk_tokens)
+        ]
         suspects = [quantised(self.policy), *([self.previous] if self.previous is not None else [])]
-        found = 0
-        for rollouts, group in zip(groups, measured, strict=True):
-            totals = add(one.totals(self.limits) for one in group)
-            doubted = dict(evidences(totals, limits=self.limits))["sketch"] > self.limits.suspicion
-            if not doubted or self.rejects(group):
-                continue
-            spans = [
-                span
-                for row, one in enumerate(rollouts)
-                for _, span in spans_of(one, row=row, chunk_tokens=self.spec.proofs.chunk_tokens)
-            ]
-            gains = [measure_gain(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
-            found += any(one.gain > GAIN_LIMIT and one.gain > GAIN_ERRORS * one.error for one in gains)
+        gains = [measure_gain(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
+        found = any(one.gain > GAIN_LIMIT and one.gain > GAIN_ERRORS * one.error for one in gains)
+        self.gains.append([one.gain for one in gains])
         return found
 
 
@@ -160,26 +164,36 @@ def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
 
 
 async def honest(bench: Bench, counts: Sequence[tuple[Worker, int]], *, false_rejections: float) -> dict[str, Any]:
-    """Fit limits on half of the groups, and judge the others."""
-    drawn: list[Group] = []
-    kept: Groups = []
+    """Fit limits on half of each worker's groups, and judge the others."""
+    drawn: list[Groups] = []
     for worker, count in counts:
-        groups = await worker.draw(bench.spec, bench.path, bench.slots, groups=count)
-        drawn += bench.measured(groups)
-        kept += groups
+        drawn.append(await worker.draw(bench.spec, bench.path, bench.slots, groups=count))
         workload.say(f"honest: {count} groups by {worker.name}")
-    bench.limits = fit_limits(drawn[::2], false_rejections=false_rejections)
-    held_out, rollouts = drawn[1::2], kept[1::2]
-    fitted, caught = try_groups(drawn[::2], bench.limits), try_groups(held_out, bench.limits)
-    looked = bench.looked_at_again(rollouts, held_out)
-    largest = max(nats for group in held_out for _, nats in evidences(_together(group, bench), limits=bench.limits))
+    measured = [bench.measured(groups) for groups in drawn]
+    bench.limits = fit_limits(*(groups[::2] for groups in measured), false_rejections=false_rejections)
+    rejected = drifted = 0
+    for groups in measured:
+        caught = try_groups(groups[1::2], bench.limits)
+        rejected, drifted = rejected + caught.rejected_groups, drifted + caught.drifted_groups
+    fitted = sum(try_groups(groups[::2], bench.limits).rejected_groups for groups in measured)
+    looked = [group for groups in drawn for group in groups[1 : 2 * LOOKS : 2]]
+    again = sum(bench.is_of_suspects(group) for group in looked)
+    gains = [max(column) for column in zip(*bench.gains, strict=True)]
+    workload.say(f"honest: {rejected} rejected, {again} of {len(looked)} by a second look; largest gains {gains}")
+    nats = [nats for groups in measured for group in groups[1::2] for nats in _nats(group, bench)]
     return {
-        "honest_rollouts": sum(len(group) for group in drawn),
-        "honest_rejected": fitted.rejected_groups + caught.rejected_groups + looked,
-        "honest_rejected_out_of_sample": caught.rejected_groups + looked,
-        "honest_drifts_out_of_sample": caught.drifted_groups,
-        "honest_evidence_max_out_of_sample": largest,
+        "honest_rollouts": sum(len(group) for groups in measured for group in groups),
+        "honest_rejected": fitted + rejected + again,
+        "honest_rejected_out_of_sample": rejected + again,
+        "honest_drifts_out_of_sample": drifted,
+        "honest_second_looks": len(looked),
+        "honest_gain_max": max(gains),
+        "honest_evidence_max_out_of_sample": max(nats),
     }
+
+
+def _nats(group: Group, bench: Bench) -> list[float]:
+    return [nats for _, nats in evidences(_together(group, bench), limits=bench.limits)]
 
 
 def _together(group: Group, bench: Bench) -> Any:
@@ -190,12 +204,15 @@ def judged(bench: Bench, groups: Groups, *, key: str) -> dict[str, float | int |
     """The figures of one cheat."""
     measured = bench.measured(groups)
     caught = try_groups(measured, bench.limits)
-    again = bench.looked_at_again(groups, measured)
+    passed = [number for number, group in enumerate(measured) if not bench.rejects(group)]
+    found_again = [number for number in passed if bench.is_of_suspects(groups[number])]
+    doubted = sum(bench.doubts(measured[number]) for number in found_again)
     rows = [try_groups(measured[at : at + IN_A_ROW], bench.limits) for at in range(0, len(measured), IN_A_ROW)]
     toploc = try_groups(measured, _toploc_alone(bench.limits))
     found: dict[str, float | int | None] = {
         f"{key}_rollout": caught.rollout_share,
-        f"{key}_group": (caught.rejected_groups + again) / caught.groups,
+        f"{key}_group": (caught.rejected_groups + len(found_again)) / caught.groups,
+        f"{key}_group_default": (caught.rejected_groups + doubted) / caught.groups,
         f"{key}_group32": sum(row.first is not None for row in rows) / len(rows),
         f"{key}_slots_until_stopped": caught.first,
         f"{key}_tokens_for_99": _tokens_for(measured, bench, share=0.99),
@@ -254,9 +271,8 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     workload.say("training the policies")
     stale, newest = await train(spec, folder, seed=2, steps=options.steps, stages=options.stages)
     bench = make_bench(spec, newest, previous=stale)
-    first, *others = make_workers([options.engine, "torch"], threads=options.threads)
-    per_engine = options.groups // 8
-    counts = [(first, options.groups - per_engine * len(others)), *((one, per_engine) for one in others)]
+    first, second, *_ = make_workers([options.engine, "torch"], threads=options.threads)
+    counts = [(first, options.groups - options.groups // 8), (second, options.groups // 8)]
     found = await honest(bench, counts, false_rejections=options.false_rejections)
     found |= await changed_weights(bench, first, folder, groups=options.cheat_groups)
     drawn = await first.draw(spec, stale, bench.slots, groups=options.cheat_groups)

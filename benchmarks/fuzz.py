@@ -26,6 +26,10 @@ INPUTS = 1_050_000
 KINDS = {"crashes": "crash", "hangs": "hang", "over_budget": "over_budget"}
 COLUMNS = f"{'target':<28} {'inputs':>8} {'taken':>8} {'ways':>5} {'per s':>7} {'slowest ms':>10} {'MiB':>6}  found"
 MAX_TOLD = 20
+NOTES = {
+    "inputs_per_s": "of one process with its start, the making of inputs included",
+    "not_covered": "what only this machine's owner writes: run.toml, node.toml, flags, keys, state, the database",
+}
 
 
 def make_plan(targets: list[Target], inputs: int) -> list[tuple[Target, int]]:
@@ -97,7 +101,7 @@ def main() -> None:
     )
     figures, told = figures_of(results), details(results)
     if options.json:
-        notes: dict[str, Any] = {"seed": seed, "jobs": options.jobs}
+        notes: dict[str, Any] = {"seed": seed, "jobs": options.jobs} | NOTES
         notes |= {"found": told} if told else {}
         print(json.dumps({"benchmark": "fuzz", "machine": machine.describe(), "figures": figures, "notes": notes}))
         return

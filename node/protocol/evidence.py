@@ -35,7 +35,7 @@ DRIFT_SPREADS = {"": 0.1, "_fast": 1.0}
 large one, or a few tokens that are far out. By what a field of `Drift` is called after its statistic.
 """
 
-DRIFT_MEMORY = 2.0
+DRIFT_MEMORY = 1.25
 """A drift is remembered up to so many times its limit, so that a node which mends its ways is believed again."""
 
 

@@ -20,7 +20,7 @@ from benchmarks.fuzzing.targets import AREAS, all_targets, find
 from benchmarks.fuzzing.worker import Fuzzer
 
 ROOT = Path(__file__).parents[2]
-INPUTS = 120
+INPUTS = 150
 TARGETS = [target.name for target in all_targets()]
 
 

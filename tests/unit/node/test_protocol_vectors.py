@@ -204,7 +204,7 @@ def test_the_drift_vectors_are_the_rule_of_the_page() -> None:
                 b, v = level["largest"] - level["mean"], level["variance"] + n * level["shared_variance"]
                 u = spreads * b / math.sqrt(v)
                 gain = math.log(1 + u) / b * (total - n * level["mean"]) - n * v / b**2 * (u - math.log(1 + u))
-                drift[name + suffix] = min(2 * limit, max(drift[name + suffix], 0.0) + gain)
+                drift[name + suffix] = min(1.25 * limit, max(drift[name + suffix], 0.0) + gain)
         assert slot["drift"] == pytest.approx(drift, rel=1e-9)
         over = [f"{name}_drift" for name in honest if max(drift[name], drift[f"{name}_fast"]) > limit]
         assert (slot["finding"] or {"figure": None})["figure"] == (over[0] if over else None)

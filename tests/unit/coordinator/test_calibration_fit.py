@@ -1,0 +1,197 @@
+"""Levels and limits from honest work: too narrow, and honest workers starve; too wide, and they catch nobody."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from coordinator.calibration.fit import LEAST, fit, fit_limits, judged_alone, pooled, round_up, rounded
+from coordinator.calibration.trial import try_groups
+from node.measurement import Deviations
+from node.protocol.evidence import STATISTICS, add, evidence
+from node.protocol.run import LimitsSpec, ProofSpec
+
+TOKENS, ROLLOUTS = 12, 8
+
+
+def rollout(rng, *, worker=0.0, shared=0.0, scale=1.0):
+    """A completion of up to TOKENS tokens; what its machine and its group's prompt add is in every value."""
+    tokens = rng.randint(3, TOKENS)
+    chunks = -(-tokens // 6)
+    add_on = worker + shared
+
+    def noise(size, mean):
+        return [scale * max(0.0, mean + add_on + rng.gauss(0, 0.3)) for _ in range(size)]
+
+    return Deviations(
+        exponent_mismatches=[float(rng.random() < 0.2 + 0.3 * max(0.0, add_on)) for _ in range(chunks)],
+        mantissa_means=noise(chunks, 2.0),
+        mantissa_medians=noise(chunks, 1.0),
+        sketch_distances=noise(tokens, 1.2),
+        margins=[scale * rng.expovariate(100) if rng.random() < 0.01 else 0.0 for _ in range(tokens)],
+        errors=[scale * rng.expovariate(50 / (1 + max(0.0, add_on))) for _ in range(tokens)],
+    )
+
+
+def worker_groups(count, *, seed, worker=0.0, spread=0.15, scale=1.0):
+    """Groups of one worker; `spread` is the standard deviation of what a group's values share."""
+    rng = random.Random(seed)
+    groups = []
+    for _ in range(count):
+        shared = rng.gauss(0, spread)
+        groups.append([rollout(rng, worker=worker, shared=shared, scale=scale) for _ in range(ROLLOUTS)])
+    return groups
+
+
+def bits(values):
+    return Deviations(
+        exponent_mismatches=values,
+        mantissa_means=values,
+        mantissa_medians=values,
+        sketch_distances=[],
+        margins=[0.0] * len(values),
+        errors=[0.0] * len(values),
+    )
+
+
+def most_evidence(groups, limits):
+    """Of each group and each statistic, in nats."""
+    totals = [add(one.totals(limits) for one in group) for group in groups]
+    return {name: [evidence(getattr(t, name), getattr(limits.honest, name)) for t in totals] for name in STATISTICS}
+
+
+# -- levels
+
+
+@pytest.mark.parametrize("size", ["a rollout", "a group"])
+def test_levels_fitted_on_one_half_hold_on_the_other(size):
+    """P(evidence > s) <= exp(-s), though the values of a group share something."""
+    groups = worker_groups(1200, seed=1)
+    limits = LimitsSpec(honest=fit(groups[::2]))
+    held_out = groups[1::2] if size == "a group" else [[one] for group in groups[1::2] for one in group]
+    for name, nats in most_evidence(held_out, limits).items():
+        for s in (0.5, 1.0, 2.0, 3.0, 4.0):
+            allowed = math.exp(-s) + 3 * math.sqrt(math.exp(-s) / len(nats))
+            assert sum(value > s for value in nats) / len(nats) <= allowed, (name, s)
+
+
+def test_a_group_that_shares_nothing_shows_more_than_one_that_may():
+    """A shared variance that is not there would hide a cheat."""
+    together, apart = (fit(worker_groups(400, seed=2, spread=spread)) for spread in (0.15, 0.0))
+    assert together.mantissa.shared_variance > 4 * apart.mantissa.shared_variance
+    shifted = worker_groups(50, seed=3, worker=0.3, spread=0.0)
+    seen = [sum(most_evidence(shifted, LimitsSpec(honest=honest))["mantissa"]) for honest in (together, apart)]
+    assert seen[1] > 2 * seen[0]
+
+
+def test_an_honest_worker_on_the_machine_that_is_farthest_off_is_not_stopped_by_its_drift():
+    """Fitted as one mixture, the levels lie between the machines, and it would be: nothing averages over machines."""
+    near = worker_groups(120, seed=4)
+    far = worker_groups(120, seed=5, worker=0.6)
+    later = worker_groups(200, seed=6, worker=0.6)
+    mixed = [group for pair in zip(near, far, strict=True) for group in pair]
+    as_one = LimitsSpec(**NO_LIMITS, honest=fit(mixed))
+    apart = LimitsSpec(**NO_LIMITS, honest=fit(near, far))
+    assert try_groups(later, as_one).first_drifted is not None
+    assert try_groups(later, apart).first is None
+
+
+NO_LIMITS = dict.fromkeys(LEAST, 1e9)
+
+
+def test_a_statistic_without_any_value_has_no_level():
+    groups = [[bits([1.0, 0.0]) for _ in range(4)] for _ in range(4)]
+    honest = fit(groups)
+    assert honest.sketch is None
+    assert honest.exponents is not None
+    assert fit([[bits([])] * 4] * 4).exponents is None
+
+
+def test_a_level_needs_groups_to_compare():
+    for workers in ([], [worker_groups(1, seed=1)], [worker_groups(5, seed=1), []]):
+        with pytest.raises(ValueError, match="two groups"):
+            fit(*workers)
+
+
+def test_work_without_any_deviation_has_levels_that_bear_one():
+    """In float32 every number is 0.0 on the machines at hand; elsewhere one may differ once."""
+    limits = LimitsSpec(honest=fit([[bits([0.0] * 3) for _ in range(ROLLOUTS)] for _ in range(64)]))
+    once = [[bits([0.0] * 3) for _ in range(ROLLOUTS - 1)] + [bits([0.0, 1.0, 0.0])]]
+    assert try_groups(once, limits).first is None
+
+
+def test_one_value_in_a_thousand_does_not_widen_a_level():
+    groups = worker_groups(100, seed=7)
+    before = fit(groups)
+    rng = random.Random(8)
+    wild = [[rollout(rng, scale=1000.0)], *groups]
+    assert fit(wild).mantissa.largest < 1.5 * before.mantissa.largest
+
+
+# -- limits of single values
+
+
+def test_what_is_judged_alone_has_as_much_to_spare_as_the_largest_honest_value():
+    near, far = worker_groups(40, seed=9), worker_groups(40, seed=10, scale=3.0)
+    limits = fit_limits(near, far, false_rejections=1e-6)
+    largest = max(value for group in far for one in group for value in one.mantissa_means)
+    assert limits.mantissa_mean == pytest.approx(2 * largest)
+    assert try_groups(far, limits).rejected_groups == 0
+
+
+def test_limits_of_faultless_work_leave_room_for_another_machine():
+    limits = fit_limits([[bits([0.0] * 30)] * 4] * 4, false_rejections=1e-6)
+    assert {name: getattr(limits, name) for name in LEAST} == LEAST
+
+
+def test_a_sketch_limit_stays_below_unrelated_states_while_honest_work_does():
+    groups = worker_groups(40, seed=11)
+    typical = max(one.figures(LimitsSpec()).sketch_distance for group in groups for one in group)
+    assert 1.5 < typical < 2.0 < 2 * typical
+    assert fit_limits(groups, false_rejections=1e-6).sketch_distance == max(3.0, 1.5 * typical)
+
+
+def test_rare_margins_get_the_tail_that_honest_ones_have():
+    """The largest of a few margins says little: the median of those above 0 says how long the tail is."""
+    groups = [[bits([0.0] * 3) for _ in range(4)] for _ in range(20)]
+    lost = Deviations([0.0], [0.0], [0.0], [], margins=[0.01] + [0.0] * 19, errors=[0.0] * 20)
+    limits = fit_limits([*groups, [lost]], false_rejections=1e-6)
+    assert limits.token_margin == pytest.approx(0.8)
+
+
+def test_limits_that_mean_nothing_for_the_runs_proofs_are_left_alone():
+    assert "sketch_distance" not in judged_alone(ProofSpec(scheme="toploc/1"))
+    assert not {
+        name for name in judged_alone(ProofSpec(scheme="sketch/1")) if name.startswith(("exponent", "mantissa"))
+    }
+    assert judged_alone(ProofSpec(scheme="toploc/1+sketch/1")) == list(LEAST)
+
+
+# -- few digits
+
+
+def test_rounding_narrows_nothing():
+    limits = fit_limits(worker_groups(30, seed=12), worker_groups(30, seed=13, worker=0.4), false_rejections=1e-6)
+    short = rounded(limits)
+    for name in LEAST:
+        assert getattr(limits, name) <= getattr(short, name) <= 1.1 * getattr(limits, name), name
+    for name in STATISTICS:
+        level, rough = getattr(limits.honest, name), getattr(short.honest, name)
+        assert rough.mean >= level.mean
+        assert rough.variance >= level.variance
+        assert rough.shared_variance >= level.shared_variance
+        assert rough.largest - rough.mean >= (level.largest - level.mean) * (1 - 1e-9)
+        assert rough.largest - rough.mean <= (level.largest - level.mean) * 1.002
+
+
+@pytest.mark.parametrize(
+    ("value", "up"), [(0.0, 0.0), (0.1, 0.1), (0.101, 0.11), (38.0, 38.0), (99.5, 100.0), (1e-18, 1e-18), (2e-4, 2e-4)]
+)
+def test_round_up(value, up):
+    assert round_up(value, digits=2) == up
+
+
+def test_pooled_groups_are_whole():
+    assert [len(group) for group in pooled(worker_groups(9, seed=14), size=4)] == [4 * ROLLOUTS, 4 * ROLLOUTS]
