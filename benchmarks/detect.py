@@ -47,11 +47,11 @@ from coordinator.training.grpo import Sample, make_optimizer, train_step
 from coordinator.training.warm_start import warm_start
 from node.policy import Policy, load_policy, save_policy
 from node.prefill import TransformersPrefill, spans_of
-from node.protocol.admission import GAIN_ERRORS, GAIN_LIMIT, judge_group
+from node.protocol.admission import GAIN_LIMIT, judge_group
 from node.protocol.evidence import add, evidences
 from node.protocol.run import HonestSpec, LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.second_look import int8, measure_gain, quantised
+from node.second_look import certain, int8, measure_gain, quantised
 
 Groups = list[list[Rollout]]
 
@@ -111,9 +111,8 @@ class Bench:
         ]
         suspects = [quantised(self.policy), *([self.previous] if self.previous is not None else [])]
         gains = [measure_gain(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
-        found = any(one.gain > GAIN_LIMIT and one.gain > GAIN_ERRORS * one.error for one in gains)
-        self.gains.append([one.gain for one in gains])
-        return found
+        self.gains.append([certain(one) for one in gains])
+        return max(self.gains[-1]) > GAIN_LIMIT
 
 
 def make_spec(options: argparse.Namespace, *, tokens: int) -> RunSpec:

@@ -12,8 +12,11 @@ advantage. What they lack is a large policy's outliers.
 
 `accepted` counts forgeries of at least one full chunk (32 tokens) under the recommended scheme and calibrated limits.
 Shorter rollouts are counted apart: their proofs have few bits, and the chance of passing without knowing anything is
-given beside them. `accepted_share_peer` is toploc 0.1.6 at its published limits (38, 10, 8) over the same forgeries
-of 32 tokens, all rungs and architectures together.
+given beside them. What passes and proves states that are within twice the error of the worst honest rollout is no
+forgery, and counts as `same_states`: samples that end in the same repetition.
+
+`accepted_share_peer` is toploc 0.1.6 at its published limits (38, 10, 8) over the same forgeries of 32 tokens, all
+rungs and architectures together.
 
 The floor is 0 accepted. A bound: of n forgeries without one accepted, the true share is below 3 / n at 95 %.
 """
@@ -113,6 +116,7 @@ def honest_figures(prepared: Sequence[Prepared]) -> dict[str, float]:
             found[f"honest_max_{name}_{one.family}"] = getattr(one.most, name)
             found[f"limit_{name}_{one.family}"] = getattr(terms.limits, name)
         found[f"loss_{one.family}"] = one.loss
+        found |= {f"honest_max_state_error_{tokens}_tokens_{one.family}": far for tokens, far in one.farthest.items()}
         found |= {f"state_error_{name}_{one.family}": value for name, value in one.errors.items()}
     for tokens in LENGTHS:
         for limits in LIMITS:
@@ -179,6 +183,14 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         "architectures": len({one.family for one in main_rows}),
         "accepted": sum(one.taken["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL),
         **peer,
+        "accepted_both_schemes": sum(one.taken["calibrated", judging.BOTH] for one in counted if one.tokens >= FULL),
+        **{
+            f"accepted_{rung}": sum(
+                one.taken["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL and one.rung == rung
+            )
+            for rung in RUNGS
+        },
+        "same_states": sum(one.same["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL),
         "forgeries": every,
         "forgeries_at_least_one_chunk": sum(one.forgeries["calibrated"] for one in counted if one.tokens >= FULL),
         "forgeries_per_s": every / (forged - ready),

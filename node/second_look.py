@@ -75,8 +75,8 @@ async def look_again(
             continue
         found = await asyncio.to_thread(measure_gain, own.policy, other, spans, spec=spec)
         reason, limit = limit_of(name + GAIN, spec.limits)
-        if found.gain > limit and found.gain > GAIN_ERRORS * found.error:
-            return Finding(reason=reason, row=None, figure=name + GAIN, value=found.gain, limit=limit)
+        if certain(found) > limit:
+            return Finding(reason=reason, row=None, figure=name + GAIN, value=certain(found), limit=limit)
     return None
 
 
@@ -95,6 +95,11 @@ async def _suspected(
     if not isinstance(before, TransformersPrefill) or before.policy.hidden != own.policy.hidden:
         return None
     return before.policy
+
+
+def certain(found: Gain) -> float:
+    """The gain less `GAIN_ERRORS` standard errors; below any limit where nothing could be compared."""
+    return found.gain - GAIN_ERRORS * found.error
 
 
 def measure_gain(own: Policy, other: Policy, spans: Sequence[Span], *, spec: RunSpec) -> Gain:

@@ -279,6 +279,12 @@ def _features(embedding: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([x, torch.ones(len(x), 1)], 1)
 
 
+def every_other(right: Tensor, wrong: Tensor) -> Tensor:
+    """The right states [rows, tokens, hidden] for every second token, and the wrong ones between them."""
+    odd = torch.arange(right.shape[1])[:, None] % 2 == 1
+    return torch.where(odd, wrong, right)
+
+
 def mean_state(known: Tensor) -> Tensor:
     """The mean of each dimension over known states [rows, tokens, hidden]."""
     return known.float().mean((0, 1)).bfloat16()

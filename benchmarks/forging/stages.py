@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ RUNGS = (
     *SURROGATES,
     "other_prompt",
     "other_sample",
+    "half_the_tokens",
 )
 PEER_WORKER = Path(__file__).with_name("peer_worker.py")
 _PEER_SECONDS = 1800
@@ -70,9 +72,9 @@ class Prepared:
     """An architecture, ready to be attacked: files in `folder`, and what honest work is like.
 
     `terms` are the default and the calibrated ones, by name, `most` the largest figures of honest rollouts under the
-    latter's proofs. `errors`: how far each surrogate's states, and honest ones under the worker's kernel, are from the
-    verifier's, relative to their length. `rejected`: honest rollouts of the half that the limits were not fitted on, of
-    `judged`, by limits and scheme.
+    latter's proofs. `judged` honest rollouts are of the half that the limits were not fitted on, and so many of them
+    were `rejected`, by limits and scheme. `errors`: how far each surrogate's states, and honest ones under the worker's
+    kernel, are from the verifier's, relative to their length; `farthest`: that of the worst honest rollout, by tokens.
     """
 
     family: str
@@ -83,12 +85,13 @@ class Prepared:
     judged: int
     rejected: dict[tuple[str, str], int]
     errors: dict[str, float]
+    farthest: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Forgeries of one rung, length and architecture: how many were judged by each limits, and how many taken by
-    (limits, scheme).
+    (limits, scheme). `same`: those taken of states that are the right ones, which count as no forgery.
     """
 
     family: str
@@ -96,9 +99,15 @@ class Counted:
     tokens: int
     forgeries: Counter[str] = field(default_factory=Counter)
     taken: Counter[tuple[str, str]] = field(default_factory=Counter)
+    same: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __add__(self, other: Counted) -> Counted:
-        return replace(self, forgeries=self.forgeries + other.forgeries, taken=self.taken + other.taken)
+        return replace(
+            self,
+            forgeries=self.forgeries + other.forgeries,
+            taken=self.taken + other.taken,
+            same=self.same + other.same,
+        )
 
 
 def prepare(family: str, folder: Path, settings: Settings) -> Prepared:
@@ -119,7 +128,18 @@ def prepare(family: str, folder: Path, settings: Settings) -> Prepared:
         for scheme, count in judging.refused(own[1::2], terms[name].limits).items()
     }
     judged = sum(len(group) for group in groups[1::2])
-    return Prepared(family, folder, loss, terms, judging.honest_most(measured), judged, rejected, errors)
+    farthest = {
+        tokens: max(
+            error(one, drawn.worker, one, drawn.verifier) for group in groups for one in group if one.tokens == tokens
+        )
+        for tokens in LENGTHS
+    }
+    return Prepared(family, folder, loss, terms, judging.honest_most(measured), judged, rejected, errors, farthest)
+
+
+def error(source: Window, states: Tensor, window: Window, verifier: Tensor) -> float:
+    """How far the states that are proved are from those of the rollout."""
+    return relative(source.of(states), window.of(verifier))
 
 
 def make_surrogates(model: Any, drawn: policies.Drawn, folder: Path, settings: Settings) -> dict[str, float]:
@@ -135,6 +155,7 @@ def make_surrogates(model: Any, drawn: policies.Drawn, folder: Path, settings: S
         "distilled": policies.prefill(student, drawn.ids),
         "worker": drawn.worker,
     }
+    states["half_the_tokens"] = forgers.every_other(drawn.worker, states["linear"])
     for name, each in (states | {"known": known.verifier, "verifier": drawn.verifier}).items():
         forgers.save(folder / f"{name}.npy", each)
     np.save(folder / "ids.npy", drawn.ids.numpy())
@@ -143,7 +164,7 @@ def make_surrogates(model: Any, drawn: policies.Drawn, folder: Path, settings: S
 
 
 def relative(states: Tensor, right: Tensor) -> float:
-    """The rms of the difference over the rms of the right ones, token by token."""
+    """The root mean square, over tokens, of the difference's length over that of the right state."""
     off = (states.float() - right.float()).square().sum(-1)
     return float((off / right.float().square().sum(-1)).mean().sqrt())
 
@@ -173,7 +194,8 @@ def ladder(folder: Path, spec: ProofSpec) -> dict[str, Forger]:
         "other_prompt": forgers.OtherPrompt(worker),
         "other_sample": forgers.OtherSample(worker, ids),
     }
-    rungs |= {name: forgers.StateForger(forgers.load(folder / f"{name}.npy")) for name in SURROGATES}
+    alone = (*SURROGATES, "half_the_tokens")
+    rungs |= {name: forgers.StateForger(forgers.load(folder / f"{name}.npy")) for name in alone}
     return {name: rungs[name] for name in RUNGS}
 
 
@@ -193,11 +215,26 @@ def attack(prepared: Prepared, settings: Settings, tokens: int, part: range) -> 
             every = [proof for each in proofs.values() for proof in each]
             # All rungs in one call, which then needs each seed's projections once.
             measured = iter(judging.measure(batch * len(rungs), verifier, every, spec=terms.proofs))
-            for rung in rungs:
+            for rung, forger in rungs.items():
                 taken = judging.accepted([next(measured) for _ in batch], terms.limits)
                 counted[rung].forgeries[name] += len(batch)
-                counted[rung].taken.update({(name, scheme): sum(each) for scheme, each in taken.items()})
+                for scheme, each in taken.items():
+                    passed = [index for index, one in enumerate(each) if one]
+                    same = sum(proves_the_right(forger, batch, index, verifier, prepared) for index in passed)
+                    counted[rung].taken[name, scheme] += len(passed) - same
+                    counted[rung].same[name, scheme] += same
     return list(counted.values()), time.perf_counter() - start
+
+
+def proves_the_right(forger: Forger, batch: Sequence[Window], index: int, verifier: Tensor, prepared: Prepared) -> bool:
+    """Whether the states that are proved are as near as honest work is: at most twice as far as its worst rollout.
+
+    Two samples of a prompt that both go on repeating one character end in the same state.
+    """
+    if isinstance(forger, forgers.ByteForger):
+        return False
+    own = batch[index]
+    return error(forger.source(batch, index), forger.states, own, verifier) <= 2 * prepared.farthest[own.tokens]
 
 
 def targets_of(prepared: Prepared, settings: Settings, tokens: int) -> list[Window]:

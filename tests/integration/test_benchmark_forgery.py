@@ -35,8 +35,8 @@ def gaussian(seed):
 
 
 VERIFIER = gaussian(0)
-# As far away as another kernel's: half of the elements are off by one rounding.
-WORKER = (VERIFIER.float() * (1 + 2**-9 * gaussian(1).float().sign())).bfloat16()
+# As far away as another kernel's: many of the elements are off by one rounding.
+WORKER = (VERIFIER.float() * (1 + 2**-8 * gaussian(1).float().sign())).bfloat16()
 
 
 def targets(tokens, count=64):
@@ -118,6 +118,24 @@ class TestForgers:
         assert len({window.seed for window in targets(32, count=places + 8)}) == places + 8
         assert all(1 <= window.start <= POSITIONS - 32 for window in every)
 
+    def test_half_the_tokens_are_right_and_the_others_are_not(self):
+        half = forgers.every_other(WORKER, gaussian(3))
+        assert torch.equal(half[:, ::2], WORKER[:, ::2])
+        assert torch.equal(half[:, 1::2], gaussian(3)[:, 1::2])
+
+    def test_only_states_as_near_as_honest_ones_are_no_forgery(self):
+        """Else whatever passes could be called the right states, and nothing would ever count as accepted."""
+        batch = targets(32, count=1)
+        error = stages.error(batch[0], WORKER, batch[0], VERIFIER)
+        prepared = stages.Prepared("", Path(), 0.0, {}, None, 0, {}, {}, {32: error})
+        assert stages.proves_the_right(forgers.StateForger(WORKER), batch, 0, VERIFIER, prepared)
+        for name, forger in (
+            ladder() | {"half": forgers.StateForger(forgers.every_other(WORKER, gaussian(3)))}
+        ).items():
+            assert not stages.proves_the_right(forger, batch, 0, VERIFIER, prepared), name
+        far = forgers.StateForger((VERIFIER.float() * (1 + 4 * error)).bfloat16())
+        assert not stages.proves_the_right(far, batch, 0, VERIFIER, prepared)
+
 
 class TestVerdicts:
     @pytest.mark.parametrize("scheme", ["toploc/1", "sketch/1"])
@@ -182,7 +200,8 @@ def test_the_whole_benchmark_runs_and_counts_every_rung_length_and_architecture(
     figures = line["figures"]
     assert line["benchmark"] == "forgery"
     assert (figures["forgeries_per_rung"], figures["rungs"], figures["architectures"]) == (128, len(stages.RUNGS), 3)
-    assert figures["accepted"] == 0
+    # Few honest rollouts make for loose limits, so that only what knows nothing has to fail.
+    assert figures["accepted_random_bytes"] == figures["accepted_constant"] == figures["accepted_other_prompt"] == 0
     assert figures["accepted_share_peer"] is None
     assert "no-peer" in line["notes"]["accepted_share_peer"]
     assert all(math.isfinite(figure) for name, figure in figures.items() if name != "accepted_share_peer")
