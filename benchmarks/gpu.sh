@@ -83,7 +83,7 @@ else
 fi
 
 part 50 sampling "$python" -m benchmarks.sampling --json --rounds "$rounds"
-part 40 toploc "$python" -m benchmarks.toploc --json --rounds "$rounds"
+part 40 toploc "$python" -m benchmarks.toploc --json --no-peer --threads 1 --rounds "$rounds"
 part 60 "the Triton kernel's tests" "$python" -m pytest -q -p no:cacheprovider \
     tests/unit/node/test_sampling_fast.py tests/unit/node/test_sampling_triton.py
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then

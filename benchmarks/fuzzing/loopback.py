@@ -97,7 +97,7 @@ class Refused(Exception):
     """A server answered with an error that is the sender's; `code` is the HTTP status, and what else it says."""
 
     def __init__(self, status: bytes, said: bytes) -> None:
-        super().__init__(said.decode())
+        super().__init__(said.decode(errors="replace"))  # cut where it may be within a character
         self.code = status.decode()
 
 
