@@ -22,7 +22,10 @@ EDGES: tuple[Tree, ...] = (
 
 def edit_values(rng: Random, values: Any) -> Any:
     """A copy of `values` (mappings, lists, and what they may hold) with a few edits."""
-    return _plain(edit_tree(rng, _tree(values), edges=EDGES))
+    try:
+        return _plain(edit_tree(rng, _tree(values), edges=EDGES))
+    except RecursionError:  # nested deeper than can be written here
+        return values
 
 
 def msgpack_mutator() -> Mutator:
