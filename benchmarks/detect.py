@@ -2,18 +2,22 @@
 
 `python -m benchmarks.detect [--json]`. The tiny policy is warm-started and trained for a few steps of GRPO at the
 demonstration's learning rate; the last policy is the run's, the one before it is what a stale worker serves. Honest
-groups of 8 are drawn in bfloat16 by vLLM (seven of eight) and by the torch engine, with 1 to 32 slots in flight. Every
-second one fits the limits as `veriswarm calibrate` does; the others are judged by them.
+groups of 8 are drawn in bfloat16, half by vLLM and half by the torch engine, with 1 to 32 slots in flight. Every second
+one fits the limits as `veriswarm calibrate` does; the others are judged by them.
 
 Changed weights are drawn by vLLM, other choices by the torch engine; what is proved by the right policy is proved by a
-prefill in this process. Every number is measured by transformers in bfloat16, as a verifier does.
+prefill in this process. Every number is measured by transformers as a verifier does who reads twice, in bfloat16 and in
+float32 (`limits.readings`; `--readings 1` for once).
 
 - `rollout`: the share of rollouts that alone lead to a rejection;
 - `group`: the share of slots (8 rollouts) that are rejected whatever their node did before, where every group that
   would pass gets a second look (`limits.second_looks` 1); `group_default`: where only those get one that deviate;
 - `group32`: the share of four slots in a row of which one is rejected, the node's drift included, from a fresh start;
 - `slots_until_stopped`: the slot at which a node that always cheats is first rejected;
-- `tokens_for_99`: tokens that have to be seen together until 99 % of the cheats are over a limit.
+- `tokens_for_99`: tokens that have to be seen together until 99 % of the cheats are over a limit;
+- `changed_group`: the share of slots with a token that is not the forced one: where no proof is wrong, the others are
+  honest work;
+- `toploc_`, `sketch_`: groups, by one scheme's proofs and nothing else.
 
 A second run of a random policy over 32,000 tokens (23 million weights) repeats the changed weights with `_mid`. The
 floor of the honest columns is the stated false-rejection bound, `--false-rejections` for each sum that is judged.
@@ -46,11 +50,12 @@ from coordinator.training.grpo import Group as TrainingGroup
 from coordinator.training.grpo import Sample, make_optimizer, train_step
 from coordinator.training.warm_start import warm_start
 from node.policy import Policy, load_policy, save_policy
-from node.prefill import TransformersPrefill, spans_of
+from node.prefill import Prefill, spans_of
 from node.protocol.admission import GAIN_LIMIT, judge_group
 from node.protocol.evidence import add, evidences
 from node.protocol.run import HonestSpec, LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
+from node.readings import read_by_transformers
 from node.second_look import certain, int8, measure_gain, quantised
 
 Groups = list[list[Rollout]]
@@ -59,6 +64,7 @@ LEARNING_RATE = 1e-4
 STEPS = 6
 GROUPS_PER_STEP = 32
 IN_A_ROW = 4
+OTHER_SEED = 1
 LOOKS = 100
 """Honest groups of each worker that get a second look."""
 KEYS = {
@@ -72,6 +78,7 @@ KEYS = {
     "runner-up within 0.1": "runner_up_tau01",
     "changed prompt": "changed_prompt",
     "int4's tokens, right proofs": "int4_tokens",
+    "another model's tokens, right proofs": "other_model_tokens",
     "best of 8, right proofs": "best_of_8",
 }
 
@@ -84,12 +91,13 @@ class Bench:
     path: Path
     policy: Policy
     previous: Policy | None
+    prefill: Prefill
     slots: Slots
     limits: LimitsSpec = field(default_factory=LimitsSpec)
     gains: list[list[float]] = field(default_factory=list)
 
     def measured(self, groups: Groups) -> list[Group]:
-        found: list[Group] = list(measure(TransformersPrefill(self.policy), groups, spec=self.spec))
+        found: list[Group] = list(measure(self.prefill, groups, spec=self.spec))
         return found
 
     def rejects(self, rollouts: Group) -> bool:
@@ -121,6 +129,7 @@ def make_spec(options: argparse.Namespace, *, tokens: int) -> RunSpec:
         spec,
         proofs=ProofSpec(scheme="toploc/1+sketch/1", sketch_step=options.step),
         training=msgspec.structs.replace(spec.training, learning_rate=LEARNING_RATE),
+        limits=msgspec.structs.replace(spec.limits, readings=options.readings),
     )
 
 
@@ -159,7 +168,8 @@ def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
     dtype = getattr(torch, spec.model.dtype)
     policy = load_policy(path, dtype=dtype)
     before = load_policy(previous, dtype=dtype) if previous is not None else None
-    return Bench(spec=spec, path=path, policy=policy, previous=before, slots=Slots(spec, policy))
+    prefill = read_by_transformers(path, spec=spec)
+    return Bench(spec=spec, path=path, policy=policy, previous=before, prefill=prefill, slots=Slots(spec, policy))
 
 
 async def honest(bench: Bench, counts: Sequence[tuple[Worker, int]], *, false_rejections: float) -> dict[str, Any]:
@@ -174,21 +184,28 @@ async def honest(bench: Bench, counts: Sequence[tuple[Worker, int]], *, false_re
     for groups in measured:
         caught = try_groups(groups[1::2], bench.limits)
         rejected, drifted = rejected + caught.rejected_groups, drifted + caught.drifted_groups
-    fitted = sum(try_groups(groups[::2], bench.limits).rejected_groups for groups in measured)
+    fitted = [try_groups(groups[::2], bench.limits) for groups in measured]
     looked = [group for groups in drawn for group in groups[1 : 2 * LOOKS : 2]]
     again = sum(bench.is_of_suspects(group) for group in looked)
     gains = [max(column) for column in zip(*bench.gains, strict=True)]
     workload.say(f"honest: {rejected} rejected, {again} of {len(looked)} by a second look; largest gains {gains}")
+    workload.say(f"honest, fitted on: {[dict(one.figures) for one in fitted]}")
     nats = [nats for groups in measured for group in groups[1::2] for nats in _nats(group, bench)]
     return {
         "honest_rollouts": sum(len(group) for groups in measured for group in groups),
-        "honest_rejected": fitted + rejected + again,
+        "honest_rejected": sum(one.rejected_groups for one in fitted) + rejected + again,
         "honest_rejected_out_of_sample": rejected + again,
         "honest_drifts_out_of_sample": drifted,
         "honest_second_looks": len(looked),
         "honest_gain_max": max(gains),
         "honest_evidence_max_out_of_sample": max(nats),
+        "honest_changed_group": _changed([group for groups in measured for group in groups]),
     }
+
+
+def _changed(groups: Sequence[Group]) -> float:
+    """The share of groups with a token that lost against another one."""
+    return sum(any(max(one.margins) > 0 for one in group) for group in groups) / len(groups)
 
 
 def _nats(group: Group, bench: Bench) -> list[float]:
@@ -207,7 +224,10 @@ def judged(bench: Bench, groups: Groups, *, key: str) -> dict[str, float | int |
     found_again = [number for number in passed if bench.is_of_suspects(groups[number])]
     doubted = sum(bench.doubts(measured[number]) for number in found_again)
     rows = [try_groups(measured[at : at + IN_A_ROW], bench.limits) for at in range(0, len(measured), IN_A_ROW)]
-    toploc = try_groups(measured, _toploc_alone(bench.limits))
+    schemes = {
+        scheme: try_groups(measured, _proofs_alone(bench.limits, levels=levels)).group_share
+        for scheme, levels in {"toploc": ("exponents", "mantissa"), "sketch": ("sketch", "far")}.items()
+    }
     found: dict[str, float | int | None] = {
         f"{key}_rollout": caught.rollout_share,
         f"{key}_group": (caught.rejected_groups + len(found_again)) / caught.groups,
@@ -215,26 +235,22 @@ def judged(bench: Bench, groups: Groups, *, key: str) -> dict[str, float | int |
         f"{key}_group32": sum(row.first is not None for row in rows) / len(rows),
         f"{key}_slots_until_stopped": caught.first,
         f"{key}_tokens_for_99": _tokens_for(measured, bench, share=0.99),
-        f"toploc_{key}_group": toploc.group_share,
+        f"{key}_changed_group": _changed(measured),
+        **{f"{scheme}_{key}_group": share for scheme, share in schemes.items()},
     }
     told = ", ".join(f"{name.removeprefix(key + '_')} {value}" for name, value in found.items())
     workload.say(f"{key}: {told}; {dict(caught.figures)}")
     return found
 
 
-def _toploc_alone(limits: LimitsSpec) -> LimitsSpec:
-    """TOPLOC's proofs and nothing else, within the same false-rejection bound."""
-    return LimitsSpec(
-        exponent_mismatches=limits.exponent_mismatches,
-        mantissa_mean=limits.mantissa_mean,
-        mantissa_median=limits.mantissa_median,
-        sketch_distance=1e9,
-        token_margin=1e9,
-        rollout_margin_mean=1e9,
-        logprob_error=1e9,
-        false_rejections=limits.false_rejections,
-        honest=HonestSpec(exponents=limits.honest.exponents, mantissa=limits.honest.mantissa),
+def _proofs_alone(limits: LimitsSpec, *, levels: Sequence[str]) -> LimitsSpec:
+    """One scheme's proofs and nothing else, within the same false-rejection bound."""
+    others = {"token_margin", "rollout_margin_mean", "logprob_error"}
+    others |= (
+        {"sketch_distance"} if "exponents" in levels else {"exponent_mismatches", "mantissa_mean", "mantissa_median"}
     )
+    honest = HonestSpec(**{"far": None, **{name: getattr(limits.honest, name) for name in levels}})
+    return msgspec.structs.replace(limits, honest=honest, **dict.fromkeys(others, 1e9))
 
 
 def _tokens_for(groups: Sequence[Group], bench: Bench, *, share: float) -> int | None:
@@ -269,9 +285,12 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     spec = make_spec(options, tokens=48)
     workload.say("training the policies")
     stale, newest = await train(spec, folder, seed=2, steps=options.steps, stages=options.stages)
+    other = folder / "other.safetensors"
+    model, tokenizer = warm_start(seed=OTHER_SEED, stages=options.stages)
+    save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, other)
     bench = make_bench(spec, newest, previous=stale)
     first, second, *_ = make_workers([options.engine, "torch"], threads=options.threads)
-    counts = [(first, options.groups - options.groups // 8), (second, options.groups // 8)]
+    counts = [(first, options.groups // 2), (second, options.groups // 2)]
     found = await honest(bench, counts, false_rejections=options.false_rejections)
     found |= await changed_weights(bench, first, folder, groups=options.cheat_groups)
     drawn = await first.draw(spec, stale, bench.slots, groups=options.cheat_groups)
@@ -284,11 +303,12 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         slots=bench.slots,
         groups=options.cheat_groups,
         threads=options.threads,
+        other=other,
     )
     async for name, groups in attempts.groups():
         if KEYS[name] + "_group" not in found:
             found |= judged(bench, groups, key=KEYS[name])
-    return found | {"other_model_tokens_group": found["int4_tokens_group"]}
+    return found
 
 
 async def random_policy(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -312,19 +332,23 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = workload.make_parser(__doc__, tokens=64, hidden=256, layers=8)
-    parser.add_argument("--groups", type=int, default=1400, help="honest groups of 8 (default 1400)")
+    parser.add_argument("--groups", type=int, default=2800, help="honest groups of 8 (default 2800)")
     parser.add_argument("--cheat-groups", type=int, default=128, help="groups of each cheat (default 128)")
     parser.add_argument("--mid-groups", type=int, default=48, help="honest groups of the random policy; 0: none")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
     parser.add_argument("--step", type=float, default=0.005, help="the sketch's step (default 0.005)")
-    parser.add_argument("--false-rejections", type=float, default=1e-5, help="bound for each sum (default 1e-5)")
+    parser.add_argument("--readings", type=int, choices=(1, 2), default=2, help="of each rollout (default 2)")
+    chance = LimitsSpec().false_rejections
+    parser.add_argument(
+        "--false-rejections", type=float, default=chance, help=f"bound for each sum (default {chance:g})"
+    )
     parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
     options = workload.parse(parser)
     options.stages = workload.stages(options.warm_start)
     figures = asyncio.run(run(options))
     notes = {
         "false_rejections": f"{options.false_rejections:g} for each sum that is judged",
-        "other_model_tokens_group": "tokens of the policy in 4 bits, proved by the right one",
+        "other_model_tokens_group": "tokens of a policy trained from another seed, proved by the right one",
         "temperature_09_group32, runner_up_tau01_group32": "four slots of 8 in a row, by the run's own limits",
         "bytes_per_token": "of the sketch; TOPLOC beside it, for comparison, has 8.06",
     }

@@ -90,11 +90,10 @@ def stock_torch(engine: Any, requests: Sequence[SampleRequest], *, tokens: int, 
     """The same of the torch engine's decoder, with nothing recorded."""
     sample = race if temperature else greedy
     decoder = Decoder(engine.policy, columns=max(len(request.prompt_ids) for request in requests) + tokens)
-    head = engine.policy.model.get_output_embeddings()
     drawn = 0
     hidden = decoder.join([request.prompt_ids for request in requests])
     while True:
-        chosen = sample(head(hidden).float()).tolist()
+        chosen = sample(engine.policy.logits(hidden)).tolist()
         drawn += len(chosen)
         if drawn == tokens * len(requests):
             return drawn

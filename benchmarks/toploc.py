@@ -3,7 +3,9 @@
 `python -m benchmarks.toploc [--json] [--threads N ...] [--rounds N] [--no-peer | --peer-python PATH]`. Everything is
 timed in turn within each round, ours and the peer's, so that another process on the machine slows all of it alike;
 times are medians over rounds, and a ratio is the median of the rounds' own ratios. A ratio whose name has no hidden
-size is the worst of all shapes, thread counts and forms of the activations that were measured.
+size is the worst of all shapes, thread counts and forms of the activations that were measured: one tensor, a list of
+its rows, and for us also a list of tensors that lie apart (`_apart`), as an engine keeps them that takes them step by
+step. Before each call there is a pause, because threads of the last one go on spinning for some milliseconds.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks.toploc_peer import Peer, PeerUnavailable
 from toploc import VerificationResult
 
 TOKENS, TOPK = 32, 128
+PAUSE_SECONDS = 0.03
 SHAPES = ((1024, 4096), (1000, 5120))  # tokens, hidden; of the second the last chunk has 8 tokens
 COMPLETIONS, COMPLETION_TOKENS, SMALL_HIDDEN = 64, 20, 128
 HONEST_ROUNDS, HONEST_SHAPE = 8, (1024, 4096)
@@ -36,9 +39,13 @@ PUBLISHED_LIMITS = (38, 10.0, 8.0)
 # Ratio: (above, below), one pair for each form of the activations.
 OVER_TOPK = {"build_over_bare_topk": [("build", "topk")], "verify_over_bare_topk": [("verify", "topk")]}
 OVER_PEER = {
-    "build_speedup_vs_peer": [("peer_build", "build"), ("peer_build_list", "build_list")],
+    "build_speedup_vs_peer": [
+        ("peer_build", "build"),
+        ("peer_build_list", "build_list"),
+        ("peer_build_list", "build_apart"),
+    ],
     "verify_speedup_vs_peer_tensor": [("peer_verify", "verify")],
-    "verify_speedup_vs_peer_list": [("peer_verify_list", "verify_list")],
+    "verify_speedup_vs_peer_list": [("peer_verify_list", "verify_list"), ("peer_verify_list", "verify_apart")],
 }
 PEER_KEYS = (*OVER_PEER, "honest_chunks_rejected_peer")
 
@@ -53,6 +60,7 @@ def alternate(timed: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
     taken: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(rounds + 1):
         for name, call in timed.items():
+            time.sleep(PAUSE_SECONDS)
             taken[name].append(call())
     return {name: times[1:] for name, times in taken.items()}
 
@@ -86,7 +94,7 @@ def bare_topk(activations: Tensor) -> Callable[[], object]:
 def wide_times(tokens: int, hidden: int, rounds: int, peer: Peer | None) -> dict[str, list[float]]:
     """Each round's milliseconds of building and verifying a sequence, the peer's, and of the bare top-k."""
     activations = sequence(tokens, hidden, seed=hidden)
-    rows = list(activations)
+    rows, apart = list(activations), [row.clone() for row in activations]
     proofs = toploc.build_proofs_bytes(activations, TOKENS, TOPK, skip_prefill=True)
     ours: dict[str, Callable[[], object]] = {
         "topk": bare_topk(activations),
@@ -94,6 +102,8 @@ def wide_times(tokens: int, hidden: int, rounds: int, peer: Peer | None) -> dict
         "verify": lambda: toploc.verify_proofs_bytes(activations, proofs, TOKENS, TOPK, skip_prefill=True),
         "build_list": lambda: toploc.build_proofs_bytes(rows, TOKENS, TOPK, skip_prefill=True),
         "verify_list": lambda: toploc.verify_proofs_bytes(rows, proofs, TOKENS, TOPK, skip_prefill=True),
+        "build_apart": lambda: toploc.build_proofs_bytes(apart, TOKENS, TOPK, skip_prefill=True),
+        "verify_apart": lambda: toploc.verify_proofs_bytes(apart, proofs, TOKENS, TOPK, skip_prefill=True),
     }
     timed = {name: _clocked(call) for name, call in ours.items()}
     if peer is None:

@@ -19,6 +19,7 @@ from coordinator.storage import training
 from node.policy import Blueprint, inspect_policy
 from node.policy_errors import PolicyError
 from node.prefill import Prefill, Prefills
+from node.readings import reads_twice
 from node.verification import PolicyAway
 from shardcast import Client
 from shardcast.errors import ShardcastError
@@ -54,6 +55,8 @@ class PolicyShelf:
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._prefills: OrderedDict[int, Prefill] = OrderedDict()
+        # Read twice, each is held in two dtypes.
+        self._most = POLICIES_IN_MEMORY // 2 if reads_twice(home.spec) else POLICIES_IN_MEMORY
         self._fetching: dict[int, _Fetching] = {}
 
     async def blueprint(self, version: int) -> Blueprint:
@@ -68,7 +71,7 @@ class PolicyShelf:
         """Policy `version`, ready to measure; raises PolicyAway."""
         if version not in self._prefills:
             self._prefills[version] = await self._read(version, partial(self._making.prefill, version=version))
-        return _used(self._prefills, version, most=POLICIES_IN_MEMORY)
+        return _used(self._prefills, version, most=self._most)
 
     async def prefetch(self) -> None:
         """Have each new policy's file on disk before the first submission needs it; never ends."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,9 @@ from coordinator.training.groups import encode_group
 from coordinator.training.grpo import Group, Sample
 from node.environments import load_environment
 from node.parquet_reader import ParquetReader
-from node.prefill import Prefills, TransformersPrefills
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
-from node.protocol.run import RunSpec
+from node.readings import MakePrefills, make_prefills, transformers_prefills
 from node.verification import Claim, PolicyAway, Rules, Verdict, decide_many, read
 from shardcast import Client
 
@@ -43,13 +42,13 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """How this process works; what it checks is the run's. `make_prefills` None: transformers, in this process."""
+    """How this process works; what it checks is the run's."""
 
     name: str
     state: Path
     sources: tuple[str, ...]
     threads: int = 1
-    make_prefills: Callable[[RunSpec], Prefills] | None = None
+    make_prefills: MakePrefills = transformers_prefills
 
 
 class Verifier:
@@ -72,7 +71,7 @@ class Verifier:
             state_dir=self._settings.state,
             keep=self._home.spec.broadcast.keep_versions,
         ) as client:
-            prefills = self._make_prefills()
+            prefills = make_prefills(self._home.spec, self._settings.make_prefills)
             shelf = PolicyShelf(self._home, client, prefills)
             log.info("verifying for run %s as %s", self._home.run_id[:16], self._settings.name)
             ahead = asyncio.create_task(shelf.prefetch())
@@ -84,10 +83,6 @@ class Verifier:
                 await shelf.close()
                 await prefills.close()
         self._reader.close()
-
-    def _make_prefills(self) -> Prefills:
-        spec, make = self._home.spec, self._settings.make_prefills
-        return TransformersPrefills(dtype=spec.model.dtype) if make is None else make(spec)
 
     async def _work_until(self, stop: asyncio.Event, shelf: PolicyShelf) -> None:
         while not stop.is_set():

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Final, Self
 
-import torch
 from msgspec import Meta
 
 from node.audit_log import LoggedVerdict, Problem, is_finding
@@ -26,9 +25,9 @@ from node.environments import load_environment
 from node.errors import BadReply, Refused
 from node.exchange import measure_body
 from node.parquet_reader import ParquetReader
-from node.policy import Blueprint, load_policy
+from node.policy import Blueprint
 from node.policy_errors import PolicyError
-from node.prefill import Prefill, TransformersPrefill
+from node.prefill import Prefill
 from node.protocol.admission import DRIFT, EVIDENCE, GAIN, Figures, Finding, Outcome, limit_of
 from node.protocol.evidence import STATISTICS, Totals, evidences
 from node.protocol.merkle import MAX_PROOF_HASHES, ProofInvalid, leaf_hash, verify_inclusion
@@ -36,6 +35,7 @@ from node.protocol.messages import MAX_CLAIM_BYTES, MAX_MESSAGE_BYTES, Checkpoin
 from node.protocol.reasons import Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, LimitsSpec, RunSpec
+from node.readings import read_by_transformers
 from node.second_look import always, never
 from node.verification import PolicyAway, Rules, Verdict, measure_all, verify
 from shardcast import Client
@@ -47,6 +47,12 @@ BORDERLINE_FACTOR: Final = 1.25
 
 TOTALS_APART: Final = 1.0
 """Standard deviations of one value by which the mean of a group's may differ between machines, at most."""
+
+FAR_TOKENS_APART: Final = 2.0
+"""So many tokens may be far from their sketches on one machine and not on another: a few of a group decide."""
+
+FAR_FACTOR: Final = 4.0
+"""As `BORDERLINE_FACTOR`, for what far tokens show: one more of them is many nats."""
 
 POLICIES_IN_MEMORY: Final = 2
 """Verdicts come in policy order: theirs, and the next where a completion went on under it."""
@@ -93,12 +99,12 @@ def is_borderline(entry: VerdictEntry, derived: Verdict, *, limits: LimitsSpec) 
     """
     ours, theirs = _figures(derived.figures, derived.totals, limits), _figures(entry.figures, entry.totals, limits)
     disputed = [
-        (ours[key], theirs[key], limit)
+        (key[1], ours[key], theirs[key], limit)
         for key in ours.keys() & theirs.keys()
         for _, limit in [limit_of(key[1], limits)]
         if (ours[key] > limit) != (theirs[key] > limit)
     ]
-    return bool(disputed) and all(_near(limit, *pair) for *pair, limit in disputed)
+    return bool(disputed) and all(_near(figure, limit, *pair) for figure, *pair, limit in disputed)
 
 
 def _figures(figures: Figures | None, totals: Totals | None, limits: LimitsSpec) -> dict[tuple[str, str], float]:
@@ -109,8 +115,9 @@ def _figures(figures: Figures | None, totals: Totals | None, limits: LimitsSpec)
     return rows | {("group", name + EVIDENCE): nats for name, nats in evidences(totals, limits=limits)}
 
 
-def _near(limit: float, *values: float) -> bool:
-    return all(limit / BORDERLINE_FACTOR <= value <= limit * BORDERLINE_FACTOR for value in values)
+def _near(figure: str, limit: float, *values: float) -> bool:
+    factor = FAR_FACTOR if figure == f"far{EVIDENCE}" else BORDERLINE_FACTOR
+    return all(limit / factor <= value <= limit * factor for value in values)
 
 
 def compare(entry: VerdictEntry, derived: Verdict, *, spec: RunSpec) -> tuple[Result, str]:
@@ -178,7 +185,7 @@ def _compare_excess(
     if value > finding.limit:
         return Result.AGREE, ""
     detail = f"{whose}: derived a {finding.figure} of {value:.6g}, the limit is {finding.limit:.6g}"
-    if _near(finding.limit, value, finding.value):
+    if _near(finding.figure, finding.limit, value, finding.value):
         return Result.INDETERMINATE, f"{detail}, but so close to it that rounding decides."
     return Result.DISAGREE, f"{detail}."
 
@@ -198,7 +205,8 @@ def _compare_totals(theirs: Totals, ours: Totals, *, limits: LimitsSpec) -> tupl
             continue
         apart = abs(own.sum - logged.sum) / own.count / math.sqrt(level.variance)
         detail = f"{name}: the mean is {apart:.2g} standard deviations from what the log says"
-        if apart > TOTALS_APART:
+        few = name == "far" and abs(own.sum - logged.sum) <= FAR_TOKENS_APART
+        if apart > TOTALS_APART and not few:
             return Result.DISAGREE, f"{detail}."
         if apart > TOTALS_APART / 4:
             return Result.INDETERMINATE, f"{detail}, which rounding may explain."
@@ -232,7 +240,7 @@ class EvidenceAuditor:
         self._rules = Rules(self._run_id, self._spec, environments)
         keep = self._spec.sampling.max_version_lead + POLICIES_IN_MEMORY
         broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep)
-        self._archive = _Archive(broadcast, dtype=getattr(torch, self._spec.model.dtype))
+        self._archive = _Archive(broadcast, spec=self._spec)
         self._reader = ParquetReader()
 
     async def __aenter__(self) -> Self:
@@ -323,9 +331,9 @@ class EvidenceAuditor:
 class _Archive:
     """Policies by manifest digest; the last few are held, and failures to get one too."""
 
-    def __init__(self, broadcast: Client, *, dtype: torch.dtype) -> None:
+    def __init__(self, broadcast: Client, *, spec: RunSpec) -> None:
         self._broadcast = broadcast
-        self._dtype = dtype
+        self._spec = spec
         self._held: OrderedDict[str, tuple[str, Prefill] | PolicyAway] = OrderedDict()
 
     async def close(self) -> None:
@@ -352,10 +360,10 @@ class _Archive:
                 version, manifest_digest=manifest_digest, timeout_s=POLICY_SECONDS
             )
             result_digest, _ = await asyncio.to_thread(measure_body, path)
-            policy = await asyncio.to_thread(load_policy, path, dtype=self._dtype)
+            prefill = await asyncio.to_thread(read_by_transformers, path, spec=self._spec)
         except (ShardcastError, PolicyError) as error:
             raise PolicyAway(f"Policy {version}: {error}") from error
-        return result_digest, TransformersPrefill(policy)
+        return result_digest, prefill
 
 
 @dataclass(frozen=True, slots=True)

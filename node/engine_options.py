@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # which import torch: seconds that --help should not take
     from node.engines.base import Engine
     from node.prefill import Prefills
     from node.protocol.run import RunSpec
+    from node.readings import MakePrefills
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,15 +111,22 @@ def engine_maker(engine: str, *, threads: int | None, state: Path, **settings: A
     return lambda spec: VllmEngine(spec, chosen, state=state / "engine")
 
 
-def prefills_maker(
-    engine: str, *, threads: int | None, state: Path, **settings: Any
-) -> Callable[[RunSpec], Prefills] | None:
-    """As `engine_maker`, for what a verifier measures with; None stands for transformers in its own process."""
+def prefills_maker(engine: str, *, threads: int | None, state: Path, **settings: Any) -> MakePrefills:
+    """As `engine_maker`, for what a verifier measures with; `torch` is transformers in its own process."""
     check_engine(engine)
     if engine == "torch":
-        return None
+        from node.readings import transformers_prefills  # noqa: PLC0415
+
+        return transformers_prefills
     from node.engines.vllm_prefill import VllmVerifier  # noqa: PLC0415
     from node.engines.vllm_settings import VllmSettings  # noqa: PLC0415
 
     chosen = VllmSettings(cpu_threads=threads, **settings)
-    return lambda spec: VllmVerifier(spec, chosen, state=state / "engine")
+
+    def make(spec: RunSpec, share: float) -> Prefills:
+        utilization = chosen.gpu_memory_utilization * share
+        return VllmVerifier(
+            spec, replace(chosen, gpu_memory_utilization=utilization), state=state / "engine" / spec.model.dtype
+        )
+
+    return make

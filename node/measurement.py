@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
+from typing import Any
 
 import msgspec
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from node.proofs import Distances, verify_proofs
 from node.protocol.admission import EVIDENCE, Figures
-from node.protocol.evidence import Totals, evidences, sketch_value, total
+from node.protocol.evidence import Totals, evidences, far_value, sketch_value, total
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import LimitsSpec, ProofSpec
 from node.sampling import appraise
+from toploc import distances
 from toploc.errors import BadProof, WrongProofCount
 
 MAX_LOGITS = 2**24
@@ -65,24 +67,27 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a span's policy says of it: of each of its proofs, and of each token.
 
-    `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_distances` of each token;
-    each is empty where the run's proofs do not have it. `logprobs` are the recomputed ones; `margins` say by how
-    much each token lost against the forced one.
+    `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_errors` eight of each
+    token, in steps; each is empty where the run's proofs do not have it. `sketch_gaps` say of each token how far two
+    readings of it are apart (`node.readings`); empty where there was one. `logprobs` are the recomputed ones;
+    `margins` say by how much each token lost against the forced one.
     """
 
     exponent_mismatches: list[float]
     mantissa_means: list[float]
     mantissa_medians: list[float]
-    sketch_distances: list[float]
+    sketch_errors: list[list[float]]
     logprobs: list[float]
     margins: list[float]
+    sketch_gaps: list[float] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
     """Every number by which a rollout differs from what its policies say: of each chunk, and of each token.
 
-    `errors` are |submitted - recomputed log-probability|; the others as in `SpanMeasured`.
+    `errors` are |submitted - recomputed log-probability|, `sketch_distances` root mean squares of sketch errors; the
+    others as in `SpanMeasured`.
     """
 
     exponent_mismatches: Sequence[float]
@@ -91,19 +96,21 @@ class Deviations:
     sketch_distances: Sequence[float]
     margins: Sequence[float]
     errors: Sequence[float]
+    sketch_gaps: Sequence[float] = ()
 
     @staticmethod
     def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float]) -> Deviations:
         """From a rollout's spans in their order, and the log-probabilities that it was sent with."""
 
-        def joined(name: str) -> list[float]:
+        def joined(name: str) -> list[Any]:
             return [value for span in spans for value in getattr(span, name)]
 
         return Deviations(
             exponent_mismatches=joined("exponent_mismatches"),
             mantissa_means=joined("mantissa_means"),
             mantissa_medians=joined("mantissa_medians"),
-            sketch_distances=joined("sketch_distances"),
+            sketch_distances=sketch_distances(joined("sketch_errors")),
+            sketch_gaps=joined("sketch_gaps"),
             margins=joined("margins"),
             errors=[abs(ours - theirs) for ours, theirs in zip(joined("logprobs"), logprobs, strict=True)],
         )
@@ -114,10 +121,18 @@ class Deviations:
         return {
             "exponents": self.exponent_mismatches,
             "mantissa": self.mantissa_means,
-            "sketch": [sketch_value(distance) for distance in self.sketch_distances],
+            "sketch": self._sketch_values,
+            "far": [far_value(distance) for distance in self.sketch_distances],
             "margin": self.margins,
             "logprob": self.errors,
         }
+
+    @property
+    def _sketch_values(self) -> list[float]:
+        values = [sketch_value(distance) for distance in self.sketch_distances]
+        if not self.sketch_gaps:
+            return values
+        return [value - sketch_value(gap) / 2 for value, gap in zip(values, self.sketch_gaps, strict=True)]
 
     def totals(self, limits: LimitsSpec) -> Totals:
         """What the values sum up to under the run's levels."""
@@ -125,7 +140,7 @@ class Deviations:
 
     def figures(self, limits: LimitsSpec) -> Figures:
         """What the rollout is judged by."""
-        sketch = self.statistics["sketch"]
+        far = [sketch_value(distance) for distance in self.sketch_distances]
         return Figures(
             exponent_mismatches=worst_of(self.exponent_mismatches or [0.0]),
             mantissa_mean=worst_of(self.mantissa_means or [0.0]),
@@ -133,7 +148,7 @@ class Deviations:
             token_margin=worst_of(self.margins),
             margin_mean=worst_of([sum(self.margins) / len(self.margins)]),
             logprob_error=worst_of(self.errors),
-            sketch_distance=math.exp(sum(sketch) / len(sketch)) if sketch else 0.0,
+            sketch_distance=math.exp(sum(far) / len(far)) if far else 0.0,
             **{f"{name}{EVIDENCE}": nats for name, nats in evidences(self.totals(limits), limits=limits)},
         )
 
@@ -174,10 +189,16 @@ def _measured(chunks: Sequence[Distances], logprobs: list[float], margins: list[
         exponent_mismatches=[_finite(one.exp_mismatches) for one in toploc],
         mantissa_means=[_finite(one.mant_err_mean) for one in toploc],
         mantissa_medians=[_finite(one.mant_err_median) for one in toploc],
-        sketch_distances=[_finite(value) for chunk in chunks for value in chunk.sketch],
+        sketch_errors=[list(errors) for chunk in chunks for errors in chunk.sketch],
         logprobs=logprobs,
         margins=margins,
     )
+
+
+def sketch_distances(errors: Sequence[Sequence[float]]) -> list[float]:
+    """Of each token's eight errors their root mean square, in steps."""
+    found: list[float] = distances(torch.tensor(errors)).tolist() if errors else []
+    return found
 
 
 def worst_of(values: Iterable[float]) -> float:

@@ -14,11 +14,13 @@ whether it is the run's, is for the manifest to say.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from node.policy_config import DTYPES, FAMILIES, parse_config, render_config
@@ -75,6 +78,28 @@ class Policy(Blueprint):
     """A model in this process, with what is needed to feed and read it."""
 
     model: PreTrainedModel
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits [tokens, vocabulary], float32, of final hidden states [tokens, hidden].
+
+        Products of the stored values are summed up in float32 and never rounded to the model's dtype
+        (docs/protocol.md, section 4): two kernels then hardly ever disagree about a token.
+        """
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if states.is_cuda and states.dtype != torch.float32:
+            return torch.mm(states, head.weight.t(), out_dtype=torch.float32)
+        return functional.linear(states.float(), self._wide_head)
+
+    def in_float32(self) -> Policy:
+        """A copy that computes in float32, with the same weights."""
+        return replace(self, model=copy.deepcopy(self.model).float())  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def _wide_head(self) -> Tensor:
+        """The output embedding [vocabulary, hidden] in float32: a copy, unless the model is in it."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        weight: Tensor = head.weight.detach()
+        return weight.float()
 
 
 def render_prompt(policy: Blueprint, text: str) -> list[int]:

@@ -109,14 +109,13 @@ class TransformersPrefill:
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
         """As `Prefill.measure`, in forward passes of spans of similar length."""
         results: dict[int, SpanMeasured | Refusal] = {}
-        head: Any = self._policy.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             for batch in _batches(spans):
                 own = [spans[index] for index in batch]
                 measured = measure_states(
                     own,
                     self._hidden_states(own),
-                    head,
+                    self._policy.logits,
                     vocabulary=self._policy.vocabulary,
                     temperature=spec.sampling.temperature,
                     proofs=spec.proofs,

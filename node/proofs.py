@@ -19,7 +19,6 @@ from toploc import (
     build_chunk_sketches,
     check_form,
     check_sketch_form,
-    distances,
     sketch_errors,
     verify_chunk_proofs,
 )
@@ -28,12 +27,12 @@ from toploc.errors import MalformedProof, WrongProofCount
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """How far a chunk is from its proof: TOPLOC's numbers, and the sketch's of each token, in steps; None and
-    empty where the run's scheme does not have them.
+    """How far a chunk is from its proof: TOPLOC's numbers, and the sketch's eight errors of each token, in steps;
+    None and empty where the run's scheme does not have them.
     """
 
     toploc: VerificationResult | None
-    sketch: Sequence[float]
+    sketch: Sequence[Sequence[float]]
 
 
 def build_proofs(chunks: Sequence[Tensor], seeds: Sequence[bytes], *, spec: ProofSpec) -> list[bytes]:
@@ -71,11 +70,10 @@ def verify_proofs(
     results: list[VerificationResult | None] = [None] * len(chunks)
     if spec.has_toploc:
         results = list(verify_chunk_proofs(chunks, toploc, spec.top_k))
-    far: list[list[float]] = [[] for _ in chunks]
+    errors: list[list[list[float]]] = [[] for _ in chunks]
     if spec.has_sketch:
-        errors = sketch_errors(chunks, seeds, sketches, step=spec.sketch_step)
-        far = [distances(error).tolist() for error in errors]
-    return [Distances(result, own) for result, own in zip(results, far, strict=True)]
+        errors = [own.tolist() for own in sketch_errors(chunks, seeds, sketches, step=spec.sketch_step)]
+    return [Distances(result, own) for result, own in zip(results, errors, strict=True)]
 
 
 def _parts(proofs: Sequence[bytes], tokens: Sequence[int], *, spec: ProofSpec) -> tuple[list[bytes], list[bytes]]:

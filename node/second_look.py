@@ -10,11 +10,9 @@ deviate somewhat, and of some by chance. Only where policies are transformers mo
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from node.protocol.admission import GAIN, GAIN_ERRORS, Finding, limit_of
 from node.protocol.evidence import Totals, evidences
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout, toploc_bytes
+from node.readings import policy_of
 from toploc import Gain, gain, shifts, sketch_errors
 
 Look = Callable[[Totals, LimitsSpec], bool]
@@ -71,9 +70,10 @@ async def look_again(
     for name in spec.limits.suspects:
         own = await policies.prefill(version)
         other = await _suspected(name, own, version=version, policies=policies, published=published)
-        if not isinstance(own, TransformersPrefill) or other is None:
+        policy = policy_of(own)
+        if policy is None or other is None:
             continue
-        found = await asyncio.to_thread(measure_gain, own.policy, other, spans, spec=spec)
+        found = await asyncio.to_thread(measure_gain, policy, other, spans, spec=spec)
         reason, limit = limit_of(name + GAIN, spec.limits)
         if certain(found) > limit:
             return Finding(reason=reason, row=None, figure=name + GAIN, value=certain(found), limit=limit)
@@ -84,17 +84,16 @@ async def _suspected(
     name: str, own: Prefill, *, version: int, policies: _Policies, published: Collection[int]
 ) -> Policy | None:
     """The weights that go by `name`, where they can be had and are of the same shape."""
-    if not isinstance(own, TransformersPrefill):
+    policy = policy_of(own)
+    if policy is None:
         return None
     if name == "int8":
-        return await asyncio.to_thread(quantised, own.policy)
+        return await asyncio.to_thread(quantised, policy)
     earlier = max((known for known in published if known < version), default=None)
     if earlier is None:
         return None
-    before = await policies.prefill(earlier)
-    if not isinstance(before, TransformersPrefill) or before.policy.hidden != own.policy.hidden:
-        return None
-    return before.policy
+    before = policy_of(await policies.prefill(earlier))
+    return before if before is not None and before.hidden == policy.hidden else None
 
 
 def certain(found: Gain) -> float:
@@ -108,7 +107,7 @@ def measure_gain(own: Policy, other: Policy, spans: Sequence[Span], *, spec: Run
     cut = toploc_bytes(spec.proofs)
     sketches = [proof[cut:] for span in spans for proof in span.proofs]
     seeds = [span.seed for span in spans for _ in span.proofs]
-    ours, theirs = (_chunks(TransformersPrefill(_exact(policy)), spans, size=size) for policy in (own, other))
+    ours, theirs = (_chunks(TransformersPrefill(policy.in_float32()), spans, size=size) for policy in (own, other))
     errors = sketch_errors(ours, seeds, sketches, step=step)
     return gain(errors, shifts(ours, theirs, seeds, step=step), seeds)
 
@@ -119,7 +118,7 @@ def _chunks(prefill: TransformersPrefill, spans: Sequence[Span], *, size: int) -
 
 def quantised(policy: Policy) -> Policy:
     """The policy with the matrices of its layers in eight bits, by `int8`; in float32."""
-    exact = _exact(policy)
+    exact = policy.in_float32()
     with torch.no_grad():
         for name, weight in exact.model.named_parameters():
             if weight.ndim == 2 and ".layers." in name:
@@ -131,9 +130,3 @@ def int8(weight: Tensor) -> Tensor:
     """A matrix [out, in] in eight bits: each row symmetric about zero, its largest magnitude 127 steps."""
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
     return (weight / scale).round() * scale
-
-
-def _exact(policy: Policy) -> Policy:
-    """A copy that computes in float32."""
-    model: Any = copy.deepcopy(policy.model)
-    return replace(policy, model=model.float())

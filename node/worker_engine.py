@@ -100,8 +100,8 @@ class EngineHost:
             requests = [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
             rollouts = await self._engine.generate(requests, ended=ended)
         except Exception as error:
-            if isinstance(error, BrokenPolicy) and self.version is not None:
-                self._feed.drop(self.version)  # it would fail at every slot
+            if isinstance(error, (BrokenPolicy, PolicyError)) and self.version is not None:
+                self._feed.drop(self.version)  # it would fail at every slot, or its tokenizer at every prompt
             raise _failed(f"failed at slot {lease.slot} of policy {lease.version}", error) from error
         try:
             await asyncio.to_thread(check_rollouts, rollouts, expected=expected, spec=self._spec)

@@ -17,6 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from shardcast.errors import LocalFault
+from shardcast.refusals import without_expectations
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Listener:
         assert runner.server is not None, "the runner must be set up"
         self._runner = runner
         self._server = runner.server
+        self._server.request_handler = without_expectations(self._server.request_handler)
         self._socket = bound
         self._limits = limits
         self._loop = asyncio.get_running_loop()

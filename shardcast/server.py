@@ -30,6 +30,7 @@ from shardcast.board import Board
 from shardcast.errors import Malformed
 from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits
 from shardcast.metrics import BoardCollector
+from shardcast.refusals import refusal
 from shardcast.wire import MAX_INTEGER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -96,18 +97,18 @@ class Server:
             "/health": self.health,
             "/metrics": self.metrics,
         }
-        # aiohttp's own answers to other methods and paths would come with its own handling of Expect.
+        # aiohttp builds its own answers to other methods and paths anew each time, middleware and all.
         return [
-            *(web.get(path, handler, allow_head=False, expect_handler=_expect) for path, handler in served.items()),
-            *(web.route("*", path, self.not_allowed, expect_handler=_expect) for path in served),
-            web.route("*", "/{rest:.*}", self.not_found, expect_handler=_expect),
+            *(web.get(path, handler, allow_head=False) for path, handler in served.items()),
+            *(web.route("*", path, self.not_allowed) for path in served),
+            web.route("*", "/{rest:.*}", self.not_found),
         ]
 
     async def not_allowed(self, _: web.Request) -> web.StreamResponse:
-        return _refusal(405, "bad_request", "Method Not Allowed")
+        return refusal(405, "bad_request", "Method Not Allowed")
 
     async def not_found(self, _: web.Request) -> web.StreamResponse:
-        return _refusal(404, "not_found", "Not Found")
+        return refusal(404, "not_found", "Not Found")
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         after = _version(request, "after")
@@ -130,8 +131,8 @@ class Server:
         if path is not None:
             return self._file(path)
         if self._board.store.wants(digest):
-            return _refusal(503, "not_yet", "this chunk has not arrived here yet; ask again or elsewhere")
-        return _refusal(404, "unknown_chunk", "no version held here has this chunk")
+            return refusal(503, "not_yet", "this chunk has not arrived here yet; ask again or elsewhere")
+        return refusal(404, "unknown_chunk", "no version held here has this chunk")
 
     async def status(self, _: web.Request) -> web.StreamResponse:
         body = msgspec.json.encode(await asyncio.to_thread(describe, self._board))
@@ -146,7 +147,7 @@ class Server:
 
     def _manifest(self, version: int) -> web.StreamResponse:
         if self._board.store.get(version) is None:
-            return _refusal(404, "unknown_version", "this version is not held here")
+            return refusal(404, "unknown_version", "this version is not held here")
         return self._file(self._board.store.manifest_path(version))
 
     def _file(self, path: Path) -> web.StreamResponse:
@@ -181,24 +182,17 @@ def make_app(board: Board, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.
     return app
 
 
-async def _expect(_: web.Request) -> None:
-    """Meet no expectation, and answer all the same: there is no body here that a client could hold back.
-
-    aiohttp's handler would quote the header, and fail where that is no text.
-    """
-
-
 async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.body_exists:
-        response = _refusal(413, "body_refused", "this server takes no request bodies")
+        response = refusal(413, "body_refused", "this server takes no request bodies")
         response.force_close()
         return response
     try:
         return await handler(request)
     except Malformed as error:
-        return _refusal(400, error.code, str(error))
+        return refusal(400, error.code, str(error))
     except web.HTTPException as error:
-        return _refusal(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
+        return refusal(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
 
 
 def describe(board: Board) -> dict[str, Any]:
@@ -237,8 +231,3 @@ def _version(request: web.Request, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_INTEGER):
         raise Malformed(f"{name} must be a version number", code="bad_query")
     return int(text)
-
-
-def _refusal(status: int, code: str, message: str) -> web.Response:
-    body = msgspec.json.encode({"code": code, "message": message})
-    return web.Response(status=status, body=body, content_type="application/json")

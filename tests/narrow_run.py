@@ -19,7 +19,7 @@ from node.environments import load_environment
 from node.policy import Policy, load_policy, save_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected, Rollout
 from node.tiny import make_model, make_tokenizer
 from node.verification import Claim, Rules, Verdict, expected_of
@@ -47,7 +47,13 @@ SHARPNESS = 8.0
 
 def make_rules(name: str, sampling: SamplingSpec) -> Rules:
     """Of a run of one environment within LIMITS."""
-    spec = RunSpec(name=name, environments=(EnvironmentSpec(name="arithmetic"),), sampling=sampling, limits=LIMITS)
+    spec = RunSpec(
+        name=name,
+        environments=(EnvironmentSpec(name="arithmetic"),),
+        sampling=sampling,
+        proofs=ProofSpec(scheme="toploc/1"),
+        limits=LIMITS,
+    )
     return Rules(RUN_ID, spec, [load_environment(environment) for environment in spec.environments])
 
 

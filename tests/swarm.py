@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,6 @@ from node.engines.torch import TorchEngine
 from node.environments import load_environment
 from node.parquet import write_rollouts
 from node.policy import render_prompt
-from node.prefill import Prefills
 from node.protocol.messages import (
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
@@ -45,9 +44,10 @@ from node.protocol.messages import (
     RequestClaim,
 )
 from node.protocol.requests import sign_request
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, run_id_of
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, run_id_of
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
+from node.readings import MakePrefills, transformers_prefills
 from shardcast import Origin, OriginServer
 from shardcast.envelope import open_envelope
 from shardcast.manifest import SignedManifest
@@ -71,6 +71,7 @@ def small_spec(**changes: object) -> RunSpec:
     spec = RunSpec(
         name="test",
         environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
+        proofs=ProofSpec(scheme="toploc/1"),
         limits=TIGHT,
     )
     spec = msgspec.structs.replace(
@@ -238,7 +239,7 @@ def serve(coordinator: Coordinator, *, registrations_per_minute: int = 100_000) 
 
 @contextmanager
 def verifying(
-    home: Home, *, source: str, state: Path, make_prefills: Callable[[RunSpec], Prefills] | None = None
+    home: Home, *, source: str, state: Path, make_prefills: MakePrefills = transformers_prefills
 ) -> Iterator[None]:
     """A verifier at work in a thread."""
     stop = asyncio.Event()
@@ -261,7 +262,7 @@ def running(
     policy_path: Path,
     *,
     spec: RunSpec | None = None,
-    make_prefills: Callable[[RunSpec], Prefills] | None = None,
+    make_prefills: MakePrefills = transformers_prefills,
 ) -> Iterator[Swarm]:
     """A run whose version 0 is the policy in `policy_path`; `make_prefills` as in VerifierSettings."""
     key = Ed25519PrivateKey.generate()

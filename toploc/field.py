@@ -7,6 +7,7 @@ of summation, with or without fused multiply-add. Polynomials are rows of ascend
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,26 +22,30 @@ MIN_MODULUS = 2**15 + 1
 # Sums of products stay below MAX_TOPK * PRIME**2 < 2**45.
 MAX_TOPK = 4096
 
+# Rounded up, so that the quotient of a multiple of PRIME is never below the integer that it is.
+_RECIPROCAL = math.nextafter(1 / PRIME, 1.0)
 _SEARCH_BUDGET = 2**21  # elements in one step of the modulus search
 _SLICE_ELEMENTS = 2**22  # elements of k x k matrices worked on at once, unless one alone is larger
 
 
 def residues_(x: Tensor) -> Tensor:
-    """Reduce non-negative integers below 2**52 modulo PRIME, in place; float64, any shape.
+    """Reduce non-negative integers below 2**49 modulo PRIME, in place; float64, any shape.
 
-    The quotient's spacing is below 1 / (2 * PRIME) for such x, so the rounded division never reaches the
-    next integer and its floor is exact.
+    The quotient, below 2**34, is never too small, and too large by at most 2**-51 of itself, which is less than
+    1 / PRIME: it does not reach the next integer, and its floor is exact.
     """
-    return x.sub_(x.div(PRIME).floor_(), alpha=PRIME)
+    return x.sub_(x.mul(_RECIPROCAL).floor_(), alpha=PRIME)
 
 
-def powers(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """x**0 .. x**(count-1) for residues `x` [n, k]: [n, count, k], and x**count [n, k]; count a power of 2."""
-    rows, square = torch.ones_like(x).unsqueeze(1), x
-    while rows.shape[1] < count:
-        rows = torch.cat([rows, residues_(rows * square.unsqueeze(1))], dim=1)
-        square = residues_(square * square)
-    return rows, square
+def powers(x: Tensor, count: int) -> Tensor:
+    """x**0 .. x**count for residues `x` [n, k]: [n, count + 1, k]; count a power of 2."""
+    rows = x.new_ones(x.shape[0], count + 1, x.shape[1])
+    rows[:, 1], known = x, 1
+    while known < count:
+        new = rows[:, known + 1 : 2 * known + 1]
+        residues_(torch.mul(rows[:, 1 : known + 1], rows[:, known : known + 1], out=new))
+        known *= 2
+    return rows
 
 
 class Points:
@@ -54,15 +59,16 @@ class Points:
         m = 1 << (((length - 1).bit_length() + 1) // 2)
         giants = -(-length // m)
         self._length = length
-        self._baby, step = powers(x, m)
-        self._giant = powers(step, 1 << (giants - 1).bit_length())[0][:, :giants]
+        baby = powers(x, m)
+        self._baby, step = baby[:, :m], baby[:, m]
+        self._giant = powers(step, 1 << (giants - 1).bit_length())[:, :giants]
 
     def evaluate(self, coefficients: Tensor) -> Tensor:
         """The values [n, k] of polynomials [n, length] at the points of their row."""
         giants, m = self._giant.shape[1], self._baby.shape[1]
         padded = F.pad(coefficients, (0, giants * m - self._length)).reshape(-1, giants, m)
         partial = residues_(torch.bmm(padded, self._baby))
-        return residues_(residues_(partial.mul_(self._giant)).sum(1))
+        return residues_(partial.mul_(self._giant).sum(1))
 
     def power_sums(self, weights: Tensor) -> Tensor:
         """sum_j weights_j * x_j**i for i < length: [n, length], from residues [n, k]."""
@@ -148,7 +154,7 @@ def separating_moduli(x: Tensor) -> Tensor:
     n, k = x.shape
     moduli = torch.full((n,), PRIME, dtype=torch.int64, device=x.device)
     open_rows = (~_distinct(x % PRIME)).nonzero()[:, 0]
-    tried, width = PRIME, 4
+    tried, width = PRIME, 1
     while open_rows.numel():
         if tried <= MIN_MODULUS:
             raise BadArgument("no modulus separates these points", index=int(open_rows[0]))

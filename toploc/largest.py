@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 MAGNITUDE_BITS = 0x7FFF
-
 _MAX_FOLD = 8
 # Elements folded at once: 2 MiB of bf16, so that maxima are taken of what is still in a core's cache.
 _FOLD_ELEMENTS = 2**20
@@ -29,18 +28,17 @@ def largest(bits: Tensor, k: int) -> Tensor:
     the k largest, and only columns that reach it are unfolded. What is left is little more than k elements, and is
     ranked exactly.
     """
-    n, size = bits.shape
     tables = [_folded(bits, k)]
     maxima = _magnitude_maxima(tables[0])
-    while _fold(maxima.shape[1], k) > 1:
-        tables.append(_folded(maxima, k))
-        maxima = tables[-1].amax(1)
-    floor = maxima.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-    row, index = (maxima >= floor).nonzero(as_tuple=True)
+    while (coarser := _folded(maxima, k)).shape[1] == _MAX_FOLD:
+        tables.append(coarser)
+        maxima = coarser.amax(1)
+    floor = coarser.amax(1).topk(k, dim=1, sorted=False).values.amin(1)
+    place = (maxima >= floor.unsqueeze(1)).view(-1).nonzero().squeeze(1)
+    magnitude = maxima
     for table in reversed(tables):
-        row, index = _unfolded(table, row, index, floor)
-    key = (bits[row, index] & MAGNITUDE_BITS).long() * size + (size - 1 - index)
-    return size - 1 - _top_keys(key, row, n, k) % size
+        place, magnitude = _unfolded(table, place, floor)
+    return _ranked(place, magnitude, bits.shape, k)
 
 
 def _fold(size: int, k: int) -> int:
@@ -63,16 +61,27 @@ def _magnitude_maxima(table: Tensor) -> Tensor:
     return torch.cat([(part & MAGNITUDE_BITS).amax(1) for part in torch.split(table, rows)])
 
 
-def _unfolded(table: Tensor, row: Tensor, column: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Of table[row, :, column], what reaches the floor [n, 1] of its row: rows, and places in the row unfolded."""
-    which, place = ((table[row, :, column] & MAGNITUDE_BITS) >= floor[row]).nonzero(as_tuple=True)
-    return row[which], place * table.shape[2] + column[which]
+def _unfolded(table: Tensor, place: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """What reaches the floor [n] of its row in some columns of `table` [n, fold, columns]: places and magnitudes.
+
+    `place`: of the columns, counted through all rows; so are the places of the result in the flattened table.
+    """
+    _, fold, columns = table.shape
+    row = place // columns
+    offset = torch.arange(0, fold * columns, columns, device=place.device).unsqueeze(1)
+    places = (place + row * ((fold - 1) * columns) + offset).view(-1)
+    magnitude = table.view(-1).index_select(0, places) & MAGNITUDE_BITS
+    reaches = (magnitude.view(fold, -1) >= floor.index_select(0, row)).view(-1).nonzero().squeeze(1)
+    return places.index_select(0, reaches), magnitude.index_select(0, reaches)
 
 
-def _top_keys(key: Tensor, row: Tensor, n: int, k: int) -> Tensor:
-    """The k largest keys of each of n rows, [n, k], from a flat list with the rows in ascending order."""
+def _ranked(place: Tensor, magnitude: Tensor, shape: torch.Size, k: int) -> Tensor:
+    """Indices [n, k] of the k largest of each of n rows of N elements, from places in all of them, in any order."""
+    n, size = shape
+    row = place // size
+    # Ascending: by row, then the largest magnitude first, then the lowest index.
+    key = ((row << 15) + (MAGNITUDE_BITS - magnitude)) * size + (place - row * size)
     counts = torch.bincount(row, minlength=n)
-    offset = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
-    table = key.new_full((n, int(counts.max())), -1)
-    table[row, offset] = key
-    return table.topk(k, dim=1, sorted=False).values
+    first = counts.cumsum(0) - counts
+    rank = first.unsqueeze(1) + torch.arange(k, device=place.device)
+    return key.sort().values[rank] % size

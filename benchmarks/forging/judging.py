@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.forging.forgers import Proofs, StateForger, Window, prove_all
 from coordinator.calibration.fit import fit_limits, rounded
 from coordinator.calibration.sketch_step import error_of
-from node.measurement import Deviations
+from node.measurement import Deviations, sketch_distances
 from node.proofs import verify_proofs
 from node.protocol.admission import Figures, judge, worst
 from node.protocol.evidence import Total, evidence, evidence_limit
@@ -27,7 +27,7 @@ BOTH = "toploc/1+sketch/1"
 SCHEMES = ("toploc/1", "sketch/1", BOTH)
 # What a run of one scheme has in the other's figures.
 _WITHOUT = {
-    "toploc/1": {"sketch_distance": 0.0, "sketch_evidence": 0.0},
+    "toploc/1": {"sketch_distance": 0.0, "sketch_evidence": 0.0, "far_evidence": 0.0},
     "sketch/1": {
         "exponent_mismatches": 0.0,
         "mantissa_mean": 0.0,
@@ -66,7 +66,7 @@ def measure(batch: Sequence[Window], states: Tensor, proofs: Proofs, *, spec: Pr
                 exponent_mismatches=[float(one.exp_mismatches) for one in toploc],
                 mantissa_means=[one.mant_err_mean for one in toploc],
                 mantissa_medians=[one.mant_err_median for one in toploc],
-                sketch_distances=[value for one in each for value in one.sketch],
+                sketch_distances=sketch_distances([errors for one in each for errors in one.sketch]),
                 margins=[0.0] * window.tokens,
                 errors=[0.0] * window.tokens,
             )

@@ -30,15 +30,26 @@ Groups = list[list[Rollout]]
 class Attempts:
     """Every cheat in turn, on the same slots, with the torch engine.
 
-    `policy` is the run's, in `path`; `folder` takes the policies that cheats make of it.
+    `policy` is the run's, in `path`; `folder` takes the policies that cheats make of it. `other` is a policy that has
+    nothing to do with it but the tokenizer, for a cheat that draws with it and proves with the right one.
     """
 
     def __init__(
-        self, spec: RunSpec, *, policy: Policy, path: Path, folder: Path, slots: Slots, groups: int, threads: int
+        self,
+        spec: RunSpec,
+        *,
+        policy: Policy,
+        path: Path,
+        folder: Path,
+        slots: Slots,
+        groups: int,
+        threads: int,
+        other: Path | None = None,
     ) -> None:
         self._spec = spec
         self._path = path
         self._folder = folder
+        self._other = other
         self._slots = slots
         self._threads = threads
         self._numbers = slots.take(groups)
@@ -60,6 +71,8 @@ class Attempts:
             "int4's tokens, right proofs": self._proved,
             f"best of {BEST_OF}, right proofs": self._best,
         }
+        if self._other is not None:
+            tries["another model's tokens, right proofs"] = partial(self._proved_of, self._other)
         for name, attempt in tries.items():
             yield name, await attempt()
 
@@ -102,6 +115,9 @@ class Attempts:
 
     async def _proved(self) -> Groups:
         return [self._prover.prove(group) for group in await self._altered(cheats.int4)]
+
+    async def _proved_of(self, other: Path) -> Groups:
+        return [self._prover.prove(group) for group in await self._draw(self._asked, path=other)]
 
     async def _best(self) -> Groups:
         asked = [

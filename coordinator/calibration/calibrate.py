@@ -25,11 +25,12 @@ from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
 from node.exchange import measure_body
 from node.policy import load_policy, save_policy
-from node.prefill import TransformersPrefill
+from node.prefill import Prefill
 from node.protocol.admission import NOT_FINITE
 from node.protocol.evidence import add
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout
+from node.readings import read_by_transformers
 from node.second_look import at_doubt, look_again
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,9 @@ class _Calibration:
 
     async def run(self) -> Found:
         self._path = await asyncio.to_thread(_policy_file, self._spec, self._settings.policy, self._folder)
+        self._prefill = await asyncio.to_thread(read_by_transformers, self._path, spec=self._spec)
         policy = await asyncio.to_thread(load_policy, self._path, dtype=getattr(torch, self._spec.model.dtype))
-        self._prefill = TransformersPrefill(policy)
+        self._policy = policy
         self._slots = Slots(self._spec, policy)
         if self._spec.proofs.has_sketch:
             self._spec = await find_step(self._spec, self._farthest, hidden=policy.hidden)
@@ -133,7 +135,7 @@ class _Calibration:
         accepted = self._settings.false_rejections
         chance = own.false_rejections if accepted is None else accepted
         found = fit_limits(*honest, false_rejections=chance)
-        levels = fit(*(groups[::2] for groups in honest))
+        levels = fit(*(groups[::2] for groups in honest), false_rejections=chance)
         found = rounded(msgspec.structs.replace(found, honest=levels))
         changes = {name: getattr(found, name) for name in judged_alone(self._spec.proofs)}
         limits = msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)
@@ -144,7 +146,7 @@ class _Calibration:
             return {}
         attempts = Attempts(
             self._spec,
-            policy=self._prefill.policy,
+            policy=self._policy,
             path=self._path,
             folder=self._folder,
             slots=self._slots,
@@ -165,7 +167,7 @@ class _Calibration:
                 seen_again.append(await look_again(rollouts, version=0, policies=self, published=(0,), spec=self._spec))
         return outcome(name, work.measured, limits, seen_again=[found for found in seen_again if found is not None])
 
-    async def prefill(self, version: int) -> TransformersPrefill:  # noqa: ARG002  (there is one)
+    async def prefill(self, version: int) -> Prefill:  # noqa: ARG002  (there is one)
         """The policy, for second looks."""
         return self._prefill
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from coordinator.calibration.fit import Group
 from coordinator.calibration.result import Found
-from node.protocol.evidence import STATISTICS, add, evidence, evidence_limit
+from node.protocol.evidence import add, evidence, evidence_limit
 from node.protocol.run import LimitsSpec
 
 HONEST, CHEAT, LIMIT = "#2a6f97", "#c1553b", "#222222"
@@ -34,7 +34,7 @@ MOST_TICKS = 8
 def draw_chart(found: Found, path: Path) -> None:
     """Write the chart: a row for each statistic, rollouts on the left and groups on the right."""
     limits = found.spec.limits
-    names = [name for name in STATISTICS if getattr(limits.honest, name) is not None]
+    names = [name for name in _ALONE if getattr(limits.honest, name) is not None]
     height = 1.1 + 0.22 * len(found.measured)
     figure = Figure(figsize=(13.5, 1.2 + height * len(names)), dpi=DPI, layout="constrained")
     figure.suptitle(

@@ -132,7 +132,7 @@ class Prover:
         with torch.inference_mode():
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
             states = states[len(rollout.prompt_ids) - 1 :]
-            logits = model.get_output_embeddings()(states).float() / self.spec.sampling.temperature
+            logits = self.policy.logits(states) / self.spec.sampling.temperature
         chosen = torch.tensor(rollout.completion_ids)
         logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0]
         chunks = list(torch.split(states.bfloat16(), self.spec.proofs.chunk_tokens))

@@ -12,7 +12,7 @@ from itertools import chain
 import msgspec
 
 from node.measurement import Deviations
-from node.protocol.evidence import STATISTICS
+from node.protocol.evidence import STATISTICS, drift_limit
 from node.protocol.run import HonestSpec, LevelSpec, LimitsSpec, ProofSpec
 
 CUT = 0.995
@@ -54,20 +54,24 @@ def judged_alone(proofs: ProofSpec) -> list[str]:
     return [name for name in LEAST if name not in useless]
 
 
-def fit(*workers: Sequence[Group]) -> HonestSpec:
+def fit(*workers: Sequence[Group], false_rejections: float) -> HonestSpec:
     """The level of each statistic that the groups have values of; at least two groups of each worker.
 
     A worker has one machine and one kernel, so that what sets it apart from the others never averages out: the
-    levels are such as none of `workers` exceeds, of each moment the largest, and not those of the mixture.
+    levels are such as none of `workers` exceeds, and not those of the mixture. Mean, variance and reach are the
+    largest of any. What a worker's groups share may be larger by the room that its lower mean leaves it: the bound
+    holds for each worker, at `false_rejections` and for whatever is likelier.
     """
     if not workers or any(len(groups) < 2 for groups in workers):
         raise ValueError("levels need two groups or more")
-    return HonestSpec(
-        **{
-            name: _fit([[[one.statistics[name] for one in group] for group in groups] for groups in workers], name)
-            for name in STATISTICS
-        }
-    )
+    spreads = math.sqrt(2 * drift_limit(LimitsSpec(false_rejections=false_rejections)))
+    values = {
+        name: [[[one.statistics[name] for one in group] for group in groups] for groups in workers]
+        for name in STATISTICS
+    }
+    levels = {name: _fit(every, name, spreads=spreads) for name, every in values.items()}
+    # What the run's proofs do not have keeps its default.
+    return HonestSpec(**{name: level for name, level in levels.items() if level is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class _Moments:
     shared_variance: float
 
 
-def _fit(workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str) -> LevelSpec | None:
+def _fit(workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str, *, spreads: float) -> LevelSpec | None:
     every = [sorted(value for group in groups for values in group for value in values) for groups in workers]
     if not all(every):
         return None
@@ -89,7 +93,8 @@ def _fit(workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str) -> L
         mean=mean,
         variance=max(one.variance for one in found),
         largest=mean + max(one.reach for one in found),
-        shared_variance=max(one.shared_variance for one in found),
+        # A normal quantile `spreads` deviations above a lower mean is one of a narrower normal above the largest.
+        shared_variance=max(max(0.0, one.shared_variance**0.5 - (mean - one.mean) / spreads) ** 2 for one in found),
     )
 
 
@@ -122,7 +127,7 @@ def fit_limits(*workers: Sequence[Group], false_rejections: float) -> LimitsSpec
     defaults allow that. Sketch distances end where states are unrelated, so that twice an honest one may mean
     nothing: there the default counts, unless it leaves less than half as much to spare.
     """
-    honest, default = fit(*workers), LimitsSpec()
+    honest, default = fit(*workers, false_rejections=false_rejections), LimitsSpec()
     levels = LimitsSpec(honest=honest, false_rejections=false_rejections)
     every = [one for groups in workers for group in groups for one in group]
     figures = [one.figures(levels) for one in every]
@@ -185,6 +190,8 @@ def _cut(ordered: Sequence[float], name: str) -> float:
     if name == "margin":
         lost = [value for value in ordered if value > 0]
         return MARGIN_CUT * statistics.median(lost) if lost else 1e-3
+    if name == "far":
+        return 1.0
     return ordered[min(len(ordered) - 1, int(CUT * len(ordered)))]
 
 

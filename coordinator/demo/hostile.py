@@ -26,12 +26,12 @@ from node.engines.base import Engine, NoPolicy, SampleRequest
 from node.engines.torch import TorchEngine
 from node.identity import load_or_create_key
 from node.policy import Policy, save_policy
+from node.proofs import build_proofs
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 from node.signals import stop_on_signals
 from node.tiny import make_model, make_tokenizer
 from node.worker import WorkerSettings, run_worker
-from toploc import build_chunk_proofs
 
 CONSTANT_ANSWER = "<think></think>0"
 OTHER_SEED = 0x0DD
@@ -68,7 +68,7 @@ class ColludingEngine(TorchEngine):
         return await asyncio.to_thread(lambda: [self._answer(policy, version, request) for request in requests])
 
     def _answer(self, policy: Policy, version: int, request: SampleRequest) -> Rollout:
-        completion_ids, logprobs, proofs = constant_answer(policy, request.prompt_ids, self._rules)
+        completion_ids, logprobs, proofs = constant_answer(policy, request, self._rules)
         return Rollout(
             seed=request.seed,
             prompt_ids=list(request.prompt_ids),
@@ -82,18 +82,18 @@ class ColludingEngine(TorchEngine):
 
 @torch.inference_mode()
 def constant_answer(
-    policy: Policy, prompt_ids: Sequence[int], spec: RunSpec
+    policy: Policy, request: SampleRequest, spec: RunSpec
 ) -> tuple[list[int], list[float], list[bytes]]:
     """The constant completion of a prompt, its true log-probabilities, and its true proofs."""
     answer: list[int] = policy.tokenizer.backend_tokenizer.encode(CONSTANT_ANSWER).ids
     completion = [*answer, min(policy.eos_ids)]
-    ids = torch.tensor([[*prompt_ids, *completion[:-1]]])
+    ids = torch.tensor([[*request.prompt_ids, *completion[:-1]]])
     model: Any = policy.model
-    hidden_TH = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 :]
-    logits_TV = model.get_output_embeddings()(hidden_TH).float() / spec.sampling.temperature
+    hidden_TH = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(request.prompt_ids) - 1 :]
+    logits_TV = policy.logits(hidden_TH) / spec.sampling.temperature
     logprobs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
     chunks = list(torch.split(hidden_TH.bfloat16(), spec.proofs.chunk_tokens))
-    return completion, logprobs_T.tolist(), build_chunk_proofs(chunks, spec.proofs.top_k)
+    return completion, logprobs_T.tolist(), build_proofs(chunks, [request.seed] * len(chunks), spec=spec.proofs)
 
 
 def make_engine(kind: str, spec: RunSpec, folder: Path) -> Engine:

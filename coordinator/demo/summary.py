@@ -230,8 +230,8 @@ def _headroom(swarm: Swarm, ledger: Ledger) -> list[Headroom]:
 
 def _is_measured(figure: str, spec: RunSpec) -> bool:
     """Whether the run's proofs have this figure, or its limits the level that it is reckoned by."""
-    if figure.endswith(EVIDENCE):
-        return getattr(spec.limits.honest, figure.removesuffix(EVIDENCE)) is not None
-    if figure == "sketch_distance":
+    if figure.endswith(EVIDENCE) and getattr(spec.limits.honest, figure.removesuffix(EVIDENCE)) is None:
+        return False
+    if figure.startswith(("sketch", "far")):
         return spec.proofs.has_sketch
-    return spec.proofs.has_toploc or figure not in ("exponent_mismatches", "mantissa_mean", "mantissa_median")
+    return spec.proofs.has_toploc or not figure.startswith(("exponent", "mantissa"))

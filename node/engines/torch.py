@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,9 +196,8 @@ class Batch:
 
     def _choose(self, policy: Policy, hidden: Tensor) -> None:
         """The forced token of each row from `hidden` [B, hidden] (docs/protocol.md, section 4)."""
-        model: Any = policy.model
         self._recorder.begin([Place(row.name, row.request.seed, len(row.tokens)) for row in self.rows], hidden)
-        logits: Tensor = self._recorder.sample(model.get_output_embeddings()(hidden).float())
+        logits: Tensor = self._recorder.sample(policy.logits(hidden))
         for row, token in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             row.tokens.append(token)
             row.has_ended = token in policy.eos_ids or len(row.tokens) == self._spec.sampling.max_new_tokens

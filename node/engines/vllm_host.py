@@ -150,11 +150,8 @@ class VllmHost:
         folder = self._state / f"policy-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        try:
-            # Whoever brings policies deletes old ones, perhaps between our look at one and vLLM's reading of it.
-            os.link(path.resolve(), folder / WEIGHTS)
-        except OSError:
-            (folder / WEIGHTS).symlink_to(path.resolve())
+        # Whoever brings policies deletes old ones, perhaps between our look at one and vLLM's reading of it.
+        hold(path, folder / WEIGHTS)
         return folder
 
     def _may_hold(self, blueprint: Blueprint) -> bool:
@@ -189,6 +186,8 @@ class VllmHost:
             model=str(folder),
             skip_tokenizer_init=True,
             dtype=self._spec.model.dtype,
+            # Logits are never rounded to the model's dtype (docs/protocol.md, section 4).
+            hf_overrides={"head_dtype": "float32"},
             generation_config="vllm",
             max_model_len=plan.max_model_len,
             max_num_seqs=settings.max_num_seqs,
@@ -205,8 +204,8 @@ class VllmHost:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        self._launch = vllm_processes.Launch(factory, wanted)
         try:
+            self._launch = vllm_processes.Launch(factory, wanted)
             async with asyncio.timeout(settings.start_seconds):
                 self.llm = await self._while_alive(self._launch.llm())
                 await self._install(blueprint, version)
@@ -287,6 +286,14 @@ class VllmHost:
             await asyncio.wait({self._ending}, timeout=END_SECONDS)
             if not self._ending.done():
                 raise EngineDied(f"vLLM's processes did not end within {END_SECONDS:.0f} s")
+
+
+def hold(path: Path, link: Path) -> None:
+    """Have the file in `path` under the name `link` too, whatever becomes of `path`: where file systems allow it."""
+    try:
+        os.link(path.resolve(), link)
+    except OSError:
+        link.symlink_to(path.resolve())
 
 
 def said(error: BaseException) -> str:

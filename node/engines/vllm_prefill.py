@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import importlib
 import itertools
+import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import msgspec
 
 from node.engines.base import EngineDied
-from node.engines.vllm_host import VllmHost
+from node.engines.vllm_host import VllmHost, hold
 from node.engines.vllm_settings import VllmSettings
 from node.measurement import Span, SpanMeasured
 from node.policy import Blueprint, inspect_policy
@@ -30,10 +32,15 @@ MAX_BATCH_TOKENS = 32 * 1024
 
 
 class VllmVerifier:
-    """Makes `Prefill`s of policies, all of which share one vLLM engine on the running event loop."""
+    """Makes `Prefill`s of policies, all of which share one vLLM engine on the running event loop.
+
+    `state` is a folder of its own, for what vLLM reads policies from, and for the files of the `Prefill`s in use.
+    """
 
     def __init__(self, spec: RunSpec, settings: VllmSettings, *, state: Path) -> None:
         self.spec = spec
+        self._files = state / "in-use"
+        shutil.rmtree(self._files, ignore_errors=True)  # left by a process that was killed
         self._busy = False
         self._turn = asyncio.Lock()
         self._names = itertools.count()
@@ -42,9 +49,15 @@ class VllmVerifier:
         )
 
     async def prefill(self, path: Path, *, version: int) -> VllmPrefill:
-        """A `Prefill` of the policy in `path`, which is loaded when it is first used; raises PolicyError."""
+        """A `Prefill` of the policy in `path`, which is loaded when it is used; raises PolicyError."""
         blueprint = await asyncio.to_thread(inspect_policy, path)
-        return VllmPrefill(self, path, version=version, blueprint=blueprint, loop=asyncio.get_running_loop())
+        # Whoever brings policies deletes old ones, while work of theirs is still to be measured.
+        self._files.mkdir(parents=True, exist_ok=True)
+        kept = self._files / f"{version}-{next(self._names)}"
+        hold(path, kept)
+        prefill = VllmPrefill(self, kept, version=version, blueprint=blueprint, loop=asyncio.get_running_loop())
+        weakref.finalize(prefill, kept.unlink, missing_ok=True)
+        return prefill
 
     async def measure(self, path: Path, version: int, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
         """What the policy in `path` says of each span; raises PolicyError and EngineError."""

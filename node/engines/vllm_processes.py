@@ -3,8 +3,9 @@
 vLLM's engine process does not notice that the process which started it was killed, and would hold its GPU for ever:
 so its worker process watches (`end_with_owner`). A terminal's Ctrl-C goes to every process, and would end vLLM under
 the slots that may still be finished (`shielded`). A start cannot be taken back, but vLLM gives it up when its engine
-process is gone (`Launch`). And a queue in shared memory outlives most engines, until the process that started them
-ends: 160 MB each, of which what was written counts (`remove_segments`).
+process is gone (`Launch`). A queue in shared memory outlives most engines, until the process that started them
+ends: 160 MB each, of which what was written counts (`remove_segments`). So do sockets and other temporary files
+(`node.engines.vllm_temporary`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from node.engines.vllm_temporary import TemporaryFolder
 
 log = logging.getLogger(__name__)
 
@@ -133,10 +136,11 @@ class Launch:
     def __init__(self, factory: Callable[[Any], Any], wanted: Any) -> None:
         self._others = engines()
         self._segments: frozenset[str] = frozenset()
+        self._temporary = TemporaryFolder()
         self._made = asyncio.get_running_loop().run_in_executor(None, self._make, factory, wanted)
 
     def _make(self, factory: Callable[[Any], Any], wanted: Any) -> Any:
-        with shielded():
+        with shielded(), self._temporary.in_use():
             llm = factory(wanted)
         self._segments = shared_segments(_engines_of(llm))
         return llm
@@ -151,9 +155,12 @@ class Launch:
             # vLLM gives a start up once its engine process is gone.
             await asyncio.to_thread(lambda: kill(engines() - self._others))
             await asyncio.wait({self._made}, timeout=KILL_SECONDS)
-        if self._made.exception() is not None:
-            return
-        llm = self._made.result()
+        if self._made.exception() is None:
+            await self._shut_down(self._made.result())
+        await asyncio.to_thread(remove_segments, self._segments)
+        await asyncio.to_thread(self._temporary.remove)
+
+    async def _shut_down(self, llm: Any) -> None:
         try:
             await _silence(llm)
             shutting = asyncio.get_running_loop().run_in_executor(None, llm.shutdown, PATIENCE_SECONDS)
@@ -164,7 +171,6 @@ class Launch:
             await shutting
         except Exception:
             log.exception("vLLM did not end in order")
-        await asyncio.to_thread(remove_segments, self._segments)
 
 
 def _engines_of(llm: Any) -> list[int]:

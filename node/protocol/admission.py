@@ -70,6 +70,7 @@ class Figures(Wire, frozen=True):
     exponents_evidence: float = 0.0
     mantissa_evidence: float = 0.0
     sketch_evidence: float = 0.0
+    far_evidence: float = 0.0
     margin_evidence: float = 0.0
     logprob_evidence: float = 0.0
 

@@ -82,7 +82,7 @@ ADVICE: dict[Reason, str] = {
     Reason.LOGPROB_NOT_FINITE: "A log-probability is NaN, infinite, or above zero.",
     Reason.WRONG_SEGMENTS: "Say which policy drew which tokens: published ones, rising, within max_version_lead.",
     Reason.WRONG_PROOF_COUNT: "There is exactly one proof per started chunk of a segment.",
-    Reason.MALFORMED_PROOF: "A proof is not a TOPLOC proof of the run's size.",
+    Reason.MALFORMED_PROOF: "A proof is not one of the run's scheme and size.",
     Reason.PROOF_MISMATCH: "The activations behind the proofs are not the policy's; serve the exact weights and dtype.",
     Reason.WRONG_TOKEN: "A token is not the one the slot's seed forces; sample as section 4 says.",
     Reason.WRONG_LOGPROB: "A log-probability is not the policy's.",

@@ -66,7 +66,7 @@ class ProofSpec(Wire, frozen=True):
     square of a hidden state; about the honest error of one projection.
     """
 
-    scheme: Literal["toploc/1", "sketch/1", "toploc/1+sketch/1"] = "toploc/1"
+    scheme: Literal["toploc/1", "sketch/1", "toploc/1+sketch/1"] = "toploc/1+sketch/1"
     chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 32
     top_k: Annotated[int, Meta(ge=1, le=4096)] = 128
     sketch_step: Annotated[float, Meta(ge=1e-6, le=0.0625)] = 0.02
@@ -114,11 +114,16 @@ class LevelSpec(Wire, frozen=True):
 
 
 class HonestSpec(Wire, frozen=True):
-    """The levels of honest work, as `veriswarm calibrate` finds them; what has none is not summed up."""
+    """The levels of honest work, as `veriswarm calibrate` finds them; what has none is not summed up.
+
+    `far` has one from the start, 1 token in 10, which deep policies in bfloat16 stay well below: a sketch that is right
+    for part of the tokens shows in nothing else.
+    """
 
     exponents: LevelSpec | None = None
     mantissa: LevelSpec | None = None
     sketch: LevelSpec | None = None
+    far: LevelSpec | None = LevelSpec(mean=0.1, variance=0.1, largest=1.0)
     margin: LevelSpec | None = None
     logprob: LevelSpec | None = None
 
@@ -128,7 +133,8 @@ class LimitsSpec(Wire, frozen=True):
 
     `false_rejections` bounds the probability that honest values sum up to a rejection, for each sum that is judged.
     `suspects` are the weights that a group is compared with where its sketches show more than `suspicion` (nats),
-    and by chance in a share `second_looks` of all groups.
+    and by chance in a share `second_looks` of all groups. `readings` 2: rollouts are measured in float32 as well, and
+    what deviates no further than rounding does counts less.
     """
 
     exponent_mismatches: NonNegativeFloat = 38.0
@@ -143,6 +149,7 @@ class LimitsSpec(Wire, frozen=True):
     suspects: Annotated[tuple[Literal["int8", "previous"], ...], Meta(max_length=2)] = ("int8", "previous")
     suspicion: NonNegativeFloat = 2.0
     second_looks: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    readings: Annotated[int, Meta(ge=1, le=2)] = 1
     max_submission_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 4 * 1024 * 1024
 
 

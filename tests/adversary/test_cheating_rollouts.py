@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from narrow_run import FAR_INSIDE, SHARPNESS, LeasedSlot, loaded, make_rules, policy_file, sharp_model
+from cheating import SLOT, SPEC, Chooser, bench_of, engine_rollouts, relabelled
+from narrow_run import FAR_INSIDE, policy_file, sharp_model
 from torch import Tensor
-from verifying import forged, measured
+from verifying import measured
 
 from node.engines.base import SampleRequest
-from node.engines.torch import TorchEngine
-from node.policy import Policy
 from node.protocol.admission import judge
 from node.protocol.reasons import Reason
-from node.protocol.run import SamplingSpec
-from node.protocol.sampling import gumbel_noise
-from node.protocol.submission import Expected, Rollout
-from toploc import build_chunk_proofs
-
-SLOT, VERSION = 7, 5
-RULES = make_rules("cheating", SamplingSpec(group_size=4, max_new_tokens=40))
-SPEC = RULES.spec
-
-Chooser = Callable[[Tensor, Tensor], int]
-"""From one position's scaled logits and noise, both [vocabulary], to a token."""
 
 
 def changed_file(folder: Path, change: Callable[[torch.nn.Module], None]) -> Path:
@@ -40,83 +27,10 @@ def changed_file(folder: Path, change: Callable[[torch.nn.Module], None]) -> Pat
     return policy_file(model, folder)
 
 
-@dataclass(frozen=True)
-class Bench(LeasedSlot):
-    """The slot, and the file of the run's policy."""
-
-    path: Path
-
-    @property
-    def requests(self) -> list[SampleRequest]:
-        return [SampleRequest(tuple(self.expected.prompt_ids), seed) for seed in self.expected.seeds]
-
-    def forged(self, completions: Sequence[Sequence[int]]) -> list[Rollout]:
-        """Any completions, with the policy's true log-probabilities and true proofs: the best a colluder can do."""
-        return [
-            forge(self.policy, self.expected.prompt_ids, tokens, seed=seed)
-            for tokens, seed in zip(completions, self.expected.seeds, strict=True)
-        ]
-
-    def chosen(self, choose: Chooser) -> list[list[int]]:
-        """Completions by `choose` in place of the forced choice."""
-        return [decode(self.policy, self.expected, seed, choose) for seed in self.expected.seeds]
-
-
-def forge(policy: Policy, prompt_ids: Sequence[int], tokens: Sequence[int], *, seed: bytes) -> Rollout:
-    return forged([(VERSION, policy, len(tokens))], prompt_ids, tokens, seed=seed, spec=SPEC)
-
-
-@torch.inference_mode()
-def decode(policy: Policy, expected: Expected, seed: bytes, choose: Chooser) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < SPEC.sampling.max_new_tokens and not (tokens and tokens[-1] in policy.eos_ids):
-        ids = torch.tensor([[*expected.prompt_ids, *tokens]])
-        logits = policy.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        noise = torch.from_numpy(gumbel_noise([seed], [len(tokens)], vocabulary=policy.vocabulary))[0]
-        tokens.append(choose(logits, noise))
-    return tokens
-
-
-def engine_rollouts(path: Path, requests: Sequence[SampleRequest]) -> list[Rollout]:
-    """What the real engine returns with the policy in `path` loaded."""
-
-    async def generate() -> list[Rollout]:
-        engine = TorchEngine(SPEC)
-        await engine.load(path, version=VERSION)
-        try:
-            return await engine.generate(requests)
-        finally:
-            await engine.close()
-
-    return asyncio.run(generate())
-
-
-def bench_of(path: Path) -> Bench:
-    return Bench(RULES, {VERSION: loaded(path)}, VERSION, SLOT, path)
-
-
-def relabelled(rollouts: Sequence[Rollout], bench: Bench) -> list[Rollout]:
-    """Somebody's rollouts under the slot's own prompt and seeds."""
-    return [
-        msgspec.structs.replace(one, seed=seed, prompt_ids=list(bench.expected.prompt_ids))
-        for one, seed in zip(rollouts, bench.expected.seeds, strict=True)
-    ]
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return bench_of(policy_file(sharp_model(seed=20), tmp_path_factory.mktemp("policy")))
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model of the same shape and tokenizer: smaller in cost, in a real attack."""
     return policy_file(sharp_model(seed=21), tmp_path_factory.mktemp("other"))
-
-
-@pytest.fixture(scope="module")
-def honest(bench: Bench) -> list[Rollout]:
-    return engine_rollouts(bench.path, bench.requests)
 
 
 # Honest work passes, or nothing below means anything.
@@ -322,106 +236,3 @@ def test_one_forged_logprob(bench, honest):
 def test_logprobs_that_are_no_log_probabilities(bench, honest, value):
     forged = [msgspec.structs.replace(honest[0], logprobs=[value] * len(honest[0].logprobs)), *honest[1:]]
     assert bench.reason(forged) == Reason.LOGPROB_NOT_FINITE
-
-
-def with_proofs(rollouts: Sequence[Rollout], make: Callable[[Rollout], list[bytes]]) -> list[Rollout]:
-    return [msgspec.structs.replace(one, proofs=make(one)) for one in rollouts]
-
-
-def test_proofs_of_one_rollout_with_the_tokens_of_another(bench, honest):
-    rows = [one for one in honest if len(one.proofs) == len(honest[0].proofs)]
-    assert len(rows) >= 2
-    swapped = [msgspec.structs.replace(one, proofs=rows[index - 1].proofs) for index, one in enumerate(rows)]
-    others = [one for one in honest if len(one.proofs) != len(honest[0].proofs)]
-    by_seed = {one.seed: one for one in [*swapped, *others]}
-    assert bench.reason([by_seed[seed] for seed in bench.expected.seeds]) == Reason.PROOF_MISMATCH
-
-
-def test_the_first_chunks_proof_for_every_chunk(bench, honest):
-    repeated = with_proofs(honest, lambda one: [one.proofs[0]] * len(one.proofs))
-    assert any(len(one.proofs) > 1 for one in honest)
-    assert bench.reason(repeated) == Reason.PROOF_MISMATCH
-
-
-@pytest.mark.parametrize("extra", [-1, 1])
-def test_missing_and_extra_proofs(bench, honest, extra):
-    """A verifier that pairs proofs and chunks loosely checks fewer chunks than there are."""
-    changed = with_proofs(honest, lambda one: [one.proofs[0]] * (len(one.proofs) + extra))
-    assert bench.reason(changed) == Reason.WRONG_PROOF_COUNT
-
-
-def test_no_proofs_at_all(bench, honest):
-    """All of nothing is true."""
-    assert bench.reason(with_proofs(honest, lambda _: [])) == Reason.WRONG_PROOF_COUNT
-
-
-def test_null_proofs(bench, honest):
-    """All zeros, modulus 0: what a careless prover emits on any error, and what crashes a careless verifier."""
-    assert bench.reason(with_proofs(honest, lambda one: [bytes(258)] * len(one.proofs))) == Reason.MALFORMED_PROOF
-
-
-@pytest.mark.parametrize("modulus", [0, 1, 2, 65496, 65498, 65535])
-def test_true_proofs_under_another_modulus(bench, honest, modulus):
-    """A small modulus folds all indices onto few values, which a constant then fits."""
-
-    def change(one: Rollout) -> list[bytes]:
-        return [modulus.to_bytes(2, "big") + proof[2:] for proof in one.proofs]
-
-    assert bench.reason(with_proofs(honest, change)) == Reason.MALFORMED_PROOF
-
-
-def test_coefficients_outside_the_field(bench, honest):
-    def change(one: Rollout) -> list[bytes]:
-        return [proof[:-2] + b"\xff\xff" for proof in one.proofs]
-
-    assert bench.reason(with_proofs(honest, change)) == Reason.MALFORMED_PROOF
-
-
-@pytest.mark.parametrize("size", [0, 2, 4, 256, 260, 516])
-def test_proofs_of_another_size(bench, honest, size):
-    proofs = (b"\xff\xd9" + bytes(600))[:size]
-    assert bench.reason(with_proofs(honest, lambda one: [proofs] * len(one.proofs))) == Reason.MALFORMED_PROOF
-
-
-def constant_proof(value: int) -> bytes:
-    """The polynomial that says `value`, a bf16 bit pattern, at every index."""
-    return b"\xff\xd9" + value.to_bytes(2, "big") + bytes(254)
-
-
-@pytest.mark.parametrize("value", [0x0000, 0x405B, 0xC05B, 0x3F80, 0x7FC0])
-def test_one_constant_as_the_proof_of_everything(bench, honest, value):
-    """The top magnitudes of a chunk are alike: one constant passes limits that are far from the honest figures."""
-    forged = with_proofs(honest, lambda one: [constant_proof(value)] * len(one.proofs))
-    assert bench.reason(forged) == Reason.PROOF_MISMATCH
-
-
-def test_the_best_constant_for_each_chunk(bench, honest):
-    """A forger who knows the typical magnitude: the constant with the smallest figures of all."""
-
-    def best(one: Rollout) -> list[bytes]:
-        candidates = range(0x3F80, 0x4280)
-
-        def badness(value: int) -> float:
-            (figures,) = measured(
-                bench.policies,
-                with_proofs([one], lambda _: [constant_proof(value)] * len(one.proofs)),
-                spec=SPEC,
-            ).figures
-            return figures.exponent_mismatches
-
-        return [constant_proof(min(candidates[::16], key=badness))] * len(one.proofs)
-
-    rollouts = with_proofs(honest[:1], best) + list(honest[1:])
-    verdict = bench.verdict(rollouts)
-    assert verdict.reason == Reason.PROOF_MISMATCH
-    assert verdict.figures is not None
-    assert verdict.figures.exponent_mismatches > 10 * SPEC.limits.exponent_mismatches
-
-
-def test_proofs_of_noise(bench, honest):
-    def noise_proofs(one: Rollout) -> list[bytes]:
-        generator = torch.Generator().manual_seed(5)
-        chunk = torch.randn(SPEC.proofs.chunk_tokens, bench.policy.hidden, generator=generator).bfloat16() * SHARPNESS
-        return build_chunk_proofs([chunk] * len(one.proofs), SPEC.proofs.top_k)
-
-    assert bench.reason(with_proofs(honest, noise_proofs)) == Reason.PROOF_MISMATCH

@@ -23,7 +23,7 @@ from node.policy import Policy, load_policy
 from node.prefill import TransformersPrefill
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected, Rollout, chunk_count, proof_bytes
 from node.verification import Claim, PolicyAway, Probe, Rules, Verdict, decide_many, expected_of
 from toploc import build_chunk_proofs
@@ -34,6 +34,7 @@ SPEC = RunSpec(
     name="flooded",
     environments=(EnvironmentSpec(name="arithmetic"),),
     sampling=SamplingSpec(group_size=ROWS, max_new_tokens=TOKENS, max_version_lead=1),
+    proofs=ProofSpec(scheme="toploc/1"),
     limits=LimitsSpec(
         exponent_mismatches=8.0,
         mantissa_mean=0.5,

@@ -12,6 +12,8 @@ import logging
 import os
 import random
 import signal
+import tempfile
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -39,7 +41,7 @@ SPEC = RunSpec(
     environments=(EnvironmentSpec(name="arithmetic"),),
     # Prompts and completions longer than a block of vLLM's cache (128 tokens), so that blocks are shared.
     sampling=SamplingSpec(group_size=4, max_prompt_tokens=160, max_new_tokens=90, max_version_lead=4, temperature=0.8),
-    proofs=ProofSpec(chunk_tokens=16),
+    proofs=ProofSpec(scheme="toploc/1", chunk_tokens=16),
 )
 # A cache of a few completions makes vLLM preempt, and 64 tokens a step make it read prompts in parts.
 SETTINGS = VllmSettings(cpu_threads=1, max_num_seqs=32, kv_cache_gib=0.0045, max_num_batched_tokens=64)
@@ -268,7 +270,12 @@ async def test_vllm_measures_what_transformers_measures(engine, files, prefills,
     malformed = msgspec.structs.replace(rollouts[1], proofs=[b"\0" * len(proof) for proof in rollouts[1].proofs])
     verifier = VllmVerifier(SPEC, SETTINGS, state=tmp_path / "verifier")
     try:
-        theirs = [await verifier.prefill(files[version], version=version) for version in (0, 1)]
+        theirs = []
+        for version in (0, 1):
+            brought = tmp_path / f"policy-{version}"
+            brought.write_bytes(files[version].read_bytes())
+            theirs.append(await verifier.prefill(brought, version=version))
+            brought.unlink()  # as the broadcast client does, which keeps the newest few
         groups = [rollouts, [cheat], [malformed]]
         ours_of, theirs_of = Measuring(groups, spec=SPEC), Measuring(groups, spec=SPEC)
         for version in ours_of.versions:
@@ -310,7 +317,18 @@ async def test_what_does_not_fit_is_one_sentence_before_anything_starts(settings
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_for_its_end(files, tmp_path, caplog):
+@pytest.fixture
+def temporary(monkeypatch):
+    """The temporary folder of this process and its children meanwhile: short, as paths of sockets must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_for_its_end(
+    files, tmp_path, temporary, caplog
+):
     before = processes()
 
     async def starting(engine):
@@ -326,10 +344,12 @@ async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_fo
     hasty = VllmEngine(SPEC, dataclasses.replace(SETTINGS, start_seconds=0.1), state=tmp_path / "hasty")
     with pytest.raises(EngineDied, match="TimeoutError"):
         await hasty.load(files[0], version=0)
+    assert not list(temporary.iterdir())
     engine = VllmEngine(SPEC, SETTINGS, state=tmp_path / "engine")
     loading = await starting(engine)
     await engine.close()
     assert processes() == before
+    assert not list(temporary.iterdir()), "each start would leave sockets and files in the temporary folder"
     with pytest.raises(EngineDied):
         await loading
     cancelled = await starting(engine)
@@ -339,6 +359,8 @@ async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_fo
         await cancelled
     assert processes() == before
     await loading
+    (folder,) = temporary.iterdir()
+    assert any(one.is_socket() for one in folder.iterdir())
     assert len([one for one in processes() - before if "EngineCore" in one.name()]) == 1
     # An end that was asked for, in the middle of everything, is no error of vLLM's.
     generating = asyncio.create_task(engine.generate(some_requests(24, seed=9)))
@@ -350,3 +372,4 @@ async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_fo
         await asyncio.sleep(1)
     assert [record.getMessage() for record in said] == []
     assert processes() == before
+    assert not list(temporary.iterdir())

@@ -30,7 +30,7 @@ SPEC = RunSpec(
     name="families",
     environments=(EnvironmentSpec(name="arithmetic"),),
     sampling=SamplingSpec(group_size=4, max_prompt_tokens=160, max_new_tokens=90, max_version_lead=1),
-    proofs=ProofSpec(chunk_tokens=16),
+    proofs=ProofSpec(scheme="toploc/1", chunk_tokens=16),
 )
 SETTINGS = VllmSettings(cpu_threads=1, max_num_seqs=32, kv_cache_gib=0.05)
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}

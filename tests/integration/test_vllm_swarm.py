@@ -231,7 +231,7 @@ async def test_an_operators_verifier_with_vllm_admits_honest_work_and_rejects_ot
     cheat = TorchEngine(SPEC)
     await cheat.load(other, version=0)
 
-    def make_prefills(spec):
+    def make_prefills(spec, _share):
         return VllmVerifier(spec, VllmSettings(cpu_threads=1, kv_cache_gib=0.1), state=tmp_path / "verifier-vllm")
 
     async with served(tmp_path, tiny_policy_path, spec=SPEC, make_prefills=make_prefills) as swarm:

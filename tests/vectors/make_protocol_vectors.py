@@ -313,7 +313,7 @@ def segment_vectors() -> dict[str, Any]:
     rules = msgspec.structs.replace(
         spec(),
         sampling=SamplingSpec(group_size=2, max_new_tokens=tokens, max_version_lead=lead),
-        proofs=ProofSpec(chunk_tokens=chunk_tokens, top_k=4),
+        proofs=ProofSpec(scheme="toploc/1", chunk_tokens=chunk_tokens, top_k=4),
     )
     expected = Expected(
         version=leased,

@@ -45,6 +45,10 @@ def worker_groups(count, *, seed, worker=0.0, spread=0.15, scale=1.0):
     return groups
 
 
+def levels(*workers):
+    return fit(*workers, false_rejections=1e-6)
+
+
 def bits(values):
     return Deviations(
         exponent_mismatches=values,
@@ -69,7 +73,7 @@ def most_evidence(groups, limits):
 def test_levels_fitted_on_one_half_hold_on_the_other(size):
     """P(evidence > s) <= exp(-s), though the values of a group share something."""
     groups = worker_groups(1200, seed=1)
-    limits = LimitsSpec(honest=fit(groups[::2]))
+    limits = LimitsSpec(honest=levels(groups[::2]))
     held_out = groups[1::2] if size == "a group" else [[one] for group in groups[1::2] for one in group]
     for name, nats in most_evidence(held_out, limits).items():
         for s in (0.5, 1.0, 2.0, 3.0, 4.0):
@@ -79,7 +83,7 @@ def test_levels_fitted_on_one_half_hold_on_the_other(size):
 
 def test_a_group_that_shares_nothing_shows_more_than_one_that_may():
     """A shared variance that is not there would hide a cheat."""
-    together, apart = (fit(worker_groups(400, seed=2, spread=spread)) for spread in (0.15, 0.0))
+    together, apart = (levels(worker_groups(400, seed=2, spread=spread)) for spread in (0.15, 0.0))
     assert together.mantissa.shared_variance > 4 * apart.mantissa.shared_variance
     shifted = worker_groups(50, seed=3, worker=0.3, spread=0.0)
     seen = [sum(most_evidence(shifted, LimitsSpec(honest=honest))["mantissa"]) for honest in (together, apart)]
@@ -92,10 +96,27 @@ def test_an_honest_worker_on_the_machine_that_is_farthest_off_is_not_stopped_by_
     far = worker_groups(120, seed=5, worker=0.6)
     later = worker_groups(200, seed=6, worker=0.6)
     mixed = [group for pair in zip(near, far, strict=True) for group in pair]
-    as_one = LimitsSpec(**NO_LIMITS, honest=fit(mixed))
-    apart = LimitsSpec(**NO_LIMITS, honest=fit(near, far))
+    as_one = LimitsSpec(**NO_LIMITS, honest=levels(mixed))
+    apart = LimitsSpec(**NO_LIMITS, honest=levels(near, far))
     assert try_groups(later, as_one).first_drifted is not None
     assert try_groups(later, apart).first is None
+
+
+def test_a_worker_whose_groups_differ_more_is_not_stopped_because_another_ones_mean_is_higher():
+    """What its groups share may be larger by the room below the higher mean, and by no more: any more is rejected."""
+    steady = worker_groups(400, seed=8, worker=0.4, spread=0.02)
+    varied = worker_groups(400, seed=9, spread=0.25)
+    later = worker_groups(1200, seed=10, spread=0.25)
+    alone, both = (levels(*workers).mantissa for workers in ((varied,), (varied, steady)))
+    room = both.mean - alone.mean
+    spreads = math.sqrt(2 * (math.log(1e6) + math.log(12)))
+    assert both.shared_variance**0.5 == pytest.approx(alone.shared_variance**0.5 - room / spreads, rel=0.2)
+    limits = LimitsSpec(**NO_LIMITS, honest=levels(varied, steady))
+    assert try_groups(later, limits).first is None
+    for name, nats in most_evidence(later, limits).items():
+        for s in (0.5, 1.0, 2.0, 3.0, 4.0):
+            allowed = math.exp(-s) + 3 * math.sqrt(math.exp(-s) / len(nats))
+            assert sum(value > s for value in nats) / len(nats) <= allowed, (name, s)
 
 
 NO_LIMITS = dict.fromkeys(LEAST, 1e9)
@@ -103,31 +124,31 @@ NO_LIMITS = dict.fromkeys(LEAST, 1e9)
 
 def test_a_statistic_without_any_value_has_no_level():
     groups = [[bits([1.0, 0.0]) for _ in range(4)] for _ in range(4)]
-    honest = fit(groups)
+    honest = levels(groups)
     assert honest.sketch is None
     assert honest.exponents is not None
-    assert fit([[bits([])] * 4] * 4).exponents is None
+    assert levels([[bits([])] * 4] * 4).exponents is None
 
 
 def test_a_level_needs_groups_to_compare():
     for workers in ([], [worker_groups(1, seed=1)], [worker_groups(5, seed=1), []]):
         with pytest.raises(ValueError, match="two groups"):
-            fit(*workers)
+            levels(*workers)
 
 
 def test_work_without_any_deviation_has_levels_that_bear_one():
     """In float32 every number is 0.0 on the machines at hand; elsewhere one may differ once."""
-    limits = LimitsSpec(honest=fit([[bits([0.0] * 3) for _ in range(ROLLOUTS)] for _ in range(64)]))
+    limits = LimitsSpec(honest=levels([[bits([0.0] * 3) for _ in range(ROLLOUTS)] for _ in range(64)]))
     once = [[bits([0.0] * 3) for _ in range(ROLLOUTS - 1)] + [bits([0.0, 1.0, 0.0])]]
     assert try_groups(once, limits).first is None
 
 
 def test_one_value_in_a_thousand_does_not_widen_a_level():
     groups = worker_groups(100, seed=7)
-    before = fit(groups)
+    before = levels(groups)
     rng = random.Random(8)
     wild = [[rollout(rng, scale=1000.0)], *groups]
-    assert fit(wild).mantissa.largest < 1.5 * before.mantissa.largest
+    assert levels(wild).mantissa.largest < 1.5 * before.mantissa.largest
 
 
 # -- limits of single values

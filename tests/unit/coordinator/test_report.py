@@ -209,12 +209,12 @@ def test_the_headroom_is_of_what_the_run_measures(swarm: Swarm, ledger: Ledger) 
 
     tokens = {"token_margin", "margin_mean", "logprob_error"}
     toploc = {"exponent_mismatches", "mantissa_mean", "mantissa_median"}
-    plain = msgspec.structs.replace(swarm.spec, proofs=ProofSpec(), limits=LimitsSpec())
+    plain = msgspec.structs.replace(swarm.spec, proofs=ProofSpec(scheme="toploc/1"), limits=LimitsSpec())
     assert set(shown(plain)) == toploc | tokens
     level = LevelSpec(mean=0.0, variance=1.0, largest=1.0)
     limits = LimitsSpec(honest=HonestSpec(sketch=level), false_rejections=1e-6)
     sketched = shown(msgspec.structs.replace(plain, proofs=ProofSpec(scheme="sketch/1"), limits=limits))
-    assert set(sketched) == tokens | {"sketch_distance", "sketch_evidence"}
+    assert set(sketched) == tokens | {"sketch_distance", "sketch_evidence", "far_evidence"}
     assert sketched["sketch_distance"] == limits.sketch_distance
     assert sketched["sketch_evidence"] == pytest.approx(13.8155, abs=1e-4)
 

@@ -44,6 +44,7 @@ from node.protocol.run import (
     HonestSpec,
     LevelSpec,
     LimitsSpec,
+    ProofSpec,
     RunSpec,
     SamplingSpec,
     run_id_of,
@@ -61,6 +62,7 @@ SPEC = RunSpec(
     name="audited",
     environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
     sampling=SamplingSpec(group_size=2, max_new_tokens=12, max_version_lead=1),
+    proofs=ProofSpec(scheme="toploc/1"),
     limits=LimitsSpec(
         exponent_mismatches=4.0,
         mantissa_mean=1.0,

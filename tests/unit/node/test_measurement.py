@@ -16,10 +16,11 @@ from node.proofs import build_proofs
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import ProofSpec
 from node.protocol.sampling import gumbel_noise
+from toploc import distances
 from toploc.errors import CallerFault
 
 HIDDEN, VOCABULARY, TEMPERATURE = 24, 50, 0.7
-PROOFS = ProofSpec(chunk_tokens=4, top_k=8)
+PROOFS = ProofSpec(scheme="toploc/1", chunk_tokens=4, top_k=8)
 BOTH = ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=4, top_k=8)
 SKETCH = ProofSpec(scheme="sketch/1", chunk_tokens=4)
 SEED = bytes(range(16))
@@ -69,7 +70,7 @@ def test_forced_tokens_lose_nothing_wherever_in_the_completion_they_stand() -> N
         assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
         none = [0.0] * len(span.proofs)
         assert (result.exponent_mismatches, result.mantissa_means, result.mantissa_medians) == (none, none, none)
-        assert result.sketch_distances == []
+        assert result.sketch_errors == []
     moved = [msgspec.structs.replace(span, position=span.position + 1) for span in spans]
     for result in measured(moved, states):
         assert isinstance(result, SpanMeasured)
@@ -85,8 +86,8 @@ def test_each_scheme_has_its_own_numbers_of_each_chunk_or_token(proofs: ProofSpe
         assert isinstance(result, SpanMeasured)
         chunks = len(span.proofs) if proofs.has_toploc else 0
         assert len(result.exponent_mismatches) == len(result.mantissa_means) == len(result.mantissa_medians) == chunks
-        assert len(result.sketch_distances) == (span.tokens if proofs.has_sketch else 0)
-        assert all(distance <= 0.5 for distance in result.sketch_distances)
+        assert len(result.sketch_errors) == (span.tokens if proofs.has_sketch else 0)
+        assert all(abs(error) <= 0.5 for errors in result.sketch_errors for error in errors)
 
 
 def test_a_sketch_counts_only_with_the_rollouts_own_seed() -> None:
@@ -97,7 +98,7 @@ def test_a_sketch_counts_only_with_the_rollouts_own_seed() -> None:
     foreign = build_proofs(chunks, [bytes(16)] * len(chunks), spec=SKETCH)
     (result,) = measured([msgspec.structs.replace(span, proofs=foreign)], [states], proofs=SKETCH)
     assert isinstance(result, SpanMeasured)
-    assert sum(result.sketch_distances) / 32 > 4
+    assert float(distances(torch.tensor(result.sketch_errors)).mean()) > 4
 
 
 def test_a_span_is_the_same_over_a_wire() -> None:

@@ -43,6 +43,7 @@ AT_THE_LIMIT = Figures(
     exponents_evidence=NATS,
     mantissa_evidence=NATS,
     sketch_evidence=NATS,
+    far_evidence=NATS,
     margin_evidence=NATS,
     logprob_evidence=NATS,
 )
@@ -57,6 +58,7 @@ REASONS = {
     "exponents_evidence": Reason.PROOF_MISMATCH,
     "mantissa_evidence": Reason.PROOF_MISMATCH,
     "sketch_evidence": Reason.PROOF_MISMATCH,
+    "far_evidence": Reason.PROOF_MISMATCH,
     "margin_evidence": Reason.WRONG_TOKEN,
     "logprob_evidence": Reason.WRONG_LOGPROB,
 }
@@ -78,7 +80,7 @@ def test_every_figure_has_a_limit() -> None:
         assert limit_of(name, LIMITS) == (reason, getattr(AT_THE_LIMIT, name))
     for name in STATISTICS:
         reason, limit = limit_of(name + DRIFT, LIMITS)
-        assert (reason, limit) == (REASONS[name + EVIDENCE], pytest.approx(NATS + math.log(10)))
+        assert (reason, limit) == (REASONS[name + EVIDENCE], pytest.approx(NATS + math.log(12)))
 
 
 @pytest.mark.parametrize(

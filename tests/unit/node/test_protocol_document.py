@@ -82,7 +82,7 @@ def test_a_figure_has_the_documented_limit_and_reason(figure: str, limit: str, r
     limits = LimitsSpec()
     spelled = {
         "-ln(limits.false_rejections)": -math.log(limits.false_rejections),
-        "ln(10 / limits.false_rejections)": math.log(10 / limits.false_rejections),
+        "ln(12 / limits.false_rejections)": math.log(12 / limits.false_rejections),
     }
     expected = spelled[limit] if limit in spelled else getattr(limits, limit.removeprefix("limits."))
     assert limit_of(figure, limits) == (reason, pytest.approx(expected))

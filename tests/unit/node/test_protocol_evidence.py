@@ -52,7 +52,7 @@ def level_of(values: np.ndarray, **changes: float) -> LevelSpec:
 
 
 def limits_of(level: LevelSpec, *, false_rejections: float = 1e-6) -> LimitsSpec:
-    return LimitsSpec(honest=HonestSpec(margin=level), false_rejections=false_rejections)
+    return LimitsSpec(honest=HonestSpec(far=None, margin=level), false_rejections=false_rejections)
 
 
 def nats_of(sums: np.ndarray, count: int, level: LevelSpec) -> np.ndarray:
@@ -251,6 +251,6 @@ def test_a_node_that_mends_is_believed_again() -> None:
 
 def test_a_node_is_judged_only_by_what_the_run_has_a_level_for() -> None:
     everything = Totals(**{name: Total(count=100, sum=100.0) for name in STATISTICS})
-    assert follow(Drift(), everything, limits=LimitsSpec()) == Drift()
+    assert follow(Drift(), everything, limits=LimitsSpec(honest=HonestSpec(far=None))) == Drift()
     drifted = dict(drifts(follow(Drift(), everything, limits=LIMITS)))
     assert [name for name, nats in drifted.items() if nats] == ["margin"]

@@ -29,7 +29,7 @@ SPEC = RunSpec(
     name="t",
     environments=(EnvironmentSpec(name="arithmetic"),),
     sampling=SamplingSpec(group_size=2, max_new_tokens=6, max_version_lead=2),
-    proofs=ProofSpec(chunk_tokens=4, top_k=8),
+    proofs=ProofSpec(scheme="toploc/1", chunk_tokens=4, top_k=8),
 )
 SEEDS = (bytes(16), bytes([1]) * 16)
 EXPECTED = Expected(

@@ -195,7 +195,7 @@ def test_the_evidence_vectors_are_bennetts_inequality(group: dict) -> None:
 
 def test_the_drift_vectors_are_the_rule_of_the_page() -> None:
     vector = load("evidence")
-    honest, limit = vector["limits"]["honest"], math.log(10 / vector["limits"]["false_rejections"])
+    honest, limit = vector["limits"]["honest"], math.log(12 / vector["limits"]["false_rejections"])
     drift = {name + suffix: 0.0 for suffix in ("", "_fast") for name in honest}
     for slot in vector["slots"]:
         for name, level in honest.items():

@@ -23,7 +23,7 @@ from node.protocol.submission import Expected, Rollout, check_rollouts
 from node.tiny import make_tokenizer
 from toploc import VerificationResult, verify_chunk_proofs
 
-SPEC = RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),))
+SPEC = RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),), proofs=ProofSpec(scheme="toploc/1"))
 MANY_ENDS = list(range(1, 16))
 """With 15 end marks of 128, completions of random weights have very different lengths, 8.5 on average."""
 
@@ -34,7 +34,7 @@ def make_spec(*, chunk_tokens: int = 8, dtype: str = "float32", **sampling: floa
         environments=(EnvironmentSpec("arithmetic"),),
         model=ModelSpec(dtype=dtype),
         sampling=SamplingSpec(**sampling),
-        proofs=ProofSpec(chunk_tokens=chunk_tokens),
+        proofs=ProofSpec(scheme="toploc/1", chunk_tokens=chunk_tokens),
     )
 
 
@@ -240,7 +240,9 @@ async def test_a_policy_that_fails_to_load_leaves_the_old_one_at_work(tiny_polic
 
 async def test_a_policy_too_narrow_for_the_proofs_is_refused_at_once(tiny_policy_path: Path) -> None:
     engine = TorchEngine(
-        RunSpec(name="test", environments=(EnvironmentSpec("arithmetic"),), proofs=ProofSpec(top_k=129))
+        RunSpec(
+            name="test", environments=(EnvironmentSpec("arithmetic"),), proofs=ProofSpec(scheme="toploc/1", top_k=129)
+        )
     )
     with pytest.raises(BrokenPolicy, match="128 hidden units are too few"):
         await engine.load(tiny_policy_path, version=1)

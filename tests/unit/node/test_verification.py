@@ -22,7 +22,7 @@ from node.parquet_reader import ParquetReader, VerifierFailed
 from node.policy import Policy, load_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
@@ -34,6 +34,7 @@ SPEC = RunSpec(
     name="verification",
     environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
     sampling=SamplingSpec(group_size=3, max_new_tokens=40, temperature=0.7),
+    proofs=ProofSpec(scheme="toploc/1"),
     limits=LimitsSpec(
         exponent_mismatches=8.0,
         mantissa_mean=0.5,

@@ -11,6 +11,9 @@ import logging
 
 import pytest
 from msgspec import structs
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from node import worker_leases
 from node.engines import EngineError
@@ -20,7 +23,6 @@ from node.errors import EngineFailed
 from node.parquet_reader import ParquetReader
 from node.policy import save_policy
 from node.tiny import make_model, make_tokenizer
-from node.worker_speed import Speed
 
 
 @pytest.fixture
@@ -269,6 +271,28 @@ async def test_a_policy_that_breaks_at_its_first_slot_is_given_up_and_the_next_o
     assert tried.count(0) == 1
 
 
+async def test_a_policy_whose_tokenizer_fails_at_prompts_is_given_up_and_the_next_one_worked_on(
+    swarm, next_policy, tmp_path, caplog
+):
+    """It loads, and fails before the engine is asked: taken for an engine's fault, it would end every daemon."""
+    broken = tmp_path / "broken"
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="nowhere")), pad_token="<pad>", eos_token="<eos>"
+    )
+    save_policy(make_model(seed=30), tokenizer, broken)
+    async with swarm.working() as (_, task):
+        await swarm.until(lambda: swarm.coordinator.submissions)
+        swarm.lease_newest(swarm.announce(broken, version=1))
+        await swarm.until(lambda: "MalformedPolicy" in caplog.text)
+        await swarm.until(lambda: swarm.status()["held_versions"] == [0])
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        swarm.lease_newest(swarm.announce(next_policy(2), version=2))
+        await swarm.until(lambda: any(lease.version == 2 for _, lease, _ in swarm.coordinator.submissions.values()))
+    assert caplog.text.count("MalformedPolicy") == 1
+
+
 async def test_an_engine_that_never_starts_ends_the_daemon_with_the_reason(swarm):
     class TooSmall(TorchEngine):
         async def load(self, path, *, version):
@@ -335,67 +359,3 @@ async def test_a_worker_without_work_says_why(swarm, caplog, monkeypatch, head, 
     async with swarm.working():
         await swarm.until(lambda: caplog.text.count("no work for") == 2)
     assert why in caplog.text
-
-
-# -- how many
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_one_slot_until_the_speed_is_known_and_then_as_many_as_half_a_lease_takes():
-    clock = Clock()
-    speed = Speed(clock=clock)
-    assert speed.slots_in_time(64, lease_seconds=60.0) == 1
-    mark = speed.begin()
-    assert speed.seconds_left(mark) is None
-    clock.now += 3.0
-    assert speed.finish(mark, tokens=90) == pytest.approx(3.0)
-    assert speed.slots_in_time(64, lease_seconds=60.0) == 10
-    assert speed.slots_in_time(4, lease_seconds=60.0) == 4
-    assert speed.slots_in_time(4, lease_seconds=1.0) == 1
-    assert speed.tokens == 90
-
-
-def test_slots_that_share_the_machine_each_count_for_their_share():
-    """Ten slots that took 30 s together are 3 s each: as many again fit into a lease, not a tenth of them."""
-    clock = Clock()
-    speed = Speed(clock=clock)
-    marks = [speed.begin() for _ in range(10)]
-    clock.now += 30.0
-    for mark in marks:
-        speed.finish(mark, tokens=10)
-    assert speed.slots_in_time(64, lease_seconds=60.0) == 10
-    alone = speed.begin()
-    assert speed.seconds_left(alone) == pytest.approx(3.0)
-    speed.begin()
-    assert speed.seconds_left(alone) == pytest.approx(6.0)
-
-
-def test_a_slow_first_slot_does_not_keep_the_others_away():
-    clock = Clock()
-    speed = Speed(clock=clock)
-    for seconds, fitting in ((40.0, 1), (1.0, 30), (1.0, 30), (15.0, 30), (15.0, 2)):
-        mark = speed.begin()
-        clock.now += seconds
-        speed.finish(mark, tokens=10)
-        assert speed.slots_in_time(64, lease_seconds=60.0) == fitting
-
-
-def test_a_rate_is_of_the_last_seconds():
-    clock = Clock()
-    speed = Speed(clock=clock)
-    clock.now += 60.0
-    mark = speed.begin()
-    clock.now += 10.0
-    speed.finish(mark, tokens=300)
-    assert speed.tokens_per_second == pytest.approx(30.0), "the engine's start does not count"
-    clock.now += 20.0
-    assert speed.tokens_per_second == pytest.approx(10.0)
-    clock.now += 11.0
-    assert speed.tokens_per_second == 0.0

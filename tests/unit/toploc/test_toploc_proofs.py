@@ -88,6 +88,31 @@ class TestRoundTrip:
         ):
             assert toploc.build_proofs_bytes(same, 32, 16, skip_prefill=True) == proofs
 
+    def test_views_of_one_tensor_are_proved_as_their_copies_are(self) -> None:
+        """Views that follow each other in memory are not copied; of others only their own elements count."""
+        memory = gaussian(41, 64)
+        for rows in (
+            [memory[i] for i in range(40)],
+            [memory[i + 1] for i in range(40)],
+            [memory[39 - i] for i in range(40)],
+            [memory[i ^ 1] for i in range(40)],
+            [memory[i] for i in (*range(20), *range(21, 41))],
+            [memory[i // 2] for i in range(40)],
+            [memory[0]] * 40,
+            [*memory[:39], memory[39:41].flatten()[32:96]],
+        ):
+            copies = [row.clone() for row in rows]
+            expected = toploc.build_proofs_bytes(copies, 8, 16, skip_prefill=True)
+            assert toploc.build_proofs_bytes(rows, 8, 16, skip_prefill=True) == expected
+
+    def test_tensors_that_share_memory_without_sharing_a_storage(self) -> None:
+        """A GPU's allocator places storages side by side, and no view reaches from one into the next."""
+        octets = bytearray(gaussian(32, 64).view(torch.int16).numpy().tobytes())
+        whole = torch.frombuffer(octets, dtype=torch.bfloat16).view(4, 512)
+        apart = [torch.frombuffer(octets, dtype=torch.bfloat16, count=512, offset=1024 * i) for i in range(4)]
+        assert apart[1].data_ptr() == apart[0].data_ptr() + 1024
+        assert toploc.build_chunk_proofs(apart, 16) == toploc.build_chunk_proofs(list(whole.clone()), 16)
+
     def test_an_empty_sequence_has_no_proofs(self) -> None:
         assert toploc.build_proofs_bytes([], 32, 128) == []
         assert toploc.build_proofs_bytes([], 32, 128, skip_prefill=True) == []
