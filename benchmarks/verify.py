@@ -50,11 +50,11 @@ from node.parquet import write_rollouts
 from node.parquet_reader import ParquetReader
 from node.policy import Blueprint
 from node.prefill import TransformersPrefill
+from node.proofs import build_proofs
 from node.protocol.admission import Outcome
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, chunk_count, proof_bytes
 from node.verification import Rules, Verdict
-from toploc import build_chunk_proofs
 
 MATMUL_ROWS = 1024
 
@@ -89,7 +89,7 @@ def garbage(wanted: Expected, other: Expected, spec: RunSpec, *, size: int, hidd
     """One file of each kind for the slot that wants `wanted`; `other` is another slot's, `size` an honest file's."""
     rng = random.Random(seed)
     states = torch.randn(spec.proofs.chunk_tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    (fixed,) = build_chunk_proofs([states], spec.proofs.top_k)
+    (fixed,) = build_proofs([states], [bytes(16)], spec=spec.proofs)
 
     def random_proof() -> bytes:
         return rng.randbytes(proof_bytes(spec.proofs, tokens=spec.proofs.chunk_tokens))

@@ -30,7 +30,7 @@ from node.protocol.admission import NOT_FINITE
 from node.protocol.evidence import add
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.readings import read_by_transformers
+from node.readings import policy_of, read_by_transformers
 from node.second_look import at_doubt, look_again
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class _Calibration:
     async def run(self) -> Found:
         self._path = await asyncio.to_thread(_policy_file, self._spec, self._settings.policy, self._folder)
         self._prefill = await asyncio.to_thread(read_by_transformers, self._path, spec=self._spec)
-        policy = await asyncio.to_thread(load_policy, self._path, dtype=getattr(torch, self._spec.model.dtype))
+        policy = policy_of(self._prefill)
+        assert policy is not None, "it was read in this process"
         self._policy = policy
         self._slots = Slots(self._spec, policy)
         if self._spec.proofs.has_sketch:
