@@ -10,6 +10,7 @@ deviate somewhat, and of some by chance. Only where policies are transformers mo
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -97,8 +98,12 @@ async def _suspected(
 
 
 def certain(found: Gain) -> float:
-    """The gain less `GAIN_ERRORS` standard errors; below any limit where nothing could be compared."""
-    return found.gain - GAIN_ERRORS * found.error
+    """What is left of the gain without `GAIN_ERRORS` standard errors: sqrt(gain^2 - error^2), at least 0.
+
+    Independent deviations add up like this: honest groups scatter whatever the error is, and by the error as well.
+    """
+    error = GAIN_ERRORS * found.error
+    return math.sqrt(found.gain**2 - error**2) if found.gain > error else 0.0
 
 
 def measure_gain(own: Policy, other: Policy, spans: Sequence[Span], *, spec: RunSpec) -> Gain:

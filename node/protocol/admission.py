@@ -45,8 +45,8 @@ SUSPECTS = ("int8", "previous")
 GAIN_LIMIT = 0.5
 """Half of the way from the policy to other weights: honest work goes none of it, theirs all of it."""
 
-GAIN_ERRORS = 3.0
-"""Standard errors that are taken off a gain before it is judged."""
+GAIN_ERRORS = 4.75
+"""Standard errors by which a gain may be too high: one in a million of a normal distribution's are above."""
 
 
 class Figures(Wire, frozen=True):

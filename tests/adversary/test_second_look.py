@@ -6,6 +6,7 @@ The limits here are those of a run that was never calibrated, so that nothing el
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from swarm import Peer, Swarm, running, small_spec
 
 from coordinator.calibration.cheats import alter, noise
 from node.engines.torch import TorchEngine
-from node.protocol.admission import Outcome
+from node.protocol.admission import GAIN_LIMIT, Outcome
 from node.protocol.messages import Lease, Receipt
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.second_look import int8
+from node.second_look import certain, int8
+from toploc import Gain
 
 LIMITS = LimitsSpec(second_looks=1.0)
 SPEC = small_spec(limits=LIMITS, proofs=ProofSpec(scheme="sketch/1", sketch_step=0.01))
@@ -98,3 +100,18 @@ def test_a_run_that_suspects_nothing_looks_once(tmp_path: Path, tiny_policy_path
         lease = peer.lease()
         receipt = swarm.judge(peer, drawn(tmp_path / "int8", swarm, lease, spec=spec), lease)
         assert receipt.outcome is Outcome.ADMITTED
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "is_over"),
+    [(0.9, 0.1, True), (0.9, 0.16, False), (0.6, 0.05, True), (0.6, 0.08, False), (0.49, 0.0, False)],
+)
+def test_a_gain_that_chance_may_have_made_is_no_finding(gain: float, error: float, is_over: bool) -> None:
+    """A group of few tokens goes half of the way by chance, and its worker is honest."""
+    assert (certain(Gain(gain, error, 40)) > GAIN_LIMIT) is is_over
+
+
+@pytest.mark.parametrize("gain", [-3.0, 0.0, 0.9])
+def test_a_gain_of_nothing_that_was_compared_is_none(gain: float) -> None:
+    assert certain(Gain(gain, math.inf, 0)) == 0.0
+    assert certain(Gain(-gain, 0.01, 40)) <= max(0.0, -gain)
