@@ -1,11 +1,11 @@
 """What proofs cost: time per 32-token chunk, against toploc 0.1.6 and against nothing but the top-k of the chunks.
 
 `python -m benchmarks.toploc [--json] [--threads N ...] [--rounds N] [--no-peer | --peer-python PATH]`. Everything is
-timed in turn within each round, ours and the peer's, so that another process on the machine slows all of it alike;
-times are medians over rounds, and a ratio is the median of the rounds' own ratios. A ratio whose name has no hidden
-size is the worst of all shapes, thread counts and forms of the activations that were measured: one tensor, a list of
-its rows, and for us also a list of tensors that lie apart (`_apart`), as an engine keeps them that takes them step by
-step. Before each call there is a pause, because threads of the last one go on spinning for some milliseconds.
+timed in turn within each round, ours and the peer's, in an order that is drawn anew, so that another process on the
+machine and what a call leaves behind slow all of it alike; times are medians over rounds, and a ratio is the median of
+the rounds' own ratios. A ratio whose name has no hidden size is the worst of all shapes, thread counts and forms of the
+activations that were measured: one tensor, a list of its rows, and for us also a list of tensors that lie apart
+(`_apart`), as an engine keeps them that takes them step by step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ from benchmarks.toploc_peer import Peer, PeerUnavailable
 from toploc import VerificationResult
 
 TOKENS, TOPK = 32, 128
-PAUSE_SECONDS = 0.03
 SHAPES = ((1024, 4096), (1000, 5120))  # tokens, hidden; of the second the last chunk has 8 tokens
 COMPLETIONS, COMPLETION_TOKENS, SMALL_HIDDEN = 64, 20, 128
 HONEST_ROUNDS, HONEST_SHAPE = 8, (1024, 4096)
@@ -58,10 +58,12 @@ def rounds_ms(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 def alternate(timed: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """As `rounds_ms`, of calls that return their own milliseconds."""
     taken: dict[str, list[float]] = {name: [] for name in timed}
+    order, shuffler = list(timed), random.Random(0)
     for _ in range(rounds + 1):
-        for name, call in timed.items():
-            time.sleep(PAUSE_SECONDS)
-            taken[name].append(call())
+        for name in order:
+            taken[name].append(timed[name]())
+        # Threads spin on for a while after a call, and slow down whatever comes next: each time something else.
+        shuffler.shuffle(order)
     return {name: times[1:] for name, times in taken.items()}
 
 

@@ -188,13 +188,13 @@ def _edited_file(rng: Random, corpus: Sequence[bytes], inner: Mapping[str, Mutat
         return scramble(rng, data)
     header, tensors = parts
     roll = rng.random()
-    if roll < 0.2:
-        tensors = scramble(rng, tensors, tokens=(b"\x00\x00\xc0\x7f", b"\x80\x7f", b"\xff\xff\xff\xff"))
-    elif roll < 0.45:
-        header = edit_tree(rng, header, edges=EDGES)
-    else:
-        _edit_text(rng, header, inner)
     try:
+        if roll < 0.2:
+            tensors = scramble(rng, tensors, tokens=(b"\x00\x00\xc0\x7f", b"\x80\x7f", b"\xff\xff\xff\xff"))
+        elif roll < 0.45:
+            header = edit_tree(rng, header, edges=EDGES)
+        else:
+            _edit_text(rng, header, inner)
         return join_file(header, tensors)[:MAX_INPUT_BYTES] if isinstance(header, Pairs) else scramble(rng, data)
     except (RecursionError, UnicodeEncodeError):
         return scramble(rng, data)
