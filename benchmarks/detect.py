@@ -65,6 +65,8 @@ STEPS = 6
 GROUPS_PER_STEP = 32
 IN_A_ROW = 4
 OTHER_SEED = 1
+SMALLER = {"stale_lr_1e5": 0.1, "stale_lr_1e6": 0.01}
+"""Steps at smaller learning rates, as shares of the one that was made."""
 LOOKS = 100
 """Honest groups of each worker that get a second look."""
 KEYS = {
@@ -134,11 +136,16 @@ def make_spec(options: argparse.Namespace, *, tokens: int) -> RunSpec:
 
 
 async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, stages: Any) -> list[Path]:
-    """The last two policies of a short run: the torch engine draws, `train_step` trains."""
+    """Policies of a short run: the torch engine draws, `train_step` trains.
+
+    The last one, the one before, and those that one step at smaller learning rates (`SMALLER`) would have come from:
+    as far from the last one in the same direction, less so many times.
+    """
     model, tokenizer = warm_start(seed=seed, stages=stages)
     optimizer = make_optimizer(model, spec.training)
     paths = [folder / f"step{step}.safetensors" for step in range(steps + 1)]
     (worker, *_) = make_workers(["torch"], threads=1)
+    before = copy.deepcopy(model)
     for step, path in enumerate(paths):
         save_policy(copy.deepcopy(model).to(getattr(torch, spec.model.dtype)), tokenizer, path)
         if step == steps:
@@ -157,11 +164,19 @@ async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, stages: A
             )
             for slot, group in zip(numbers, drawn, strict=True)
         ]
+        before = copy.deepcopy(model)
         model.train()
         stats = train_step(model, optimizer, groups, spec=spec, step=step)
         model.train(mode=False)
         workload.say(f"training step {step}: reward {stats['reward']:.2f}")
-    return paths[-2:]
+    nearer = [folder / f"{key}.safetensors" for key in SMALLER]
+    for path, share in zip(nearer, SMALLER.values(), strict=True):
+        between = copy.deepcopy(model)
+        with torch.no_grad():
+            for weight, old in zip(between.parameters(), before.parameters(), strict=True):
+                weight.lerp_(old, share)
+        save_policy(between.to(getattr(torch, spec.model.dtype)), tokenizer, path)
+    return [paths[-1], paths[-2], *nearer]
 
 
 def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
@@ -284,7 +299,7 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The figures of the trained tiny policy."""
     spec = make_spec(options, tokens=48)
     workload.say("training the policies")
-    stale, newest = await train(spec, folder, seed=2, steps=options.steps, stages=options.stages)
+    newest, stale, *nearer = await train(spec, folder, seed=2, steps=options.steps, stages=options.stages)
     other = folder / "other.safetensors"
     model, tokenizer = warm_start(seed=OTHER_SEED, stages=options.stages)
     save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, other)
@@ -295,6 +310,9 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found |= await changed_weights(bench, first, folder, groups=options.cheat_groups)
     drawn = await first.draw(spec, stale, bench.slots, groups=options.cheat_groups)
     found |= judged(bench, drawn, key="stale_one_step")
+    for key, path in zip(SMALLER, nearer, strict=True):
+        drawn = await first.draw(spec, path, bench.slots, groups=options.cheat_groups)
+        found |= judged(bench, drawn, key=key)
     attempts = Attempts(
         spec,
         policy=bench.policy,
