@@ -68,9 +68,11 @@ def test_what_two_readings_admit_and_reject_an_audit_finds_too(
             leaves = [decode(LogEntry, leaf, max_bytes=10_000) for leaf in log.leaves(connection, 0, 1000)]
     (logged,) = (entry for entry in leaves if isinstance(entry, VerdictEntry) and entry.reason is None)
     assert logged.totals is not None
-    assert logged.totals.sketch.sum == pytest.approx(sketch_sum(policy, rollouts, SPEC), rel=1e-3)
+    logged_mean, count = logged.totals.sketch.sum / logged.totals.sketch.count, logged.totals.sketch.count
+    # Not to the last digit: in bfloat16 the batch has a part in it.
+    assert logged_mean == pytest.approx(sketch_sum(policy, rollouts, SPEC) / count, abs=0.03)
     once = msgspec.structs.replace(SPEC, limits=msgspec.structs.replace(SPEC.limits, readings=1))
-    assert logged.totals.sketch.sum != pytest.approx(sketch_sum(policy, rollouts, once), rel=0.1)
+    assert logged_mean != pytest.approx(sketch_sum(policy, rollouts, once) / count, abs=0.05)
 
 
 def sketch_sum(policy: Path, rollouts: Sequence[Rollout], spec: RunSpec) -> float:
