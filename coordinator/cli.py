@@ -243,7 +243,6 @@ def trainer(
         state / "origin",
         run_key,
         home.run_id,
-        chunk_bytes=home.spec.broadcast.chunk_bytes,
         # A policy that is stored but not in the log yet must not be heard of.
         announced=-1 if recorded is None else recorded,
     )

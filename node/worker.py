@@ -348,7 +348,10 @@ class Worker:
                 "done_bytes": progress.done_bytes if progress else 0,
                 "total_bytes": progress.total_bytes if progress else None,
                 "bytes_per_s": round(progress.bytes_per_s) if progress else 0,
+                "sources": progress.sources if progress else 0,
+                "seconds_left": progress.seconds_left if progress else None,
             },
+            "broadcast_bytes": {"fetched": self._feed.fetched.bytes_in, "results": self._feed.fetched.result_bytes},
             "started_at": self._started_at,
             "updated_at": time.time(),
         }

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from node.exchange import Backoff, printable
 from node.signals import Stopped, race
-from shardcast import Client, Head, Progress
+from shardcast import Client, Fetched, Head, Progress
 from shardcast.errors import NoVersionYet, ShardcastError
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,11 @@ class PolicyFeed:
             self._broadcast.set_sources(urls)
             self._sources = urls
             self._sources_changed.set()
+
+    @property
+    def fetched(self) -> Fetched:
+        """What was transferred since the start, and what it weighs."""
+        return self._broadcast.fetched
 
     def versions(self) -> tuple[int, ...]:
         """Versions on disk, newest first; the broadcast client deletes old ones."""
@@ -95,7 +100,7 @@ class PolicyFeed:
                 self.downloading = None
 
     async def _fetch(self, head: Head) -> None:
-        started = time.monotonic()
+        started, before = time.monotonic(), self.fetched.bytes_in
 
         def note(progress: Progress) -> None:
             self.downloading = head.version, progress
@@ -104,7 +109,8 @@ class PolicyFeed:
         path = await self._broadcast.fetch(head, progress=note)
         self._held[head.version] = HeldPolicy(manifest_digest=head.manifest_digest, path=path)
         size_mb, seconds = path.stat().st_size / 1e6, time.monotonic() - started
-        log.info("policy %d is here: %.1f MB in %.1f s", head.version, size_mb, seconds)
+        got_mb = (self.fetched.bytes_in - before) / 1e6
+        log.info("policy %d is here: %.1f MB (%.1f MB transferred) in %.1f s", head.version, size_mb, got_mb, seconds)
         self._arrived.set()
 
     def _note_away(self, error: ShardcastError) -> None:

@@ -17,11 +17,12 @@ public to whoever asks) and choosing whom to fetch from (the caller lists the so
 """
 
 from shardcast.board import Board
-from shardcast.client import Client, Progress
+from shardcast.client import Client
 from shardcast.download import DownloadLimits
+from shardcast.fetching import Fetched, Progress
 from shardcast.listener import Listener, ServerLimits, listen
-from shardcast.manifest import Head, Limits, Manifest, SignedManifest
-from shardcast.origin import Origin, OriginServer
+from shardcast.manifest import Delta, Head, Limits, Manifest, Payload, SignedManifest
+from shardcast.origin import DeltaSettings, Origin, OriginServer
 from shardcast.relay import Relay
 from shardcast.server import make_app
 from shardcast.sources import SourceLimits
@@ -31,7 +32,10 @@ from shardcast.trust import FraudProof, TrustedState, check_fraud_proof
 __all__ = [
     "Board",
     "Client",
+    "Delta",
+    "DeltaSettings",
     "DownloadLimits",
+    "Fetched",
     "FraudProof",
     "Head",
     "Limits",
@@ -39,6 +43,7 @@ __all__ = [
     "Manifest",
     "Origin",
     "OriginServer",
+    "Payload",
     "Progress",
     "Relay",
     "ServerLimits",

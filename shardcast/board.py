@@ -6,13 +6,15 @@ A board belongs to one event loop; only the store under it is safe from other th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from shardcast.store import ChunkStore
+from shardcast.fetching import Fetched
+from shardcast.payload_file import PayloadFile
+from shardcast.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Announced:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counted since the start of the process."""
+    """Counted since the start of the process; what payloads brought in is counted where they are fetched."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -37,25 +39,36 @@ class Traffic:
 class Board:
     """`head` returns the newest head to show, None before the first; `upstreams` describes sources for people."""
 
-    store: ChunkStore
+    store: Store
     role: str
     run_id: str
     head: Callable[[], Announced | None]
     upstreams: Callable[[], list[dict[str, Any]]] = list
     traffic: Traffic = field(default_factory=Traffic)
+    fetched: Fetched = field(default_factory=Fetched)
     started_at: float = field(default_factory=time.time)
     _head_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)
+    _arrivals: dict[tuple[str, int], asyncio.Event] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Hear of what arrives in the store, in the event loop that is running."""
+        loop = asyncio.get_running_loop()
+
+        def arrived(name: str, index: int) -> None:
+            with contextlib.suppress(RuntimeError):  # a writer that outlives the loop has nobody to tell
+                loop.call_soon_threadsafe(self._chunk_arrived, name, index)
+
+        self.store.arrived = arrived
+
+    @property
+    def bytes_in(self) -> int:
+        """Everything that was received."""
+        return self.traffic.bytes_in + self.fetched.bytes_in
 
     def announce(self) -> None:
         """Wake everyone who waits for a newer head."""
         changed, self._head_changed = self._head_changed, asyncio.Event()
         changed.set()
-
-    def chunk_arrived(self, digest: str) -> None:
-        """Wake everyone who waits for this chunk."""
-        if (waiting := self._arrivals.pop(digest, None)) is not None:
-            waiting.set()
 
     async def newer_head(self, after: int, wait_s: float) -> Announced | None:
         """The head once its version exceeds `after`; None if that takes longer than `wait_s`."""
@@ -70,22 +83,34 @@ class Board:
         except TimeoutError:
             return None
 
-    async def chunk(self, digest: str, wait_s: float) -> Path | None:
-        """The verified file of a chunk, waiting up to `wait_s` for one that a held version needs."""
-        if (path := self.store.ready_path(digest)) is not None:
-            return path
-        if self.store.holds(digest):
-            path = await asyncio.to_thread(self.store.verified_path, digest)
-        if path is not None or wait_s <= 0 or not self.store.wants(digest):
-            return path
-        waiting = self._arrivals.setdefault(digest, asyncio.Event())
-        try:
-            async with asyncio.timeout(wait_s):
-                # Looked up again: it may have arrived during the thread hop, before there was an event to set.
-                if self.store.ready_path(digest) is None:
+    async def chunk(self, name: str, index: int, wait_s: float) -> PayloadFile | None:
+        """The file with a verified chunk, waiting up to `wait_s` for one that is on its way; None if it is not here.
+
+        `name` is the digest of a payload.
+        """
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while (file := self.store.payload(name)) is not None and index < file.payload.chunk_count:
+            if file.is_verified(index):
+                return file
+            waiting = self._arrivals.setdefault((name, index), asyncio.Event())
+            # Looked at after the event is there to be set. Hashing is for a thread.
+            if file.holds(index) and await asyncio.to_thread(file.verify, index):
+                self._arrivals.pop((name, index), None)
+                return file
+            try:
+                async with asyncio.timeout_at(deadline):
                     await waiting.wait()
-        except TimeoutError:
-            if not self.store.wants(digest):
-                self._arrivals.pop(digest, None)
-            return None
-        return await asyncio.to_thread(self.store.verified_path, digest)
+            except TimeoutError:
+                break
+        if not self.expects(name, index):
+            self._arrivals.pop((name, index), None)
+        return None
+
+    def expects(self, name: str, index: int) -> bool:
+        """Whether a chunk is here or may still arrive."""
+        file = self.store.payload(name)
+        return file is not None and index < file.payload.chunk_count
+
+    def _chunk_arrived(self, name: str, index: int) -> None:
+        if (waiting := self._arrivals.pop((name, index), None)) is not None:
+            waiting.set()

@@ -1,8 +1,8 @@
 """The fetching end: wait for a version, get it from several sources at once, trust none of them.
 
 `<state_dir>/state.json` holds the highest version seen, so that a restart opens no way for a rollback. A file
-`<state_dir>/versions/<version>-<digest16>.bin` was checked chunk by chunk and as a whole before it got its
-name, whose second half begins the manifest digest (`shardcast.versions`).
+`<state_dir>/versions/<version>-<digest16>.bin` was checked chunk by chunk before it got its name, whose second half
+begins the manifest digest (`shardcast.store`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
+from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.errors import (
     Equivocation,
     LocalFault,
@@ -29,27 +27,17 @@ from shardcast.errors import (
     TooSlow,
     Unreachable,
 )
-from shardcast.files import FolderLock
-from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, Manifest, SignedManifest
-from shardcast.partfile import PartFile
+from shardcast.fetching import Fetched, Fetcher, Progress
+from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
 from shardcast.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
+from shardcast.store import Store
 from shardcast.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
-from shardcast.versions import VersionFolder
 
 logger = logging.getLogger(__name__)
 
 HEAD_SOURCES = 3
 """How many sources are asked for the newest head at once: one alone could withhold it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a fetch is; chunks found on disk count as done, and only fetched ones in the rate."""
-
-    done_bytes: int
-    total_bytes: int
-    bytes_per_s: float
 
 
 class Client:
@@ -72,19 +60,24 @@ class Client:
     ) -> None:
         root = Path(state_dir)
         self._root, self._poll_s, self._clock = root, poll_s, clock
-        self._download_limits = download_limits
         self._sources = Sources(sources, limits=source_limits)
         self._transport = Transport(limits=limits, patience=transport_limits)
-        self._folder_lock = FolderLock(root)
+        self._store = Store(root, run_id=run_id, keep=keep, keep_deltas=0, limits=limits)
         try:
             self._trust = TrustedState(
                 run_id=run_id, publisher_key=publisher_key, limits=limits, seen=load_seen(root / "state.json")
             )
-            self._folder = VersionFolder(root, keep=keep, trust=self._trust)
         except BaseException:
-            self._folder_lock.release()
+            self._store.close()
             raise
-        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._fetcher = Fetcher(
+            self._store,
+            sources=self._sources,
+            transport=self._transport,
+            archived=self._archived,
+            everything=False,
+            limits=download_limits,
+        )
         self._said: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
@@ -96,8 +89,9 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
+        await self._fetcher.close()
         await self._transport.close()
-        self._folder_lock.release()
+        self._store.close()
 
     @property
     def highest_seen(self) -> int:
@@ -107,6 +101,11 @@ class Client:
     def set_sources(self, urls: Iterable[str]) -> None:
         """Fetch from these from now on; those that stay keep their measurements."""
         self._sources.set_urls(urls)
+
+    @property
+    def fetched(self) -> Fetched:
+        """What was transferred since the start, and how."""
+        return self._fetcher.fetched
 
     def sources_status(self) -> list[dict[str, Any]]:
         """One JSON-ready row per source: state, reason of a quarantine, success, bandwidth, bytes."""
@@ -203,12 +202,10 @@ class Client:
         try:
             async with asyncio.timeout(timeout_s):
                 version, digest = await self._resolve(target)
-                signed = await asyncio.to_thread(self._folder.manifest, version, digest)
-                if signed is None:
-                    signed = await self._manifest(
-                        lambda url: self._transport.manifest(url, digest),
-                        lambda data: self._trust.accept_manifest(data, self._clock(), digest),
-                    )
+                signed = self._held(version, digest) or await self._manifest(
+                    lambda url: self._transport.manifest(url, digest),
+                    lambda data: self._trust.accept_manifest(data, self._clock(), digest),
+                )
                 return await self._complete(signed, progress)
         except TimeoutError as error:
             raise TooSlow(f"not fetched within {timeout_s} s; it resumes where it stopped") from error
@@ -228,15 +225,8 @@ class Client:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                signed = None
-                if manifest_digest is not None:
-                    signed = await asyncio.to_thread(self._folder.manifest, version, manifest_digest)
-                if signed is None:
-                    signed = await self._manifest(
-                        lambda url: self._transport.version(url, version),
-                        lambda data: self._trust.accept_archived(data, version, expected_digest=manifest_digest),
-                    )
-                return await self._complete(signed, progress)
+                held = None if manifest_digest is None else self._held(version, manifest_digest)
+                return await self._complete(held or await self._archived(version, manifest_digest), progress)
         except TimeoutError as error:
             raise TooSlow(f"not fetched within {timeout_s} s; it resumes where it stopped") from error
 
@@ -274,45 +264,26 @@ class Client:
                     last = error
         raise last
 
-    async def _complete(self, signed: SignedManifest, progress: Callable[[Progress], None] | None) -> Path:
-        manifest = signed.manifest
-        if manifest.encoding != "full":
-            raise LocalFault(
-                f"version {manifest.version} is a delta, which this release cannot apply", code="unsupported_encoding"
-            )
-        async with self._fetching[signed.digest]:
-            if (held := await asyncio.to_thread(self._folder.held, signed)) is not None:
-                return held
-            part = await asyncio.to_thread(self._folder.begin, signed)
-            try:
-                await self._download(manifest, part, progress)
-                under_way = [digest for digest, lock in self._fetching.items() if lock.locked()]
-                return await asyncio.to_thread(self._folder.finish, part, signed, under_way=under_way)
-            finally:
-                part.close()
-
-    async def _download(self, manifest: Manifest, part: PartFile, progress: Callable[[Progress], None] | None) -> None:
-        missing = sorted(part.missing)
-        total = manifest.payload_bytes
-        resumed = total - sum(manifest.chunk_length(index) for index in missing)
-        fetched, started = 0, time.monotonic()
-
-        def arrived(index: int) -> None:
-            nonlocal fetched
-            fetched += manifest.chunk_length(index)
-            if progress is not None:
-                progress(Progress(resumed + fetched, total, fetched / max(time.monotonic() - started, 1e-6)))
-
-        download = Download(
-            manifest,
-            missing,
-            sources=self._sources,
-            transport=self._transport,
-            sink=part.write,
-            arrived=arrived,
-            limits=self._download_limits,
+    async def _archived(self, version: int, manifest_digest: str | None = None) -> SignedManifest:
+        return await self._manifest(
+            lambda url: self._transport.version(url, version),
+            lambda data: self._trust.accept_archived(data, version, expected_digest=manifest_digest),
         )
-        await download.run()
+
+    def _held(self, version: int, manifest_digest: str) -> SignedManifest | None:
+        """A manifest that is here, verified again: the store takes any signer's."""
+        held = self._store.get(version)
+        if held is None or held.digest != manifest_digest:
+            return None
+        try:
+            return self._trust.accept_archived(held.envelope, version, expected_digest=manifest_digest)
+        except PeerFault:
+            self._store.drop(version)
+            return None
+
+    async def _complete(self, signed: SignedManifest, progress: Callable[[Progress], None] | None) -> Path:
+        await asyncio.to_thread(self._store.add_manifest, signed)
+        return await self._fetcher.complete(signed, progress)
 
 
 async def _first_newer(watchers: list[asyncio.Task[Head]], after: int) -> Head | None:

@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from shardcast.errors import LocalFault, ShardcastError, TooSlow, Unreachable
-from shardcast.manifest import MIB, Manifest
+from shardcast.errors import LocalFault, NotServed, ShardcastError, TooSlow, Unreachable
+from shardcast.manifest import MIB
+from shardcast.payload_file import PayloadFile
 from shardcast.sources import Sources
 from shardcast.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[int, bytearray], None]
-"""Called in a thread with a chunk's index and bytes: verifies and keeps them, or raises CorruptChunk."""
+REFUSALS_BELIEVED = 3
+"""Refusals in a row by every source end a download: nobody has it. One may be of a relay that only lags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,39 +52,37 @@ class _Attempt:
 
 
 class Download:
-    """One run over the missing chunks of one manifest; use each instance once.
+    """One run over the missing chunks of one payload; use each instance once.
 
-    `arrived(index)` is called in the event loop after the sink has kept a chunk.
+    `arrived(length)` is called in the event loop after a chunk of so many bytes was kept.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
-        missing: Iterable[int],
+        file: PayloadFile,
         *,
         sources: Sources,
         transport: Transport,
-        sink: Sink,
         arrived: Callable[[int], None],
         limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
     ) -> None:
-        self._manifest = manifest
+        self._file, self._payload, self._name = file, file.payload, file.payload.digest
         self._sources = sources
         self._transport = transport
-        self._sink = sink
         self._arrived = arrived
         self._limits = limits
-        self._waiting = deque(missing)
+        self._waiting = deque(file.missing())
         self._left = set(self._waiting)
         self._running: dict[asyncio.Task[None], _Attempt] = {}
         self._seconds: deque[float] = deque(maxlen=32)
-        fitting = limits.window_bytes // max(1, manifest.chunk_bytes)
+        fitting = limits.window_bytes // max(1, file.payload.chunk_bytes)
         self._max_in_flight = max(2, min(limits.max_in_flight, fitting))
         self._last_progress = time.monotonic()
+        self._refusals = Counter[str]()
 
     async def run(self) -> None:
         """Fetch everything that is missing. Raises TooSlow, Unreachable or the sources' last error on a stall,
-        and at once any LocalFault of the sink."""
+        and at once any LocalFault of the disk."""
         self._last_progress = time.monotonic()
         try:
             while self._left:
@@ -125,11 +124,13 @@ class Download:
         return True
 
     async def _fetch(self, attempt: _Attempt) -> None:
-        digest, length = self._manifest.chunk_digest(attempt.index), self._manifest.chunk_length(attempt.index)
+        length = self._payload.chunk_length(attempt.index)
         try:
-            data = await self._transport.chunk(attempt.url, digest, length=length, wait_s=self._limits.chunk_wait_s)
+            data = await self._transport.chunk(
+                attempt.url, self._name, attempt.index, length=length, wait_s=self._limits.chunk_wait_s
+            )
             seconds = time.monotonic() - attempt.started
-            await asyncio.to_thread(self._sink, attempt.index, data)
+            await asyncio.to_thread(self._file.write, attempt.index, data)
         finally:
             self._sources.ended(attempt.url)
         self._sources.succeeded(attempt.url, received_bytes=length, seconds=seconds, now=time.monotonic())
@@ -160,6 +161,7 @@ class Download:
         elif isinstance(error, ShardcastError) and not isinstance(error, LocalFault):
             logger.warning("chunk %d from %s: %s (%s)", attempt.index, attempt.url, error, error.code)
             self._sources.failed(attempt.url, error, time.monotonic())
+            self._refusals[attempt.url] += error.code == "not_served"
             if attempt.index in self._left and not self._is_running(attempt.index):
                 self._waiting.appendleft(attempt.index)
         else:
@@ -169,8 +171,9 @@ class Download:
         if attempt.index not in self._left:
             return
         self._left.discard(attempt.index)
+        self._refusals.clear()
         self._last_progress = time.monotonic()
-        self._arrived(attempt.index)
+        self._arrived(self._payload.chunk_length(attempt.index))
         losers = [task for task, other in self._running.items() if other.index == attempt.index]
         for task in losers:
             if self._running[task].started < attempt.started:
@@ -187,7 +190,11 @@ class Download:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _refuse_stall(self) -> None:
-        if not self._left or time.monotonic() - self._last_progress < self._limits.stall_s:
+        if not self._left:
+            return
+        if self._sources.urls and all(self._refusals[url] >= REFUSALS_BELIEVED for url in self._sources.urls):
+            raise NotServed("no source has it", code="not_served")
+        if time.monotonic() - self._last_progress < self._limits.stall_s:
             return
         error = self._sources.last_error()
         if error is not None:

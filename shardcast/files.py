@@ -38,6 +38,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`, from any thread."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        if written <= 0:
+            raise LocalFault("the disk takes no more bytes")
+        view, offset = view[written:], offset + written
+
+
 def read_bounded(path: Path, *, max_bytes: int) -> bytes:
     """All of `path`; raises Malformed when it is longer than `max_bytes`."""
     with path.open("rb") as file:

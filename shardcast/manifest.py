@@ -1,8 +1,10 @@
 """What a publisher signs: the manifest of one version, and the short-lived head that names the newest.
 
-No file names travel: a manifest lists chunks by BLAKE3 digest, and a version is named by the digest of its
-manifest's payload. The head is re-signed every few seconds, so that a relay which withholds a new version
-can show nothing but a head that has expired (after TUF's timestamp role).
+No file names travel: a manifest lists the BLAKE3 digests of chunks, and a version is named by the digest of its
+manifest. A version can be had as a whole, or as a delta from an earlier one (`shardcast.delta`); what is transferred
+of either is a payload, named by the digest of its chunk list. The head is
+re-signed every few seconds, so that a relay which withholds a new version can show nothing but a head that has
+expired (after TUF's timestamp role).
 
 Everything here is pure: bytes in, value or typed error out. Whether a valid manifest is also the one to
 believe is `shardcast.trust`.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -23,7 +24,8 @@ from shardcast.wire import Count, Digest, Wire
 
 MANIFEST_DOMAIN = "shardcast/manifest"
 HEAD_DOMAIN = "shardcast/head"
-SCHEMA_VERSION = 1
+HEAD_VERSION = 1
+MANIFEST_VERSION = 2
 DIGEST_BYTES = 32
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -40,6 +42,7 @@ class Limits:
     max_manifest_bytes: int = 6 * MIB
     max_payload_bytes: int = 2048 * GIB
     max_chunks: int = 2**17
+    max_deltas: int = 4
     min_chunk_bytes: int = 4 * KIB
     max_chunk_bytes: int = 16 * MIB
     clock_skew_s: float = 30.0
@@ -58,27 +61,17 @@ class Head(Wire, frozen=True, kw_only=True):
     expires_at: Count
 
 
-class Manifest(Wire, frozen=True, kw_only=True):
-    """One published version: what its chunks are, and what they must add up to.
+class Payload(Wire, frozen=True, kw_only=True):
+    """Bytes to be transferred, as chunks. `chunk_digests` are 32-byte BLAKE3 digests end to end."""
 
-    `previous` is the manifest digest of the version published before this one. The payload is what the
-    chunks spell. With encoding "full" it is the result itself; with "delta" it is applied to the result
-    whose digest is `base`, published as `base_version`. `chunk_digests` are 32-byte BLAKE3 digests end to end.
-    """
-
-    run_id: Digest
-    version: Count
-    previous: Digest | None
-    issued_at: Count
-    expires_at: Count
-    encoding: Literal["full", "delta"]
-    base: Digest | None
-    base_version: Count | None
     chunk_bytes: Count
     payload_bytes: Count
     chunk_digests: bytes
-    result_bytes: Count
-    result_digest: Digest
+
+    @property
+    def digest(self) -> str:
+        """What names this payload: the digest of its canonical encoding, so of sizes and chunks alike."""
+        return wire.digest(wire.encode(self))
 
     @property
     def chunk_count(self) -> int:
@@ -96,6 +89,36 @@ class Manifest(Wire, frozen=True, kw_only=True):
         return ((self.chunk_digest(index), self.chunk_length(index)) for index in range(self.chunk_count))
 
 
+class Delta(Wire, frozen=True, kw_only=True):
+    """A way to the result from the one whose digest is `base`, published as `base_version`."""
+
+    base: Digest
+    base_version: Count
+    payload: Payload
+
+
+class Manifest(Wire, frozen=True, kw_only=True):
+    """One published version: its bytes as chunks, and shorter ways to them for those who hold an earlier one.
+
+    `previous` is the manifest digest of the version published before this one. `result_digest` is the BLAKE3
+    digest of the whole file. Whatever way was taken, every chunk of the result has the digest that `full` gives.
+    """
+
+    run_id: Digest
+    version: Count
+    previous: Digest | None
+    issued_at: Count
+    expires_at: Count
+    result_digest: Digest
+    full: Payload
+    deltas: tuple[Delta, ...]
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """Everything of this version that can be asked for, the result first."""
+        return (self.full, *(delta.payload for delta in self.deltas))
+
+
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
     """A manifest with the digest that names it and the envelope it came in, byte for byte."""
@@ -106,12 +129,12 @@ class SignedManifest:
 
 
 def seal_head(head: Head, key: Ed25519PrivateKey) -> bytes:
-    return seal(wire.encode(head), domain=HEAD_DOMAIN, version=SCHEMA_VERSION, key=key)
+    return seal(wire.encode(head), domain=HEAD_DOMAIN, version=HEAD_VERSION, key=key)
 
 
 def seal_manifest(manifest: Manifest, key: Ed25519PrivateKey) -> SignedManifest:
     payload = wire.encode(manifest)
-    envelope = seal(payload, domain=MANIFEST_DOMAIN, version=SCHEMA_VERSION, key=key)
+    envelope = seal(payload, domain=MANIFEST_DOMAIN, version=MANIFEST_VERSION, key=key)
     return SignedManifest(manifest=manifest, digest=wire.digest(payload), envelope=envelope)
 
 
@@ -120,7 +143,7 @@ def open_head(data: bytes, *, run_id: str, publisher_key: bytes, limits: Limits 
     opened = open_envelope(
         data,
         domain=HEAD_DOMAIN,
-        versions=(SCHEMA_VERSION,),
+        versions=(HEAD_VERSION,),
         max_payload_bytes=limits.max_head_bytes,
         signer=publisher_key,
     )
@@ -139,7 +162,7 @@ def open_manifest(
     opened = open_envelope(
         data,
         domain=MANIFEST_DOMAIN,
-        versions=(SCHEMA_VERSION,),
+        versions=(MANIFEST_VERSION,),
         max_payload_bytes=limits.max_manifest_bytes,
         signer=publisher_key,
     )
@@ -151,32 +174,30 @@ def open_manifest(
 
 def check_consistency(manifest: Manifest, limits: Limits) -> None:
     """Refuse a manifest whose figures contradict each other or exceed `limits`."""
-    if not 1 <= manifest.payload_bytes <= limits.max_payload_bytes:
-        raise Malformed(f"a payload of {manifest.payload_bytes} bytes is out of bounds", code="payload_size")
-    if not 1 <= manifest.result_bytes <= limits.max_payload_bytes:
-        raise Malformed(f"a result of {manifest.result_bytes} bytes is out of bounds", code="payload_size")
-    if not limits.min_chunk_bytes <= manifest.chunk_bytes <= limits.max_chunk_bytes:
-        raise Malformed(f"chunks of {manifest.chunk_bytes} bytes are out of bounds", code="chunk_size")
-    expected = -(-manifest.payload_bytes // manifest.chunk_bytes)
-    if expected > limits.max_chunks:
-        raise Malformed(f"{expected} chunks, more than {limits.max_chunks}", code="chunk_count")
-    if len(manifest.chunk_digests) != expected * DIGEST_BYTES:
-        raise Malformed(f"{len(manifest.chunk_digests)} bytes of digests for {expected} chunks", code="chunk_count")
     if manifest.expires_at <= manifest.issued_at:
         raise Malformed("a manifest that expires before it is issued", code="bad_window")
-    _check_encoding(manifest)
+    if len(manifest.deltas) > limits.max_deltas:
+        raise Malformed(f"{len(manifest.deltas)} deltas, more than {limits.max_deltas}", code="bad_base")
+    _check_payload(manifest.full, limits)
+    bases = [delta.base_version for delta in manifest.deltas]
+    if len(set(bases)) < len(bases) or any(base >= manifest.version for base in bases):
+        raise Malformed("deltas whose bases are not different earlier versions", code="bad_base")
+    for delta in manifest.deltas:
+        _check_payload(delta.payload, limits)
+        if delta.payload.payload_bytes >= manifest.full.payload_bytes:
+            raise Malformed("a delta that is not smaller than its result", code="payload_size")
 
 
-def _check_encoding(manifest: Manifest) -> None:
-    has_base = manifest.base is not None and manifest.base_version is not None
-    has_any = manifest.base is not None or manifest.base_version is not None
-    if manifest.encoding == "delta":
-        if not has_base or (manifest.base_version or 0) >= manifest.version:
-            raise Malformed("a delta without an earlier base", code="bad_base")
-    elif has_any:
-        raise Malformed("a full version that names a base", code="bad_base")
-    elif manifest.payload_bytes != manifest.result_bytes:
-        raise Malformed("a full version whose payload is not its result", code="payload_size")
+def _check_payload(payload: Payload, limits: Limits) -> None:
+    if not 1 <= payload.payload_bytes <= limits.max_payload_bytes:
+        raise Malformed(f"a payload of {payload.payload_bytes} bytes is out of bounds", code="payload_size")
+    if not limits.min_chunk_bytes <= payload.chunk_bytes <= limits.max_chunk_bytes:
+        raise Malformed(f"chunks of {payload.chunk_bytes} bytes are out of bounds", code="chunk_size")
+    expected = -(-payload.payload_bytes // payload.chunk_bytes)
+    if expected > limits.max_chunks:
+        raise Malformed(f"{expected} chunks, more than {limits.max_chunks}", code="chunk_count")
+    if len(payload.chunk_digests) != expected * DIGEST_BYTES:
+        raise Malformed(f"{len(payload.chunk_digests)} bytes of digests for {expected} chunks", code="chunk_count")
 
 
 def _check_run(found: str, expected: str) -> None:

@@ -24,9 +24,14 @@ class BoardCollector(Collector):
         yield GaugeMetricFamily("shardcast_version", "newest version shown", -1 if head is None else head.version)
         yield GaugeMetricFamily("shardcast_versions_held", "versions whose manifest is held", len(versions))
         yield GaugeMetricFamily("shardcast_planned_bytes", "bytes of all held versions", board.store.planned_bytes)
-        missing = len(board.store.missing(versions[-1].manifest.version)) if versions else 0
+        newest = versions[-1].manifest if versions else None
+        missing = newest.full.chunk_count - board.store.chunks_held(newest.version) if newest is not None else 0
         yield GaugeMetricFamily("shardcast_missing_chunks", "chunks of the newest version still to come", missing)
-        yield CounterMetricFamily("shardcast_received_bytes", "payload bytes fetched", traffic.bytes_in)
+        yield CounterMetricFamily("shardcast_received_bytes", "bytes received", board.bytes_in)
+        fetched = board.fetched
+        yield CounterMetricFamily("shardcast_fetched_bytes", "payload bytes fetched", fetched.bytes_in)
+        yield CounterMetricFamily("shardcast_result_bytes", "what the fetched versions weigh", fetched.result_bytes)
+        yield CounterMetricFamily("shardcast_wrong_chunks", "chunks that a delta did not give", fetched.wrong_chunks)
         yield CounterMetricFamily("shardcast_sent_bytes", "bytes served", traffic.bytes_out)
         yield CounterMetricFamily("shardcast_requests", "requests answered", traffic.requests)
         yield CounterMetricFamily("shardcast_refused_requests", "requests refused", traffic.refused)

@@ -1,4 +1,4 @@
-"""The publisher's end: cut a file into chunks, sign its manifest, and serve both to the first relays.
+"""The publisher's end: cut a file into chunks, find deltas to it, sign its manifest, and serve all to the first relays.
 
 Publishing is idempotent, so a trainer that was killed publishes its newest version again after a restart
 and nobody downstream notices. A version is announced only after its chunks and manifest are on disk.
@@ -15,17 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shardcast import wire
+from shardcast import delta
 from shardcast.board import Announced, Board
 from shardcast.errors import LocalFault
-from shardcast.files import as_local_fault
 from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
 from shardcast.manifest import (
     DEFAULT_LIMITS,
-    MIB,
+    Delta,
     Head,
     Limits,
     Manifest,
@@ -35,16 +33,25 @@ from shardcast.manifest import (
     seal_manifest,
 )
 from shardcast.server import make_app
-from shardcast.store import ChunkStore
+from shardcast.staging import Staged, chunk_bytes_for, stage
+from shardcast.store import Store
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Payload:
-    size_bytes: int
-    chunk_digests: bytes
-    digest: str
+class DeltaSettings:
+    """Which deltas an origin makes. Each version has one from the version before it, and one from the last whose
+    number is a multiple of `fold_every`, which stands for all those in between. One that is not smaller than
+    `most_of_full` of the result is left out. `enabled` False makes none.
+    """
+
+    enabled: bool = True
+    fold_every: int = 8
+    most_of_full: float = 0.8
+
+
+DEFAULT_DELTA_SETTINGS = DeltaSettings()
 
 
 class Origin:
@@ -62,26 +69,35 @@ class Origin:
         key: Ed25519PrivateKey,
         run_id: str,
         *,
-        chunk_bytes: int = MIB,
+        chunk_bytes: int | None = None,
         keep: int | None = None,
         quota_bytes: int | None = None,
         manifest_lifetime_s: int = 90 * 86400,
         head_lifetime_s: int = 60,
         head_refresh_s: float = 5.0,
         announced: int | None = None,
+        deltas: DeltaSettings = DEFAULT_DELTA_SETTINGS,
         limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if not limits.min_chunk_bytes <= chunk_bytes <= limits.max_chunk_bytes:
+        if chunk_bytes is not None and not limits.min_chunk_bytes <= chunk_bytes <= limits.max_chunk_bytes:
             raise LocalFault(f"chunks of {chunk_bytes} bytes are out of bounds", code="bad_setting")
         self.run_id = run_id
         self.publisher_key = key.public_key().public_bytes_raw()
         self._key, self._limits, self._clock = key, limits, clock
         self._chunk_bytes, self._manifest_lifetime_s = chunk_bytes, manifest_lifetime_s
+        self._deltas = deltas
         self._head_lifetime_s, self._head_refresh_s = head_lifetime_s, head_refresh_s
         self._publishing = threading.Lock()
         self._head: tuple[Head, bytes] | None = None
-        self.store = ChunkStore(Path(store_dir), run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
+        self.store = Store(
+            Path(store_dir),
+            run_id=run_id,
+            keep=keep,
+            keep_deltas=None if keep is None else max(keep, 16),
+            quota_bytes=quota_bytes,
+            limits=limits,
+        )
         shown = [held for held in self.store.versions() if announced is None or held.manifest.version <= announced]
         self._latest = shown[-1] if shown else None
 
@@ -106,21 +122,24 @@ class Origin:
                 raise LocalFault(
                     f"version {version} is not above {self._latest.manifest.version}", code="version_not_rising"
                 )
-            chunk_bytes = self._chunk_bytes if held is None else held.manifest.chunk_bytes
+            if held is not None:
+                chunk_bytes = held.manifest.full.chunk_bytes
+            else:
+                chunk_bytes = self._chunk_bytes or chunk_bytes_for(Path(path))
+            staged = stage(Path(path), self.store.incoming / "result", chunk_bytes=chunk_bytes, limits=self._limits)
             try:
-                payload = self._stage(Path(path), chunk_bytes)
                 if held is None:
-                    held = self._add(payload, version)
+                    held = self._add(staged, version)
                 else:
-                    _refuse_change(held.manifest, payload)
-                if before_announcing is not None:
-                    before_announcing(held)
-                if self._latest is None or self._latest.manifest.version < version:
-                    self._latest = held
-                    logger.info("published version %d as %s", version, held.digest[:16])
-                return held.digest
+                    self._repair(held, staged)
             finally:
-                self.store.discard_staged()
+                staged.path.unlink(missing_ok=True)
+            if before_announcing is not None:
+                before_announcing(held)
+            if self._latest is None or self._latest.manifest.version < version:
+                self._latest = held
+                logger.info("published version %d as %s", version, held.digest[:16])
+            return held.digest
 
     def head(self) -> Announced | None:
         """The newest head, signed again if it is no longer fresh; None before the first version."""
@@ -145,52 +164,62 @@ class Origin:
         )
         return head, seal_head(head, self._key)
 
-    def _stage(self, path: Path, chunk_bytes: int) -> _Payload:
-        """One pass over the file: chunks into the store, digests into memory."""
-        whole, digests, size_bytes = blake3(), bytearray(), 0
-        try:
-            with path.open("rb") as file:
-                while data := file.read(chunk_bytes):
-                    size_bytes += len(data)
-                    if len(digests) >= self._limits.max_chunks * 32 or size_bytes > self._limits.max_payload_bytes:
-                        raise LocalFault(f"{path} is too large for chunks of {chunk_bytes} bytes", code="too_large")
-                    digest = wire.digest(data)
-                    self.store.put(digest, data, staged=True)
-                    whole.update(data)
-                    digests += bytes.fromhex(digest)
-        except OSError as error:
-            raise as_local_fault(error, path) from error
-        if not size_bytes:
-            raise LocalFault(f"{path} is empty", code="empty")
-        return _Payload(size_bytes, bytes(digests), whole.hexdigest())
-
-    def _add(self, payload: _Payload, version: int) -> SignedManifest:
+    def _add(self, staged: Staged, version: int) -> SignedManifest:
         now = int(self._clock())
+        found = self._find_deltas(staged, version)
         manifest = Manifest(
             run_id=self.run_id,
             version=version,
             previous=None if self._latest is None else self._latest.digest,
             issued_at=now,
             expires_at=now + self._manifest_lifetime_s,
-            encoding="full",
-            base=None,
-            base_version=None,
-            chunk_bytes=self._chunk_bytes,
-            payload_bytes=payload.size_bytes,
-            chunk_digests=payload.chunk_digests,
-            result_bytes=payload.size_bytes,
-            result_digest=payload.digest,
+            result_digest=staged.digest,
+            full=staged.payload,
+            deltas=tuple(way for way, _ in found),
         )
         check_consistency(manifest, self._limits)
         signed = seal_manifest(manifest, self._key)
-        self.store.add_manifest(signed)
+        self.store.adopt(signed, [staged.path, *(each.path for _, each in found)])
+        if (result := self.store.payload(staged.payload.digest)) is not None:
+            self.store.finish(result, signed)
         return signed
 
+    def _repair(self, held: SignedManifest, staged: Staged) -> None:
+        """Published again: the same bytes, or none."""
+        manifest = held.manifest
+        if (staged.payload, staged.digest) != (manifest.full, manifest.result_digest):
+            raise LocalFault(f"version {manifest.version} was published with other bytes", code="version_conflict")
+        result = self.store.result(held)
+        result.check()
+        for index in result.missing():
+            result.write(index, staged.read(index))
+        self.store.finish(result, held)
 
-def _refuse_change(manifest: Manifest, payload: _Payload) -> None:
-    found = (payload.size_bytes, payload.chunk_digests, payload.digest)
-    if found != (manifest.payload_bytes, manifest.chunk_digests, manifest.result_digest):
-        raise LocalFault(f"version {manifest.version} was published with other bytes", code="version_conflict")
+    def _find_deltas(self, staged: Staged, version: int) -> list[tuple[Delta, Staged]]:
+        """The deltas that are worth their bytes, the one from the version before first."""
+        whole = self.store.whole_results() if self._deltas.enabled else []
+        earlier = [(signed.manifest, file) for signed, file in whole if signed.manifest.version < version]
+        anchors = [each for each in earlier if each[0].version % self._deltas.fold_every == 0]
+        found = list[tuple[Delta, Staged]]()
+        for manifest, file in {each[0].version: each for each in (*earlier[:1], *anchors[:1])}.values():
+            if (base := file.path) is None or manifest.full.payload_bytes != staged.payload.payload_bytes:
+                continue
+            path = self.store.incoming / f"delta-{manifest.version}"
+            full = staged.payload
+            size_bytes = delta.encode(
+                base,
+                staged.path,
+                path,
+                chunk_bytes=full.chunk_bytes,
+                most_bytes=int(self._deltas.most_of_full * full.payload_bytes),
+            )
+            if size_bytes is not None:
+                chunk_bytes = min(full.chunk_bytes, chunk_bytes_for(path))
+                each = stage(path, path.with_suffix(".cut"), chunk_bytes=chunk_bytes, limits=self._limits)
+                path.unlink()
+                way = Delta(base=manifest.result_digest, base_version=manifest.version, payload=each.payload)
+                found.append((way, each))
+        return found
 
 
 class OriginServer:
@@ -243,6 +272,7 @@ class OriginServer:
     async def _serve(self, bound: concurrent.futures.Future[int]) -> None:
         origin = self._origin
         board = Board(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
+        board.open()
         try:
             listener = await listen(
                 make_app(board, self._limits), host=self._host, port=self._port, limits=self._limits

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shardcast.board import Announced, Board
-from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
-from shardcast.errors import Equivocation, LocalFault, NoVersionYet, PeerFault, ShardcastError, Stale
+from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
+from shardcast.errors import Equivocation, LocalFault, NotServed, NoVersionYet, PeerFault, ShardcastError, Stale
+from shardcast.fetching import Fetcher
 from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
 from shardcast.server import make_app
 from shardcast.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
-from shardcast.store import ChunkStore
+from shardcast.store import Store
 from shardcast.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
@@ -51,10 +52,10 @@ class Relay:
     ) -> None:
         root = Path(store_dir)
         self._root, self._state_path, self._poll_s, self._clock = root, root / "state.json", poll_s, clock
-        self._download_limits, self._server_limits = download_limits, server_limits
+        self._server_limits = server_limits
         self._sources = Sources(upstreams, limits=source_limits)
         self._transport = Transport(limits=limits, patience=transport_limits)
-        self._store = ChunkStore(root, run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
+        self._store = Store(root, run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
         try:
             self._trust = TrustedState(
                 run_id=run_id, publisher_key=publisher_key, limits=limits, seen=load_seen(self._state_path)
@@ -62,18 +63,33 @@ class Relay:
         except LocalFault:
             self._store.close()
             raise
+        self._fetcher = Fetcher(
+            self._store,
+            sources=self._sources,
+            transport=self._transport,
+            archived=self._archived,
+            everything=True,
+            limits=download_limits,
+        )
         self._shown: tuple[Head, bytes] | None = None
         self._adopting = asyncio.Lock()
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._downloads: dict[int, asyncio.Task[None]] = {}
+        self._completed = set[int]()
         self._listener: Listener | None = None
         self._board = Board(
-            store=self._store, role="relay", run_id=run_id, head=self._head, upstreams=self._describe_upstreams
+            store=self._store,
+            role="relay",
+            run_id=run_id,
+            head=self._head,
+            upstreams=self._describe_upstreams,
+            fetched=self._fetcher.fetched,
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Serve what is held and follow the upstreams; returns the bound port."""
         self._show_remembered_head()
+        self._board.open()
         self._listener = await listen(
             make_app(self._board, self._server_limits), host=host, port=port, limits=self._server_limits
         )
@@ -87,6 +103,7 @@ class Relay:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._fetcher.close()
         if self._listener is not None:
             await self._listener.stop()
         await self._transport.close()
@@ -180,35 +197,32 @@ class Relay:
             if task.done() or self._store.get(version) is None:
                 task.cancel()
                 del self._downloads[version]
-        for signed in self._store.versions():
+        held = self._store.versions()
+        for signed in held:
             version = signed.manifest.version
-            if version not in self._downloads and self._store.missing(version):
+            # Of the newest everything is wanted, of the others what was begun.
+            unknown = signed is held[-1] and version not in self._completed
+            if version not in self._downloads and (unknown or not self._store.is_whole(version)):
                 self._downloads[version] = asyncio.create_task(self._download(signed))
 
     async def _download(self, signed: SignedManifest) -> None:
-        manifest = signed.manifest
-
-        def keep(index: int, data: bytearray) -> None:
-            self._store.put(manifest.chunk_digest(index), data)
-
-        def arrived(index: int) -> None:
-            self._board.traffic.bytes_in += manifest.chunk_length(index)
-            self._board.chunk_arrived(manifest.chunk_digest(index))
-
-        download = Download(
-            manifest,
-            self._store.missing(manifest.version),
-            sources=self._sources,
-            transport=self._transport,
-            sink=keep,
-            arrived=arrived,
-            limits=self._download_limits,
-        )
+        version = signed.manifest.version
         try:
-            await download.run()
-            logger.info("version %d is complete", manifest.version)
+            await asyncio.to_thread(self._store.add_manifest, signed)
+            await self._fetcher.complete(signed)
+            self._completed.add(version)
+            logger.info("version %d is complete", version)
         except ShardcastError as error:  # the watchers start it again
-            logger.warning("version %d is incomplete: %s (%s)", manifest.version, error, error.code)
+            logger.warning("version %d is incomplete: %s (%s)", version, error, error.code)
+
+    async def _archived(self, version: int) -> SignedManifest:
+        """The manifest of an old version, from the first upstream that has it."""
+        for url in self._sources.usable(time.monotonic()):
+            try:
+                return self._trust.accept_archived(await self._transport.version(url, version), version)
+            except ShardcastError as error:
+                self._note_failure(url, error)
+        raise NotServed(f"no upstream has version {version}", code="no_such_version")
 
     def _describe_upstreams(self) -> list[dict[str, object]]:
         return self._sources.status(time.monotonic())

@@ -3,7 +3,8 @@
     GET /v1/head?after=V&wait=S     the signed head, once its version exceeds V; 204 after S seconds
     GET /v1/versions/{version}      the manifest envelope of a version
     GET /v1/manifests/{digest}      the manifest envelope with this digest
-    GET /v1/chunks/{digest}?wait=S  a chunk; one still on its way is waited for up to S seconds, then 503
+    GET /v1/payloads/{digest}/{index}?wait=S
+                                    a chunk; one still on its way is waited for up to S seconds, then 503
     GET /v1/status                  what is held and from where, as JSON, for people
     GET /health, GET /metrics       liveness, and Prometheus figures
 
@@ -14,11 +15,9 @@ by the router before any file is touched.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
@@ -29,7 +28,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from shardcast.board import Board
 from shardcast.errors import Malformed
 from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits
+from shardcast.manifest import SignedManifest
 from shardcast.metrics import BoardCollector
+from shardcast.payload_file import PayloadFile, Place
 from shardcast.refusals import refusal
 from shardcast.wire import MAX_INTEGER
 
@@ -37,40 +38,40 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _DIGEST = "{digest:[0-9a-f]{64}}"
 _VERSION = "{version:[0-9]{1,16}}"
+_INDEX = "{index:[0-9]{1,7}}"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 _BINARY = "application/octet-stream"
 
 
-class _File(web.StreamResponse):
-    """A whole file by sendfile, within a deadline: a reader that dawdles loses its connection.
+class _Chunk(web.StreamResponse):
+    """A chunk by sendfile, within a deadline: a reader that dawdles loses its connection.
 
     Not web.FileResponse: that opens the file in a thread, and loses it when the peer leaves meanwhile.
     """
 
-    def __init__(self, path: Path, deadline_s: float) -> None:
+    def __init__(self, file: PayloadFile, index: int, deadline_s: float) -> None:
         super().__init__(headers={hdrs.CONTENT_TYPE: _BINARY})
-        self._path = path
+        self._file, self._index = file, index
         self._deadline_s = deadline_s
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        try:
-            file = self._path.open("rb")
-        except OSError:  # dropped since it was looked up
+        place = self._file.place(self._index)
+        if place is None:  # dropped since it was looked up
             self.set_status(404)
             self.content_length = 0
             return await super().prepare(request)
-        with file:
-            return await self._send(request, file)
+        with place.file:
+            return await self._send(request, place)
 
-    async def _send(self, request: web.BaseRequest, file: BinaryIO) -> AbstractStreamWriter | None:
-        self.content_length = os.fstat(file.fileno()).st_size
+    async def _send(self, request: web.BaseRequest, place: Place) -> AbstractStreamWriter | None:
+        self.content_length = place.length
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the peer has gone")
         try:
             async with asyncio.timeout(self._deadline_s):
                 writer = await super().prepare(request)
-                await asyncio.get_running_loop().sendfile(transport, file)
+                await asyncio.get_running_loop().sendfile(transport, place.file, place.offset, place.length)
                 await super().write_eof()
                 return writer
         except TimeoutError as error:
@@ -92,7 +93,7 @@ class Server:
             "/v1/head": self.head,
             f"/v1/versions/{_VERSION}": self.version,
             f"/v1/manifests/{_DIGEST}": self.manifest,
-            f"/v1/chunks/{_DIGEST}": self.chunk,
+            f"/v1/payloads/{_DIGEST}/{_INDEX}": self.chunk,
             "/v1/status": self.status,
             "/health": self.health,
             "/metrics": self.metrics,
@@ -115,22 +116,20 @@ class Server:
         found = await self._board.newer_head(after, self._wait_s(request))
         if found is None:
             return web.Response(status=204)
-        self._board.traffic.bytes_out += len(found.envelope)
         return web.Response(body=found.envelope, content_type=_BINARY)
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return self._manifest(int(request.match_info["version"]))
+        return _manifest(self._board.store.get(int(request.match_info["version"])))
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        found = self._board.store.by_digest(request.match_info["digest"])
-        return self._manifest(-1 if found is None else found.manifest.version)
+        return _manifest(self._board.store.by_digest(request.match_info["digest"]))
 
     async def chunk(self, request: web.Request) -> web.StreamResponse:
-        digest = request.match_info["digest"]
-        path = await self._board.chunk(digest, self._wait_s(request))
-        if path is not None:
-            return self._file(path)
-        if self._board.store.wants(digest):
+        name, index = request.match_info["digest"], int(request.match_info["index"])
+        file = await self._board.chunk(name, index, self._wait_s(request))
+        if file is not None:
+            return _Chunk(file, index, self._limits.transfer_timeout_s)
+        if self._board.expects(name, index):
             return refusal(503, "not_yet", "this chunk has not arrived here yet; ask again or elsewhere")
         return refusal(404, "unknown_chunk", "no version held here has this chunk")
 
@@ -145,14 +144,6 @@ class Server:
         body = await asyncio.to_thread(generate_latest, self._registry)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
-    def _manifest(self, version: int) -> web.StreamResponse:
-        if self._board.store.get(version) is None:
-            return refusal(404, "unknown_version", "this version is not held here")
-        return self._file(self._board.store.manifest_path(version))
-
-    def _file(self, path: Path) -> web.StreamResponse:
-        return _File(path, self._limits.transfer_timeout_s)
-
     def _wait_s(self, request: web.Request) -> float:
         text = request.query.get("wait", "0")
         if _SECONDS.fullmatch(text) is None:
@@ -160,8 +151,7 @@ class Server:
         return min(float(text), self._limits.max_wait_s)
 
     async def count_sent(self, _: web.Request, response: web.StreamResponse) -> None:
-        if isinstance(response, _File):
-            self._board.traffic.bytes_out += response.content_length or 0
+        self._board.traffic.bytes_out += response.content_length or 0
 
 
 def make_app(board: Board, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.Application:
@@ -208,19 +198,27 @@ def describe(board: Board) -> dict[str, Any]:
             {
                 "version": signed.manifest.version,
                 "manifest_digest": signed.digest,
-                "payload_bytes": signed.manifest.payload_bytes,
-                "chunks_total": signed.manifest.chunk_count,
-                "chunks_held": sum(store.holds(digest) for digest, _ in signed.manifest.chunks()),
+                "result_bytes": signed.manifest.full.payload_bytes,
+                "delta_bytes": {str(each.base_version): each.payload.payload_bytes for each in signed.manifest.deltas},
+                "chunks_total": signed.manifest.full.chunk_count,
+                "chunks_held": store.chunks_held(signed.manifest.version),
             }
             for signed in store.versions()
         ],
         "planned_bytes": store.planned_bytes,
         "upstreams": board.upstreams(),
-        "bytes_in": board.traffic.bytes_in,
+        "fetched": {"bytes": board.fetched.bytes_in, "result_bytes": board.fetched.result_bytes},
+        "bytes_in": board.bytes_in,
         "bytes_out": board.traffic.bytes_out,
         "requests": board.traffic.requests,
         "refused": board.traffic.refused,
     }
+
+
+def _manifest(signed: SignedManifest | None) -> web.StreamResponse:
+    if signed is None:
+        return refusal(404, "unknown_version", "this version is not held here")
+    return web.Response(body=signed.envelope, content_type=_BINARY)
 
 
 def _version(request: web.Request, name: str) -> int:

@@ -119,6 +119,10 @@ class Sources:
         floor = self.limits.min_share * max(weights)
         return self._rng.choices(ready, [max(weight, floor) for weight in weights])[0].url
 
+    def in_use(self) -> int:
+        """How many sources are being fetched from at this moment."""
+        return sum(source.in_flight > 0 for source in self._sources.values())
+
     def next_usable_at(self) -> float | None:
         """When the first source that backs off or is quarantined may be asked again; None without sources."""
         times = [max(source.usable_at, source.quarantined_until) for source in self._sources.values()]

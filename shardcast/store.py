@@ -1,37 +1,66 @@
-"""Chunks on disk, addressed by digest, and the manifests that say which of them to keep.
+"""Versions on disk: the one folder of an origin, a relay or a client, and what of it is kept.
 
-    <root>/chunks/<2 hex>/<digest>     verified before the rename that makes it visible
-    <root>/manifests/<version>         the envelope as it was received
-    <root>/incoming/                   temporary files, emptied at the start
+    <root>/manifests/<version>                  the envelope as it was received
+    <root>/versions/<version>-<digest16>.bin    whole and verified; <digest16> begins the manifest digest
+    <root>/deltas/<version>-<digest16>.delta    likewise a delta; <digest16> begins its payload's digest
+    <root>/downloads/                           both while they are under way, with their journals
+    <root>/incoming/                            temporary files, emptied at the start
 
-Safe against kill -9 at any instruction. Chunks are not fsynced one by one, so a power cut may leave one
-torn: a chunk found at the start is hashed again before it is first served, and dropped if it is wrong.
-All methods may be called from any thread.
+Safe against kill -9 at any instruction: a file that no manifest here names is deleted at the start, and what a
+manifest names is hashed again before it is used (`shardcast.payload_file`). All methods may be called from any
+thread.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+import os
 import threading
-from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardcast import wire
-from shardcast.errors import CorruptChunk, LocalFault, PeerFault
+from shardcast.errors import LocalFault, PeerFault
 from shardcast.files import FolderLock, as_local_fault, read_bounded, write_atomically
-from shardcast.manifest import DEFAULT_LIMITS, Limits, SignedManifest, open_manifest
+from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest, open_manifest
+from shardcast.payload_file import PayloadFile
 
 logger = logging.getLogger(__name__)
 
 _ENVELOPE_OVERHEAD_BYTES = 1024
 
+Arrived = Callable[[str, int], None]
+"""Called with a payload's digest and a chunk's index once the chunk is on disk, in the thread that wrote it."""
 
-class ChunkStore:
-    """What one origin or relay holds of one run. `keep` None keeps every version; `quota_bytes` None is no quota.
 
-    The quota counts every distinct chunk of every held version, arrived or not, so that it cannot be
-    exceeded later by chunks that were promised room.
+@dataclass(slots=True)
+class _Held:
+    """A version whose manifest is here. `names` are its payloads' digests, the result first; `wanted` those kept."""
+
+    signed: SignedManifest
+    names: tuple[str, ...]
+    wanted: set[str]
+    used: int
+    files: dict[str, PayloadFile] = field(default_factory=dict)
+
+    def payload(self, name: str) -> Payload:
+        return self.signed.manifest.payloads[self.names.index(name)]
+
+    @property
+    def full(self) -> str:
+        return self.names[0]
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.payload(name).payload_bytes for name in self.wanted)
+
+
+class Store:
+    """What one node holds of one run.
+
+    The `keep` most recently used results stay, and the deltas of the `keep_deltas` newest versions, so that who is
+    some versions behind can catch up by them; None keeps everything. The quota counts every payload that is here or
+    on its way, so that it cannot be exceeded later by what was promised room.
     """
 
     def __init__(
@@ -40,25 +69,23 @@ class ChunkStore:
         *,
         run_id: str,
         keep: int | None = 3,
+        keep_deltas: int | None = 16,
         quota_bytes: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         if keep is not None and keep < 1:
             raise LocalFault("a store must keep at least one version", code="bad_setting")
         self._lock_file = FolderLock(root)
-        self._chunks, self._manifests, self._incoming = root / "chunks", root / "manifests", root / "incoming"
-        self._run_id, self._keep, self._quota_bytes, self._limits = run_id, keep, quota_bytes, limits
+        self._root, self._run_id, self._limits = root, run_id, limits
+        self._keep, self._keep_deltas, self._quota_bytes = keep, keep_deltas, quota_bytes
+        self._manifests, self._versions, self._deltas = root / "manifests", root / "versions", root / "deltas"
+        self._downloads, self.incoming = root / "downloads", root / "incoming"
         self._lock = threading.RLock()
-        self._names = itertools.count()
-        self._versions: dict[int, SignedManifest] = {}
-        self._by_digest: dict[str, int] = {}
-        self._references: Counter[str] = Counter()
-        self._staged: set[str] = set()
-        self._lengths: dict[str, int] = {}
-        self._planned_bytes = 0
-        self._present: set[str] = set()
-        self._complete: set[int] = set()
-        self._verified: set[str] = set()
+        self._held: dict[int, _Held] = {}
+        self._owner: dict[str, int] = {}
+        self._pinned: list[int] = []
+        self._clock = 0
+        self.arrived: Arrived = lambda _name, _index: None
         try:
             self._recover()
         except OSError as error:
@@ -70,6 +97,11 @@ class ChunkStore:
 
     def close(self) -> None:
         """Let another process use the folder."""
+        with self._lock:
+            for held in self._held.values():
+                for file in held.files.values():
+                    file.close()
+                held.files.clear()
         self._lock_file.release()
 
     # -- manifests
@@ -77,216 +109,243 @@ class ChunkStore:
     def versions(self) -> list[SignedManifest]:
         """Every held manifest, oldest first."""
         with self._lock:
-            return [self._versions[version] for version in sorted(self._versions)]
+            return [self._held[version].signed for version in sorted(self._held)]
 
     def get(self, version: int) -> SignedManifest | None:
-        return self._versions.get(version)
+        held = self._held.get(version)
+        return None if held is None else held.signed
 
     def by_digest(self, digest: str) -> SignedManifest | None:
-        return self._versions.get(self._by_digest.get(digest, -1))
+        """The manifest that this digest names."""
+        return next((signed for signed in self.versions() if signed.digest == digest), None)
 
     def manifest_path(self, version: int) -> Path:
         """Where the envelope of a held version lies."""
         return self._manifests / f"{version:016d}"
 
-    def add_manifest(self, signed: SignedManifest) -> None:
-        """Hold a checked version: make room by `keep` and quota, then persist it.
+    def add_manifest(self, signed: SignedManifest, *, only_manifest: bool = False) -> None:
+        """Hold a checked version: make room by the quota, then persist it. With `only_manifest` nothing of it is
+        wanted until it is asked for.
 
-        Raises LocalFault "quota" when it would not fit even alone, "version_conflict" when another manifest
-        holds its place, and "too_old" when `keep` newer versions are held.
+        Raises LocalFault "quota" when it would not fit even alone, and "version_conflict" when another manifest
+        holds its place.
         """
         with self._lock:
+            held = self._held.get(signed.manifest.version)
+            if held is None:
+                self._make_room(signed)
+                write_atomically(self.manifest_path(signed.manifest.version), signed.envelope)
+                self._hold(signed, wanted=not only_manifest)
+                # One more than is kept may be on its way, however fast versions follow each other.
+                self._trim(spare=1)
+            elif held.signed.digest != signed.digest:
+                raise LocalFault(
+                    f"version {signed.manifest.version} is held with another manifest", code="version_conflict"
+                )
+            elif not only_manifest:
+                held.wanted.update(held.names)
+
+    def adopt(self, signed: SignedManifest, files: Collection[Path]) -> None:
+        """Hold a version whose payloads were hashed into `files` of this folder just now, in the manifest's order."""
+        with self._lock:
             version = signed.manifest.version
-            held = self._versions.get(version)
-            if held is not None:
-                if held.digest != signed.digest:
-                    raise LocalFault(f"version {version} is held with another manifest", code="version_conflict")
-                return
-            self._make_room(signed)
+            if version not in self._held:
+                self._make_room(signed)
+            for path, payload in zip(files, signed.manifest.payloads, strict=True):
+                path.rename(self._final(signed, payload))
+            self._forget(version)
             write_atomically(self.manifest_path(version), signed.envelope)
-            self._hold(signed)
+            held = self._hold(signed, wanted=True)
+            for name in held.names:
+                self._opened(held, name).trust()
 
     def drop(self, version: int) -> None:
-        """Forget a version and delete the chunks that no other version needs."""
+        """Forget a version and delete its payloads."""
         with self._lock:
-            signed = self._versions.pop(version, None)
-            if signed is None:
-                return
-            # The manifest goes first: a crash in between leaves orphans, which the next start deletes.
-            self.manifest_path(version).unlink(missing_ok=True)
-            del self._by_digest[signed.digest]
-            self._complete.discard(version)
-            for digest, _ in signed.manifest.chunks():
-                self._references[digest] -= 1
-                if self._references[digest] <= 0:
-                    del self._references[digest]
-                    self._release(digest)
+            held = self._held.get(version)
+            if held is not None:
+                # The manifest goes first: a crash in between leaves orphans, which the next start deletes.
+                self.manifest_path(version).unlink(missing_ok=True)
+                for name in list(held.wanted):
+                    self._discard(held, name)
+                self._forget(version)
 
-    # -- chunks
+    # -- payloads
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of every distinct chunk that is held or promised room."""
-        return self._planned_bytes
-
-    def wants(self, digest: str) -> bool:
-        """Whether a held version needs this chunk."""
-        return digest in self._references
-
-    def holds(self, digest: str) -> bool:
-        return digest in self._present
-
-    def missing(self, version: int) -> list[int]:
-        """Indices of the chunks of a held version that are not here, each distinct chunk once."""
+        """Bytes of every payload that is here or promised room."""
         with self._lock:
-            signed = self._versions.get(version)
-            if signed is None or version in self._complete:
-                return []
-            first: dict[str, int] = {}
-            for index, (digest, _) in enumerate(signed.manifest.chunks()):
-                if digest not in self._present:
-                    first.setdefault(digest, index)
-            if not first:
-                self._complete.add(version)
-            return list(first.values())
+            return sum(held.planned_bytes for held in self._held.values())
 
-    def ready_path(self, digest: str) -> Path | None:
-        """The file of a chunk that this process has verified; cheap. None: ask `verified_path`."""
-        return self._path(digest) if digest in self._verified else None
-
-    def verified_path(self, digest: str) -> Path | None:
-        """The file of a chunk, hashed again if this process has not yet; None if it is not here."""
-        if digest in self._verified:
-            return self._path(digest)
-        if digest not in self._present:
-            return None
-        path = self._path(digest)
-        try:
-            intact = wire.digest(read_bounded(path, max_bytes=self._limits.max_chunk_bytes)) == digest
-        except (OSError, PeerFault):
-            intact = False
+    def payload(self, name: str) -> PayloadFile | None:
+        """The file of a payload that is kept here or on its way, by its digest."""
         with self._lock:
-            if digest not in self._present:
-                return None
-            if intact:
-                self._verified.add(digest)
-                return path
-            logger.warning("chunk %s is damaged on disk; dropped", digest[:16])
-            self._present.discard(digest)
-            self._complete.clear()
-            path.unlink(missing_ok=True)
-            return None
+            held = self._held.get(self._owner.get(name, -1))
+            return None if held is None or name not in held.wanted else self._opened(held, name)
 
-    def put(self, digest: str, data: bytes | bytearray, *, staged: bool = False) -> bool:
-        """Verify `data`, then make it visible as `digest`; False if it was here already.
-
-        `staged` keeps a chunk that no version needs yet, until `add_manifest` or `discard_staged`. Raises
-        CorruptChunk, and LocalFault "unwanted", "quota" or "disk_full".
-        """
-        if wire.digest(memoryview(data)) != digest:
-            raise CorruptChunk(f"{len(data)} bytes that are not chunk {digest[:16]}…")
+    def result(self, signed: SignedManifest) -> PayloadFile:
+        """The file of a held version's result."""
         with self._lock:
-            self._plan(digest, len(data), staged=staged)
-            if digest in self._verified:
-                return False
-        temporary = self._incoming / f"{digest}.{next(self._names)}"
-        try:
-            temporary.write_bytes(data)
-            with self._lock:
-                return self._make_visible(temporary, digest)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise as_local_fault(error, temporary) from error
+            held = self._need(signed)
+            held.wanted.add(held.full)
+            return self._opened(held, held.full)
 
-    def discard_staged(self) -> None:
-        """Delete the chunks that were staged for a version that was not added."""
+    def delta(self, signed: SignedManifest, index: int) -> PayloadFile:
+        """The file of a held version's delta."""
         with self._lock:
-            staged, self._staged = self._staged, set()
-            for digest in staged:
-                if digest not in self._references:
-                    self._release(digest)
+            held = self._need(signed)
+            name = held.names[1 + index]
+            held.wanted.add(name)
+            return self._opened(held, name)
+
+    def whole_results(self) -> list[tuple[SignedManifest, PayloadFile]]:
+        """Held versions whose result is here in full, the newest first."""
+        with self._lock:
+            newest = sorted(self._held.values(), key=lambda held: -held.signed.manifest.version)
+            found = [(held, self._final(held.signed, held.signed.manifest.full)) for held in newest]
+            return [(held.signed, self._opened(held, held.full)) for held, path in found if path.exists()]
+
+    def is_whole(self, version: int) -> bool:
+        """Whether every payload that is wanted of a held version is here, as far as is known."""
+        with self._lock:
+            held = self._held.get(version)
+            return held is not None and all(self._opened(held, name).is_complete() for name in held.wanted)
+
+    def chunks_held(self, version: int) -> int:
+        """How many chunks of a held version's result are here."""
+        with self._lock:
+            held = self._held.get(version)
+            if held is None or held.full not in held.wanted:
+                return 0
+            return self._opened(held, held.full).count()
+
+    def finish(self, file: PayloadFile, signed: SignedManifest) -> Path:
+        """Name a complete payload, then drop what exceeds what is kept."""
+        path = file.finish()
+        with self._lock:
+            held = self._held.get(signed.manifest.version)
+            if held is not None:
+                self._touch(held)
+            self._trim()
+        return path
+
+    def touch(self, signed: SignedManifest) -> None:
+        """Note that a version was used: it is not the next to go."""
+        with self._lock:
+            self._touch(self._need(signed))
+
+    def discard_deltas(self, signed: SignedManifest) -> None:
+        """Delete a held version's deltas: for a client that serves nobody."""
+        with self._lock:
+            held = self._held.get(signed.manifest.version)
+            if held is not None:
+                for name in held.wanted - {held.full}:
+                    self._discard(held, name)
+
+    def pin(self, version: int) -> None:
+        """Keep a version, whatever else comes, until it is unpinned as often."""
+        with self._lock:
+            self._pinned.append(version)
+
+    def unpin(self, version: int) -> None:
+        with self._lock:
+            self._pinned.remove(version)
 
     # -- inside the lock
 
-    def _plan(self, digest: str, length: int, *, staged: bool) -> None:
-        if digest in self._lengths:
-            return
-        if not staged:
-            raise LocalFault(f"no held version needs chunk {digest[:16]}…", code="unwanted")
-        if self._quota_bytes is not None and self._planned_bytes + length > self._quota_bytes:
-            raise LocalFault(f"the quota of {self._quota_bytes} bytes is full", code="quota")
-        self._staged.add(digest)
-        self._lengths[digest] = length
-        self._planned_bytes += length
+    def _opened(self, held: _Held, name: str) -> PayloadFile:
+        if name not in held.files:
+            payload = held.payload(name)
+            final = self._final(held.signed, payload)
+            part = self._downloads / f"{final.name}.part"
+            held.files[name] = PayloadFile(
+                payload, final=final, part=part, arrived=lambda index: self.arrived(name, index)
+            )
+        return held.files[name]
 
-    def _make_visible(self, temporary: Path, digest: str) -> bool:
-        if digest not in self._lengths:  # its version was dropped while it was being written
-            temporary.unlink()
-            return False
-        temporary.rename(self._path(digest))
-        self._present.add(digest)
-        self._verified.add(digest)
-        return True
+    def _final(self, signed: SignedManifest, payload: Payload) -> Path:
+        version = signed.manifest.version
+        if payload is signed.manifest.full:
+            return self._versions / f"{version}-{signed.digest[:16]}.bin"
+        return self._deltas / f"{version}-{payload.digest[:16]}.delta"
 
-    def _release(self, digest: str) -> None:
-        self._planned_bytes -= self._lengths.pop(digest, 0)
-        self._present.discard(digest)
-        self._verified.discard(digest)
-        self._path(digest).unlink(missing_ok=True)
+    def _need(self, signed: SignedManifest) -> _Held:
+        held = self._held.get(signed.manifest.version)
+        if held is None or held.signed.digest != signed.digest:
+            raise LocalFault(f"version {signed.manifest.version} was dropped meanwhile", code="not_held")
+        return held
+
+    def _hold(self, signed: SignedManifest, *, wanted: bool) -> _Held:
+        names = tuple(payload.digest for payload in signed.manifest.payloads)
+        held = _Held(signed, names, set(names) if wanted else set(), used=0)
+        self._touch(held)
+        self._held[signed.manifest.version] = held
+        self._owner.update(dict.fromkeys(names, signed.manifest.version))
+        return held
+
+    def _forget(self, version: int) -> None:
+        held = self._held.pop(version, None)
+        for name in held.names if held is not None else ():
+            if self._owner.get(name) == version:
+                del self._owner[name]
+        for file in held.files.values() if held is not None else ():
+            file.close()
+
+    def _discard(self, held: _Held, name: str) -> None:
+        held.wanted.discard(name)
+        if (file := held.files.pop(name, None)) is not None:
+            file.delete()
+        for path in self._paths(held.signed, held.payload(name)):
+            path.unlink(missing_ok=True)
+            path.with_suffix(".journal").unlink(missing_ok=True)
+
+    def _touch(self, held: _Held) -> None:
+        self._clock += 1
+        held.used = self._clock
+        path = self._final(held.signed, held.signed.manifest.full)
+        if path.exists():
+            os.utime(path)
 
     def _make_room(self, signed: SignedManifest) -> None:
-        version = signed.manifest.version
-        if self._keep is not None:
-            newer = sum(1 for held in self._versions if held > version)
-            if newer >= self._keep:
-                raise LocalFault(f"version {version} is older than the {self._keep} that are kept", code="too_old")
-            for old in sorted(self._versions)[: max(0, len(self._versions) + 1 - self._keep)]:
-                self.drop(old)
         if self._quota_bytes is None:
             return
-        if sum(dict(signed.manifest.chunks()).values()) > self._quota_bytes:
+        version, needed = signed.manifest.version, sum(each.payload_bytes for each in signed.manifest.payloads)
+        if needed > self._quota_bytes:
             raise LocalFault(f"version {version} exceeds the quota of {self._quota_bytes} bytes", code="quota")
-        while self._planned_bytes + self._extra_bytes(signed) > self._quota_bytes:
-            older = [held for held in self._versions if held < version]
+        while self.planned_bytes + needed > self._quota_bytes:
+            older = [held for held in self._held if held < version and held not in self._pinned]
             if not older:
                 raise LocalFault(f"the quota of {self._quota_bytes} bytes is full", code="quota")
             self.drop(min(older))
 
-    def _extra_bytes(self, signed: SignedManifest) -> int:
-        new = {digest: length for digest, length in signed.manifest.chunks() if digest not in self._lengths}
-        return sum(new.values())
-
-    def _hold(self, signed: SignedManifest) -> None:
-        self._versions[signed.manifest.version] = signed
-        self._by_digest[signed.digest] = signed.manifest.version
-        for digest, length in signed.manifest.chunks():
-            self._references[digest] += 1
-            self._staged.discard(digest)
-            if digest not in self._lengths:
-                self._lengths[digest] = length
-                self._planned_bytes += length
-
-    def _path(self, digest: str) -> Path:
-        return self._chunks / digest[:2] / digest
+    def _trim(self, spare: int = 0) -> None:
+        """Drop the results and then the deltas that are too many, never one that is pinned."""
+        if self._keep is not None:
+            by_use = sorted(self._held.values(), key=lambda held: -held.used)
+            for held in [held for held in by_use if held.full in held.wanted][self._keep + spare :]:
+                if held.signed.manifest.version not in self._pinned:
+                    self._discard(held, held.full)
+        if self._keep_deltas is not None:
+            newest = set(sorted(self._held, reverse=True)[: self._keep_deltas])
+            for version, held in list(self._held.items()):
+                if version not in newest and version not in self._pinned and held.full not in held.wanted:
+                    self.drop(version)
 
     # -- start
 
     def _recover(self) -> None:
-        for folder in (self._manifests, self._incoming):
+        for folder in (self._manifests, self._versions, self._deltas, self._downloads, self.incoming):
             folder.mkdir(parents=True, exist_ok=True)
-        for number in range(256):
-            (self._chunks / f"{number:02x}").mkdir(parents=True, exist_ok=True)
-        for leftover in self._incoming.iterdir():
+        for leftover in self.incoming.iterdir():
             leftover.unlink()
-        for path in sorted(self._manifests.iterdir()):
-            self._recover_manifest(path)
-        for path in self._chunks.glob("*/*"):
-            if path.stat().st_size == self._lengths.get(path.name):
-                self._present.add(path.name)
-            else:
-                path.unlink()
+        found = [signed for path in sorted(self._manifests.iterdir()) if (signed := self._recovered(path)) is not None]
+        for signed in sorted(found, key=self._last_used):
+            self._hold_again(signed)
+        for path in self._strangers():
+            path.unlink()
 
-    def _recover_manifest(self, path: Path) -> None:
+    def _recovered(self, path: Path) -> SignedManifest | None:
         try:
             data = read_bounded(path, max_bytes=self._limits.max_manifest_bytes + _ENVELOPE_OVERHEAD_BYTES)
             signed = open_manifest(data, run_id=self._run_id, publisher_key=None, limits=self._limits)
@@ -295,8 +354,37 @@ class ChunkStore:
                 raise LocalFault(f"{path.parent} holds another run; use another folder", code="wrong_run") from error
             logger.warning("dropping %s: %s", path, error)
             path.unlink()
-            return
-        if path == self.manifest_path(signed.manifest.version):
-            self._hold(signed)
-        else:  # left by a crash between writing and renaming
+            return None
+        if path != self.manifest_path(signed.manifest.version):  # left by a crash between writing and renaming
             path.unlink()
+            return None
+        return signed
+
+    def _last_used(self, signed: SignedManifest) -> tuple[int, int]:
+        path = self._final(signed, signed.manifest.full)
+        return path.stat().st_mtime_ns if path.exists() else 0, signed.manifest.version
+
+    def _hold_again(self, signed: SignedManifest) -> None:
+        """What is not on disk, not even in part, is not wanted until somebody asks for it."""
+        self._clock += 1
+        names = tuple(payload.digest for payload in signed.manifest.payloads)
+        held = _Held(signed, names, set(), used=self._clock)
+        for name, payload in zip(names, signed.manifest.payloads, strict=True):
+            if any(path.exists() for path in self._paths(signed, payload)):
+                held.wanted.add(name)
+        self._held[signed.manifest.version] = held
+        self._owner.update(dict.fromkeys(names, signed.manifest.version))
+
+    def _paths(self, signed: SignedManifest, payload: Payload) -> tuple[Path, Path]:
+        final = self._final(signed, payload)
+        return final, self._downloads / f"{final.name}.part"
+
+    def _strangers(self) -> Iterator[Path]:
+        """Files that no held version names."""
+        known = set[Path]()
+        for held in self._held.values():
+            for payload in held.signed.manifest.payloads:
+                final, part = self._paths(held.signed, payload)
+                known |= {final, part, part.with_suffix(".journal")}
+        for folder in (self._versions, self._deltas, self._downloads):
+            yield from (path for path in folder.iterdir() if path not in known)

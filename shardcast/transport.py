@@ -70,9 +70,9 @@ class Transport:
         """The manifest envelope of a version by its number."""
         return await self._envelope(f"{url}/v1/versions/{version}")
 
-    async def chunk(self, url: str, digest: str, *, length: int, wait_s: float) -> bytearray:
-        """`length` bytes said to be chunk `digest`, waiting up to `wait_s` for one still on its way to the peer."""
-        address = f"{url}/v1/chunks/{digest}?wait={max(0.0, wait_s):.3f}"
+    async def chunk(self, url: str, name: str, index: int, *, length: int, wait_s: float) -> bytearray:
+        """`length` bytes said to be a chunk of payload `name`, waiting up to `wait_s` if the peer awaits it, too."""
+        address = f"{url}/v1/payloads/{name}/{index}?wait={max(0.0, wait_s):.3f}"
         data = await self._get(address, max_bytes=length, wait_s=wait_s)
         if data is None or len(data) != length:
             raise Malformed(f"{url} sent {len(data or b'')} bytes of {length}", code="wrong_length")
@@ -93,6 +93,8 @@ class Transport:
                 async with self._opened().get(address, allow_redirects=False) as response:
                     if response.status == 204:
                         return None
+                    if response.status == 503:
+                        raise NotServed(f"{address} does not have it yet", code="not_yet")
                     if response.status != 200:
                         raise NotServed(f"{address} answers {response.status}", code="not_served")
                     return await _read(response, max_bytes, self._patience, deadline, loop)

@@ -12,7 +12,7 @@ from itertools import chain
 import msgspec
 
 from node.measurement import Deviations
-from node.protocol.evidence import STATISTICS, drift_limit
+from node.protocol.evidence import STATISTICS, Total, drift_limit, evidence, total
 from node.protocol.run import HonestSpec, LevelSpec, LimitsSpec, ProofSpec
 
 CUT = 0.995
@@ -29,6 +29,9 @@ UNSEEN = 3.0
 
 MEAN_ERRORS = 3.0
 """Standard errors by which a mean may be higher than it was measured."""
+
+SURPRISE = 3.0
+"""Nats by which the unlikeliest of n honest sums may be beyond what is expected of it, log n."""
 
 TIMES = 2.0
 """What is judged alone may be so many times the largest honest value that was seen."""
@@ -61,6 +64,9 @@ def fit(*workers: Sequence[Group], false_rejections: float) -> HonestSpec:
     levels are such as none of `workers` exceeds, and not those of the mixture. Mean, variance and reach are the
     largest of any. What a worker's groups share may be larger by the room that its lower mean leaves it: the bound
     holds for each worker, at `false_rejections` and for whatever is likelier.
+
+    The sample has the last word: where these levels make a group or a completion of it unlikelier than `SURPRISE`
+    allows, the values of a group share more than their mean square shows, and that is made larger.
     """
     if not workers or any(len(groups) < 2 for groups in workers):
         raise ValueError("levels need two groups or more")
@@ -89,13 +95,41 @@ def _fit(workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str, *, s
     largest = max(_cut(values, name) for values in every)
     found = [_moments(groups, largest) for groups in workers]
     mean = max(one.mean for one in found)
-    return LevelSpec(
+    level = LevelSpec(
         mean=mean,
         variance=max(one.variance for one in found),
         largest=mean + max(one.reach for one in found),
         # A normal quantile `spreads` deviations above a lower mean is one of a narrower normal above the largest.
         shared_variance=max(max(0.0, one.shared_variance**0.5 - (mean - one.mean) / spreads) ** 2 for one in found),
     )
+    return _believable(level, [one for groups in workers for group in groups for one in _sums(group, level)])
+
+
+def _sums(group: Sequence[Sequence[float]], level: LevelSpec) -> list[Total]:
+    """What is judged of a group: each completion, and all of them together."""
+    return [total(values, level) for values in (*group, list(chain.from_iterable(group)))]
+
+
+def _believable(level: LevelSpec, sums: Sequence[Total]) -> LevelSpec:
+    """`level`, made so wide that none of `sums` is too unlikely to be among so many."""
+    allowed = math.log(len(sums)) + SURPRISE
+    unlikely = [one for one in sums if evidence(one, level) > allowed]
+    if not unlikely:
+        return level
+
+    def wider(shared_variance: float) -> LevelSpec:
+        return msgspec.structs.replace(level, shared_variance=shared_variance)
+
+    def holds(shared_variance: float) -> bool:
+        return all(evidence(one, wider(shared_variance)) <= allowed for one in unlikely)
+
+    low, high = level.shared_variance, max(level.variance, level.shared_variance)
+    while not holds(high):
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return wider(high)
 
 
 def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float) -> _Moments:

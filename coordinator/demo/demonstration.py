@@ -170,6 +170,7 @@ class Demonstration:
             cpu_seconds=self._meter.cpu_seconds,
             restarts=supervisor.restarts,
             arrivals=self._watcher.arrivals,
+            fetched=self._watcher.fetched,
         )
         return summarise(self._swarm, self._watcher.snapshot.status, self._watcher.ledger, observed, audit=audit)
 

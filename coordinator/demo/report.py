@@ -65,7 +65,7 @@ def render_report(summary: Summary, spec: RunSpec) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": duration, "number": number, "clock": timestamp}
+    environment.filters |= {"seconds": duration, "number": number, "clock": timestamp, "megabytes": megabytes}
     rewards = [step.reward_mean for step in summary.steps]
     return environment.get_template("report.html.j2").render(
         summary=summary,
@@ -156,13 +156,20 @@ def cpu_bars(seconds: Mapping[str, float]) -> list[Bar]:
 
 
 def broadcast_rows(summary: Summary) -> list[dict[str, Any]]:
-    """For each relay: how many versions were timed, and the median and longest time in seconds."""
+    """For each relay: how many versions were timed, median and longest time in seconds, bytes fetched and in all."""
     times: dict[str, list[float]] = {}
+    fetched = {row.relay: (row.fetched_bytes, row.result_bytes) for row in summary.fetched}
     for row in summary.broadcasts:
         for relay, seconds in row.seconds.items():
             times.setdefault(relay, []).append(seconds)
     return [
-        {"relay": relay, "versions": len(found), "median": statistics.median(found), "longest": max(found)}
+        {
+            "relay": relay,
+            "versions": len(found),
+            "median": statistics.median(found),
+            "longest": max(found),
+            "fetched": fetched.get(relay, (0, 0)),
+        }
         for relay, found in times.items()
     ]
 
@@ -174,6 +181,11 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
+
+
+def megabytes(size_bytes: int) -> str:
+    """A size for people."""
+    return f"{size_bytes / 1e6:,.1f} MB"
 
 
 def number(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -59,6 +59,14 @@ class BroadcastRow(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
 
 
+class FetchedRow(msgspec.Struct, frozen=True):
+    """Bytes that a relay fetched, and what the policies that it had of them weigh: deltas make the difference."""
+
+    relay: str
+    fetched_bytes: int
+    result_bytes: int
+
+
 class AuditRow(msgspec.Struct, frozen=True):
     """What `veriswarm audit` said: its exit code (0 agrees, 1 disagrees, 2 could not run) and its JSON."""
 
@@ -82,6 +90,7 @@ class Summary(msgspec.Struct, frozen=True):
     phases: dict[str, float]
     cpu_seconds: dict[str, float]
     broadcasts: tuple[BroadcastRow, ...]
+    fetched: tuple[FetchedRow, ...]
     headroom: tuple[Headroom, ...]
     restarts: dict[str, int]
     audit: AuditRow | None
@@ -97,6 +106,7 @@ class Observed(msgspec.Struct, frozen=True):
     cpu_seconds: dict[str, float]
     restarts: dict[str, int]
     arrivals: dict[int, dict[str, float]]
+    fetched: dict[str, tuple[int, int]]
 
 
 def summarise(
@@ -117,6 +127,7 @@ def summarise(
         phases=_phases(status, steps, observed),
         cpu_seconds=dict(sorted(observed.cpu_seconds.items())),
         broadcasts=tuple(_broadcasts(status, observed.arrivals)),
+        fetched=tuple(FetchedRow(name, *counts) for name, counts in sorted(observed.fetched.items())),
         headroom=tuple(_headroom(swarm, ledger)),
         restarts=observed.restarts,
         audit=audit,
@@ -130,6 +141,13 @@ def reward_gain(rewards: Sequence[float]) -> float | None:
     return statistics.fmean(rewards[-END_STEPS:]) - statistics.fmean(rewards[:END_STEPS])
 
 
+def bytes_saved(fetched: Iterable[tuple[int, int]]) -> float | None:
+    """The share of the policies' bytes that deltas kept off the relays' links; None before any arrived."""
+    counts = list(fetched)
+    weight = sum(result for _, result in counts)
+    return 1.0 - sum(got for got, _ in counts) / weight if weight else None
+
+
 def _figures(steps: Sequence[StepRow], nodes: Sequence[NodeRow], observed: Observed) -> dict[str, float | int | None]:
     hostile = [node for node in nodes if node.kind != "honest"]
     honest = [node for node in nodes if node.kind == "honest"]
@@ -139,6 +157,7 @@ def _figures(steps: Sequence[StepRow], nodes: Sequence[NodeRow], observed: Obser
         "hostile_slots_admitted": sum(node.admitted for node in hostile),
         "honest_slots_admitted": sum(node.admitted for node in honest),
         "honest_slots_rejected": sum(node.rejected for node in honest),
+        "broadcast_bytes_saved": bytes_saved(observed.fetched.values()),
         "seconds": observed.ended_at - observed.started_at,
         "peak_memory_gib": observed.peak_bytes / GIB,
     }

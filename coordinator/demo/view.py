@@ -240,6 +240,8 @@ def closing(summary: Summary, folder: Path) -> RenderableType:
     grid.add_row("honest", f"{figures['honest_slots_rejected']} of {honest} slots rejected")
     if audit is not None:
         grid.add_row("audit", _AUDIT_WORDS.get(audit.exit_code, "failed"))
+    if (saved := figures["broadcast_bytes_saved"]) is not None:
+        grid.add_row("broadcast", f"deltas saved {saved:.0%} of the policies' bytes")
     grid.add_row("time", f"{clock(summary.seconds)}, at most {figures['peak_memory_gib']:.1f} GiB of memory")
     grid.add_row("report", str(folder / "report.html"))
     return Padding(grid, (1, 0))

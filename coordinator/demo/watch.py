@@ -82,6 +82,8 @@ class Watcher(threading.Thread):
         self.ledger = Ledger(swarm.coordinator_url)
         self.arrivals: dict[int, dict[str, float]] = {}
         """When each relay was first seen to hold all of a version, in Unix seconds."""
+        self.fetched: dict[str, tuple[int, int]] = {}
+        """Bytes that each relay fetched, and what the versions that it had of them weigh."""
         self.warm_start_at: float | None = None
         """When the trainer's progress was first seen, in Unix seconds."""
         self.snapshot = Snapshot(
@@ -132,6 +134,7 @@ class Watcher(threading.Thread):
         found = get_json(f"{url}/v1/status", seconds=_TIMEOUT_SECONDS)
         if found is None or not found["versions"]:
             return RelayNow(name, answering=found is not None)
+        self.fetched[name] = found["fetched"]["bytes"], found["fetched"]["result_bytes"]
         for version in found["versions"]:
             if version["chunks_held"] == version["chunks_total"]:
                 self.arrivals.setdefault(version["version"], {}).setdefault(name, time.time())

@@ -172,7 +172,6 @@ class TrainingSpec(Wire, frozen=True):
 class BroadcastSpec(Wire, frozen=True):
     """How policies travel."""
 
-    chunk_bytes: Annotated[int, Meta(ge=4096, le=16 * 1024 * 1024)] = 1024 * 1024
     keep_versions: Positive = 8
 
 

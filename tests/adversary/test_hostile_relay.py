@@ -73,7 +73,7 @@ class Node:
             ("/v1/head", self.head),
             ("/v1/manifests/{name}", self.manifest),
             ("/v1/versions/{name}", self.manifest),
-            ("/v1/chunks/{name}", self.chunk),
+            ("/v1/payloads/{name}/{index}", self.chunk),
         ):
             app.add_routes([web.get(path, self._counted(answer))])
         self.listener: Listener = await listen(app)
@@ -102,9 +102,11 @@ class Node:
         return web.Response(status=404) if signed is None else web.Response(body=signed.envelope)
 
     def data(self, request: web.Request) -> bytes:
-        path = self.origin.store.verified_path(request.match_info["name"])
-        assert path is not None
-        return path.read_bytes()
+        file = self.origin.store.payload(request.match_info["name"])
+        assert file is not None
+        data = file.read(int(request.match_info["index"]))
+        assert data is not None
+        return data
 
     async def chunk(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.data(request))
@@ -208,7 +210,7 @@ async def test_corrupt_chunks_cost_a_refetch_and_the_relay_its_standing(scene: S
     described = row(client, bad)
     assert (described["state"], described["code"]) == ("quarantined", "corrupt_chunk")
     assert "not chunk" in described["reason"]
-    assert hostile.asked["chunks"] <= SourceLimits().per_source, "quarantine takes effect at once"
+    assert hostile.asked["payloads"] <= SourceLimits().per_source, "quarantine takes effect at once"
 
 
 async def test_corrupt_chunks_alone_yield_an_error_and_no_file(scene: Scene) -> None:

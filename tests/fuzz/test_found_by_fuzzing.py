@@ -23,7 +23,7 @@ from node.protocol.reasons import Reason, Refusal
 from shardcast.board import Board
 from shardcast.listener import listen
 from shardcast.server import make_app
-from shardcast.store import ChunkStore
+from shardcast.store import Store
 
 # A footer that ends the parsing process: two starts of a process for the verifier, for a few hundred bytes.
 
@@ -192,7 +192,7 @@ def test_a_tokenizer_that_knows_no_unknown_token_is_the_policys_fault(rewritten)
 )
 @pytest.mark.parametrize("expectation", [b"\xff\x80", b"100-continue", b"x" * 500])
 async def test_a_strangers_expectation_neither_fails_nor_fills_the_log(tmp_path, caplog, target, expectation):
-    store = ChunkStore(tmp_path, run_id="ab" * 32)
+    store = Store(tmp_path, run_id="ab" * 32)
     listener = await listen(make_app(Board(store=store, role="relay", run_id="ab" * 32, head=lambda: None)))
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)

@@ -49,7 +49,6 @@ logprob_error = 0.001
 steps = 3
 
 [broadcast]
-chunk_bytes = 262_144
 """
 
 
@@ -84,7 +83,9 @@ def test_a_small_demo_admits_honest_work_only_and_is_confirmed_by_its_audit(tmp_
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_every_process_and_leaves_no_key(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "node.cli", "demo", "--headless", "--out", str(tmp_path)]
+    # A shell that runs these tests in the background has them ignore Ctrl-C, and what is ignored is inherited.
+    listening = ("env", "--default-signal=INT")
+    command = [*listening, sys.executable, "-m", "node.cli", "demo", "--headless", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60

@@ -55,7 +55,6 @@ logprob_error = 0.001
 steps = {STEPS}
 
 [broadcast]
-chunk_bytes = 262_144
 """
 KINDS = ("coordinator", "verifier", "trainer", "relay-root", "relay-leaf-1", "honest-1")
 START_SECONDS = 120.0

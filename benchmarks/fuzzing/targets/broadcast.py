@@ -9,6 +9,7 @@ from itertools import pairwise
 from random import Random
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec.structs import replace
 
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed, scramble
 from benchmarks.fuzzing.target import Harness, Target
@@ -20,11 +21,14 @@ from shardcast.envelope import MAGIC, open_envelope, seal
 from shardcast.errors import PeerFault
 from shardcast.manifest import (
     HEAD_DOMAIN,
+    HEAD_VERSION,
     KIB,
     MANIFEST_DOMAIN,
-    SCHEMA_VERSION,
+    MANIFEST_VERSION,
+    Delta,
     Head,
     Manifest,
+    Payload,
     SignedManifest,
     seal_head,
     seal_manifest,
@@ -45,27 +49,29 @@ def head(version: int = 5, digest: str = DIGEST) -> Head:
 
 
 def manifest(chunks: int = 3, *, version: int = 5, last: int = 100, previous: str | None = DIGEST) -> Manifest:
-    size = (chunks - 1) * 4 * KIB + last
     return Manifest(
         run_id=RUN_ID,
         version=version,
         previous=previous,
         issued_at=NOW,
         expires_at=NOW + 3600,
-        encoding="full",
-        base=None,
-        base_version=None,
-        chunk_bytes=4 * KIB,
-        payload_bytes=size,
-        chunk_digests=b"".join(bytes.fromhex(wire.digest(bytes([index]))) for index in range(chunks)),
-        result_bytes=size,
         result_digest=DIGEST,
+        full=_payload(chunks, last),
+        deltas=(),
     )
 
 
-def _delta() -> Manifest:
-    fields = {name: getattr(manifest(), name) for name in Manifest.__struct_fields__}
-    return Manifest(**fields | {"encoding": "delta", "base": DIGEST, "base_version": 4, "result_bytes": 10**12})
+def _payload(chunks: int, last: int) -> Payload:
+    return Payload(
+        chunk_bytes=4 * KIB,
+        payload_bytes=(chunks - 1) * 4 * KIB + last,
+        chunk_digests=b"".join(bytes.fromhex(wire.digest(bytes([index]))) for index in range(chunks)),
+    )
+
+
+def _with_deltas() -> Manifest:
+    ways = [Delta(base=DIGEST, base_version=version, payload=_payload(2, 7)) for version in (4, 0)]
+    return replace(manifest(), deltas=tuple(ways))
 
 
 def _trust() -> TrustedState:
@@ -143,7 +149,7 @@ def _head(_: ExitStack) -> Harness:
     """Heads that are really signed: the publisher may be an attacker."""
 
     def run(data: bytes) -> None:
-        envelope = seal(data, domain=HEAD_DOMAIN, version=SCHEMA_VERSION, key=RUN_KEY)
+        envelope = seal(data, domain=HEAD_DOMAIN, version=HEAD_VERSION, key=RUN_KEY)
         trust = _trust()
         believed = trust.accept_head(envelope, now=NOW)
         assert wire.encode(believed) == data, "it encodes to other bytes"
@@ -157,22 +163,24 @@ def _manifest(_: ExitStack) -> Harness:
     """Manifests that are really signed, as the newest one and as an old one that was asked for."""
 
     def run(data: bytes) -> None:
-        envelope = seal(data, domain=MANIFEST_DOMAIN, version=SCHEMA_VERSION, key=RUN_KEY)
+        envelope = seal(data, domain=MANIFEST_DOMAIN, version=MANIFEST_VERSION, key=RUN_KEY)
         signed = _trust().accept_archived(envelope, 5)
         _check_manifest(signed, data)
         assert _trust().accept_manifest(envelope, NOW, signed.digest).manifest == signed.manifest
 
-    honest = (manifest(), manifest(1, last=1), manifest(40, last=4 * KIB, previous=None), _delta())
+    honest = (manifest(), manifest(1, last=1), manifest(40, last=4 * KIB, previous=None), _with_deltas())
     return Harness([wire.encode(one) for one in honest], run, (PeerFault,), json_mutator())
 
 
 def _check_manifest(signed: SignedManifest, data: bytes) -> None:
     believed = signed.manifest
     assert wire.encode(believed) == data, "it encodes to other bytes"
-    chunks = list(believed.chunks())
-    assert sum(length for _, length in chunks) == believed.payload_bytes, "the chunks are not the payload"
-    assert all(0 < length <= believed.chunk_bytes for _, length in chunks)
-    assert all(wire.is_digest(digest) for digest, _ in chunks)
+    for payload in believed.payloads:
+        chunks = list(payload.chunks())
+        assert sum(length for _, length in chunks) == payload.payload_bytes, "the chunks are not the payload"
+        assert all(0 < length <= payload.chunk_bytes for _, length in chunks)
+        assert all(wire.is_digest(digest) for digest, _ in chunks)
+    assert all(delta.base_version < believed.version for delta in believed.deltas), "a delta from the future"
 
 
 def _fraud_proof(_: ExitStack) -> Harness:

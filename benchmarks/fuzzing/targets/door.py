@@ -48,7 +48,7 @@ from shardcast.board import Announced, Board
 from shardcast.listener import ServerLimits, listen
 from shardcast.manifest import seal_head, seal_manifest
 from shardcast.server import make_app
-from shardcast.store import ChunkStore
+from shardcast.store import Store
 from shardcast.wire import Wire, digest, encode
 
 _ZEROS = "0" * 64
@@ -68,8 +68,8 @@ DOOR_PATHS = (
 RELAY_PATHS = (
     *("/v1/head", "/v1/head?after=4", "/v1/head?after=9&wait=0.001", "/v1/versions/5", f"/v1/manifests/{DIGEST}"),
     *(
-        f"/v1/chunks/{DIGEST}?wait=0",
-        "/v1/chunks/CHUNK",
+        f"/v1/payloads/{DIGEST}/0?wait=0",
+        "/v1/payloads/PAYLOAD/0",
         "/v1/status",
         "/health",
         "/metrics",
@@ -186,10 +186,11 @@ def _relay_http(stack: ExitStack) -> Harness:
     """Raw bytes to a relay's port, or an origin's, which is the same."""
     faults = _faults(stack, "shardcast.listener.http", "aiohttp.server", "asyncio")
     loop = Loop(stack)
-    store = ChunkStore(_folder(stack), run_id=RUN_ID)
+    store = Store(_folder(stack), run_id=RUN_ID)
     stack.callback(store.close)
-    store.add_manifest(seal_manifest(manifest(previous=None), RUN_KEY))
-    store.put(digest(b"\0"), b"\0")  # the first chunk's bytes, as `manifest` digests them
+    signed = seal_manifest(manifest(previous=None), RUN_KEY)
+    store.add_manifest(signed)
+    store.result(signed).write(0, b"\0")  # the first chunk's bytes, as `manifest` digests them
     announced = Announced(5, seal_head(head(), RUN_KEY))
 
     async def serve() -> int:
@@ -204,7 +205,7 @@ def _relay_http(stack: ExitStack) -> Harness:
     def run(data: bytes) -> str:
         return judge_reply(loop.run(ask(port, data)), faults)
 
-    paths = [path.replace("CHUNK", digest(b"\0")) for path in RELAY_PATHS]
+    paths = [path.replace("PAYLOAD", signed.manifest.full.digest) for path in RELAY_PATHS]
     requests = [_request("GET", path) for path in paths]
     mutate = http_mutator(*(path.encode() for path in paths))
     return Harness(requests[:2], run, (Refused,), mutate, hostile=requests[2:])

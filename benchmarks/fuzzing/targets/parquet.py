@@ -125,14 +125,17 @@ def _pages(rng: Random, data: bytes) -> bytes:
     parts = split_file(data)
     if parts is None:
         return scramble(rng, data)
-    front, footer = parts
     try:
-        metadata = column_metadata(footer)
-        chosen = rng.choice(metadata)
-        start = thrift.field(chosen, DATA_PAGE_OFFSET)[2]  # type: ignore[index]
-        header, end = thrift.decode(front, start)
+        return _changed_page(rng, *parts)
     except (IndexError, ValueError, TypeError, RecursionError):
-        return scramble(rng, data)
+        return scramble(rng, data)  # an earlier change left a tree that is no footer
+
+
+def _changed_page(rng: Random, front: bytes, footer: list[Any]) -> bytes:
+    metadata = column_metadata(footer)
+    chosen = rng.choice(metadata)
+    start = thrift.field(chosen, DATA_PAGE_OFFSET)[2]  # type: ignore[index]
+    header, end = thrift.decode(front, start)
     size = thrift.field(chosen, COMPRESSED_SIZE)
     stop = start + size[2] if size is not None else len(front)
     page = front[end:stop]

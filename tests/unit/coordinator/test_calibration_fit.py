@@ -10,7 +10,7 @@ import pytest
 from coordinator.calibration.fit import LEAST, fit, fit_limits, judged_alone, pooled, round_up, rounded
 from coordinator.calibration.trial import try_groups
 from node.measurement import Deviations
-from node.protocol.evidence import STATISTICS, add, evidence
+from node.protocol.evidence import STATISTICS, add, evidence, evidence_limit
 from node.protocol.run import LimitsSpec, ProofSpec
 
 TOKENS, ROLLOUTS = 12, 8
@@ -67,6 +67,17 @@ def most_evidence(groups, limits):
 
 
 # -- levels
+
+
+def test_no_honest_group_is_refused_by_the_levels_that_it_was_fitted_to():
+    """One prompt of hundreds may be harder on the arithmetic than its mean square tells: its worker is as honest."""
+    groups = worker_groups(300, seed=6)
+    rng = random.Random(7)
+    groups[123] = [rollout(rng, shared=3.0) for _ in range(ROLLOUTS)]
+    limits = LimitsSpec(honest=levels(groups))
+    nats = most_evidence(groups, limits)
+    assert max(map(max, nats.values())) < evidence_limit(limits) - 2
+    assert nats["mantissa"].index(max(nats["mantissa"])) == 123
 
 
 @pytest.mark.parametrize("size", ["a rollout", "a group"])

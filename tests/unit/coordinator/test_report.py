@@ -113,6 +113,7 @@ def observed(**changes: object) -> Observed:
         "cpu_seconds": {"trainer": 60.0, "verifier": 12.5},
         "restarts": {"trainer": 1, "verifier": 0},
         "arrivals": {0: {"relay-root": STARTED + 50.5}, 1: {"relay-root": STARTED + 52.95}, 99: {"relay-root": 0.0}},
+        "fetched": {"relay-root": (2_000_000, 8_000_000), "relay-1": (1_000_000, 2_000_000)},
     }
     return Observed(**(values | changes))
 
@@ -222,6 +223,16 @@ def test_the_headroom_is_of_what_the_run_measures(swarm: Swarm, ledger: Ledger) 
 def test_broadcast_times_count_from_publication(summary: Summary) -> None:
     assert [row.version for row in summary.broadcasts] == [0, 1]
     assert [row.seconds["relay-root"] for row in summary.broadcasts] == pytest.approx([0.5, 0.2])
+
+
+def test_what_deltas_saved_is_of_all_relays_together(summary: Summary, swarm: Swarm) -> None:
+    assert summary.figures["broadcast_bytes_saved"] == pytest.approx(0.7)
+    assert [(row.relay, row.fetched_bytes, row.result_bytes) for row in summary.fetched] == [
+        ("relay-1", 1_000_000, 2_000_000),
+        ("relay-root", 2_000_000, 8_000_000),
+    ]
+    html = render_report(summary, swarm.spec)
+    assert "<td>2.0 MB</td><td>8.0 MB</td><td>75 %</td>" in html
 
 
 def test_the_report_fetches_and_runs_nothing(summary: Summary, swarm: Swarm) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardcast import Client, Limits, Origin, OriginServer, Relay, wire
-from shardcast.manifest import KIB, Head, Manifest
+from shardcast.manifest import KIB, Delta, Head, Manifest, Payload
 
 CHUNK = 4 * KIB
 
@@ -41,23 +41,29 @@ class Publisher:
         }
         return Head(**{**fields, **changes})
 
-    def manifest(self, payload: bytes = b"weights", *, chunk_bytes: int = CHUNK, **changes: Any) -> Manifest:
+    def payload(self, data: bytes = b"weights", *, chunk_bytes: int = CHUNK, **changes: Any) -> Payload:
         step = max(1, chunk_bytes)
-        pieces = [payload[at : at + step] for at in range(0, len(payload), step)]
+        pieces = [data[at : at + step] for at in range(0, len(data), step)]
+        fields: dict[str, Any] = {
+            "chunk_bytes": chunk_bytes,
+            "payload_bytes": len(data),
+            "chunk_digests": b"".join(bytes.fromhex(wire.digest(piece)) for piece in pieces),
+        }
+        return Payload(**{**fields, **changes})
+
+    def delta(self, data: bytes = b"", *, base_version: int = 0, **changes: Any) -> Delta:
+        return Delta(base="cd" * 32, base_version=base_version, payload=self.payload(data or b"d", **changes))
+
+    def manifest(self, data: bytes = b"weights", *, chunk_bytes: int = CHUNK, **changes: Any) -> Manifest:
         fields: dict[str, Any] = {
             "run_id": self.run_id,
             "version": 1,
             "previous": None,
             "issued_at": 1_000,
             "expires_at": 90_000,
-            "encoding": "full",
-            "base": None,
-            "base_version": None,
-            "chunk_bytes": chunk_bytes,
-            "payload_bytes": len(payload),
-            "chunk_digests": b"".join(bytes.fromhex(wire.digest(piece)) for piece in pieces),
-            "result_bytes": len(payload),
-            "result_digest": wire.digest(payload),
+            "result_digest": wire.digest(data),
+            "full": self.payload(data, chunk_bytes=chunk_bytes),
+            "deltas": (),
         }
         return Manifest(**{**fields, **changes})
 

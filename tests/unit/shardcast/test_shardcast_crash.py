@@ -69,7 +69,7 @@ class CountingUpstream:
             [
                 web.get("/v1/head", self._head),
                 web.get("/v1/manifests/{digest}", self._manifest),
-                web.get("/v1/chunks/{digest}", self._chunk),
+                web.get("/v1/payloads/{name}/{index}", self._chunk),
             ]
         )
         self.listener = await listen(app)
@@ -89,14 +89,18 @@ class CountingUpstream:
         return web.Response(body=signed.envelope)
 
     async def _chunk(self, request: web.Request) -> web.Response:
-        digest = request.match_info["digest"]
+        name, index = request.match_info["name"], int(request.match_info["index"])
         if self.allowance <= 0:
             await asyncio.sleep(3600)
         self.allowance -= 1
-        self.sent[digest] += 1
-        path = self._origin.store.verified_path(digest)
-        assert path is not None
-        return web.Response(body=path.read_bytes())
+        self.sent[f"{name}/{index}"] += 1
+        file = self._origin.store.payload(name)
+        assert file is not None
+        return web.Response(body=file.read(index))
+
+
+def journalled(folder: Path, chunks: int) -> bool:
+    return [journal.stat().st_size for journal in folder.glob("downloads/*.journal")] == [chunks * 4]
 
 
 def published(swarm: Any, *, chunks: int) -> tuple[Origin, Path]:
@@ -120,13 +124,7 @@ asyncio.run(main())
         tmp_path / "worker",
         url,
     )
-    journal = list[Path]()
-
-    def journalled() -> bool:
-        journal[:] = (tmp_path / "worker").glob("downloads/*.journal")
-        return bool(journal) and journal[0].stat().st_size == 25 * 4
-
-    await until(journalled)
+    await until(lambda: journalled(tmp_path / "worker", 25))
     kill(process)
     assert not list((tmp_path / "worker" / "versions").glob("*.bin")), "no half file under a final name"
 
@@ -154,7 +152,7 @@ asyncio.run(main())
         tmp_path / "relay",
         url,
     )
-    await until(lambda: len(list((tmp_path / "relay").glob("chunks/*/*"))) == 12)
+    await until(lambda: journalled(tmp_path / "relay", 12))
     kill(process)
 
     await upstream.listener.stop()
@@ -164,7 +162,7 @@ asyncio.run(main())
     head = await client.wait_head(timeout_s=5)
     assert (await client.fetch(head)).read_bytes() == weights.read_bytes()
     assert sum(upstream.sent.values()) == 18
-    assert not list((tmp_path / "relay" / "incoming").iterdir())
+    assert not list((tmp_path / "relay" / "downloads").iterdir())
     await upstream.listener.stop()
 
 
@@ -200,13 +198,13 @@ async def test_an_origin_killed_while_cutting_chunks(swarm: Any, publisher: Any,
     )
     writer = await asyncio.to_thread(os.open, pipe, os.O_WRONLY)
     os.write(writer, bytes(range(256)) * 64)
-    await until(lambda: len(list((tmp_path / "origin").glob("chunks/*/*"))) >= 1)
+    await until(lambda: any(path.stat().st_size for path in (tmp_path / "origin").glob("incoming/*")))
     kill(process)
     os.close(writer)
 
     origin = Origin(tmp_path / "origin", publisher.key, publisher.run_id, chunk_bytes=4096)
     assert origin.head() is None
-    assert not list((tmp_path / "origin").glob("chunks/*/*"))
+    assert not list((tmp_path / "origin").glob("incoming/*"))
     origin.publish(swarm.weights(9_000), version=1)
     origin.close()
 

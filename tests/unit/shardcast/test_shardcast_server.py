@@ -8,7 +8,7 @@ import random
 import socket
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shardcast import Board, ServerLimits, listen, make_app, wire
+from shardcast import Board, ServerLimits, listen, make_app
 from shardcast.board import Announced
 from shardcast.errors import LocalFault
 from shardcast.listener import Listener
 from shardcast.manifest import MIB, seal_head, seal_manifest
-from shardcast.store import ChunkStore
+from shardcast.store import Store
 
 CHUNK = 4096
 PAYLOAD = random.Random(5).randbytes(4 * CHUNK)
@@ -29,16 +29,17 @@ PAYLOAD = random.Random(5).randbytes(4 * CHUNK)
 
 @asynccontextmanager
 async def serving(
-    folder: Path, publisher: Any, **limits: Any
+    folder: Path, publisher: Any, *, writes: Iterable[int] = range(3), **limits: Any
 ) -> AsyncIterator[tuple[Listener, Board, list[Announced]]]:
     """A board with version 1, three of its four chunks here, and the list that is its newest head."""
-    store = ChunkStore(folder, run_id=publisher.run_id)
+    store = Store(folder, run_id=publisher.run_id)
     signed = seal_manifest(publisher.manifest(PAYLOAD), publisher.key)
     store.add_manifest(signed)
-    for index in range(3):
-        store.put(signed.manifest.chunk_digest(index), PAYLOAD[index * CHUNK : (index + 1) * CHUNK])
+    for index in writes:
+        store.result(signed).write(index, PAYLOAD[index * CHUNK : (index + 1) * CHUNK])
     heads = [Announced(1, seal_head(publisher.head(manifest_digest=signed.digest), publisher.key))]
     board = Board(store=store, role="relay", run_id=publisher.run_id, head=lambda: heads[-1])
+    board.open()
     server_limits = ServerLimits(**limits)
     listener = await listen(make_app(board, server_limits), limits=server_limits)
     try:
@@ -67,7 +68,7 @@ async def test_everything_by_its_digest(tmp_path: Path, publisher: Any, http: ai
             ("/v1/head?after=0&wait=5", heads[0].envelope),
             ("/v1/versions/1", signed.envelope),
             (f"/v1/manifests/{signed.digest}", signed.envelope),
-            (f"/v1/chunks/{signed.manifest.chunk_digest(2)}", PAYLOAD[2 * CHUNK : 3 * CHUNK]),
+            (f"/v1/payloads/{signed.manifest.full.digest}/2", PAYLOAD[2 * CHUNK : 3 * CHUNK]),
         ):
             async with http.get(url + path) as response:
                 assert response.status == 200
@@ -89,7 +90,8 @@ async def test_status_is_for_people(tmp_path: Path, publisher: Any, http: aiohtt
             {
                 "version": 1,
                 "manifest_digest": board.store.versions()[0].digest,
-                "payload_bytes": len(PAYLOAD),
+                "result_bytes": len(PAYLOAD),
+                "delta_bytes": {},
                 "chunks_total": 4,
                 "chunks_held": 3,
             }
@@ -97,9 +99,11 @@ async def test_status_is_for_people(tmp_path: Path, publisher: Any, http: aiohtt
 
 
 REFUSED = {
-    "/v1/chunks/" + "0" * 64: (404, "unknown_chunk"),
-    "/v1/chunks/" + "A" * 64: (404, "not_found"),
-    "/v1/chunks/abc": (404, "not_found"),
+    "/v1/payloads/" + "0" * 64 + "/0": (404, "unknown_chunk"),
+    "/v1/payloads/" + "A" * 64 + "/0": (404, "not_found"),
+    "/v1/payloads/" + "0" * 64 + "/-1": (404, "not_found"),
+    "/v1/payloads/" + "0" * 64 + "/99999999": (404, "not_found"),
+    "/v1/payloads/abc/0": (404, "not_found"),
     "/v1/versions/2": (404, "unknown_version"),
     "/v1/versions/-1": (404, "not_found"),
     "/v1/versions/99999999999999999": (404, "not_found"),
@@ -151,27 +155,33 @@ async def test_long_poll_ends_with_204(tmp_path: Path, publisher: Any, http: aio
 
 async def test_a_chunk_on_its_way_is_waited_for(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:
     async with serving(tmp_path, publisher) as (listener, board, _):
-        digest = board.store.versions()[0].manifest.chunk_digest(3)
-        url = f"http://127.0.0.1:{listener.port}/v1/chunks/{digest}"
+        signed = board.store.versions()[0]
+        url = f"http://127.0.0.1:{listener.port}/v1/payloads/{signed.manifest.full.digest}/3"
+        async with http.get(url.removesuffix("3") + "4") as response:
+            assert response.status == 404, "there are four"
         async with http.get(url + "?wait=0.1") as response:
             assert response.status == 503
             assert (await response.json())["code"] == "not_yet"
         asked = asyncio.create_task(http.get(url + "?wait=10"))
         await asyncio.sleep(0.1)
-        await asyncio.to_thread(board.store.put, digest, PAYLOAD[3 * CHUNK :])
-        board.chunk_arrived(digest)
+        await asyncio.to_thread(board.store.result(signed).write, 3, PAYLOAD[3 * CHUNK :])
         assert await (await asked).read() == PAYLOAD[3 * CHUNK :]
 
 
 async def test_a_chunk_damaged_on_disk_is_not_served(
     tmp_path: Path, publisher: Any, http: aiohttp.ClientSession
 ) -> None:
-    async with serving(tmp_path, publisher) as (listener, board, _):
-        digest = board.store.versions()[0].manifest.chunk_digest(0)
-        board.store._verified.clear()
-        (tmp_path / "chunks" / digest[:2] / digest).write_bytes(bytes(CHUNK))
-        async with http.get(f"http://127.0.0.1:{listener.port}/v1/chunks/{digest}") as response:
+    async with serving(tmp_path, publisher):
+        pass
+    (part,) = (tmp_path / "downloads").glob("*.part")
+    with part.open("r+b") as file:
+        file.write(bytes(CHUNK))
+    async with serving(tmp_path, publisher, writes=()) as (listener, board, _):
+        url = f"http://127.0.0.1:{listener.port}/v1/payloads/{board.store.versions()[0].manifest.full.digest}"
+        async with http.get(url + "/0") as response:
             assert response.status == 503
+        async with http.get(url + "/1") as response:
+            assert await response.read() == PAYLOAD[CHUNK : 2 * CHUNK]
 
 
 async def test_idle_connections_block_nobody(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:
@@ -210,9 +220,9 @@ async def test_a_reader_that_stops_reading_loses_its_connection(tmp_path: Path, 
         payload = bytes(16 * MIB)
         signed = seal_manifest(publisher.manifest(payload, version=2, chunk_bytes=16 * MIB), publisher.key)
         board.store.add_manifest(signed)
-        board.store.put(wire.digest(payload), payload)
+        board.store.result(signed).write(0, payload)
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port, limit=1024)
-        writer.write(f"GET /v1/chunks/{wire.digest(payload)} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        writer.write(f"GET /v1/payloads/{signed.manifest.full.digest}/0 HTTP/1.1\r\nHost: a\r\n\r\n".encode())
         await asyncio.sleep(0.2)
         assert listener.connections == 1
         for _ in range(60):

@@ -1,4 +1,4 @@
-"""The chunk store: what a relay serves after any crash must be what the publisher signed."""
+"""The folder of versions: what a node serves after any crash must be what the publisher signed."""
 
 from __future__ import annotations
 
@@ -8,96 +8,118 @@ from typing import Any
 
 import pytest
 
-from shardcast import wire
-from shardcast.errors import CorruptChunk, LocalFault
+from shardcast.errors import LocalFault
 from shardcast.manifest import SignedManifest, seal_manifest
-from shardcast.store import ChunkStore
+from shardcast.store import Store
 
 CHUNK = 4096
+DELTA = b"a delta"
 
 
-def version(publisher: Any, number: int, payload: bytes) -> SignedManifest:
-    return seal_manifest(publisher.manifest(payload, version=number), publisher.key)
+def version(publisher: Any, number: int, data: bytes, **changes: Any) -> SignedManifest:
+    return seal_manifest(publisher.manifest(data, version=number, **changes), publisher.key)
 
 
-def fill(store: ChunkStore, signed: SignedManifest, payload: bytes) -> None:
-    for index in store.missing(signed.manifest.version):
-        store.put(signed.manifest.chunk_digest(index), payload[index * CHUNK : (index + 1) * CHUNK])
+def fill(store: Store, signed: SignedManifest, data: bytes) -> None:
+    file = store.result(signed)
+    for index in file.missing():
+        file.write(index, data[index * CHUNK : (index + 1) * CHUNK])
+    store.finish(file, signed)
 
 
-def payload_of(seed: int, chunks: int = 3) -> bytes:
+def data_of(seed: int, chunks: int = 3) -> bytes:
     return random.Random(seed).randbytes(chunks * CHUNK)
 
 
-def opened(folder: Path, publisher: Any, **options: Any) -> ChunkStore:
-    return ChunkStore(folder, run_id=publisher.run_id, **options)
+def opened(folder: Path, publisher: Any, **options: Any) -> Store:
+    return Store(folder, run_id=publisher.run_id, **options)
 
 
-def test_a_chunk_is_visible_only_as_what_it_is(tmp_path: Path, publisher: Any) -> None:
-    store = opened(tmp_path, publisher)
-    payload = payload_of(1)
-    signed = version(publisher, 1, payload)
-    store.add_manifest(signed)
-    digest = signed.manifest.chunk_digest(0)
-    with pytest.raises(CorruptChunk):
-        store.put(digest, b"y" + payload[1:CHUNK])
-    assert store.verified_path(digest) is None
-    assert store.put(digest, payload[:CHUNK]) is True
-    assert store.put(digest, payload[:CHUNK]) is False
-    path = store.verified_path(digest)
-    assert path is not None
-    assert path.read_bytes() == payload[:CHUNK]
-    store.close()
+def results(store: Store) -> list[int]:
+    return sorted(signed.manifest.version for signed, _ in store.whole_results())
 
 
-def test_a_chunk_nobody_asked_for_is_refused(tmp_path: Path, publisher: Any) -> None:
-    """A peer must not fill the disk with valid but useless chunks."""
-    store = opened(tmp_path, publisher)
-    with pytest.raises(LocalFault) as caught:
-        store.put(wire.digest(b"x"), b"x")
-    assert caught.value.code == "unwanted"
-    store.close()
+def files(folder: Path) -> list[str]:
+    return sorted(path.name.split("-")[0] + path.suffix for path in folder.iterdir())
 
 
-def test_retention_keeps_the_last_versions_and_shared_chunks(tmp_path: Path, publisher: Any) -> None:
-    store = opened(tmp_path, publisher, keep=2)
-    shared = payload_of(9, 1)
-    for number in range(1, 5):
-        payload = shared + payload_of(number, 2)
-        signed = version(publisher, number, payload)
+def test_the_last_results_stay_and_more_of_the_deltas(tmp_path: Path, publisher: Any) -> None:
+    """Who is some versions behind catches up by deltas, which weigh a hundredth of a result."""
+    store = opened(tmp_path, publisher, keep=2, keep_deltas=3)
+    for number in range(1, 6):
+        signed = version(publisher, number, data_of(number), deltas=(publisher.delta(DELTA),))
         store.add_manifest(signed)
-        fill(store, signed, payload)
-    assert [held.manifest.version for held in store.versions()] == [3, 4]
-    assert store.verified_path(wire.digest(shared)) is not None
-    assert store.verified_path(wire.digest(payload_of(1, 2)[:CHUNK])) is None
-    assert len(list((tmp_path / "chunks").glob("*/*"))) == 5
-    assert store.planned_bytes == 5 * CHUNK
+        delta = store.delta(signed, 0)
+        delta.write(0, DELTA)
+        store.finish(delta, signed)
+        fill(store, signed, data_of(number))
+    assert results(store) == [4, 5]
+    assert [held.manifest.version for held in store.versions()] == [3, 4, 5]
+    assert files(tmp_path / "versions") == ["4.bin", "5.bin"]
+    assert files(tmp_path / "deltas") == ["3.delta", "4.delta", "5.delta"]
+    assert store.payload(store.versions()[0].manifest.full.digest) is None
+    assert store.payload(store.versions()[0].manifest.deltas[0].payload.digest) is not None
+    store.close()
+
+
+def test_the_result_that_was_used_longest_ago_goes_first(tmp_path: Path, publisher: Any) -> None:
+    store = opened(tmp_path, publisher, keep=2, keep_deltas=0)
+    made = [version(publisher, number, data_of(number)) for number in (1, 2, 3)]
+    for number in (1, 2):
+        store.add_manifest(made[number - 1])
+        fill(store, made[number - 1], data_of(number))
+    store.touch(made[0])
+    store.add_manifest(made[2])
+    fill(store, made[2], data_of(3))
+    assert results(store) == [1, 3]
+    assert [held.manifest.version for held in store.versions()] == [1, 3]
+    store.close()
+
+
+def test_what_is_pinned_stays(tmp_path: Path, publisher: Any) -> None:
+    """A base must not be deleted under the delta that is being applied to it."""
+    store = opened(tmp_path, publisher, keep=1, keep_deltas=0)
+    store.pin(1)
+    for number in (1, 2, 3):
+        signed = version(publisher, number, data_of(number))
+        store.add_manifest(signed)
+        fill(store, signed, data_of(number))
+    assert results(store) == [1, 3]
+    store.unpin(1)
+    signed = version(publisher, 4, data_of(4))
+    store.add_manifest(signed)
+    fill(store, signed, data_of(4))
+    assert results(store) == [4]
     store.close()
 
 
 def test_keep_none_keeps_everything(tmp_path: Path, publisher: Any) -> None:
-    store = opened(tmp_path, publisher, keep=None)
+    store = opened(tmp_path, publisher, keep=None, keep_deltas=None)
     for number in range(1, 12):
-        store.add_manifest(version(publisher, number, payload_of(number)))
-    assert len(store.versions()) == 11
+        signed = version(publisher, number, data_of(number))
+        store.add_manifest(signed)
+        fill(store, signed, data_of(number))
+    assert len(results(store)) == 11
     store.close()
 
 
-def test_a_version_older_than_what_is_kept_is_refused(tmp_path: Path, publisher: Any) -> None:
-    store = opened(tmp_path, publisher, keep=1)
-    store.add_manifest(version(publisher, 5, payload_of(5)))
-    with pytest.raises(LocalFault) as caught:
-        store.add_manifest(version(publisher, 4, payload_of(4)))
-    assert caught.value.code == "too_old"
+def test_versions_that_never_arrive_do_not_pile_up(tmp_path: Path, publisher: Any) -> None:
+    """A relay on a slow link, or one that is shown version after version, must not fill its disk with beginnings."""
+    store = opened(tmp_path, publisher, keep=2, keep_deltas=2)
+    for number in range(1, 20):
+        signed = version(publisher, number, data_of(number))
+        store.add_manifest(signed)
+        store.result(signed).write(0, data_of(number)[:CHUNK])
+    assert len(list((tmp_path / "downloads").glob("*.part"))) == 3
     store.close()
 
 
 def test_two_manifests_for_one_version_are_refused(tmp_path: Path, publisher: Any) -> None:
     store = opened(tmp_path, publisher)
-    store.add_manifest(version(publisher, 5, payload_of(5)))
-    store.add_manifest(version(publisher, 5, payload_of(5)))
+    store.add_manifest(version(publisher, 5, data_of(5)))
+    store.add_manifest(version(publisher, 5, data_of(5)))
     with pytest.raises(LocalFault) as caught:
-        store.add_manifest(version(publisher, 5, payload_of(6)))
+        store.add_manifest(version(publisher, 5, data_of(6)))
     assert caught.value.code == "version_conflict"
     store.close()
 
@@ -105,75 +127,77 @@ def test_two_manifests_for_one_version_are_refused(tmp_path: Path, publisher: An
 def test_quota_evicts_older_versions_and_refuses_what_cannot_fit(tmp_path: Path, publisher: Any) -> None:
     store = opened(tmp_path, publisher, keep=9, quota_bytes=8 * CHUNK)
     for number in (1, 2):
-        payload = payload_of(number)
-        signed = version(publisher, number, payload)
+        signed = version(publisher, number, data_of(number))
         store.add_manifest(signed)
-        fill(store, signed, payload)
-    store.add_manifest(version(publisher, 3, payload_of(3, 4)))
+        fill(store, signed, data_of(number))
+    store.add_manifest(version(publisher, 3, data_of(3, 4)))
     assert [held.manifest.version for held in store.versions()] == [2, 3]
     with pytest.raises(LocalFault) as caught:
-        store.add_manifest(version(publisher, 4, payload_of(4, 9)))
+        store.add_manifest(version(publisher, 4, data_of(4, 9)))
     assert caught.value.code == "quota"
     assert [held.manifest.version for held in store.versions()] == [2, 3], "what is held stays held"
+    assert store.planned_bytes == 7 * CHUNK
     store.close()
 
 
-def test_quota_holds_for_staged_chunks_too(tmp_path: Path, publisher: Any) -> None:
-    store = opened(tmp_path, publisher, quota_bytes=2 * CHUNK)
-    for seed in (1, 2):
-        data = payload_of(seed, 1)
-        store.put(wire.digest(data), data, staged=True)
-    with pytest.raises(LocalFault) as caught:
-        store.put(wire.digest(b"z"), b"z", staged=True)
-    assert caught.value.code == "quota"
-    store.discard_staged()
-    assert store.planned_bytes == 0
-    assert list((tmp_path / "chunks").glob("*/*")) == []
-    store.close()
-
-
-def test_a_chunk_of_a_dropped_version_does_not_stay_behind(tmp_path: Path, publisher: Any) -> None:
+def test_a_dropped_version_leaves_nothing_behind(tmp_path: Path, publisher: Any) -> None:
     store = opened(tmp_path, publisher)
-    payload = payload_of(1)
-    signed = version(publisher, 1, payload)
+    signed = version(publisher, 1, data_of(1), deltas=(publisher.delta(DELTA),))
     store.add_manifest(signed)
+    fill(store, signed, data_of(1))
+    file = store.delta(signed, 0)
     store.drop(1)
-    with pytest.raises(LocalFault):
-        fill_one = signed.manifest.chunk_digest(0)
-        store.put(fill_one, payload[:CHUNK])
+    file.write(0, DELTA)
     assert store.planned_bytes == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"] == []
+    with pytest.raises(LocalFault) as caught:
+        store.result(signed)
+    assert caught.value.code == "not_held"
     store.close()
 
 
 def test_recovery_after_a_crash_at_any_point(tmp_path: Path, publisher: Any) -> None:
     """Leftovers of every interrupted step are gone, what was finished is still served."""
-    payload = payload_of(1)
-    signed = version(publisher, 1, payload)
+    data = data_of(1)
+    signed = version(publisher, 1, data)
+    begun = version(publisher, 2, data_of(2))
     store = opened(tmp_path, publisher)
     store.add_manifest(signed)
-    fill(store, signed, payload)
+    fill(store, signed, data)
+    store.add_manifest(begun)
+    store.result(begun).write(1, data_of(2)[CHUNK : 2 * CHUNK])
     store.close()
-    (tmp_path / "incoming" / "half.0").write_bytes(b"half")
-    orphan = wire.digest(b"orphan")
-    (tmp_path / "chunks" / orphan[:2] / orphan).write_bytes(b"orphan")
-    torn, flipped = signed.manifest.chunk_digest(1), signed.manifest.chunk_digest(2)
-    (tmp_path / "chunks" / torn[:2] / torn).write_bytes(payload[CHUNK : CHUNK + 10])
-    (tmp_path / "chunks" / flipped[:2] / flipped).write_bytes(bytes(CHUNK))
+    (tmp_path / "incoming" / "result").write_bytes(b"half")
+    (tmp_path / "versions" / "9-00.bin").write_bytes(b"orphan")
+    (tmp_path / "downloads" / "9-00.bin.part").write_bytes(b"orphan")
     envelope = (tmp_path / "manifests" / f"{1:016d}").read_bytes()
-    (tmp_path / "manifests" / f"{2:016d}").write_bytes(envelope[:100])
-    (tmp_path / "manifests" / f"{3:016d}.tmp").write_bytes(envelope)
+    (tmp_path / "manifests" / f"{3:016d}").write_bytes(envelope[:100])
+    (tmp_path / "manifests" / f"{4:016d}.tmp").write_bytes(envelope)
 
     store = opened(tmp_path, publisher)
-    assert [held.digest for held in store.versions()] == [signed.digest]
+    assert [held.digest for held in store.versions()] == [signed.digest, begun.digest]
     assert list((tmp_path / "incoming").iterdir()) == []
-    assert len(list((tmp_path / "manifests").iterdir())) == 1
-    assert store.verified_path(orphan) is None
-    assert store.verified_path(torn) is None
-    assert store.holds(flipped), "contents are hashed when they are first needed, not at the start"
-    assert store.verified_path(flipped) is None
-    assert store.missing(1) == [1, 2]
-    fill(store, signed, payload)
-    assert store.missing(1) == []
+    assert len(list((tmp_path / "manifests").iterdir())) == 2
+    assert files(tmp_path / "versions") == ["1.bin"]
+    assert results(store) == [1]
+    assert store.result(begun).missing() == [0, 2]
+    assert not store.is_whole(2)
+    fill(store, begun, data_of(2))
+    assert results(store) == [1, 2]
+    store.close()
+
+
+def test_the_order_of_use_survives_a_restart(tmp_path: Path, publisher: Any) -> None:
+    store = opened(tmp_path, publisher, keep=2, keep_deltas=0)
+    made = [version(publisher, number, data_of(number)) for number in (1, 2, 3)]
+    for number in (2, 1):
+        store.add_manifest(made[number - 1])
+        fill(store, made[number - 1], data_of(number))
+    store.close()
+    store = opened(tmp_path, publisher, keep=2, keep_deltas=0)
+    store.add_manifest(made[2])
+    fill(store, made[2], data_of(3))
+    assert results(store) == [1, 3]
     store.close()
 
 
@@ -189,21 +213,9 @@ def test_one_folder_serves_one_process(tmp_path: Path, publisher: Any) -> None:
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path, publisher: Any) -> None:
     store = opened(tmp_path, publisher)
-    store.add_manifest(version(publisher, 1, payload_of(1)))
+    store.add_manifest(version(publisher, 1, data_of(1)))
     store.close()
     with pytest.raises(LocalFault) as caught:
-        ChunkStore(tmp_path, run_id="00" * 32)
+        Store(tmp_path, run_id="00" * 32)
     assert caught.value.code == "wrong_run"
     opened(tmp_path, publisher).close()
-
-
-def test_equal_chunks_are_stored_once(tmp_path: Path, publisher: Any) -> None:
-    payload = bytes(4 * CHUNK)
-    signed = version(publisher, 1, payload)
-    store = opened(tmp_path, publisher)
-    store.add_manifest(signed)
-    assert store.missing(1) == [0]
-    fill(store, signed, payload)
-    assert store.missing(1) == []
-    assert store.planned_bytes == CHUNK
-    store.close()

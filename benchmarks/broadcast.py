@@ -1,0 +1,209 @@
+"""How fast weights reach every worker, beside shardcast 0.3.2 and beside what the links allow.
+
+`python -m benchmarks.broadcast [--json] [--only PART ...] [--repeats N] [--quick] [--no-peer]`. Origin, relays and
+workers are processes on loopback, each with a folder of its own; a time runs from the order to publish to the last
+worker that has the whole file, whose digest is then compared. Both sides take turns within one run. `--help` says
+what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import broadcast_delta, machine
+from benchmarks.broadcasting import bad_relay, egress, full, idle, peer, trees
+from benchmarks.broadcasting.delivery import Payload
+from benchmarks.broadcasting.processes import NodeEnded
+from benchmarks.broadcasting.trees import NotServed
+from benchmarks.toploc_peer import FOLDER, PeerUnavailable
+
+MIB = 2**20
+
+MEANINGS = {
+    "full": {
+        "full_speedup_vs_peer_defaults": "its seconds over ours; its relays look every 30 s, workers every 5",
+        "full_speedup_vs_peer_1s": "the same; its relays and workers look every second",
+        "full_seconds": "publish to last worker: origin, 2 relays, 8 workers, no caps; also _peer_defaults, _peer_1s",
+        "workers_never_served": "workers without the right file after --patience, in the worst round",
+        "workers_never_served_peer": "the same of the peer, over both intervals; its time then is the patience",
+        "cpu_s_per_gib": "user and system seconds of all processes per GiB that reached workers; also of the peer",
+        "cpu_s_per_gib_vs_peer": "ours over the peer's, at the interval where it needs less",
+        "client_memory_mib": "peak resident memory of a worker process, Python included",
+        "client_written_over_size": "bytes that a worker wrote over the size of the file; also of the peer",
+    },
+    "trees": {
+        "share_of_bound_depth3": "2 S / u over seconds: 15 nodes, fan-out 2, uplinks of u = --link-mb-per-s; also 1, 2",
+        "tree_seconds_depth3": "publish to last worker; also 1 and 2",
+        "extra_hop_s": "seconds at depth 3 less those at depth 1, by hop",
+    },
+    "egress": {
+        "origin_bytes_16_over_2_workers": "bytes that leave the origin for 2 relays and 16 workers, over 2 workers",
+        "origin_bytes_over_size_16_workers": "the same bytes over the size of the file; also 2",
+    },
+    "bad_relay": {
+        "one_bad_relay_slowdown": "the worst of the next three",
+        "one_corrupt_relay_slowdown": "seconds with one of three relays changing every chunk, over three good ones",
+        "one_missing_relay_slowdown": "the same, one refusing connections",
+        "one_slow_relay_slowdown": "the same, one with an uplink of 1 MB/s",
+    },
+    "idle": {
+        "idle_connections_500_p99_ms": "a relay's manifest on a new connection while 500 say nothing",
+        "idle_connections_still_open": "of the 500 at the end",
+    },
+    "delta": {
+        "delta_ratio_066": "bytes of synthetic bfloat16 weights over those of a delta that changes 0.66 % of them",
+        "delta_ratio_185": "the same where 1.85 % change",
+        "delta_over_entropy": "bytes of a delta over the entropy bound, the worse of both",
+        "delta_encode_gb_per_s": "full-size bytes compared and encoded per second on one core",
+        "delta_decode_gb_per_s": "full-size bytes made from base and delta per second on one core",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `--quick` and the command line settle; bytes and seconds."""
+
+    full_bytes: int
+    workers: int
+    tree_bytes: int
+    small_bytes: int
+    delta_bytes: int
+    link_bytes_per_s: float
+    repeats: int
+    requests: int
+    patience_s: float
+    within: Path | None
+
+
+Measure = Callable[[], Mapping[str, float | None]]
+
+
+def parts(options: Options, folder: Path, environment: Path | None) -> dict[str, Measure]:
+    """What measures each part."""
+
+    def payload(size_bytes: int) -> Payload:
+        return Payload.made(folder / f"{size_bytes}.bin", size_bytes)
+
+    rate, patience_s, within = options.link_bytes_per_s, options.patience_s, options.within
+    few = min(3, options.repeats)
+    return {
+        "full": lambda: full.measure(
+            full.Setting(payload(options.full_bytes), options.workers, options.repeats, patience_s, within), environment
+        ),
+        "trees": lambda: trees.measure(trees.Setting(payload(options.tree_bytes), rate, few, patience_s, within)),
+        "egress": lambda: egress.measure(
+            payload(options.small_bytes), repeats=few, patience_s=patience_s, within=within
+        ),
+        "bad_relay": lambda: bad_relay.measure(
+            payload(options.tree_bytes), rate, repeats=few, patience_s=patience_s, within=within
+        ),
+        "idle": lambda: idle.measure(
+            payload(options.small_bytes), requests=options.requests, patience_s=patience_s, within=within
+        ),
+        "delta": lambda: delta_figures(options.delta_bytes, options.repeats),
+    }
+
+
+def delta_figures(size_bytes: int, repeats: int) -> dict[str, float]:
+    """Those of `broadcast_delta`; of its further cases each by a name of its own."""
+    found = broadcast_delta.measure(size_bytes=size_bytes, repeats=repeats)
+    others: dict[str, dict[str, float]] = found.pop("other")
+    return found | {f"delta_{case}_{key}": value for case, each in others.items() for key, value in each.items()}
+
+
+def measure(
+    options: Options, only: Sequence[str], environment: Path | None
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Figures of the parts asked for, and a reason for those that could not be measured."""
+    figures, reasons = dict[str, float | None](), dict[str, str]()
+    with tempfile.TemporaryDirectory(prefix="broadcast-files-", dir=options.within) as folder:
+        for part, run in parts(options, Path(folder), environment).items():
+            if part not in only:
+                continue
+            print(f"measuring {part}", file=sys.stderr)
+            try:
+                figures |= run()
+            except (NotServed, NodeEnded) as error:
+                reasons |= dict.fromkeys(MEANINGS[part], str(error))
+                figures |= dict.fromkeys(MEANINGS[part])
+    return figures, reasons
+
+
+def find_peer(given: argparse.Namespace) -> tuple[Path | None, dict[str, str]]:
+    """The peer's environment; without one, why each of its figures is null."""
+    if "full" not in given.only:
+        return None, {}
+    if given.no_peer:
+        return None, dict.fromkeys(full.PEER_KEYS, "not asked for (--no-peer)")
+    try:
+        return peer.installed(given.peer_folder), {"peer": f"shardcast {peer.VERSION} from PyPI"}
+    except PeerUnavailable as error:
+        return None, dict.fromkeys(full.PEER_KEYS, str(error))
+
+
+def arguments() -> argparse.Namespace:
+    rows = [f"  {key:34} {meaning}" for keys in MEANINGS.values() for key, meaning in keys.items()]
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="\n".join(["figures:", *rows]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--only", nargs="+", choices=MEANINGS, default=list(MEANINGS), help="these parts")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of full (default 5); of the rest at most 3")
+    parser.add_argument("--quick", action="store_true", help="small files and one round: that it runs, not how fast")
+    parser.add_argument("--size-mib", type=int, default=512, help="the file of full (default 512)")
+    parser.add_argument("--link-mib", type=int, default=128, help="the file behind capped links (default 128)")
+    parser.add_argument("--link-mb-per-s", type=float, default=25.0, help="an uplink's speed (default 25)")
+    parser.add_argument("--workers", type=int, default=8, help="of full (default 8)")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds that a broadcast may take (default 120)")
+    parser.add_argument("--folder", type=Path, help="where processes keep their files (default: the temporary folder)")
+    parser.add_argument("--no-peer", action="store_true", help=f"measure without shardcast {peer.VERSION}")
+    parser.add_argument("--peer-folder", type=Path, default=FOLDER, help="where to keep it (default build/peers)")
+    return parser.parse_args()
+
+
+def sizes(given: argparse.Namespace) -> Options:
+    return Options(
+        full_bytes=(2 if given.quick else given.size_mib) * MIB,
+        workers=2 if given.quick else given.workers,
+        tree_bytes=(2 if given.quick else given.link_mib) * MIB,
+        small_bytes=(2 if given.quick else 16) * MIB,
+        delta_bytes=(8 if given.quick else 256) * MIB,
+        link_bytes_per_s=given.link_mb_per_s * 1e6,
+        repeats=1 if given.quick else given.repeats,
+        requests=50 if given.quick else 500,
+        patience_s=given.patience,
+        within=given.folder,
+    )
+
+
+def main() -> None:
+    given = arguments()
+    environment, notes = find_peer(given)
+    options = sizes(given)
+    figures, reasons = measure(options, given.only, environment)
+    notes |= reasons | {
+        "full": f"{options.full_bytes // MIB} MiB, 2 relays, {options.workers} workers, {options.repeats} rounds",
+        "links": f"{options.tree_bytes // MIB} MiB, uplinks of {options.link_bytes_per_s / 1e6:g} MB/s",
+        "bound": "fan-out * S / u, which is also the lower bound for these senders and receivers, without hops' costs",
+    }
+    if given.json:
+        print(json.dumps({"benchmark": "broadcast", "machine": machine.describe(), "figures": figures, "notes": notes}))
+        return
+    for key, value in (machine.describe() | notes).items():
+        print(f"{key:>42}  {value}")
+    print()
+    for name, figure in figures.items():
+        print(f"{name:>42}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
+
+
+if __name__ == "__main__":
+    main()

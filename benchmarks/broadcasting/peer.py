@@ -1,0 +1,88 @@
+"""shardcast 0.3.2 in an environment of its own, and its nodes as processes of a swarm.
+
+It comes from the package index that pip is configured for, once, and is kept and used again. It shares a temporary
+file between all processes of one installation, so that each gets a copy of the package; and one at a fixed path
+between all that are starting, so that they start one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.broadcasting.processes import Node, Swarm
+from benchmarks.toploc_peer import FOLDER, PeerUnavailable
+
+VERSION = "0.3.2"
+WORKER = Path(__file__).with_name("peer_node.py")
+
+# The relay's own default, and what its users' workers do (PRIME-RL's shardcast downloader).
+RELAY_INTERVAL_S, WORKER_INTERVAL_S = 30, 5
+
+_INSTALL_SECONDS = 600
+_REASON_CHARACTERS = 300
+
+
+def installed(folder: Path = FOLDER) -> Path:
+    """The environment within `folder` that has the peer, made on first use. Raises `PeerUnavailable`."""
+    # Where this command finds no wget, the peer installs one on the machine.
+    if subprocess.run(["which", "wget"], env={}, capture_output=True, check=False).returncode:
+        raise PeerUnavailable(f"shardcast {VERSION} needs wget")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    environment = folder.absolute() / f"shardcast-{VERSION}-python-{version}"
+    stamp = environment / ".installed"
+    if not stamp.exists():
+        print(f"installing shardcast {VERSION} in {environment}", file=sys.stderr)
+        _run([sys.executable, "-m", "venv", "--clear", str(environment)])
+        pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, f"shardcast=={VERSION}"])
+        stamp.touch()
+    return environment
+
+
+def _run(command: list[str]) -> None:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerUnavailable(f"shardcast {VERSION} could not be installed: {error}") from error
+    if ended.returncode:
+        print(ended.stderr, file=sys.stderr)
+        said = [line for line in ended.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise PeerUnavailable(f"shardcast {VERSION} could not be installed: {said[-1][:_REASON_CHARACTERS]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Starts nodes of the peer, each from a copy of the package, and each when the one before it is ready."""
+
+    environment: Path
+    relay_interval_s: int = RELAY_INTERVAL_S
+    worker_interval_s: int = WORKER_INTERVAL_S
+
+    def start_origin(self, swarm: Swarm) -> Node:
+        return self._start(swarm, "origin")
+
+    def start_relay(self, swarm: Swarm, upstreams: Sequence[str]) -> Node:
+        return self._start(swarm, "relay", *upstreams, "--interval", str(self.relay_interval_s))
+
+    def start_worker(self, swarm: Swarm, sources: Sequence[str]) -> Node:
+        return self._start(swarm, "worker", *sources, "--interval", str(self.worker_interval_s))
+
+    def _start(self, swarm: Swarm, role: str, *arguments: str) -> Node:
+        package = swarm.folder / swarm.name(f"{role}-package")
+        (installed_at,) = self.environment.glob("lib/python*/site-packages/shardcast")
+        shutil.copytree(installed_at, package / "shardcast")
+        folder = swarm.folder / swarm.name(f"{role}-store")
+        command = [str(self.environment / "bin" / "python"), "-I", str(WORKER), role, *arguments]
+        # wget would ask a proxy, and the package reads settings from the environment.
+        kept = {name: value for name, value in os.environ.items() if not _steers(name)}
+        return swarm.start(role, [*command, "--package", str(package), "--folder", str(folder)], kept).ready()
+
+
+def _steers(variable: str) -> bool:
+    return variable.lower().endswith("_proxy") or variable.startswith("SHARDCAST_")

@@ -1,0 +1,161 @@
+"""Strings of bits, sets and sizes: what the bodies of `shardcast.words` are made of.
+
+Every integer is little-endian; bit i of a string of bits is bit i % 8 (from the lowest) of byte i // 8; each
+string starts at a new byte, its last byte filled up with zeros.
+
+A set of n rising numbers out of N is Rice coded (Rice & Plaut 1971; optimal within a few hundredths of a
+bit where changes are independent):
+u32    n
+u32    length of the unary string in bits
+u8     k, at most 32
+bits   unary: for each number (gap >> k) zeros and a one, where gap = number - previous number - 1 and the
+       number before the first is -1
+bits   k strings of n bits: bit 0 of every gap, then bit 1, and so on up to bit k - 1
+
+Sizes are exponential Golomb codes, as many as the set before them has numbers, nothing at all for none:
+u32    length of the unary string in bits
+u8     k, at most 63
+bits   unary: for each size (L - k) zeros and a one, where L = floor(log2(size + 2**k)) <= 63
+bits   for j = 0, 1, ... while any L is above j: bit j of (size + 2**k), for the sizes with L > j
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardcast.errors import Malformed
+
+Positions = npt.NDArray[np.int64]
+
+_MAX_RICE_K = 32
+_SET = struct.Struct("<IIB")
+_SIZES = struct.Struct("<IB")
+_SAMPLE_SIZES = 2**12
+
+
+def bad_delta(message: str) -> Malformed:
+    return Malformed(message, code="bad_delta")
+
+
+class Reader:
+    """Takes a body apart from front to back; whatever is missing or left over is Malformed "bad_delta"."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._rest = body
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._rest):
+            raise bad_delta(f"{size} bytes are declared where {len(self._rest)} are left")
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken
+
+    def unpack(self, form: struct.Struct) -> tuple[int, ...]:
+        return form.unpack(self.take(form.size))
+
+    def bits(self, count: int) -> npt.NDArray[np.uint8]:
+        """A string of `count` bits, a byte for each."""
+        packed = np.frombuffer(self.take((count + 7) // 8), np.uint8)
+        return np.unpackbits(packed, count=count, bitorder="little")
+
+    def unary(self, count: int, length: int) -> Positions:
+        """`count` numbers from a unary string of `length` bits."""
+        ones = np.flatnonzero(self.bits(length))
+        if len(ones) != count or (count and ones[-1] != length - 1) or (length and not count):
+            raise bad_delta("a unary string with another count of numbers than declared")
+        return np.diff(ones, prepend=-1) - 1
+
+    def finish(self) -> None:
+        if self._rest:
+            raise bad_delta(f"{len(self._rest)} bytes too many")
+
+
+def set_parts(numbers: Positions) -> list[bytes]:
+    if not numbers.size:
+        return [_SET.pack(0, 0, 0)]
+    gaps = np.diff(numbers, prepend=-1) - 1
+    guess = int(gaps.mean() * 0.69 + 1).bit_length() - 1  # the median of a geometric distribution
+    k = min(range(max(0, guess - 1), guess + 2), key=lambda k: len(gaps) * k + int((gaps >> k).sum()))
+    length, unary = _unary(gaps >> k)
+    return [_SET.pack(len(numbers), length, k), unary, *(pack_bits(gaps >> bit & 1) for bit in range(k))]
+
+
+def read_set(reader: Reader, out_of: int, *, most: int) -> Positions:
+    """A set out of `out_of` numbers that has not more than `most`."""
+    count, length, k = reader.unpack(_SET)
+    # A gap of g words takes (g >> k) zeros, so that honest zeros are few, however large the segment.
+    if count > most or length > count + (out_of >> k) or k > _MAX_RICE_K:
+        raise bad_delta(f"{count} out of {out_of} in {length} bits")
+    gaps = reader.unary(count, length) << k
+    for bit in range(k):
+        gaps |= reader.bits(count).astype(np.int64) << bit
+    gaps += 1
+    numbers = np.cumsum(gaps, out=gaps)
+    numbers -= 1
+    if count and int(numbers[-1]) >= out_of:
+        raise bad_delta("a change outside its segment")
+    return numbers
+
+
+def sizes_parts(sizes: npt.NDArray[np.uint64]) -> list[bytes]:
+    if not sizes.size:
+        return []
+    sample = sizes[:: len(sizes) // _SAMPLE_SIZES | 1]
+    k = min(range(16), key=lambda k: int((2 * _log2(sample + np.uint64(1 << k)) - k).sum()))
+    offset = sizes + np.uint64(1 << k)
+    logarithms = _log2(offset)
+    length, unary = _unary(logarithms - k)
+    inside = (np.flatnonzero(logarithms > bit) for bit in range(int(logarithms.max())))
+    strings = (pack_bits(offset[which] >> np.uint64(bit) & np.uint64(1)) for bit, which in enumerate(inside))
+    return [_SIZES.pack(length, k), unary, *strings]
+
+
+def read_sizes(reader: Reader, count: int) -> npt.NDArray[np.uint64]:
+    if not count:
+        return np.empty(0, np.uint64)
+    length, k = reader.unpack(_SIZES)
+    if length > 64 * count:
+        raise bad_delta("sizes of steps beyond 64 bits")
+    logarithms = reader.unary(count, length) + k
+    highest = int(logarithms.max())
+    if highest > 63:
+        raise bad_delta("sizes of steps beyond 64 bits")
+    sizes = np.left_shift(np.uint64(1), logarithms.astype(np.uint64))
+    for bit in range(highest):
+        inside = np.flatnonzero(logarithms > bit)
+        sizes[inside] |= reader.bits(len(inside)).astype(np.uint64) << np.uint64(bit)
+    return sizes - np.uint64(1 << k)
+
+
+def find(mask: npt.NDArray[np.bool_]) -> Positions:
+    """`np.flatnonzero`, two to four times faster where few are true: it skips eight at a time."""
+    whole = len(mask) - len(mask) % 8
+    eights = mask[:whole].view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    if 2 * len(some) > len(eights):
+        return np.flatnonzero(mask)
+    hits = np.flatnonzero(eights[some].view(np.bool_))
+    return np.concatenate((some[hits >> 3] << 3 | hits & 7, whole + np.flatnonzero(mask[whole:])))
+
+
+def _log2(numbers: npt.NDArray[np.uint64]) -> Positions:
+    """floor(log2(number)), exactly; numbers above 0."""
+    smeared = numbers
+    for shift in (1, 2, 4, 8, 16, 32):
+        smeared = smeared | smeared >> np.uint64(shift)
+    return np.bitwise_count(smeared).astype(np.int64) - 1
+
+
+def _unary(counts: Positions) -> tuple[int, bytes]:
+    """(length in bits, string): for each count that many zeros and a one."""
+    ones = np.cumsum(counts + 1) - 1
+    bits = np.zeros(int(ones[-1]) + 1, np.bool_)
+    bits[ones] = True
+    return len(bits), pack_bits(bits)
+
+
+def pack_bits(bits: npt.NDArray[Any]) -> bytes:
+    return np.packbits(bits.astype(np.bool_, copy=False), bitorder="little").tobytes()

@@ -1,0 +1,94 @@
+"""Cutting a file into chunks: the payload that describes it, and a copy that nobody else writes to."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from shardcast.errors import LocalFault
+from shardcast.files import as_local_fault, write_all
+from shardcast.manifest import DIGEST_BYTES, KIB, MIB, Limits, Payload
+
+THREADS = 2
+"""Hashing and writing release the interpreter's lock."""
+
+CHUNKS_PER_PAYLOAD = 128
+"""As many steps as a transfer through a tree of relays is spread over: each hop adds the time of a chunk."""
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 64 * KIB, 4 * MIB
+"""Below, a request costs more than its bytes; above, a hop costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy at `path`, what describes it, and the BLAKE3 digest of the whole."""
+
+    path: Path
+    payload: Payload
+    digest: str
+
+    def read(self, index: int) -> bytes:
+        """One chunk."""
+        with self.path.open("rb") as file:
+            return os.pread(file.fileno(), self.payload.chunk_length(index), index * self.payload.chunk_bytes)
+
+
+def chunk_bytes_for(path: Path) -> int:
+    """A power of two that suits the size of a file, in bytes; of a pipe nothing is known."""
+    try:
+        size_bytes = path.stat().st_size if path.is_file() else CHUNKS_PER_PAYLOAD * MIB
+    except OSError as error:
+        raise as_local_fault(error, path) from error
+    wanted = size_bytes // CHUNKS_PER_PAYLOAD
+    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << wanted.bit_length()))
+
+
+def stage(source: Path, target: Path, *, chunk_bytes: int, limits: Limits) -> Staged:
+    """Copy `source` to `target` in one pass, in bounded memory. Raises LocalFault "empty", "too_large", "disk_full"."""
+    try:
+        with source.open("rb", buffering=0) as file, target.open("wb") as copy:
+            payload, digest = _copy(file.readinto, copy.fileno(), chunk_bytes, limits)
+            return Staged(target, payload, digest)
+    except OSError as error:
+        raise as_local_fault(error, source) from error
+
+
+def _copy(readinto: Callable[[memoryview], int], copy: int, chunk_bytes: int, limits: Limits) -> tuple[Payload, str]:
+    whole, digests, size_bytes = blake3(), bytearray(), 0
+    under_way = deque[Future[bytes]]()
+    with ThreadPoolExecutor(THREADS) as pool:
+        while data := _next(readinto, chunk_bytes):
+            if len(digests) // DIGEST_BYTES + len(under_way) >= limits.max_chunks:
+                raise LocalFault(f"the file is too large for chunks of {chunk_bytes} bytes", code="too_large")
+            under_way.append(pool.submit(_keep, copy, size_bytes, data))
+            size_bytes += len(data)
+            if size_bytes > limits.max_payload_bytes:
+                raise LocalFault(f"the file has more than {limits.max_payload_bytes} bytes", code="too_large")
+            whole.update(data)
+            while len(under_way) > 2 * THREADS:
+                digests += under_way.popleft().result()
+        for done in under_way:
+            digests += done.result()
+    if not size_bytes:
+        raise LocalFault("the file is empty", code="empty")
+    payload = Payload(chunk_bytes=chunk_bytes, payload_bytes=size_bytes, chunk_digests=bytes(digests))
+    return payload, whole.hexdigest()
+
+
+def _next(readinto: Callable[[memoryview], int], chunk_bytes: int) -> memoryview:
+    """The next chunk; shorter only at the end, though a pipe gives less than it is asked for."""
+    buffer, got = memoryview(bytearray(chunk_bytes)), 0
+    while got < chunk_bytes and (more := readinto(buffer[got:])):
+        got += more
+    return buffer[:got]
+
+
+def _keep(copy: int, offset: int, data: memoryview) -> bytes:
+    write_all(copy, data, offset)
+    return bytes(blake3(data).digest())
