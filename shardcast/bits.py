@@ -74,6 +74,7 @@ class Reader:
 
 
 def set_parts(numbers: Positions) -> list[bytes]:
+    """A set of rising numbers, as strings to be put end to end."""
     if not numbers.size:
         return [_SET.pack(0, 0, 0)]
     gaps = np.diff(numbers, prepend=-1) - 1
@@ -84,7 +85,7 @@ def set_parts(numbers: Positions) -> list[bytes]:
 
 
 def read_set(reader: Reader, out_of: int, *, most: int) -> Positions:
-    """A set out of `out_of` numbers that has not more than `most`."""
+    """A set of at most `most` numbers below `out_of`; raises Malformed "bad_delta"."""
     count, length, k = reader.unpack(_SET)
     # A gap of g words takes (g >> k) zeros, so that honest zeros are few, however large the segment.
     if count > most or length > count + (out_of >> k) or k > _MAX_RICE_K:
@@ -101,6 +102,7 @@ def read_set(reader: Reader, out_of: int, *, most: int) -> Positions:
 
 
 def sizes_parts(sizes: npt.NDArray[np.uint64]) -> list[bytes]:
+    """Sizes up to 2**63, as strings to be put end to end."""
     if not sizes.size:
         return []
     sample = sizes[:: len(sizes) // _SAMPLE_SIZES | 1]
@@ -114,6 +116,7 @@ def sizes_parts(sizes: npt.NDArray[np.uint64]) -> list[bytes]:
 
 
 def read_sizes(reader: Reader, count: int) -> npt.NDArray[np.uint64]:
+    """`count` sizes; raises Malformed "bad_delta"."""
     if not count:
         return np.empty(0, np.uint64)
     length, k = reader.unpack(_SIZES)
@@ -158,4 +161,5 @@ def _unary(counts: Positions) -> tuple[int, bytes]:
 
 
 def pack_bits(bits: npt.NDArray[Any]) -> bytes:
+    """A string with a one for everything that is not zero."""
     return np.packbits(bits.astype(np.bool_, copy=False), bitorder="little").tobytes()

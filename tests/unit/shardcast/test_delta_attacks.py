@@ -305,13 +305,8 @@ def test_every_truncation_of_a_file(tmp_path: Path) -> None:
 def test_an_index_that_does_not_add_up(tmp_path: Path) -> None:
     """Changes cannot overlap or leave gaps, since only lengths are stored; they must fill the file."""
     base, honest = make(tmp_path)
-    lengths = struct.unpack_from("<3I", honest, 24)
-    for hostile in (
-        (lengths[0] + 1, *lengths[1:]),
-        (2**32 - 1, *lengths[1:]),
-        (lengths[0] - 1, *lengths[1:]),
-        (0, 0, 0),
-    ):
+    first, *rest = struct.unpack_from("<3I", honest, 24)
+    for hostile in ((first + 1, *rest), (2**32 - 1, *rest), (first - 1, *rest), (0, 0, 0)):
         (tmp_path / "hostile").write_bytes(honest[:24] + struct.pack("<3I", *hostile) + honest[36:])
         with refused():
             Delta.open(tmp_path / "hostile", result_bytes=len(base), chunk_bytes=CHUNK)
