@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import broadcast_delta, machine
-from benchmarks.broadcasting import bad_relay, egress, full, idle, peer, trees
+from benchmarks.broadcasting import bad_relay, egress, full, idle, peer, striped, trees
 from benchmarks.broadcasting.delivery import Payload
 from benchmarks.broadcasting.processes import NodeEnded
 from benchmarks.broadcasting.trees import NotServed
@@ -45,6 +45,11 @@ MEANINGS = {
     "egress": {
         "origin_bytes_16_over_2_workers": "bytes that leave the origin for 2 relays and 16 workers, over 2 workers",
         "origin_bytes_over_size_16_workers": "the same bytes over the size of the file; also 2",
+    },
+    "striped": {
+        "striped_seconds": "publish to a worker through 8 relays in striped trees, uplinks of --link-mb-per-s",
+        "striped_share_of_bound": "S / u over those seconds",
+        "striped_origin_bytes_over_size": "bytes that leave the origin meanwhile, over the size of the file",
     },
     "bad_relay": {
         "one_bad_relay_slowdown": "the worst of the next three",
@@ -98,6 +103,7 @@ def parts(options: Options, folder: Path, environment: Path | None) -> dict[str,
             full.Setting(payload(options.full_bytes), options.workers, options.repeats, patience_s, within), environment
         ),
         "trees": lambda: trees.measure(trees.Setting(payload(options.tree_bytes), rate, few, patience_s, within)),
+        "striped": lambda: striped.measure(trees.Setting(payload(options.tree_bytes), rate, few, patience_s, within)),
         "egress": lambda: egress.measure(
             payload(options.small_bytes), repeats=few, patience_s=patience_s, within=within
         ),

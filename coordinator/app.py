@@ -181,8 +181,11 @@ def _public_routes(app: FastAPI, coordinator: Coordinator, metrics: Metrics) -> 
         return Response(coordinator.newest_policy(), media_type=_BYTES)
 
     @app.get("/v1/relays")
-    def relays() -> JSONResponse:
-        return JSONResponse({"relays": coordinator.relay_urls(now=time.time())})
+    def relays(request: Request, node: str | None = None) -> Response:
+        if node is not None and not is_digest(node):
+            raise Refusal(Reason.BAD_REQUEST, "node must be a public key in hexadecimal.")
+        address = request.client.host if request.client else ""
+        return Response(encode(coordinator.relays.advice(node, address=address, now=time.time())), media_type=_JSON)
 
     @app.get("/v1/status")
     def status() -> JSONResponse:
@@ -233,10 +236,13 @@ def _node_routes(app: FastAPI, coordinator: Coordinator, newcomers: AddressLimit
         return JSONResponse({})
 
     @app.post("/v1/relays", dependencies=[Depends(limited)])
-    async def announce(request: Request) -> JSONResponse:
+    async def announce(request: Request) -> Response:
         node, message = await signed_message(request, coordinator, RelayAnnouncement)
-        await run_in_threadpool(coordinator.announce_relay, node, message, now=time.time())
-        return JSONResponse({})
+        address = request.client.host if request.client else ""
+        now = time.time()
+        await run_in_threadpool(coordinator.relays.announce, node, message, address=address, now=now)
+        advice = await run_in_threadpool(coordinator.relays.advice, node, address=address, now=now)
+        return Response(encode(advice), media_type=_JSON)
 
     @app.post("/v1/leases")
     async def lease(request: Request) -> Response:

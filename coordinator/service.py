@@ -11,9 +11,10 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.home import Home
+from coordinator.relays import RelayRegistry
 from coordinator.storage import log, work
 from coordinator.storage.blobs import Incoming
-from coordinator.storage.schema import log_entries, nodes, nonces, policies, relays, slots, submissions
+from coordinator.storage.schema import log_entries, nodes, nonces, policies, slots, submissions
 from node.protocol import merkle, requests
 from node.protocol.admission import Outcome
 from node.protocol.messages import (
@@ -25,17 +26,14 @@ from node.protocol.messages import (
     LeaseRequest,
     Receipt,
     Registration,
-    RelayAnnouncement,
     RequestClaim,
 )
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, Descriptor
 from shardcast.envelope import seal
-from shardcast.wire import digest, encode
+from shardcast.wire import derive, digest, encode
 
 DESCRIPTOR_SECONDS = 3600
-RELAY_SECONDS = 60
-MAX_RELAYS = 256
 
 
 class Coordinator:
@@ -44,14 +42,17 @@ class Coordinator:
     def __init__(self, home: Home, *, key: Ed25519PrivateKey, relay_urls: tuple[str, ...] = ()) -> None:
         self.home = home
         self._key = key
-        self._fixed_relays = relay_urls
+        # A secret of the run, so that nobody can search for a key whose place in the trees is next to a victim's.
+        self.relays = RelayRegistry(
+            home.database, fixed=relay_urls, salt=derive("veriswarm/1 relay tree", key.private_bytes_raw())
+        )
 
     def descriptor(self, *, now: float) -> bytes:
         """The signed description of the run."""
         described = Descriptor(
             run_id=self.home.run_id,
             spec=self.home.spec,
-            relays=tuple(self.relay_urls(now=now)),
+            relays=tuple(self.relays.urls(now=now)),
             issued_at=int(now),
             expires_at=int(now) + DESCRIPTOR_SECONDS,
         )
@@ -85,23 +86,6 @@ class Coordinator:
         with self.home.database.write(durable=False) as connection:
             if connection.execute(update(nodes).where(nodes.c.node == node).values(**about)).rowcount == 0:
                 connection.execute(insert(nodes).values(node=node, registered_at=now, **about))
-
-    def announce_relay(self, node: str, announcement: RelayAnnouncement, *, now: float) -> None:
-        """Note where a relay serves; forgotten unless repeated."""
-        with self.home.database.write(durable=False) as connection:
-            connection.execute(delete(relays).where(relays.c.seen_at < now - RELAY_SECONDS))
-            known = select(relays.c.node).where(relays.c.node != node)
-            if len(connection.execute(known).all()) >= MAX_RELAYS:
-                raise Refusal(Reason.TOO_MANY_REQUESTS, "The list of relays is full.")
-            connection.execute(delete(relays).where(relays.c.node == node))
-            connection.execute(insert(relays).values(node=node, url=announcement.url, seen_at=now))
-
-    def relay_urls(self, *, now: float) -> list[str]:
-        """Where relays serve, in the order in which they were announced."""
-        with self.home.database.read() as connection:
-            fresh = select(relays.c.url).where(relays.c.seen_at >= now - RELAY_SECONDS).order_by(relays.c.node)
-            announced = connection.execute(fresh).scalars().all()
-        return list(dict.fromkeys((*self._fixed_relays, *announced)))[:MAX_RELAYS]
 
     def lease(self, node: str, request: LeaseRequest, *, now: float) -> LeaseReply:
         """Give a node work."""

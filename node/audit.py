@@ -252,7 +252,7 @@ class _Auditor:
         if not drawn:
             return
         announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
-        sources = tuple(dict.fromkeys((*self._sources, *descriptor.relays, *announced)))
+        sources = tuple(dict.fromkeys((*self._sources, *descriptor.relays, *announced.relays)))
         async with EvidenceAuditor(
             self._coordinator,
             descriptor=descriptor,

@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 import click
 
+from node.broadcast.command import fetch, publish
 from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained, set_up_logging
 from node.config import default_map, load_config
 from node.engine_options import check_engine, engine_maker, engine_options
 from node.identity import create_key, load_key, load_or_create_key, node_id
 from node.protocol.run import run_id_of
+from node.relay_advice import Serving, serving_url
 from node.signals import stop_on_signals
 
 # vLLM's processes import this module before vLLM, which speaks before it has read how much it may say.
@@ -46,6 +48,7 @@ def main(ctx: click.Context, config: Path | None, verbose: bool, debug: bool) ->
     Contribute:   veriswarm worker --coordinator URL --run-id ID
     Help others:  veriswarm relay --coordinator URL --run-id ID
     Check a run:  veriswarm audit URL --run-id ID
+    Any file:     veriswarm publish FILE
 
     Every flag can also be an environment variable, such as VERISWARM_WORKER_SLOTS=8, or a key in the
     TOML file of --config, such as `slots = 8` under [worker]. The flag wins, then the environment.
@@ -85,6 +88,15 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
     return state or Path.home() / ".veriswarm" / run_id[:16] / role
 
 
+def _serving(address: str, public_url: str | None) -> Serving:
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise click.BadParameter("give HOST:PORT, such as 192.0.2.7:8730", param_hint="--serve")
+    if public_url is None:
+        serving_url(host.strip("[]"), int(port))
+    return Serving(host=host.strip("[]"), port=int(port), public_url=public_url)
+
+
 @main.command()
 @_COORDINATOR
 @_RUN_ID_OPTION
@@ -108,6 +120,12 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
     help="How long Ctrl-C and SIGTERM wait for slots; those that take longer are handed back.",
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
+@click.option(
+    "--serve",
+    metavar="HOST:PORT",
+    help="Serve the policies that this worker fetches to others, as a relay does; port 0 takes a free one.",
+)
+@click.option("--public-url", metavar="URL", help="Where others find what --serve serves, if not at HOST:PORT.")
 def worker(
     *,
     coordinator: str,
@@ -118,6 +136,8 @@ def worker(
     slots: int,
     grace: float,
     once: bool,
+    serve: str | None,
+    public_url: str | None,
     **options: Any,
 ) -> None:
     """Generate rollouts for a run and earn receipts for them.
@@ -134,7 +154,13 @@ def worker(
 
     folder = _state_folder(state, run_id, "worker")
     settings = WorkerSettings(
-        coordinator=coordinator, run_id=run_id, state=folder, slots=slots, grace_seconds=grace, once=once
+        coordinator=coordinator,
+        run_id=run_id,
+        state=folder,
+        slots=slots,
+        grace_seconds=grace,
+        once=once,
+        serving=None if serve is None else _serving(serve, public_url),
     )
     make_engine = engine_maker(engine, state=folder, **options)
     node_key = load_or_create_key(key or folder / "key")
@@ -392,6 +418,10 @@ def show_run_id(file: Path) -> None:
       veriswarm keys run-id run.key
     """
     click.echo(run_id_of(load_key(file).public_key().public_bytes_raw()))
+
+
+main.add_command(publish)
+main.add_command(fetch)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,13 @@ from node.protocol.messages import (
     Receipt,
     Registration,
     RelayAnnouncement,
+    RelayList,
     RequestClaim,
     SubmissionReply,
 )
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
-from node.protocol.run import MAX_DESCRIPTOR_BYTES, Descriptor, Url, open_descriptor
+from node.protocol.run import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
 from shardcast.envelope import open_envelope
 from shardcast.errors import PeerFault
 from shardcast.wire import Wire, decode, digest, encode
@@ -55,12 +56,6 @@ DEFAULT_LIMITS: Final = ExchangeLimits()
 DEFAULT_BACKOFF: Final = Backoff()
 
 T = TypeVar("T")
-
-
-class RelayList(Wire, frozen=True):
-    """Where relays say they serve; each is as untrusted as this list."""
-
-    relays: tuple[Url, ...]
 
 
 class CoordinatorClient:
@@ -126,18 +121,22 @@ class CoordinatorClient:
             ) from error
         return descriptor
 
-    async def relays(self, *, patience_seconds: float = 60.0) -> tuple[str, ...]:
-        """URLs of relays that announced themselves lately, without those that are none."""
-        body = await self.fetch("/v1/relays", max_bytes=MAX_RELAY_LIST_BYTES, patience_seconds=patience_seconds)
-        return sound_urls(self._decode(RelayList, body).relays)
+    async def relays(self, *, patience_seconds: float = 60.0) -> RelayList:
+        """Relays that announced themselves lately and whom of them to ask, without URLs that are none."""
+        asked = "/v1/relays" if self._key is None else f"/v1/relays?node={node_id(self._key)}"
+        body = await self.fetch(asked, max_bytes=MAX_RELAY_LIST_BYTES, patience_seconds=patience_seconds)
+        return _sound(self._decode(RelayList, body))
 
     async def register(self, registration: Registration, *, patience_seconds: float = 60.0) -> None:
         """Introduce this node, under its key."""
         await self._post("/v1/nodes", registration, patience_seconds=patience_seconds)
 
-    async def announce(self, announcement: RelayAnnouncement, *, patience_seconds: float = 60.0) -> None:
-        """Say where this relay serves; worth a minute."""
-        await self._post("/v1/relays", announcement, patience_seconds=patience_seconds)
+    async def announce(self, announcement: RelayAnnouncement, *, patience_seconds: float = 60.0) -> RelayList:
+        """Say where this relay serves, worth a minute; whom it should fetch from itself."""
+        body = await self._post(
+            "/v1/relays", announcement, max_reply_bytes=MAX_RELAY_LIST_BYTES, patience_seconds=patience_seconds
+        )
+        return _sound(self._decode(RelayList, body))
 
     async def lease(self, request: LeaseRequest, *, patience_seconds: float = 60.0) -> LeaseReply:
         """Ask for work; more leases than were asked for are a BadReply."""
@@ -333,3 +332,9 @@ class CoordinatorClient:
         except PeerFault as error:
             said = printable(str(error))
             raise BadReply(f"{self.url} sent something else than a {cls.__name__}: {said}.", code=error.code) from error
+
+
+def _sound(advice: RelayList) -> RelayList:
+    """`advice` without what is no URL; a stripe that is left without candidates leaves none."""
+    stripes = tuple(sound_urls(each) for each in advice.stripes)
+    return RelayList(relays=sound_urls(advice.relays), stripes=stripes if all(stripes) else ())

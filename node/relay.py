@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +15,19 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.coordinator_client import CoordinatorClient
-from node.errors import ConfigError, CoordinatorFault
+from node.errors import CoordinatorFault
 from node.exchange import checked_url, sound_urls
-from node.protocol.messages import RelayAnnouncement
+from node.relay_advice import ANNOUNCE_SECONDS, announcement, serving_url, sources_of
 from shardcast import Relay
 
 log = logging.getLogger(__name__)
-
-ANNOUNCE_SECONDS = 15.0
-"""The coordinator forgets a relay after 60 s."""
 
 FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaySettings:
-    """One relay. Without `upstreams` it follows every relay that the coordinator knows."""
+    """One relay. Without `upstreams` it follows those that the coordinator's plan names."""
 
     coordinator: str
     run_id: str
@@ -45,11 +41,8 @@ class RelaySettings:
 
 async def run_relay(settings: RelaySettings, *, key: Ed25519PrivateKey, stop: asyncio.Event) -> None:
     """Serve until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal."""
-    if settings.public_url is None and _is_wildcard(settings.host):
-        raise ConfigError(
-            f"Others cannot reach {settings.host}; say with --public-url where they find this relay.",
-            code="no_public_url",
-        )
+    if settings.public_url is None:
+        serving_url(settings.host, settings.port)
     async with CoordinatorClient(settings.coordinator, run_id=settings.run_id, key=key) as client:
         serving = asyncio.create_task(_serve(settings, client))
         stopped = asyncio.create_task(stop.wait())
@@ -74,36 +67,24 @@ async def _serve(settings: RelaySettings, client: CoordinatorClient) -> None:
     )
     port = await relay.start(settings.host, settings.port)
     try:
-        url = checked_url(settings.public_url or _url_of(settings.host, port))
+        url = checked_url(settings.public_url or serving_url(settings.host, port))
         log.info("relaying run %s… at %s", settings.run_id[:16], url)
         if not settings.upstreams:
-            relay.set_upstreams(_others(sound_urls(descriptor.relays), url))
+            relay.set_upstreams(known for known in sound_urls(descriptor.relays) if known != url)
         while True:
-            await _keep_in_touch(client, relay, url, follow_all=not settings.upstreams)
+            await _keep_in_touch(client, relay, url, take_advice=not settings.upstreams)
             await asyncio.sleep(ANNOUNCE_SECONDS)
     finally:
         await relay.stop()
 
 
-async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, follow_all: bool) -> None:
-    """Announce this relay, and learn of others; a relay goes on serving whatever the coordinator says."""
+async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, take_advice: bool) -> None:
+    """Announce this relay, and learn whom to follow; it goes on serving whatever the coordinator says."""
     try:
-        await client.announce(RelayAnnouncement(url=url), patience_seconds=FOR_EVER)
-        if follow_all:
-            relay.set_upstreams(_others(await client.relays(patience_seconds=FOR_EVER), url))
+        advice = await client.announce(announcement(url, relay.upstreams()), patience_seconds=FOR_EVER)
     except CoordinatorFault as error:
         log.warning("this relay is not announced: %s", error)
-
-
-def _others(urls: tuple[str, ...], own: str) -> list[str]:
-    return [url for url in urls if url != own]
-
-
-def _url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_wildcard(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_unspecified
-    return host == ""
+        return
+    if take_advice:
+        urls, stripes = sources_of(advice, own=url)
+        relay.set_upstreams(urls, stripes=stripes)

@@ -25,10 +25,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.coordinator_client import DEFAULT_BACKOFF, CoordinatorClient
 from node.engines.base import DoesNotFit, Engine
 from node.errors import BadReply, EngineFailed, Refused
-from node.exchange import Backoff, sound_urls
+from node.exchange import Backoff, checked_url, sound_urls
 from node.identity import node_id
-from node.protocol.messages import Lease
+from node.protocol.messages import Lease, RelayList
 from node.protocol.run import Descriptor, RunSpec
+from node.relay_advice import Serving, announcement, serving_url
 from node.signals import Stopped, race
 from node.worker_delivery import FOR_EVER, Delivery
 from node.worker_engine import EngineHost, UnusablePolicy
@@ -61,7 +62,8 @@ MakeEngine = Callable[[RunSpec], Engine]
 class WorkerSettings:
     """One worker. `slots` is how many it has under way at most; `grace_seconds` what ending may take.
 
-    `once` ends it after the receipts of the first slots. `backoff` paces whatever is tried again.
+    `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
+    `backoff` paces whatever is tried again.
     """
 
     coordinator: str
@@ -70,6 +72,7 @@ class WorkerSettings:
     slots: int = 4
     grace_seconds: float = 10.0
     once: bool = False
+    serving: Serving | None = None
     backoff: Backoff = DEFAULT_BACKOFF
 
 
@@ -306,13 +309,29 @@ class Worker:
 
     async def _refresh(self) -> None:
         """Keep the list of relays current; the descriptor's serve until the coordinator names others."""
+        own = await self._serve() if self._settings.serving is not None else None
         while True:
             try:
-                relays = await self._client.relays(patience_seconds=FOR_EVER)
-                self._feed.set_sources(relays or self._known_relays)
+                if own is None:
+                    advice = await self._client.relays(patience_seconds=FOR_EVER)
+                else:
+                    said = announcement(own, self._feed.sources())
+                    advice = await self._client.announce(said, patience_seconds=FOR_EVER)
+                others = any(url != own for url in advice.relays)
+                self._feed.take_advice(advice if others else RelayList(relays=self._known_relays), own=own)
             except (Refused, BadReply) as error:
                 self._complaints.note("no list of relays", error)
             await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)
+
+    async def _serve(self) -> str:
+        """Serve what is fetched, and return where."""
+        serving = self._settings.serving
+        if serving is None:
+            raise RuntimeError("this worker was not asked to serve")
+        port = await self._feed.serve(serving.host, serving.port)
+        url = checked_url(serving.public_url or serving_url(serving.host, port))
+        log.info("serving policies at %s", url)
+        return url
 
     # -- for observers
 

@@ -12,8 +12,11 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from node.exchange import Backoff, printable
+from node.protocol.messages import RelayList
+from node.relay_advice import sources_of
 from node.signals import Stopped, race
 from shardcast import Client, Fetched, Head, Progress
 from shardcast.errors import NoVersionYet, ShardcastError
@@ -43,15 +46,24 @@ class PolicyFeed:
         self._held: dict[int, HeldPolicy] = {}
         self._away_since: float | None = None
         self._said_waiting = False
-        self._sources: tuple[str, ...] = ()
+        self._advice = RelayList(relays=())
         self._sources_changed = asyncio.Event()
 
-    def set_sources(self, urls: tuple[str, ...]) -> None:
-        """Fetch from these relays from now on; `sound_urls` has looked at them."""
-        if urls != self._sources:
-            self._broadcast.set_sources(urls)
-            self._sources = urls
+    def take_advice(self, advice: RelayList, *, own: str | None = None) -> None:
+        """Fetch from the relays that it names from now on; `sound_urls` has looked at them. `own` is this node's."""
+        if advice != self._advice:
+            urls, stripes = sources_of(advice, own=own)
+            self._broadcast.set_sources(urls, stripes=stripes)
+            self._advice = advice
             self._sources_changed.set()
+
+    async def serve(self, host: str, port: int) -> int:
+        """Serve others what is fetched; returns the bound port."""
+        return await self._broadcast.serve(host, port)
+
+    def sources(self) -> list[dict[str, Any]]:
+        """One row per source, with what it sends in bytes per second."""
+        return self._broadcast.sources_status()
 
     @property
     def fetched(self) -> Fetched:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from shardcast.fetching import Fetched
 from shardcast.payload_file import PayloadFile
@@ -48,7 +49,7 @@ class Board:
     fetched: Fetched = field(default_factory=Fetched)
     started_at: float = field(default_factory=time.time)
     _head_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _arrivals: dict[tuple[str, int], asyncio.Event] = field(default_factory=dict)
+    _arrivals: WeakValueDictionary[tuple[str, int], asyncio.Event] = field(default_factory=WeakValueDictionary)
 
     def open(self) -> None:
         """Hear of what arrives in the store, in the event loop that is running."""
@@ -92,18 +93,16 @@ class Board:
         while (file := self.store.payload(name)) is not None and index < file.payload.chunk_count:
             if file.is_verified(index):
                 return file
+            # Kept by those who wait, so that it goes with the last of them.
             waiting = self._arrivals.setdefault((name, index), asyncio.Event())
             # Looked at after the event is there to be set. Hashing is for a thread.
             if file.holds(index) and await asyncio.to_thread(file.verify, index):
-                self._arrivals.pop((name, index), None)
                 return file
             try:
                 async with asyncio.timeout_at(deadline):
                     await waiting.wait()
             except TimeoutError:
-                break
-        if not self.expects(name, index):
-            self._arrivals.pop((name, index), None)
+                return None
         return None
 
     def expects(self, name: str, index: int) -> bool:

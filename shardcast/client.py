@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from shardcast.board import Announced, Board
 from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.errors import (
     Equivocation,
@@ -28,9 +29,11 @@ from shardcast.errors import (
     Unreachable,
 )
 from shardcast.fetching import Fetched, Fetcher, Progress
+from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
+from shardcast.server import make_app
 from shardcast.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
-from shardcast.store import Store
+from shardcast.store import KEPT_DELTAS, Store
 from shardcast.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
@@ -79,6 +82,9 @@ class Client:
             limits=download_limits,
         )
         self._said: dict[str, str] = {}
+        self._board: Board | None = None
+        self._listener: Listener | None = None
+        self._shown: Announced | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,17 +96,50 @@ class Client:
 
     async def close(self) -> None:
         await self._fetcher.close()
+        if self._listener is not None:
+            await self._listener.stop()
         await self._transport.close()
         self._store.close()
+
+    async def serve(
+        self, host: str = "127.0.0.1", port: int = 0, *, limits: ServerLimits = DEFAULT_SERVER_LIMITS
+    ) -> int:
+        """Serve others what is fetched from now on, while it arrives, as a relay does; returns the bound port.
+
+        Deltas are then fetched and kept for others, too.
+        """
+        board = Board(
+            store=self._store,
+            role="worker",
+            run_id=self._trust.run_id,
+            head=lambda: self._shown,
+            upstreams=self.sources_status,
+            fetched=self.fetched,
+        )
+        board.open()
+        self._board, self._fetcher.everything = board, True
+        self._store.keep_deltas = KEPT_DELTAS
+        self._listener = await listen(make_app(board, limits), host=host, port=port, limits=limits)
+        return self._listener.port
+
+    def _show(self, signed: SignedManifest) -> None:
+        """Show the newest head to those who are served here, once its manifest is here."""
+        seen = self._trust.seen
+        if self._board is not None and seen is not None and seen.manifest_digest == signed.digest:
+            self._shown = Announced(seen.version, seen.head)
+            self._board.announce()
 
     @property
     def highest_seen(self) -> int:
         """The highest version this client has ever seen a valid head for; -1 before the first."""
         return self._trust.version
 
-    def set_sources(self, urls: Iterable[str]) -> None:
-        """Fetch from these from now on; those that stay keep their measurements."""
-        self._sources.set_urls(urls)
+    def set_sources(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
+        """Fetch from these from now on; those that stay keep their measurements.
+
+        `stripes` has the candidates for each stripe, as `shardcast.tree` plans them.
+        """
+        self._sources.set_urls(urls, stripes=stripes)
 
     @property
     def fetched(self) -> Fetched:
@@ -159,8 +198,12 @@ class Client:
             before = self._trust.version
             head = self._trust.accept_head(data, self._clock())
             self._said.pop(url, None)
+            self._sources.answered(url)
             if self._trust.version > before:
                 self._save_seen()
+            elif self._shown is not None and self._trust.seen is not None and self._shown.version == head.version:
+                # Signed again: those who are served here must not see it grow old.
+                self._shown = Announced(head.version, self._trust.seen.head)
             return head
         except NoVersionYet as error:
             logger.debug("source %s: %s", url, error)
@@ -283,6 +326,7 @@ class Client:
 
     async def _complete(self, signed: SignedManifest, progress: Callable[[Progress], None] | None) -> Path:
         await asyncio.to_thread(self._store.add_manifest, signed)
+        self._show(signed)
         return await self._fetcher.complete(signed, progress)
 
 

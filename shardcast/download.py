@@ -1,8 +1,9 @@
 """Fetching many chunks from many sources at once: the one scheduler of relays and clients.
 
-Chunks are asked for in order, each from a source drawn by its measurements. When none is left to ask for,
-attempts that take much longer than the others did are raced by a second source, so one source that hangs
-costs no more than a slow chunk. A bad chunk costs exactly that chunk again.
+Chunks are asked for in order, each from the parent of its stripe, or from a source drawn by its measurements. Who has
+delivered its own stripe helps with the one that lags. When none is left to ask for, attempts that take much longer
+than the others did are raced by a second source, so one source that hangs costs no more than a slow chunk. A bad
+chunk costs exactly that chunk again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -71,8 +72,11 @@ class Download:
         self._transport = transport
         self._arrived = arrived
         self._limits = limits
-        self._waiting = deque(file.missing())
-        self._left = set(self._waiting)
+        missing = file.missing()
+        self._stripes = sources.stripes
+        self._waiting = [deque(i for i in missing if i % self._stripes == stripe) for stripe in range(self._stripes)]
+        self._left = set(missing)
+        self._buffers = list[bytearray]()
         self._running: dict[asyncio.Task[None], _Attempt] = {}
         self._seconds: deque[float] = deque(maxlen=32)
         fitting = limits.window_bytes // max(1, file.payload.chunk_bytes)
@@ -93,12 +97,30 @@ class Download:
             await self._cancel(list(self._running))
 
     def _fill(self) -> None:
-        while self._waiting and len(self._running) < self._max_in_flight:
-            if not self._start(self._waiting[0], exclude=()):
-                return
-            self._waiting.popleft()
-        if not self._waiting:
+        while len(self._running) < self._max_in_flight and (self._start_next() or self._help()):
+            pass
+        if not any(self._waiting):
             self._race()
+
+    def _start_next(self) -> bool:
+        """Ask the parent of some stripe for its next chunk, the stripe with the most to come first."""
+        now = time.monotonic()
+        for waiting in sorted(self._waiting, key=len, reverse=True):
+            if waiting and (url := self._sources.parent(waiting[0], now)) is not None:
+                self._start(waiting.popleft(), url, now)
+                return True
+        return False
+
+    def _help(self) -> bool:
+        """Once a stripe has nothing to wait for, take the last chunk of the one that lags to somebody else."""
+        longest = max(self._waiting, key=len)
+        if all(self._waiting) or not longest:
+            return False
+        now = time.monotonic()
+        url = self._sources.helper(longest[-1], now)
+        if url is not None:
+            self._start(longest.pop(), url, now)
+        return url is not None
 
     def _race(self) -> None:
         """Ask a second source for what the first has not delivered in a multiple of the usual time."""
@@ -111,28 +133,29 @@ class Download:
             if now - attempt.started < patience_s or len(self._running) >= self._max_in_flight:
                 return
             if len(racing[attempt.index]) == 1:
-                self._start(attempt.index, exclude=racing[attempt.index])
+                url = self._sources.helper(attempt.index, now, exclude=racing[attempt.index])
+                if url is not None:
+                    self._start(attempt.index, url, now)
 
-    def _start(self, index: int, *, exclude: Iterable[str]) -> bool:
-        now = time.monotonic()
-        url = self._sources.draw(now, exclude=tuple(exclude))
-        if url is None:
-            return False
+    def _start(self, index: int, url: str, now: float) -> None:
         self._sources.started(url)
         attempt = _Attempt(index, url, now)
         self._running[asyncio.create_task(self._fetch(attempt))] = attempt
-        return True
 
     async def _fetch(self, attempt: _Attempt) -> None:
         length = self._payload.chunk_length(attempt.index)
+        buffer = self._buffers.pop() if self._buffers else bytearray(self._payload.chunk_bytes)
+        chunk = memoryview(buffer)[:length]
         try:
-            data = await self._transport.chunk(
-                attempt.url, self._name, attempt.index, length=length, wait_s=self._limits.chunk_wait_s
+            await self._transport.chunk(
+                attempt.url, self._name, attempt.index, into=chunk, wait_s=self._limits.chunk_wait_s
             )
             seconds = time.monotonic() - attempt.started
-            await asyncio.to_thread(self._file.write, attempt.index, data)
+            await asyncio.to_thread(self._file.write, attempt.index, chunk)
         finally:
             self._sources.ended(attempt.url)
+        # Not after a cancellation: the thread may be writing from it still.
+        self._buffers.append(buffer)
         self._sources.succeeded(attempt.url, received_bytes=length, seconds=seconds, now=time.monotonic())
         self._seconds.append(seconds)
 
@@ -163,7 +186,7 @@ class Download:
             self._sources.failed(attempt.url, error, time.monotonic())
             self._refusals[attempt.url] += error.code == "not_served"
             if attempt.index in self._left and not self._is_running(attempt.index):
-                self._waiting.appendleft(attempt.index)
+                self._waiting[attempt.index % self._stripes].appendleft(attempt.index)
         else:
             raise error
 

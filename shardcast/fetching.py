@@ -8,16 +8,16 @@ to the result, or a base that is damaged, costs exactly the chunks that came out
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
-from shardcast.errors import LocalFault, ShardcastError
+from shardcast.errors import CorruptChunk, LocalFault, ShardcastError
 from shardcast.manifest import DIGEST_BYTES, SignedManifest
 from shardcast.patching import patch
 from shardcast.payload_file import PayloadFile
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 MOST_OF_FULL = 0.9
 """A chain must transfer less than this share of what is missing: applying it reads the base, too."""
+
+ROUTE_S = 20.0
+"""For the manifests in between: a source that dawdles over each of them must not hold up the whole version."""
 
 DELTA_STALL_S = 10.0
 """A delta that nobody has is given up sooner than a result: there is another way."""
@@ -111,12 +114,12 @@ class Fetcher:
         self._archived, self._limits = archived, limits
         self.everything = everything
         self.fetched = Fetched()
-        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        self._passing_on = set[asyncio.Task[None]]()
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        self._passing_on: dict[str, asyncio.Task[None]] = {}
 
     async def complete(self, signed: SignedManifest, report: Callable[[Progress], None] | None = None) -> Path:
         """The file of a version that the store holds the manifest of, whole and verified."""
-        async with self._locks[signed.digest]:
+        async with self._lock_of(signed.digest):
             with self._pinned(signed):
                 result = await asyncio.to_thread(self._store.result, signed)
                 await asyncio.to_thread(result.check)
@@ -126,17 +129,25 @@ class Fetcher:
                 if not result.is_complete():
                     await self._fill(signed, result, meter)
                 path = await asyncio.to_thread(self._store.finish, result, signed)
-                if not self.everything:
-                    await asyncio.to_thread(self._store.discard_deltas, signed)
-                return path
+            if not self.everything:
+                await asyncio.to_thread(self._store.discard_deltas, signed)
+            return path
 
     async def close(self) -> None:
         """End what goes on behind `complete`."""
-        for task in self._passing_on:
+        tasks = list(self._passing_on.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._passing_on, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    @contextmanager
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        """One lock for each name, for as long as somebody has it."""
+        lock = self._locks.get(name)
+        if lock is None:
+            lock = self._locks[name] = asyncio.Lock()
+        return lock
+
+    @contextlib.contextmanager
     def _pinned(self, *versions: SignedManifest) -> Iterator[None]:
         for signed in versions:
             self._store.pin(signed.manifest.version)
@@ -148,6 +159,8 @@ class Fetcher:
 
     def _pass_on(self, signed: SignedManifest, meter: _Meter) -> None:
         """Have every delta of a version, for those who need it; the result does not wait for them."""
+        if signed.digest in self._passing_on:
+            return
 
         async def fetch() -> None:
             with self._pinned(signed):
@@ -157,9 +170,8 @@ class Fetcher:
                     except ShardcastError as error:
                         logger.warning("a delta to version %d is not here: %s", signed.manifest.version, error)
 
-        task = asyncio.create_task(fetch())
-        self._passing_on.add(task)
-        task.add_done_callback(self._passing_on.discard)
+        task = self._passing_on[signed.digest] = asyncio.create_task(fetch())
+        task.add_done_callback(lambda _: self._passing_on.pop(signed.digest))
 
     async def _fill(self, signed: SignedManifest, result: PayloadFile, meter: _Meter) -> None:
         self.fetched.result_bytes += result.missing_bytes
@@ -186,7 +198,8 @@ class Fetcher:
                 if held.chunk_digests[here] != wanted.chunk_digests[here] or result.holds(index):
                     continue
                 if (data := file.read(index)) is not None:
-                    result.write(index, data)
+                    with contextlib.suppress(CorruptChunk):  # it was right once: damaged since then
+                        result.write(index, data)
 
     # -- deltas
 
@@ -201,29 +214,41 @@ class Fetcher:
         }
         versions = {digest: other.manifest.version for digest, (other, _) in bases.items()}
         budget = MOST_OF_FULL * result.missing_bytes
-        chain = await cheapest(signed, versions, less_than=budget, manifest_of=self._earlier)
+        try:
+            async with asyncio.timeout(ROUTE_S):
+                chain = await cheapest(signed, versions, less_than=budget, manifest_of=self._earlier)
+        except TimeoutError:
+            logger.warning("version %d is fetched in full: no way by deltas was found in time", signed.manifest.version)
+            return
         if not chain:
             return
         start, base = bases[chain[0].delta.base]
         try:
             with self._pinned(start, *(hop.signed for hop in chain)):
                 wrong = await self._patched(chain, base, result, meter)
-        except LocalFault:
-            raise
         except ShardcastError as error:
+            # The result has its room already, whatever there is none for.
+            if isinstance(error, LocalFault) and error.code not in {"quota", "disk_full"}:
+                raise
             logger.warning("version %d is fetched in full: %s (%s)", signed.manifest.version, error, error.code)
             return
+        finally:
+            if not self.everything:
+                for hop in chain:
+                    await asyncio.to_thread(self._store.discard_deltas, hop.signed)
         if wrong:
             self.fetched.wrong_chunks += wrong
             logger.warning("version %d: %d chunks came out wrong; they are fetched", signed.manifest.version, wrong)
 
     async def _patched(self, chain: list[Hop], base: PayloadFile, result: PayloadFile, meter: _Meter) -> int:
-        files = await asyncio.gather(*(self._delta(hop, meter) for hop in chain))
-        wrong = await asyncio.to_thread(patch, base, [file.finish() for file in files], result)
-        if not self.everything:
-            for hop in chain:
-                await asyncio.to_thread(self._store.discard_deltas, hop.signed)
-        return wrong
+        tasks = [asyncio.create_task(self._delta(hop, meter)) for hop in chain]
+        try:
+            files = await asyncio.gather(*tasks)
+        finally:  # without one of them the others are of no use
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.to_thread(patch, base, [file.finish() for file in files], result)
 
     async def _earlier(self, version: int) -> SignedManifest | None:
         try:
@@ -237,7 +262,7 @@ class Fetcher:
     async def _delta(self, hop: Hop, meter: _Meter) -> PayloadFile:
         """A delta, whole and verified."""
         name = hop.delta.payload.digest
-        async with self._locks[name]:
+        async with self._lock_of(name):
             if self._store.get(hop.signed.manifest.version) is None:
                 await asyncio.to_thread(self._store.add_manifest, hop.signed, only_manifest=True)
             file = await asyncio.to_thread(self._store.delta, hop.signed, hop.index)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shardcast import delta
 from shardcast.board import Announced, Board
 from shardcast.errors import LocalFault
 from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
@@ -34,7 +33,7 @@ from shardcast.manifest import (
 )
 from shardcast.server import make_app
 from shardcast.staging import Staged, chunk_bytes_for, stage
-from shardcast.store import Store
+from shardcast.store import KEPT_DELTAS, Store
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Origin:
             Path(store_dir),
             run_id=run_id,
             keep=keep,
-            keep_deltas=None if keep is None else max(keep, 16),
+            keep_deltas=None if keep is None else max(keep, KEPT_DELTAS),
             quota_bytes=quota_bytes,
             limits=limits,
         )
@@ -197,6 +196,8 @@ class Origin:
 
     def _find_deltas(self, staged: Staged, version: int) -> list[tuple[Delta, Staged]]:
         """The deltas that are worth their bytes, the one from the version before first."""
+        from shardcast import delta  # noqa: PLC0415  brings numpy
+
         whole = self.store.whole_results() if self._deltas.enabled else []
         earlier = [(signed.manifest, file) for signed, file in whole if signed.manifest.version < version]
         anchors = [each for each in earlier if each[0].version % self._deltas.fold_every == 0]

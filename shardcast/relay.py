@@ -82,7 +82,7 @@ class Relay:
             role="relay",
             run_id=run_id,
             head=self._head,
-            upstreams=self._describe_upstreams,
+            upstreams=self.upstreams,
             fetched=self._fetcher.fetched,
         )
 
@@ -109,9 +109,16 @@ class Relay:
         await self._transport.close()
         self._store.close()
 
-    def set_upstreams(self, urls: Iterable[str]) -> None:
-        """Follow these from now on; those that stay keep their measurements."""
-        self._sources.set_urls(urls)
+    def upstreams(self) -> list[dict[str, object]]:
+        """One row per upstream: state, reason of a quarantine, success, bandwidth, bytes."""
+        return self._sources.status(time.monotonic())
+
+    def set_upstreams(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
+        """Follow these from now on; those that stay keep their measurements.
+
+        `stripes` has the candidates for each stripe, as `shardcast.tree` plans them.
+        """
+        self._sources.set_urls(urls, stripes=stripes)
         for url in [url for url in self._watchers if url not in self._sources.urls]:
             self._watchers.pop(url).cancel()
         self._watch_upstreams()
@@ -167,6 +174,7 @@ class Relay:
         """Ask once for a newer head; True if it was adopted."""
         shown = -1 if self._shown is None else self._shown[0].version
         data = await self._transport.head(url, after=shown, wait_s=self._poll_s)
+        self._sources.answered(url)
         self._board.traffic.bytes_in += len(data)
         async with self._adopting:
             return await self._adopt(url, data)
@@ -223,6 +231,3 @@ class Relay:
             except ShardcastError as error:
                 self._note_failure(url, error)
         raise NotServed(f"no upstream has version {version}", code="no_such_version")
-
-    def _describe_upstreams(self) -> list[dict[str, object]]:
-        return self._sources.status(time.monotonic())

@@ -15,8 +15,10 @@ by the router before any file is touched.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,57 +28,97 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from shardcast.board import Board
-from shardcast.errors import Malformed
+from shardcast.errors import LocalFault, Malformed
 from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits
-from shardcast.manifest import SignedManifest
+from shardcast.manifest import KIB, SignedManifest
 from shardcast.metrics import BoardCollector
 from shardcast.payload_file import PayloadFile, Place
 from shardcast.refusals import refusal
 from shardcast.wire import MAX_INTEGER
 
+logger = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Sending = Callable[[asyncio.Transport], Awaitable[None]]
 
 _DIGEST = "{digest:[0-9a-f]{64}}"
 _VERSION = "{version:[0-9]{1,16}}"
 _INDEX = "{index:[0-9]{1,7}}"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 _BINARY = "application/octet-stream"
+_FOR_EVER = "public, max-age=31536000, immutable"
+"""What is named by its digest: caches in front of a node may keep it."""
+_NEVER = "no-store"
+_PIECE_BYTES = 64 * KIB
 
 
-class _Chunk(web.StreamResponse):
-    """A chunk by sendfile, within a deadline: a reader that dawdles loses its connection.
+class _Bounded(web.StreamResponse):
+    """An answer that is sent within a deadline: a reader that dawdles loses its connection."""
 
-    Not web.FileResponse: that opens the file in a thread, and loses it when the peer leaves meanwhile.
-    """
-
-    def __init__(self, file: PayloadFile, index: int, deadline_s: float) -> None:
-        super().__init__(headers={hdrs.CONTENT_TYPE: _BINARY})
-        self._file, self._index = file, index
+    def __init__(self, deadline_s: float, caching: str) -> None:
+        super().__init__(headers={hdrs.CONTENT_TYPE: _BINARY, hdrs.CACHE_CONTROL: caching})
         self._deadline_s = deadline_s
 
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        place = self._file.place(self._index)
-        if place is None:  # dropped since it was looked up
-            self.set_status(404)
-            self.content_length = 0
-            return await super().prepare(request)
-        with place.file:
-            return await self._send(request, place)
-
-    async def _send(self, request: web.BaseRequest, place: Place) -> AbstractStreamWriter | None:
-        self.content_length = place.length
+    async def _within_deadline(self, request: web.BaseRequest, send: Sending) -> AbstractStreamWriter | None:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the peer has gone")
         try:
             async with asyncio.timeout(self._deadline_s):
                 writer = await super().prepare(request)
-                await asyncio.get_running_loop().sendfile(transport, place.file, place.offset, place.length)
+                await send(transport)
                 await super().write_eof()
                 return writer
         except TimeoutError as error:
             transport.abort()
             raise ConnectionResetError("the peer reads too slowly") from error
+
+
+class _Chunk(_Bounded):
+    """A chunk by sendfile.
+
+    Not web.FileResponse: that opens the file in a thread, and loses it when the peer leaves meanwhile.
+    """
+
+    def __init__(self, file: PayloadFile, index: int, deadline_s: float) -> None:
+        super().__init__(deadline_s, _FOR_EVER)
+        self._file, self._index = file, index
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        try:
+            place = self._file.place(self._index)
+        except LocalFault:
+            return await self._refuse(request, 503)
+        if place is None:  # dropped since it was looked up
+            return await self._refuse(request, 404)
+        with place.file:
+            self.content_length = place.length
+            return await self._within_deadline(request, partial(self._send, place))
+
+    async def _send(self, place: Place, transport: asyncio.Transport) -> None:
+        await asyncio.get_running_loop().sendfile(transport, place.file, place.offset, place.length)
+
+    async def _refuse(self, request: web.BaseRequest, status: int) -> AbstractStreamWriter | None:
+        self.set_status(status)
+        self.headers[hdrs.CACHE_CONTROL] = _NEVER
+        self.content_length = 0
+        return await web.StreamResponse.prepare(self, request)
+
+
+class _Manifest(_Bounded):
+    """An envelope piece by piece: in one, every slow reader would have megabytes of it copied for itself."""
+
+    def __init__(self, envelope: bytes, deadline_s: float, caching: str) -> None:
+        super().__init__(deadline_s, caching)
+        self._envelope = memoryview(envelope)
+        self.content_length = len(envelope)
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return await self._within_deadline(request, self._send)
+
+    async def _send(self, _: asyncio.Transport) -> None:
+        for start in range(0, len(self._envelope), _PIECE_BYTES):
+            await self.write(self._envelope[start : start + _PIECE_BYTES])
 
 
 class Server:
@@ -119,10 +161,15 @@ class Server:
         return web.Response(body=found.envelope, content_type=_BINARY)
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return _manifest(self._board.store.get(int(request.match_info["version"])))
+        return self._manifest(self._board.store.get(int(request.match_info["version"])), _NEVER)
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        return _manifest(self._board.store.by_digest(request.match_info["digest"]))
+        return self._manifest(self._board.store.by_digest(request.match_info["digest"]), _FOR_EVER)
+
+    def _manifest(self, signed: SignedManifest | None, caching: str) -> web.StreamResponse:
+        if signed is None:
+            return refusal(404, "unknown_version", "this version is not held here")
+        return _Manifest(signed.envelope, self._limits.transfer_timeout_s, caching)
 
     async def chunk(self, request: web.Request) -> web.StreamResponse:
         name, index = request.match_info["digest"], int(request.match_info["index"])
@@ -162,6 +209,8 @@ def make_app(board: Board, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         board.traffic.requests += 1
         response = await _guarded(request, handler)
+        if not isinstance(response, _Bounded):
+            response.headers[hdrs.CACHE_CONTROL] = _NEVER
         if response.status >= 400:
             board.traffic.refused += 1
         return response
@@ -181,6 +230,9 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
         return await handler(request)
     except Malformed as error:
         return refusal(400, error.code, str(error))
+    except LocalFault as error:  # whose sentence names files
+        logger.debug("%s: %s (%s)", request.path, error, error.code)
+        return refusal(503, error.code, "this machine cannot serve it now; ask again or elsewhere")
     except web.HTTPException as error:
         return refusal(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
 
@@ -213,12 +265,6 @@ def describe(board: Board) -> dict[str, Any]:
         "requests": board.traffic.requests,
         "refused": board.traffic.refused,
     }
-
-
-def _manifest(signed: SignedManifest | None) -> web.StreamResponse:
-    if signed is None:
-        return refusal(404, "unknown_version", "this version is not held here")
-    return web.Response(body=signed.envelope, content_type=_BINARY)
 
 
 def _version(request: web.Request, name: str) -> int:

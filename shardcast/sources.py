@@ -3,7 +3,9 @@
 After SHARDCAST (arXiv 2505.07291): sources are drawn with probability proportional to the exponential
 moving averages of success times bandwidth. Unlike shardcast 0.3.2, a failure never raises the bandwidth. Failures
 are forgotten with time, and no usable source falls below a small share of the draws, so a relay that
-recovers is noticed. No IO: the clock and the random numbers are passed in.
+recovers is noticed. Where the trees of `shardcast.tree` say whom to ask, chunk i is asked of the candidates of
+stripe i mod k in their order, and of anybody else only where they fail or lag. No IO: the clock and the random
+numbers are passed in.
 """
 
 from __future__ import annotations
@@ -90,12 +92,23 @@ class Sources:
         self.limits = limits
         self._rng = rng or random.Random()
         self._sources: dict[str, Source] = {}
+        self._stripes: tuple[tuple[str, ...], ...] = ()
         self.set_urls(urls)
 
-    def set_urls(self, urls: Iterable[str]) -> None:
-        """Replace the set. Raises LocalFault "bad_url" and then changes nothing."""
-        wanted = [normalise_url(url) for url in urls]
+    def set_urls(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
+        """Replace the set: `urls`, and for each stripe the candidates for its chunks, the first one first.
+
+        Without stripes every source may be asked for every chunk. Raises LocalFault "bad_url" and then changes nothing.
+        """
+        candidates = tuple(tuple(normalise_url(url) for url in each) for each in stripes)
+        wanted = [*(url for each in candidates for url in each), *(normalise_url(url) for url in urls)]
         self._sources = {url: self._sources.get(url) or Source(url) for url in wanted}
+        self._stripes = candidates if all(candidates) else ()
+
+    @property
+    def stripes(self) -> int:
+        """Into how many the chunks are divided by their index; at least 1."""
+        return max(1, len(self._stripes))
 
     @property
     def urls(self) -> list[str]:
@@ -105,6 +118,25 @@ class Sources:
         """URLs neither quarantined nor backing off, the most promising first."""
         ready = [source for source in self._sources.values() if self._is_ready(source, now)]
         return [source.url for source in sorted(ready, key=lambda source: -self._weight(source, now))]
+
+    def parent(self, stripe: int, now: float) -> str | None:
+        """Whom to ask for a chunk of a stripe: its first usable candidate, or None while that one is busy.
+
+        Where there are no stripes, or none of the candidates is usable, whoever is drawn.
+        """
+        for url in self._stripes[stripe % len(self._stripes)] if self._stripes else ():
+            source = self._sources[url]
+            if self._is_ready(source, now):
+                return url if source.in_flight < self.limits.per_source else None
+        return self.draw(now)
+
+    def helper(self, stripe: int, now: float, *, exclude: Collection[str] = ()) -> str | None:
+        """Whom to ask when the parent lags: another candidate of the stripe with a free slot, or whoever is drawn."""
+        for url in self._stripes[stripe % len(self._stripes)] if self._stripes else ():
+            source = self._sources[url]
+            if url not in exclude and source.in_flight < self.limits.per_source and self._is_ready(source, now):
+                return url
+        return self.draw(now, exclude=exclude)
 
     def draw(self, now: float, *, exclude: Collection[str] = ()) -> str | None:
         """A usable source with a free slot, drawn by weight; None if there is none."""
@@ -138,6 +170,12 @@ class Sources:
     def started(self, url: str) -> None:
         if (source := self._sources.get(url)) is not None:
             source.in_flight += 1
+
+    def answered(self, url: str) -> None:
+        """It is there again: whoever backed off from a source that was away may ask it at once."""
+        if (source := self._sources.get(url)) is not None:
+            source.usable_at = 0.0
+            source.served()
 
     def ended(self, url: str) -> None:
         if (source := self._sources.get(url)) is not None:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from shardcast.errors import LocalFault, PeerFault
 from shardcast.files import FolderLock, as_local_fault, read_bounded, write_atomically
+from shardcast.held import Held
 from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest, open_manifest
 from shardcast.payload_file import PayloadFile
 
@@ -29,30 +29,11 @@ logger = logging.getLogger(__name__)
 
 _ENVELOPE_OVERHEAD_BYTES = 1024
 
+KEPT_DELTAS = 16
+"""Versions whose deltas stay by default: as far behind may a worker be that catches up by them."""
+
 Arrived = Callable[[str, int], None]
 """Called with a payload's digest and a chunk's index once the chunk is on disk, in the thread that wrote it."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """A version whose manifest is here. `names` are its payloads' digests, the result first; `wanted` those kept."""
-
-    signed: SignedManifest
-    names: tuple[str, ...]
-    wanted: set[str]
-    used: int
-    files: dict[str, PayloadFile] = field(default_factory=dict)
-
-    def payload(self, name: str) -> Payload:
-        return self.signed.manifest.payloads[self.names.index(name)]
-
-    @property
-    def full(self) -> str:
-        return self.names[0]
-
-    @property
-    def planned_bytes(self) -> int:
-        return sum(self.payload(name).payload_bytes for name in self.wanted)
 
 
 class Store:
@@ -69,7 +50,7 @@ class Store:
         *,
         run_id: str,
         keep: int | None = 3,
-        keep_deltas: int | None = 16,
+        keep_deltas: int | None = KEPT_DELTAS,
         quota_bytes: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
@@ -77,11 +58,11 @@ class Store:
             raise LocalFault("a store must keep at least one version", code="bad_setting")
         self._lock_file = FolderLock(root)
         self._root, self._run_id, self._limits = root, run_id, limits
-        self._keep, self._keep_deltas, self._quota_bytes = keep, keep_deltas, quota_bytes
+        self._keep, self.keep_deltas, self._quota_bytes = keep, keep_deltas, quota_bytes
         self._manifests, self._versions, self._deltas = root / "manifests", root / "versions", root / "deltas"
         self._downloads, self.incoming = root / "downloads", root / "incoming"
         self._lock = threading.RLock()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._owner: dict[str, int] = {}
         self._pinned: list[int] = []
         self._clock = 0
@@ -133,7 +114,8 @@ class Store:
         with self._lock:
             held = self._held.get(signed.manifest.version)
             if held is None:
-                self._make_room(signed)
+                if not only_manifest:
+                    self._make_room(signed, signed.manifest.payloads)
                 write_atomically(self.manifest_path(signed.manifest.version), signed.envelope)
                 self._hold(signed, wanted=not only_manifest)
                 # One more than is kept may be on its way, however fast versions follow each other.
@@ -143,14 +125,15 @@ class Store:
                     f"version {signed.manifest.version} is held with another manifest", code="version_conflict"
                 )
             elif not only_manifest:
-                held.wanted.update(held.names)
+                for name in held.names:
+                    self._want(held, name)
 
     def adopt(self, signed: SignedManifest, files: Collection[Path]) -> None:
         """Hold a version whose payloads were hashed into `files` of this folder just now, in the manifest's order."""
         with self._lock:
             version = signed.manifest.version
             if version not in self._held:
-                self._make_room(signed)
+                self._make_room(signed, signed.manifest.payloads)
             for path, payload in zip(files, signed.manifest.payloads, strict=True):
                 path.rename(self._final(signed, payload))
             self._forget(version)
@@ -185,18 +168,18 @@ class Store:
             return None if held is None or name not in held.wanted else self._opened(held, name)
 
     def result(self, signed: SignedManifest) -> PayloadFile:
-        """The file of a held version's result."""
+        """The file of a held version's result. Raises LocalFault "not_held", "quota", "disk_full"."""
         with self._lock:
             held = self._need(signed)
-            held.wanted.add(held.full)
+            self._want(held, held.full)
             return self._opened(held, held.full)
 
     def delta(self, signed: SignedManifest, index: int) -> PayloadFile:
-        """The file of a held version's delta."""
+        """The file of a held version's delta. Raises LocalFault as `result` does."""
         with self._lock:
             held = self._need(signed)
             name = held.names[1 + index]
-            held.wanted.add(name)
+            self._want(held, name)
             return self._opened(held, name)
 
     def whole_results(self) -> list[tuple[SignedManifest, PayloadFile]]:
@@ -236,10 +219,10 @@ class Store:
             self._touch(self._need(signed))
 
     def discard_deltas(self, signed: SignedManifest) -> None:
-        """Delete a held version's deltas: for a client that serves nobody."""
+        """Delete a held version's deltas, for a client that serves nobody; whoever has it pinned uses them still."""
         with self._lock:
             held = self._held.get(signed.manifest.version)
-            if held is not None:
+            if held is not None and signed.manifest.version not in self._pinned:
                 for name in held.wanted - {held.full}:
                     self._discard(held, name)
 
@@ -254,7 +237,7 @@ class Store:
 
     # -- inside the lock
 
-    def _opened(self, held: _Held, name: str) -> PayloadFile:
+    def _opened(self, held: Held, name: str) -> PayloadFile:
         if name not in held.files:
             payload = held.payload(name)
             final = self._final(held.signed, payload)
@@ -270,47 +253,72 @@ class Store:
             return self._versions / f"{version}-{signed.digest[:16]}.bin"
         return self._deltas / f"{version}-{payload.digest[:16]}.delta"
 
-    def _need(self, signed: SignedManifest) -> _Held:
+    def _need(self, signed: SignedManifest) -> Held:
         held = self._held.get(signed.manifest.version)
         if held is None or held.signed.digest != signed.digest:
             raise LocalFault(f"version {signed.manifest.version} was dropped meanwhile", code="not_held")
         return held
 
-    def _hold(self, signed: SignedManifest, *, wanted: bool) -> _Held:
+    def _hold(self, signed: SignedManifest, *, wanted: bool) -> Held:
         names = tuple(payload.digest for payload in signed.manifest.payloads)
-        held = _Held(signed, names, set(names) if wanted else set(), used=0)
+        held = Held(signed, names, set(names) if wanted else set(), used=0)
         self._touch(held)
         self._held[signed.manifest.version] = held
-        self._owner.update(dict.fromkeys(names, signed.manifest.version))
+        self._own(held)
         return held
+
+    def _own(self, held: Held) -> None:
+        """Serve this version's payloads from its files, but one that an earlier version has, too, from there."""
+        for name in held.names:
+            other = self._held.get(self._owner.get(name, -1))
+            if other is None or name not in other.wanted:
+                self._owner[name] = held.signed.manifest.version
+
+    def _disown(self, held: Held, name: str) -> None:
+        """Let another version serve a payload that this one no longer has: the same weights may be published twice."""
+        version = held.signed.manifest.version
+        if self._owner.get(name) == version:
+            others = [other for other, rival in self._held.items() if other != version and name in rival.wanted]
+            if others:
+                self._owner[name] = min(others)
+            elif version not in self._held:
+                del self._owner[name]
+
+    def _want(self, held: Held, name: str) -> None:
+        if name not in held.wanted:
+            self._make_room(held.signed, [held.payload(name)])
+            held.wanted.add(name)
+            self._own(held)
 
     def _forget(self, version: int) -> None:
         held = self._held.pop(version, None)
-        for name in held.names if held is not None else ():
-            if self._owner.get(name) == version:
-                del self._owner[name]
-        for file in held.files.values() if held is not None else ():
-            file.close()
+        if held is not None:
+            for name in set(held.names):
+                self._disown(held, name)
+            for file in held.files.values():
+                file.close()
 
-    def _discard(self, held: _Held, name: str) -> None:
+    def _discard(self, held: Held, name: str) -> None:
         held.wanted.discard(name)
+        self._disown(held, name)
         if (file := held.files.pop(name, None)) is not None:
             file.delete()
         for path in self._paths(held.signed, held.payload(name)):
             path.unlink(missing_ok=True)
             path.with_suffix(".journal").unlink(missing_ok=True)
 
-    def _touch(self, held: _Held) -> None:
+    def _touch(self, held: Held) -> None:
         self._clock += 1
         held.used = self._clock
         path = self._final(held.signed, held.signed.manifest.full)
         if path.exists():
             os.utime(path)
 
-    def _make_room(self, signed: SignedManifest) -> None:
+    def _make_room(self, signed: SignedManifest, payloads: Iterable[Payload]) -> None:
+        """Drop older versions until these payloads of a version fit."""
         if self._quota_bytes is None:
             return
-        version, needed = signed.manifest.version, sum(each.payload_bytes for each in signed.manifest.payloads)
+        version, needed = signed.manifest.version, sum(each.payload_bytes for each in payloads)
         if needed > self._quota_bytes:
             raise LocalFault(f"version {version} exceeds the quota of {self._quota_bytes} bytes", code="quota")
         while self.planned_bytes + needed > self._quota_bytes:
@@ -326,8 +334,8 @@ class Store:
             for held in [held for held in by_use if held.full in held.wanted][self._keep + spare :]:
                 if held.signed.manifest.version not in self._pinned:
                     self._discard(held, held.full)
-        if self._keep_deltas is not None:
-            newest = set(sorted(self._held, reverse=True)[: self._keep_deltas])
+        if self.keep_deltas is not None:
+            newest = set(sorted(self._held, reverse=True)[: self.keep_deltas])
             for version, held in list(self._held.items()):
                 if version not in newest and version not in self._pinned and held.full not in held.wanted:
                     self.drop(version)
@@ -368,12 +376,12 @@ class Store:
         """What is not on disk, not even in part, is not wanted until somebody asks for it."""
         self._clock += 1
         names = tuple(payload.digest for payload in signed.manifest.payloads)
-        held = _Held(signed, names, set(), used=self._clock)
+        held = Held(signed, names, set(), used=self._clock)
         for name, payload in zip(names, signed.manifest.payloads, strict=True):
             if any(path.exists() for path in self._paths(signed, payload)):
                 held.wanted.add(name)
         self._held[signed.manifest.version] = held
-        self._owner.update(dict.fromkeys(names, signed.manifest.version))
+        self._own(held)
 
     def _paths(self, signed: SignedManifest, payload: Payload) -> tuple[Path, Path]:
         final = self._final(signed, payload)

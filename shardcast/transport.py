@@ -55,13 +55,11 @@ class Transport:
         After that time the peer's current head is returned all the same: its age is what shows a freeze.
         """
         query = f"?wait={max(0.0, wait_s):.3f}" + (f"&after={after}" if after >= 0 else "")
-        limit = self._limits.max_head_bytes + _ENVELOPE_OVERHEAD_BYTES
-        data = await self._get(f"{url}/v1/head{query}", max_bytes=limit, wait_s=wait_s)
-        if data is None:
-            data = await self._get(f"{url}/v1/head", max_bytes=limit)
-        if data is None:
+        body = _Body(self._limits.max_head_bytes + _ENVELOPE_OVERHEAD_BYTES)
+        found = await self._get(f"{url}/v1/head{query}", body, wait_s=wait_s)
+        if not found and not await self._get(f"{url}/v1/head", body):
             raise NoVersionYet(f"{url} has no version yet")
-        return bytes(data)
+        return bytes(body.grown)
 
     async def manifest(self, url: str, digest: str) -> bytes:
         return await self._envelope(f"{url}/v1/manifests/{digest}")
@@ -70,34 +68,33 @@ class Transport:
         """The manifest envelope of a version by its number."""
         return await self._envelope(f"{url}/v1/versions/{version}")
 
-    async def chunk(self, url: str, name: str, index: int, *, length: int, wait_s: float) -> bytearray:
-        """`length` bytes said to be a chunk of payload `name`, waiting up to `wait_s` if the peer awaits it, too."""
+    async def chunk(self, url: str, name: str, index: int, *, into: memoryview, wait_s: float) -> None:
+        """Fill `into` with what is said to be a chunk of payload `name`; `wait_s` if the peer waits for it, too."""
         address = f"{url}/v1/payloads/{name}/{index}?wait={max(0.0, wait_s):.3f}"
-        data = await self._get(address, max_bytes=length, wait_s=wait_s)
-        if data is None or len(data) != length:
-            raise Malformed(f"{url} sent {len(data or b'')} bytes of {length}", code="wrong_length")
-        return data
+        body = _Body(len(into), into)
+        if not await self._get(address, body, wait_s=wait_s) or body.size != len(into):
+            raise Malformed(f"{url} sent {body.size} bytes of {len(into)}", code="wrong_length")
 
     async def _envelope(self, address: str) -> bytes:
-        limit = self._limits.max_manifest_bytes + _ENVELOPE_OVERHEAD_BYTES
-        data = await self._get(address, max_bytes=limit)
-        if data is None:
+        body = _Body(self._limits.max_manifest_bytes + _ENVELOPE_OVERHEAD_BYTES)
+        if not await self._get(address, body):
             raise Malformed("an empty answer where a manifest was asked for", code="wrong_length")
-        return bytes(data)
+        return bytes(body.grown)
 
-    async def _get(self, address: str, *, max_bytes: int, wait_s: float = 0.0) -> bytearray | None:
-        """The body of a 200, None for a 204; everything else is a typed error."""
+    async def _get(self, address: str, body: _Body, *, wait_s: float = 0.0) -> bool:
+        """Put the body of a 200 into `body`; False for a 204. Everything else is a typed error."""
         loop = asyncio.get_running_loop()
         with _typed_errors(address):
             async with asyncio.timeout(wait_s + self._patience.answer_s) as deadline:
                 async with self._opened().get(address, allow_redirects=False) as response:
                     if response.status == 204:
-                        return None
+                        return False
                     if response.status == 503:
                         raise NotServed(f"{address} does not have it yet", code="not_yet")
                     if response.status != 200:
                         raise NotServed(f"{address} answers {response.status}", code="not_served")
-                    return await _read(response, max_bytes, self._patience, deadline, loop)
+                    await _read(response, body, self._patience, deadline, loop)
+                    return True
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -115,28 +112,42 @@ class Transport:
         return self._session
 
 
+class _Body:
+    """At most `most` bytes of an answer: in `room`, which a caller uses again and again, or in `grown`."""
+
+    def __init__(self, most: int, room: memoryview | None = None) -> None:
+        self.most, self.size, self.grown = most, 0, bytearray()
+        self._room = room
+
+    def add(self, piece: bytes) -> None:
+        end = self.size + len(piece)
+        if end > self.most:
+            raise Malformed(f"more than the {self.most} bytes that are allowed", code="oversized")
+        if self._room is None:
+            self.grown += piece
+        else:
+            self._room[self.size : end] = piece
+        self.size = end
+
+
 async def _read(
     response: aiohttp.ClientResponse,
-    max_bytes: int,
+    body: _Body,
     patience: TransportLimits,
     deadline: asyncio.Timeout,
     loop: asyncio.AbstractEventLoop,
-) -> bytearray:
+) -> None:
     declared = response.content_length
-    if declared is not None and declared > max_bytes:
-        raise Malformed(f"{declared} bytes announced where at most {max_bytes} are allowed", code="oversized")
-    body = bytearray()
+    if declared is not None and declared > body.most:
+        raise Malformed(f"{declared} bytes announced where at most {body.most} are allowed", code="oversized")
     started = loop.time()
     deadline.reschedule(started + min(patience.idle_s, patience.total_s))
     async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > max_bytes:
-            raise Malformed(f"more than the {max_bytes} bytes that are allowed", code="oversized")
+        body.add(piece)
         now = loop.time()
-        if len(body) < patience.min_bytes_per_s * (now - started - patience.rate_grace_s):
-            raise TooSlow(f"{len(body) / (now - started):.0f} bytes/s, below the minimum")
+        if body.size < patience.min_bytes_per_s * (now - started - patience.rate_grace_s):
+            raise TooSlow(f"{body.size / (now - started):.0f} bytes/s, below the minimum")
         deadline.reschedule(min(now + patience.idle_s, started + patience.total_s))
-    return body
 
 
 @contextmanager

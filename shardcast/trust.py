@@ -66,6 +66,7 @@ class TrustedState:
         self.limits = limits
         self.seen = seen
         self.fraud: FraudProof | None = None
+        self._issued_at = -1
         self._heads: dict[int, _Signed] = {}
         if seen is not None:
             self._heads[seen.version] = _Signed(seen.manifest_digest, seen.head)
@@ -138,6 +139,9 @@ class TrustedState:
 
     def _remember(self, head: Head, envelope: bytes) -> None:
         self._heads[head.version] = _Signed(head.manifest_digest, envelope)
+        if head.version == self.version and head.issued_at < self._issued_at:
+            return  # a source that lags: what is shown to others must not grow old by it
+        self._issued_at = head.issued_at
         while len(self._heads) > HEADS_REMEMBERED:
             del self._heads[min(self._heads)]
         self.seen = Seen(run_id=head.run_id, version=head.version, manifest_digest=head.manifest_digest, head=envelope)

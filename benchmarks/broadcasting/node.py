@@ -1,7 +1,7 @@
 """A process around one of shardcast's public classes: `python -m benchmarks.broadcasting.node ROLE ...`.
 
     origin --folder F --key SEED                            {"port"}; {"publish", "version"} publishes a file
-    relay URL ... --folder F --publisher KEY                {"port"}
+    relay URL ... --folder F --publisher KEY                {"port"}; {"stripes"} says from whom to fetch
     worker URL ... --folder F --publisher KEY [--count N]   {"ready"}, then {"served", "path", "at"} for each version
 
 `at` is the time of `time.monotonic`, which on Linux all processes share.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import time
 from pathlib import Path
@@ -43,8 +44,9 @@ async def relay(arguments: argparse.Namespace) -> None:
     publisher_key = bytes.fromhex(arguments.publisher)
     node = Relay(arguments.urls, store_dir=arguments.folder, run_id=RUN_ID, publisher_key=publisher_key)
     say(port=await node.start())
-    async for _ in requests():
-        pass
+    async for request in requests():
+        node.set_upstreams([], stripes=request["stripes"])
+        say(following=True)
     await node.stop()
 
 
@@ -63,6 +65,8 @@ async def follow(index: int, arguments: argparse.Namespace) -> None:
     """Fetch every new version, and try again whatever happens: who waits for it has a limit of its own."""
     publisher_key, folder = bytes.fromhex(arguments.publisher), arguments.folder / f"worker-{index}"
     async with Client(RUN_ID, publisher_key, arguments.urls, folder) as client:
+        if arguments.stripes:
+            client.set_sources([], stripes=json.loads(arguments.stripes))
         after = -1
         while True:
             try:
@@ -85,6 +89,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--key", help="the publisher's private key, in hexadecimal")
     parser.add_argument("--publisher", help="the publisher's public key, in hexadecimal")
+    parser.add_argument("--stripes", help="of a worker: the candidates of each stripe, as JSON")
     parser.add_argument("--count", type=int, default=1)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,16 @@ def start_origin(swarm: Swarm) -> Node:
 
 def start_relay(swarm: Swarm, upstreams: Sequence[str]) -> Node:
     return _start(swarm, "relay", *upstreams, "--publisher", _PUBLISHER.hex())
+
+
+def follow(relay: Node, stripes: Sequence[Sequence[str]]) -> None:
+    """Have a relay fetch each stripe from its candidates."""
+    relay.send(stripes=stripes)
+    relay.reply()
+
+
+def start_striped_worker(swarm: Swarm, stripes: Sequence[Sequence[str]]) -> Node:
+    return _start(swarm, "worker", "--publisher", _PUBLISHER.hex(), "--stripes", json.dumps(stripes))
 
 
 def start_worker(swarm: Swarm, sources: Sequence[str], count: int = 1) -> Node:

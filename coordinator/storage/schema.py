@@ -85,6 +85,8 @@ relays = Table(
     Column("node", Text, primary_key=True),
     Column("url", Text, nullable=False),
     Column("seen_at", Double, nullable=False),
+    Column("received", Text, nullable=False, server_default="[]"),
+    Column("place", Text, nullable=False, server_default=""),
 )
 
 nonces = Table(

@@ -9,6 +9,7 @@ from msgspec import Meta
 from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.evidence import Totals
 from node.protocol.reasons import Reason
+from node.protocol.run import Url
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
 REQUEST_DOMAIN = "veriswarm/request"
@@ -53,10 +54,29 @@ class Registration(Wire, frozen=True):
     engine: Text
 
 
-class RelayAnnouncement(Wire, frozen=True):
-    """A relay says where it serves; anybody may, since nothing served is trusted."""
+class ReceivedFrom(Wire, frozen=True):
+    """What one relay got from another: bytes per second of a transfer."""
 
     url: PlainUrl
+    bytes_per_s: Count
+
+
+class RelayAnnouncement(Wire, frozen=True):
+    """A relay says where it serves, and how fast others served it; anybody may, since nothing served is trusted."""
+
+    url: PlainUrl
+    received: Annotated[tuple[ReceivedFrom, ...], Meta(max_length=32)] = ()
+
+
+class RelayList(Wire, frozen=True):
+    """Where relays say they serve, and for each stripe of chunks those to ask, the first one first.
+
+    Chunk i is of stripe i mod the number of stripes (`shardcast.tree`); without stripes anybody may be asked for any
+    chunk. All of it is advice: each relay is as untrusted as this list.
+    """
+
+    relays: Annotated[tuple[Url, ...], Meta(max_length=256)]
+    stripes: Annotated[tuple[Annotated[tuple[Url, ...], Meta(max_length=16)], ...], Meta(max_length=16)] = ()
 
 
 class LeaseRequest(Wire, frozen=True):

@@ -18,7 +18,8 @@ from swarm import Peer, Swarm, publish, running, serve, small_spec, verifying
 
 from coordinator.home import create_home
 from coordinator.limits import AddressLimiter
-from coordinator.service import RELAY_SECONDS, Coordinator
+from coordinator.relays import RELAY_SECONDS
+from coordinator.service import Coordinator
 from node.parquet import write_rollouts
 from node.protocol import merkle
 from node.protocol.admission import Outcome
@@ -133,14 +134,14 @@ def test_a_relay_is_told_about_until_it_is_silent(swarm: Swarm) -> None:
     assert peer.signed("POST", "/v1/relays", encode(RelayAnnouncement(url=url))).status == 200
     assert url in json.loads(peer.send("GET", "/v1/relays").body)["relays"]
     coordinator = Coordinator(swarm.home, key=Ed25519PrivateKey.generate())
-    assert url not in coordinator.relay_urls(now=time.time() + RELAY_SECONDS + 1)
+    assert url not in coordinator.relays.urls(now=time.time() + RELAY_SECONDS + 1)
 
 
 @pytest.mark.parametrize(
     "url", ["ftp://h", "http://user:secret@h", "http://h/?q", "http://h\\n", "javascript:x", "http://"]
 )
 def test_a_relay_that_is_no_plain_web_address_is_refused(swarm: Swarm, url: str) -> None:
-    body = json.dumps({"url": url}, separators=(",", ":")).encode()
+    body = json.dumps({"url": url, "received": []}, separators=(",", ":")).encode()
     assert swarm.peer().signed("POST", "/v1/relays", body).code == "bad_request"
 
 
@@ -235,7 +236,7 @@ def test_a_burst_of_status_requests_is_answered(swarm: Swarm) -> None:
 
 
 def test_a_full_list_of_relays_does_not_lock_out_those_on_it(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.service.MAX_RELAYS", 1)
+    monkeypatch.setattr("coordinator.relays.MAX_RELAYS", 1)
     with swarm.home.database.write() as connection:
         connection.exec_driver_sql("DELETE FROM relays")
     first, second = swarm.peer(registered=False), swarm.peer(registered=False)

@@ -150,7 +150,14 @@ def wire_vectors() -> dict[str, Any]:
     """Section 1: canonical values, digests, key derivation, envelopes."""
     values: list[msgspec.Struct] = [
         m.Registration(software="veriswarm 0.1.0", engine="torch"),
-        m.RelayAnnouncement(url="http://relay.example:8001"),
+        m.RelayAnnouncement(
+            url="http://relay.example:8001",
+            received=(m.ReceivedFrom(url="http://origin.example:8000", bytes_per_s=25_000_000),),
+        ),
+        m.RelayList(
+            relays=("http://origin.example:8000", "http://relay.example:8001"),
+            stripes=(("http://relay.example:8001", "http://origin.example:8000"),),
+        ),
         m.LeaseRequest(held_versions=(3, 4), slots=2),
         m.LeaseReply(
             leases=(m.Lease(lease_id=DIGEST_A, version=4, manifest_digest=DIGEST_B, slot=9, expires_at=1_760_000_060),),

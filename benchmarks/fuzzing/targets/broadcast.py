@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed, scramble
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import DIGEST, NOW, RUN_ID, RUN_KEY, same
-from node.coordinator_client import MAX_RELAY_LIST_BYTES, RelayList
+from node.coordinator_client import MAX_RELAY_LIST_BYTES
 from node.exchange import sound_urls
+from node.protocol.messages import RelayList
 from shardcast import FraudProof, check_fraud_proof, wire
 from shardcast.envelope import MAGIC, open_envelope, seal
 from shardcast.errors import PeerFault
@@ -213,13 +214,16 @@ def _relay_list(_: ExitStack) -> Harness:
         # A LocalFault here would end a worker for what a stranger has announced.
         sources = Sources(sound)
         assert len(sources.urls) <= len(sound)
+        stripes = tuple(sound_urls(each) for each in listed.stripes)
+        sources.set_urls(sound, stripes=stripes)
+        assert 1 <= sources.stripes <= max(1, len(stripes))
         return len(sources.urls)
 
     urls = (
         *("http://192.0.2.1:8720", "https://relay.example/a/b/", "http://[2001:db8::1]:80", "http://a:0"),
         *("https://user:pw@host/", "http://x?q#f", "http://[::1", "http://é.example", "http://a/\u200b", "http://%zz"),
     )
-    seeds = [wire.encode(RelayList(relays=urls)), wire.encode(RelayList(relays=()))]
+    seeds = [wire.encode(RelayList(relays=urls, stripes=(urls[:2], urls[2:5]))), wire.encode(RelayList(relays=()))]
     characters = (b"://", b"[", b"]", b"@", b":", b"?", b"#", b"%", b"\xc2\xa0", b"\xe2\x80\xae", b"\\t", b"http")
     return Harness(seeds, run, (PeerFault,), mixed((2, json_mutator()), (1, bytes_mutator(*characters))))
 

@@ -8,7 +8,6 @@ import os
 import time
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -26,6 +25,7 @@ from node.protocol.messages import (
     LeaseRequest,
     Receipt,
     RelayAnnouncement,
+    RelayList,
     SubmissionReply,
 )
 from node.protocol.reasons import ADVICE, Reason
@@ -101,12 +101,12 @@ class SmallCoordinator:
         return web.Response(body=sealed)
 
     async def list_relays(self, _request):
-        return web.Response(body=msgspec.json.encode({"relays": self.relays}))
+        return web.Response(body=encode(RelayList(relays=self.relays)))
 
     async def announce(self, request):
         _, body, _ = await self.authenticated(request)
         self.relays = (decode(RelayAnnouncement, body, max_bytes=65536).url,)
-        return web.Response(body=b"{}")
+        return web.Response(body=encode(RelayList(relays=self.relays)))
 
     async def register(self, request):
         node, _, _ = await self.authenticated(request)

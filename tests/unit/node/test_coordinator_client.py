@@ -140,7 +140,7 @@ async def test_the_descriptor_is_taken_only_from_the_runs_own_key():
         "another run's": sealed_descriptor(key=OTHER_KEY),
         "another run's, renamed": sealed_descriptor(structs.replace(DESCRIPTOR, run_id=other)),
         "expired": sealed_descriptor(structs.replace(DESCRIPTOR, expires_at=1000)),
-        "tampered": sealed_descriptor()[:-1] + b"\0",
+        "tampered": sealed_descriptor()[:-1] + bytes([sealed_descriptor()[-1] ^ 1]),
         "another message": seal(encode(DESCRIPTOR), domain=RECEIPT_DOMAIN, version=1, key=RUN_KEY),
         "no envelope": b"<html>Log in to the hotel's network</html>",
     }

@@ -20,7 +20,7 @@ from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 from node.protocol.run import Descriptor, LevelSpec, LimitsSpec, ProofSpec, RunSpec, parse_run_toml
 from node.protocol.sampling import TABLE_DIGEST
 from node.protocol.submission import MAX_LOGPROB, proof_bytes
-from shardcast.manifest import Head, Manifest
+from shardcast.manifest import Delta, Head, Manifest, Payload
 
 ROOT = Path(__file__).parents[3]
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -117,6 +117,8 @@ def test_every_vector_file_is_named(path: Path) -> None:
 MESSAGES = [
     messages.Registration,
     messages.RelayAnnouncement,
+    messages.ReceivedFrom,
+    messages.RelayList,
     messages.LeaseRequest,
     messages.LeaseReply,
     messages.Lease,
@@ -140,7 +142,9 @@ def test_the_fields_of_a_log_entry_are_documented_in_wire_order(cls: type[msgspe
     assert re.findall(r"(\w+): ", text) == list(cls.__struct_fields__)
 
 
-@pytest.mark.parametrize(("cls", "number"), [(messages.RequestClaim, 3), (Descriptor, 2), (Manifest, 10)])
+@pytest.mark.parametrize(
+    ("cls", "number"), [(messages.RequestClaim, 3), (Descriptor, 2), (Manifest, 10), (Payload, 10), (Delta, 10)]
+)
 def test_the_fields_of_what_is_signed_are_documented_in_wire_order(cls: type[msgspec.Struct], number: int) -> None:
     fields = list(cls.__struct_fields__)
     names = [name for row in rows(section(number)) for name in row[0].split(", ")]

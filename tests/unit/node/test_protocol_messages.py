@@ -61,6 +61,8 @@ EXAMPLES = [
     VERDICT,
     m.Registration(software="s", engine="e"),
     m.RelayAnnouncement(url="https://relay.example/a"),
+    m.RelayAnnouncement(url="http://r", received=(m.ReceivedFrom(url="http://s", bytes_per_s=MAX_INTEGER),)),
+    m.RelayList(relays=("http://r",), stripes=(("http://r", "http://s"), ("http://s",))),
     m.LeaseRequest(held_versions=(0, MAX_INTEGER), slots=1024),
     m.Lease(lease_id=DIGEST, version=0, manifest_digest=DIGEST, slot=0, expires_at=0),
     m.LeaseReply(leases=(), head_version=-1, retry_after_seconds=0.5),

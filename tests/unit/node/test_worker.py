@@ -22,7 +22,9 @@ from node.policy import load_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import ADVICE, Reason
 from node.relay import RelaySettings, run_relay
+from node.relay_advice import Serving
 from node.verification import Rules, verify
+from shardcast import Client
 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
 
@@ -233,3 +235,18 @@ async def test_a_relay_announces_itself_and_workers_fetch_through_it(swarm, tmp_
     assert swarm.status()["admitted"] == 1
     stop.set()
     await asyncio.wait_for(relay, 5)
+
+
+async def test_a_worker_that_serves_announces_itself_and_passes_policies_on(swarm, tmp_path):
+    """Ten thousand workers over a few relays would wait for the relays' links, unless they help each other."""
+    async with swarm.working(serving=Serving(host="127.0.0.1", port=0)):
+        await swarm.until(lambda: swarm.coordinator.relays != (swarm.origin_url,))
+        (url,) = swarm.coordinator.relays
+        await swarm.until(lambda: swarm.coordinator.submissions)
+        async with Client(
+            swarm.run_id, swarm.coordinator.key.public_key().public_bytes_raw(), [url], tmp_path / "other"
+        ) as other:
+            head = await other.wait_head(timeout_s=10)
+            path = await other.fetch(head, timeout_s=20)
+        assert path.read_bytes() == next((swarm.state / "shardcast" / "versions").iterdir()).read_bytes()
+        await swarm.until(lambda: swarm.status()["broadcast_bytes"]["results"] == path.stat().st_size)

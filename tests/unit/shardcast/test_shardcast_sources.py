@@ -159,3 +159,57 @@ def test_a_source_that_is_no_url_is_refused_by_name(url: str) -> None:
         sources.set_urls([SLOW, url])
     assert caught.value.code == "bad_url"
     assert sources.urls == [FAST]
+
+
+# -- stripes
+
+
+A, B, C, SPARE = (f"http://{name}:1" for name in ("a", "b", "c", "spare"))
+
+
+def striped(**limits: float) -> Sources:
+    sources = pool(**limits)
+    sources.set_urls([SPARE], stripes=[[A, B], [B, C]])
+    return sources
+
+
+def test_each_stripe_is_asked_of_its_first_candidate_alone() -> None:
+    """Asking whoever answers fastest would put the whole load on the relays next to the origin, and on the origin."""
+    sources = striped(per_source=2)
+    assert sources.stripes == 2
+    assert set(sources.urls) == {A, B, C, SPARE}
+    assert [sources.parent(stripe, 0) for stripe in (0, 1, 2, 3)] == [A, B, A, B]
+    sources.started(A)
+    sources.started(A)
+    assert sources.parent(0, 0) is None, "it waits for its parent rather than load another"
+    assert sources.helper(0, 0) == B, "unless that one lags"
+
+
+def test_a_parent_that_dies_or_lies_is_replaced_by_the_next_candidate() -> None:
+    sources = striped(first_backoff_s=1.0)
+    sources.failed(A, Unreachable("gone"), 0)
+    assert sources.parent(0, 0.1) == B
+    sources.failed(B, CorruptChunk("lied"), 0)
+    assert sources.parent(0, 0.1) in {C, SPARE}, "with no candidate left, whoever there is"
+    assert sources.parent(1, 0.1) == C
+    assert sources.parent(0, 5) == A, "and tried again when it has had time"
+
+
+def test_a_stripe_without_candidates_leaves_no_stripes() -> None:
+    sources = pool()
+    sources.set_urls([A, B], stripes=[[A], []])
+    assert sources.stripes == 1
+    assert sources.parent(0, 0) in {A, B}
+
+
+def test_a_source_that_is_back_is_asked_at_once() -> None:
+    """After an outage of a minute nobody wants to wait out a back-off that no longer has a reason."""
+    sources = pool(FAST)
+    for _ in range(10):
+        sources.failed(FAST, Unreachable("away"), 0)
+    assert sources.draw(3) is None
+    sources.answered(FAST)
+    assert sources.draw(3) == FAST
+    sources.failed(FAST, CorruptChunk("lied"), 3)
+    sources.answered(FAST)
+    assert sources.draw(4) is None, "a liar stays in quarantine, however politely it answers"

@@ -36,6 +36,16 @@ def test_the_newest_head_is_remembered_and_may_be_shown_again(publisher: Any) ->
     assert state.version == 3
 
 
+def test_a_lagging_source_does_not_make_the_newest_head_older(publisher: Any) -> None:
+    """What a relay shows would otherwise expire although the publisher signs it again and again."""
+    state = fresh(publisher)
+    newer = head(publisher, 3, issued_at=1_005, expires_at=1_065)
+    state.accept_head(newer, NOW)
+    state.accept_head(head(publisher, 3), NOW)
+    assert state.seen is not None
+    assert state.seen.head == newer
+
+
 def test_rollback_to_an_older_head_is_refused(publisher: Any) -> None:
     state = fresh(publisher)
     state.accept_head(head(publisher, 3), NOW)
