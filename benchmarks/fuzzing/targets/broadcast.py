@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
+import numpy as np
+import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 
@@ -18,8 +22,10 @@ from node.coordinator_client import MAX_RELAY_LIST_BYTES
 from node.exchange import sound_urls
 from node.protocol.messages import RelayList
 from shardcast import FraudProof, check_fraud_proof, wire
+from shardcast.delta import Delta as DeltaFile
+from shardcast.delta import encode as encode_delta
 from shardcast.envelope import MAGIC, open_envelope, seal
-from shardcast.errors import PeerFault
+from shardcast.errors import Malformed, PeerFault
 from shardcast.manifest import (
     HEAD_DOMAIN,
     HEAD_VERSION,
@@ -40,6 +46,7 @@ from shardcast.trust import Seen, TrustedState
 PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
 MAX_PAYLOAD_BYTES = KIB
+DELTA_BYTES = 20 * KIB
 WEAK_KEYS = ("00" * 32, "01" + "00" * 31, "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05")
 # With this signature (R the neutral element, S = 0) a key of small order signs much of anything.
 WEAK_SIGNATURE = bytes.fromhex("01" + "00" * 63)
@@ -228,7 +235,46 @@ def _relay_list(_: ExitStack) -> Harness:
     return Harness(seeds, run, (PeerFault,), mixed((2, json_mutator()), (1, bytes_mutator(*characters))))
 
 
+def _delta(stack: ExitStack) -> Harness:
+    """Deltas that a publisher signed, whatever is in them."""
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="fuzz-delta-")))
+    base_path, delta_path = folder / "base", folder / "delta"
+    words = np.random.default_rng(0).standard_normal(DELTA_BYTES // 2).astype(np.float16)
+    base = words.tobytes()
+    base_path.write_bytes(base)
+
+    def encoded(change: Callable[[npt.NDArray[np.uint16]], None]) -> bytes:
+        changed = words.view(np.uint16).copy()
+        change(changed)
+        (folder / "result").write_bytes(changed.tobytes())
+        size = encode_delta(base_path, folder / "result", delta_path, chunk_bytes=4 * KIB, most_bytes=10**6, threads=1)
+        assert size is not None
+        return delta_path.read_bytes()
+
+    def few(changed: npt.NDArray[np.uint16]) -> None:
+        changed[::150] += 1
+        changed[::1000] += 77
+
+    def most(changed: npt.NDArray[np.uint16]) -> None:
+        changed += np.arange(len(changed), dtype=np.uint16) % 7
+
+    def run(data: bytes) -> int:
+        delta_path.write_bytes(data)
+        with DeltaFile.open(delta_path, result_bytes=DELTA_BYTES, chunk_bytes=4 * KIB) as delta:
+            assert delta.window_count == 1
+            if not delta.changed(0):
+                return 0
+            result = delta.apply(0, base)
+        assert len(result) == DELTA_BYTES, "a result of another size"
+        return 1
+
+    numbers = tuple(struct.pack("<I", number) for number in (0, 1, 2**16, 2**21, 2**31, 2**32 - 1))
+    seeds = [encoded(few), encoded(most), encoded(lambda changed: changed.fill(0))]
+    return Harness(seeds, run, (Malformed,), bytes_mutator(b"SCDELTA1", *numbers))
+
+
 TARGETS = (
+    Target(name="broadcast.delta", sender="a run's publisher", share=20, prepare=_delta),
     Target(name="broadcast.envelope", sender="anybody", share=90, prepare=_envelope),
     Target(name="broadcast.head", sender="a run's publisher, any relay", share=40, prepare=_head),
     Target(name="broadcast.manifest", sender="a run's publisher, any relay", share=60, prepare=_manifest),
