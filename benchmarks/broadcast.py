@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import broadcast_delta, machine
-from benchmarks.broadcasting import bad_relay, egress, full, idle, peer, striped, trees
+from benchmarks.broadcasting import bad_relay, egress, full, idle, peer, striped, trace, trees
 from benchmarks.broadcasting.delivery import Payload
 from benchmarks.broadcasting.processes import NodeEnded
 from benchmarks.broadcasting.trees import NotServed
@@ -68,6 +68,11 @@ MEANINGS = {
         "delta_encode_gb_per_s": "full-size bytes compared and encoded per second on one core",
         "delta_decode_gb_per_s": "full-size bytes made from base and delta per second on one core",
     },
+    "trace": {
+        "trace_lr_1e6_ratio": "bytes of a policy of the trainer at this rate, over those of its delta",
+        "trace_lr_1e6_changed": "share of its words that changed; also at 1e5, 5e5 and 2e4, for 1e-5, 5e-5 and 2e-4",
+        "trace_lr_1e6_over_entropy": "bytes of the delta over the entropy that independent changes would have",
+    },
 }
 
 
@@ -114,6 +119,7 @@ def parts(options: Options, folder: Path, environment: Path | None) -> dict[str,
             payload(options.small_bytes), requests=options.requests, patience_s=patience_s, within=within
         ),
         "delta": lambda: delta_figures(options.delta_bytes, options.repeats),
+        "trace": lambda: trace.measure(folder),
     }
 
 
