@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class DeltaSettings:
     """Which deltas an origin makes. Each version has one from the version before it, and one from the last whose
-    number is a multiple of `fold_every`, which stands for all those in between. One that is not smaller than
-    `most_of_full` of the result is left out. `enabled` False makes none.
+    number is a multiple of `fold_every`, which stands for all those in between. One by which they come to more than
+    `most_of_full` of the result, all together, is left out. `enabled` False makes none.
     """
 
     enabled: bool = True
@@ -202,6 +202,8 @@ class Origin:
         earlier = [(signed.manifest, file) for signed, file in whole if signed.manifest.version < version]
         anchors = [each for each in earlier if each[0].version % self._deltas.fold_every == 0]
         found = list[tuple[Delta, Staged]]()
+        # Relays fetch all of them: together, too, they must be less than the result.
+        budget = int(self._deltas.most_of_full * staged.payload.payload_bytes)
         for manifest, file in {each[0].version: each for each in (*earlier[:1], *anchors[:1])}.values():
             if (base := file.path) is None or manifest.full.payload_bytes != staged.payload.payload_bytes:
                 continue
@@ -212,9 +214,10 @@ class Origin:
                 staged.path,
                 path,
                 chunk_bytes=full.chunk_bytes,
-                most_bytes=int(self._deltas.most_of_full * full.payload_bytes),
+                most_bytes=budget,
             )
             if size_bytes is not None:
+                budget -= size_bytes
                 chunk_bytes = min(full.chunk_bytes, chunk_bytes_for(path))
                 each = stage(path, path.with_suffix(".cut"), chunk_bytes=chunk_bytes, limits=self._limits)
                 path.unlink()

@@ -19,7 +19,7 @@ THREADS = 2
 """Hashing and writing release the interpreter's lock."""
 
 CHUNKS_PER_PAYLOAD = 128
-"""As many steps as a transfer through a tree of relays is spread over: each hop adds the time of a chunk."""
+"""At least as many steps as a transfer through a tree of relays is spread over: each hop adds the time of a chunk."""
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64 * KIB, 4 * MIB
 """Below, a request costs more than its bytes; above, a hop costs more than it saves."""
@@ -45,8 +45,8 @@ def chunk_bytes_for(path: Path) -> int:
         size_bytes = path.stat().st_size if path.is_file() else CHUNKS_PER_PAYLOAD * MIB
     except OSError as error:
         raise as_local_fault(error, path) from error
-    wanted = size_bytes // CHUNKS_PER_PAYLOAD
-    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << wanted.bit_length()))
+    largest = max(1, size_bytes // CHUNKS_PER_PAYLOAD)
+    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << (largest.bit_length() - 1)))
 
 
 def stage(source: Path, target: Path, *, chunk_bytes: int, limits: Limits) -> Staged:

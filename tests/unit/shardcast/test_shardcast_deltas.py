@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,30 @@ async def test_a_delta_that_would_not_be_smaller_is_not_made(swarm: Any) -> None
     await asyncio.to_thread(server.publish, larger, version=3)
     assert server._origin.store.get(3).manifest.deltas == (), "nor one between different sizes"
     assert await fetched(client, 3) == larger.read_bytes()
+
+
+async def test_deltas_that_are_more_than_the_result_together_are_not_all_made(swarm: Any) -> None:
+    """A relay fetches every delta, for others: where every word changes, a second one would cost more than it saves."""
+    url, server = swarm.origin(deltas=DeltaSettings(fold_every=3))
+    rng = np.random.default_rng(0)
+    relay, node = await swarm.relay(url)
+    client = swarm.client(relay)
+    weights = rng.integers(0, 2**32, SIZE // 4, dtype=np.uint32)
+    for version in range(3, 6):
+        weights += rng.integers(0, 2**16, len(weights), dtype=np.uint32)
+        path = swarm.folder / "weights.bin"
+        path.write_bytes(bytes_of_float32(weights))
+        await asyncio.to_thread(server.publish, path, version=version)
+        assert await fetched(client, version) == path.read_bytes()
+    assert [delta.base_version for delta in server._origin.store.get(5).manifest.deltas] == [4]
+    fetched_bytes = node._fetcher.fetched
+    assert fetched_bytes.bytes_in < 0.8 * fetched_bytes.result_bytes
+
+
+def bytes_of_float32(words: Any) -> bytes:
+    """A safetensors file of one tensor, as which the words are known to be four bytes wide."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [len(words)], "data_offsets": [0, 4 * len(words)]}}).encode()
+    return len(header).to_bytes(8, "little") + header + words.tobytes()
 
 
 async def test_layers_that_did_not_change_are_not_fetched(swarm: Any) -> None:
