@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from publishing import ROOT, VERISWARM, WAIT_SECONDS, Shop, replace, slow, trained, until, weights
 
+from shardcast.staging import chunk_bytes_for
+
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
@@ -173,7 +175,7 @@ def test_an_interrupted_fetch_goes_on_where_it_stopped_and_leaves_the_old_file(s
     held = journal().stat().st_size // 4
     result = json.loads(shop.fetch(*address.arguments, "-o", str(got), "--json").stdout)
     assert got.read_bytes() == file.read_bytes()
-    assert result["transferred_bytes"] <= 24_000_000 - (held - 1) * 2**18
+    assert result["transferred_bytes"] <= 24_000_000 - (held - 1) * chunk_bytes_for(file)
 
 
 def test_what_cannot_be_written_whole_is_not_there(shop, file, tmp_path):
