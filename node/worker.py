@@ -25,11 +25,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.coordinator_client import DEFAULT_BACKOFF, CoordinatorClient
 from node.engines.base import DoesNotFit, Engine
 from node.errors import BadReply, EngineFailed, Refused
-from node.exchange import Backoff, checked_url, sound_urls
+from node.exchange import Backoff, sound_urls
 from node.identity import node_id
 from node.protocol.messages import Lease, RelayList
 from node.protocol.run import Descriptor, RunSpec
-from node.relay_advice import Serving, announcement, serving_url
+from node.relay_advice import Serving, announcement
 from node.signals import Stopped, race
 from node.worker_delivery import FOR_EVER, Delivery
 from node.worker_engine import EngineHost, UnusablePolicy
@@ -309,7 +309,8 @@ class Worker:
 
     async def _refresh(self) -> None:
         """Keep the list of relays current; the descriptor's serve until the coordinator names others."""
-        own = await self._serve() if self._settings.serving is not None else None
+        serving = self._settings.serving
+        own = None if serving is None else await self._feed.serve(serving)
         while True:
             try:
                 if own is None:
@@ -322,16 +323,6 @@ class Worker:
             except (Refused, BadReply) as error:
                 self._complaints.note("no list of relays", error)
             await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)
-
-    async def _serve(self) -> str:
-        """Serve what is fetched, and return where."""
-        serving = self._settings.serving
-        if serving is None:
-            raise RuntimeError("this worker was not asked to serve")
-        port = await self._feed.serve(serving.host, serving.port)
-        url = checked_url(serving.public_url or serving_url(serving.host, port))
-        log.info("serving policies at %s", url)
-        return url
 
     # -- for observers
 

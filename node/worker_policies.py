@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from node.exchange import Backoff, printable
+from node.exchange import Backoff, checked_url, printable
 from node.protocol.messages import RelayList
-from node.relay_advice import sources_of
+from node.relay_advice import Serving, serving_url, sources_of
 from node.signals import Stopped, race
 from shardcast import Client, Fetched, Head, Progress
 from shardcast.errors import NoVersionYet, ShardcastError
@@ -57,9 +57,12 @@ class PolicyFeed:
             self._advice = advice
             self._sources_changed.set()
 
-    async def serve(self, host: str, port: int) -> int:
-        """Serve others what is fetched; returns the bound port."""
-        return await self._broadcast.serve(host, port)
+    async def serve(self, serving: Serving) -> str:
+        """Serve others what is fetched; returns where they find it."""
+        port = await self._broadcast.serve(serving.host, serving.port)
+        url = checked_url(serving.public_url or serving_url(serving.host, port))
+        log.info("serving policies at %s", url)
+        return url
 
     def sources(self) -> list[dict[str, Any]]:
         """One row per source, with what it sends in bytes per second."""
