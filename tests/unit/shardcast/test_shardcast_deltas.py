@@ -211,8 +211,6 @@ async def test_a_delta_that_does_not_lead_to_the_result_falls_back_to_full(swarm
         ),
     )
     store.add_manifest(misleading)
-    store._owner[misleading.manifest.full.digest] = 3
-    store._owner[misleading.manifest.deltas[0].payload.digest] = 3
     path = await client.fetch_archived(4, timeout_s=20)
     assert path.read_bytes() == weights
     assert client.fetched.wrong_chunks > 0
@@ -236,7 +234,6 @@ async def test_a_delta_that_is_no_delta_falls_back_to_full(swarm: Any, publisher
         deltas=(type(delta)(base=store.get(1).manifest.result_digest, base_version=1, payload=delta.payload),),
     )
     store.add_manifest(signed)
-    store._owner[signed.manifest.full.digest] = 2
     store.delta(signed, 0).write(0, nonsense)
     assert (await client.fetch_archived(3, timeout_s=20)).read_bytes() == weights
 
