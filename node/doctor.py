@@ -20,6 +20,7 @@ from node import doctor_packages as packages
 from node.doctor_coordinator import check_coordinator
 from node.doctor_policy import Footprint, read_footprint
 from node.doctor_report import Check, exit_code, problem, render_json, show
+from node.doctor_sandbox import check_sandbox
 from node.errors import ConfigError
 from node.protocol.run import BroadcastSpec, RunSpec, parse_run_toml
 from shardcast.files import read_bounded
@@ -81,6 +82,7 @@ def examine(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:
     yield machine.check_swap(psutil.swap_memory().used)
     yield _disk(settings.state, footprint, spec)
     yield machine.check_open_files()
+    yield check_sandbox(() if spec is None else spec.environments)
     if settings.key is not None:
         yield machine.check_key(settings.key)
     if settings.port is not None:

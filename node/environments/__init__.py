@@ -5,14 +5,17 @@ A new environment is one file with a class like `Arithmetic`, and one line here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import Environment, EnvironmentFault, Problem, configure
+from node.environments.code import Code
 from node.environments.reverse import Reverse
 from node.protocol.run import EnvironmentSpec
 
 REASONING_GYM = "reasoning_gym:"
-_BUILT_IN: dict[str, type[Arithmetic | Reverse]] = {
-    environment.name: environment for environment in (Arithmetic, Reverse)
+_BUILT_IN: dict[str, type[Arithmetic | Reverse | Code]] = {
+    environment.name: environment for environment in (Arithmetic, Reverse, Code)
 }
 
 
@@ -29,4 +32,14 @@ def load_environment(spec: EnvironmentSpec) -> Environment:
     return configure(cls, spec.arguments)
 
 
-__all__ = ["Environment", "EnvironmentFault", "Problem", "load_environment"]
+def check_rewards(environments: Iterable[Environment]) -> None:
+    """Raise EnvironmentFault or SandboxFailed where this machine cannot compute the rewards of one of them.
+
+    Only who computes rewards needs to ask: a worker does not.
+    """
+    for environment in environments:
+        if isinstance(environment, Code):
+            environment.check_machine()
+
+
+__all__ = ["Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]

@@ -48,7 +48,10 @@ class Environment(Protocol):
         """Problem `index`, 0 <= index < 2**63; the same on every machine and Python version."""
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """The reward in [0, 1]; deterministic, and never raises, whatever the completion says."""
+        """The reward in [0, 1]; deterministic, and never raises on account of what the completion says.
+
+        Where this machine cannot tell, it raises NodeError, and the verdict is indeterminate.
+        """
 
 
 def draws(environment: str, index: int) -> Iterator[int]:

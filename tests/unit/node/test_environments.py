@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from sandboxing import needs_sandbox
 
 from node.environments import EnvironmentFault, load_environment
 from node.environments.base import Environment, answer_in
@@ -146,7 +147,7 @@ print(json.dumps({name: [load_environment(EnvironmentSpec(name=name)).problem(in
 
 def test_every_offered_problem_is_the_same_in_another_process():
     """Problems that follow Python's salted string hash would make honest rollouts wrong_prompt."""
-    names = ["arithmetic", "reverse", *(f"reasoning_gym:{name}" for name in sorted(PLAIN | REVIEWED))]
+    names = ["arithmetic", "reverse", "code", *(f"reasoning_gym:{name}" for name in sorted(PLAIN | REVIEWED))]
     runs = [
         subprocess.run(
             [sys.executable, "-c", PRINT_PROBLEMS, " ".join(names)],
@@ -189,7 +190,15 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "reverse", *(f"reasoning_gym:{x}" for x in sorted(PLAIN | REVIEWED))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "arithmetic",
+        "reverse",
+        pytest.param("code", marks=needs_sandbox),
+        *(f"reasoning_gym:{x}" for x in sorted(PLAIN | REVIEWED)),
+    ],
+)
 def test_hostile_completions_earn_a_finite_reward_and_raise_nothing(name):
     """An exception here would let one completion stop the verifier, or the auditor."""
     source = environment(name)
