@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import broadcast_delta, machine
-from benchmarks.broadcasting import bad_relay, egress, full, idle, peer, striped, trace, trees
+from benchmarks.broadcasting import bad_relay, egress, full, hops, idle, peer, striped, trace, trees
 from benchmarks.broadcasting.delivery import Payload
 from benchmarks.broadcasting.processes import NodeEnded
 from benchmarks.broadcasting.trees import NotServed
@@ -61,6 +61,10 @@ MEANINGS = {
         "idle_connections_500_p99_ms": "a relay's manifest on a new connection while 500 say nothing",
         "idle_connections_still_open": "of the 500 at the end",
     },
+    "hops": {
+        "head_ms_per_hop": "from publishing a tiny version to its head at the third relay of a chain, by hop; median",
+        "head_ms_per_hop_worst": "the same of the slowest version; head_ms_depth1, 2 and 3 are not by hop",
+    },
     "delta": {
         "delta_ratio_066": "bytes of synthetic bfloat16 weights over those of a delta that changes 0.66 % of them",
         "delta_ratio_185": "the same where 1.85 % change",
@@ -88,6 +92,7 @@ class Options:
     link_bytes_per_s: float
     repeats: int
     requests: int
+    heads: int
     patience_s: float
     within: Path | None
 
@@ -118,6 +123,7 @@ def parts(options: Options, folder: Path, environment: Path | None) -> dict[str,
         "idle": lambda: idle.measure(
             payload(options.small_bytes), requests=options.requests, patience_s=patience_s, within=within
         ),
+        "hops": lambda: hops.measure(versions=options.heads, patience_s=patience_s, within=within),
         "delta": lambda: delta_figures(options.delta_bytes, options.repeats),
         "trace": lambda: trace.measure(folder),
     }
@@ -192,6 +198,7 @@ def sizes(given: argparse.Namespace) -> Options:
         link_bytes_per_s=given.link_mb_per_s * 1e6,
         repeats=1 if given.quick else given.repeats,
         requests=50 if given.quick else 500,
+        heads=3 if given.quick else 20,
         patience_s=given.patience,
         within=given.folder,
     )

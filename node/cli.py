@@ -19,9 +19,9 @@ from node.broadcast.command import fetch, publish
 from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained, set_up_logging
 from node.config import default_map, load_config
 from node.engine_options import check_engine, engine_maker, engine_options
-from node.identity import create_key, load_key, load_or_create_key, node_id
-from node.protocol.run import run_id_of
-from node.relay_advice import Serving, serving_url
+from node.identity import load_or_create_key
+from node.keys_command import keys
+from node.serving_options import server_limits, serving, serving_options, worker_serving_options
 from node.signals import stop_on_signals
 
 # vLLM's processes import this module before vLLM, which speaks before it has read how much it may say.
@@ -88,15 +88,6 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
     return state or Path.home() / ".veriswarm" / run_id[:16] / role
 
 
-def _serving(address: str, public_url: str | None) -> Serving:
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise click.BadParameter("give HOST:PORT, such as 192.0.2.7:8730", param_hint="--serve")
-    if public_url is None:
-        serving_url(host.strip("[]"), int(port))
-    return Serving(host=host.strip("[]"), port=int(port), public_url=public_url)
-
-
 @main.command()
 @_COORDINATOR
 @_RUN_ID_OPTION
@@ -120,12 +111,7 @@ def _serving(address: str, public_url: str | None) -> Serving:
     help="How long Ctrl-C and SIGTERM wait for slots; those that take longer are handed back.",
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
-@click.option(
-    "--serve",
-    metavar="HOST:PORT",
-    help="Serve the policies that this worker fetches to others, as a relay does; port 0 takes a free one.",
-)
-@click.option("--public-url", metavar="URL", help="Where others find what --serve serves, if not at HOST:PORT.")
+@worker_serving_options
 def worker(
     *,
     coordinator: str,
@@ -138,6 +124,8 @@ def worker(
     once: bool,
     serve: str | None,
     public_url: str | None,
+    max_rate: float | None,
+    connections_per_address: int,
     **options: Any,
 ) -> None:
     """Generate rollouts for a run and earn receipts for them.
@@ -150,6 +138,7 @@ def worker(
     Ctrl-C finishes its slots or hands them back. What it does now is in status.json in its state folder.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
+    from node.broadcast.progress import FetchProgress
     from node.worker import WorkerSettings, run_worker
 
     folder = _state_folder(state, run_id, "worker")
@@ -160,13 +149,15 @@ def worker(
         slots=slots,
         grace_seconds=grace,
         once=once,
-        serving=None if serve is None else _serving(serve, public_url),
+        serving=None if serve is None else serving(serve, public_url),
+        server_limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
     )
     make_engine = engine_maker(engine, state=folder, **options)
     node_key = load_or_create_key(key or folder / "key")
 
     async def work() -> None:
-        await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop_on_signals())
+        stop, watch = stop_on_signals(), FetchProgress().fetching
+        await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop, watch=watch)
 
     asyncio.run(work())
 
@@ -196,6 +187,7 @@ def worker(
 @click.option(
     "--quota-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB", help="Most disk to use, else any."
 )
+@serving_options
 def relay(
     *,
     coordinator: str,
@@ -207,6 +199,8 @@ def relay(
     public_url: str | None,
     upstreams: tuple[str, ...],
     quota_gb: float | None,
+    max_rate: float | None,
+    connections_per_address: int,
 ) -> None:
     """Serve the run's policies to workers and other relays.
 
@@ -217,6 +211,7 @@ def relay(
 
     Nobody has to trust a relay: whoever fetches from it checks every byte.
     """
+    from node.broadcast.progress import FetchProgress
     from node.relay import RelaySettings, run_relay
 
     folder = _state_folder(state, run_id, "relay")
@@ -229,11 +224,12 @@ def relay(
         public_url=public_url,
         upstreams=upstreams,
         quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
+        server_limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
     )
     node_key = load_or_create_key(key or folder / "key")
 
     async def serve() -> None:
-        await run_relay(settings, key=node_key, stop=stop_on_signals())
+        await run_relay(settings, key=node_key, stop=stop_on_signals(), watch=FetchProgress().fetching)
 
     asyncio.run(serve())
 
@@ -369,59 +365,9 @@ def doctor(
     ctx.exit(code)
 
 
-@main.group()
-def keys() -> None:
-    """Make and show keys: a node's identity, or a run's.
-
-    \b
-    Example:
-      veriswarm keys new run.key
-    """
-
-
-_KEY_FILE = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-
-
-@keys.command()
-@_KEY_FILE
-def new(file: Path) -> None:
-    """Make a key in FILE, readable by you alone, and print its public part.
-
-    \b
-    Example:
-      veriswarm keys new run.key
-
-    Keep a copy in a safe place: nobody can make it again.
-    """
-    click.echo(node_id(create_key(file)))
-
-
-@keys.command()
-@_KEY_FILE
-def show(file: Path) -> None:
-    """Print the public part of the key in FILE: the node's id.
-
-    \b
-    Example:
-      veriswarm keys show ~/.veriswarm/5f3c.../worker/key
-    """
-    click.echo(node_id(load_key(file)))
-
-
-@keys.command("run-id")
-@_KEY_FILE
-def show_run_id(file: Path) -> None:
-    """Print the id of the run whose key is in FILE; this is what contributors need to be told.
-
-    \b
-    Example:
-      veriswarm keys run-id run.key
-    """
-    click.echo(run_id_of(load_key(file).public_key().public_bytes_raw()))
-
-
 main.add_command(publish)
 main.add_command(fetch)
+main.add_command(keys)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,7 +18,7 @@ from node.coordinator_client import CoordinatorClient
 from node.errors import CoordinatorFault
 from node.exchange import checked_url, sound_urls
 from node.relay_advice import ANNOUNCE_SECONDS, announcement, serving_url, sources_of
-from shardcast import Relay
+from shardcast import Relay, ServerLimits, Watch, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,20 @@ class RelaySettings:
     public_url: str | None = None
     upstreams: tuple[str, ...] = ()
     quota_bytes: int | None = None
+    server_limits: ServerLimits = field(default_factory=ServerLimits)
 
 
-async def run_relay(settings: RelaySettings, *, key: Ed25519PrivateKey, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal."""
+async def run_relay(
+    settings: RelaySettings, *, key: Ed25519PrivateKey, stop: asyncio.Event, watch: Watch = unwatched
+) -> None:
+    """Serve until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal.
+
+    `watch` sees every version while it is fetched.
+    """
     if settings.public_url is None:
         serving_url(settings.host, settings.port)
     async with CoordinatorClient(settings.coordinator, run_id=settings.run_id, key=key) as client:
-        serving = asyncio.create_task(_serve(settings, client))
+        serving = asyncio.create_task(_serve(settings, client, watch))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -53,7 +59,7 @@ async def run_relay(settings: RelaySettings, *, key: Ed25519PrivateKey, stop: as
             await serving
 
 
-async def _serve(settings: RelaySettings, client: CoordinatorClient) -> None:
+async def _serve(settings: RelaySettings, client: CoordinatorClient, watch: Watch) -> None:
     descriptor = await client.descriptor(patience_seconds=FOR_EVER)
     if client.run_key is None:
         raise RuntimeError("a verified descriptor leaves the run's key")
@@ -64,6 +70,8 @@ async def _serve(settings: RelaySettings, client: CoordinatorClient) -> None:
         publisher_key=client.run_key,
         keep=descriptor.spec.broadcast.keep_versions,
         quota_bytes=settings.quota_bytes,
+        server_limits=settings.server_limits,
+        watch=watch,
     )
     port = await relay.start(settings.host, settings.port)
     try:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ from node.worker_registration import Registrar
 from node.worker_slots import SlotsUnderWay
 from node.worker_state import WorkerState
 from shardcast import Client as BroadcastClient
+from shardcast import ServerLimits, Watch, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ MakeEngine = Callable[[RunSpec], Engine]
 class WorkerSettings:
     """One worker. `slots` is how many it has under way at most; `grace_seconds` what ending may take.
 
-    `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
-    `backoff` paces whatever is tried again.
+    `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches,
+    within `server_limits`. `backoff` paces whatever is tried again.
     """
 
     coordinator: str
@@ -73,6 +74,7 @@ class WorkerSettings:
     grace_seconds: float = 10.0
     once: bool = False
     serving: Serving | None = None
+    server_limits: ServerLimits = field(default_factory=ServerLimits)
     backoff: Backoff = DEFAULT_BACKOFF
 
 
@@ -82,8 +84,12 @@ async def run_worker(
     key: Ed25519PrivateKey,
     make_engine: MakeEngine,
     stop: asyncio.Event,
+    watch: Watch = unwatched,
 ) -> None:
-    """Work for a run until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal."""
+    """Work for a run until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal.
+
+    `watch` sees every policy while it is fetched.
+    """
     with WorkerState(settings.state) as state:
         async with CoordinatorClient(
             settings.coordinator, run_id=settings.run_id, key=key, backoff=settings.backoff
@@ -110,6 +116,7 @@ async def run_worker(
                     client=client,
                     broadcast=broadcast,
                     engine=make_engine(descriptor.spec),
+                    watch=watch,
                 )
                 await worker.run(stop)
 
@@ -126,6 +133,7 @@ class Worker:
         client: CoordinatorClient,
         broadcast: BroadcastClient,
         engine: Engine,
+        watch: Watch = unwatched,
     ) -> None:
         self._settings = settings
         self._spec = descriptor.spec
@@ -134,7 +142,7 @@ class Worker:
         self._client = client
         self._changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed)
+        self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed, watch=watch)
         self._host = EngineHost(engine, self._feed, spec=descriptor.spec, run_id=settings.run_id)
         self._registrar = Registrar(client, engine=self._host.name, backoff=settings.backoff)
         self._desk = LeaseDesk(
@@ -161,7 +169,7 @@ class Worker:
         self._finished_before = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, then hand back what is not done."""
+        """Work until `stop` is set, then hand back what is not done. Raises Refused where the node is banned."""
         try:
             async with self._group as group:
                 for pending in self._state.recover():
@@ -177,6 +185,8 @@ class Worker:
                 await self._delivery.finish(upload_seconds=self._settings.grace_seconds)
                 for task in background:
                     task.cancel()
+            if self._desk.ban is not None:
+                raise self._desk.ban
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         finally:
@@ -187,8 +197,8 @@ class Worker:
     # -- policies and slots
 
     async def _work(self, stop: asyncio.Event) -> None:
-        """Keep slots under way until the end; raises Stopped."""
-        while True:
+        """Keep slots under way until the end, or until the coordinator wants no more of them; raises Stopped."""
+        while self._desk.ban is None:
             self._changed.clear()
             try:
                 if self._slots.failure is not None:
@@ -310,7 +320,7 @@ class Worker:
     async def _refresh(self) -> None:
         """Keep the list of relays current; the descriptor's serve until the coordinator names others."""
         serving = self._settings.serving
-        own = None if serving is None else await self._feed.serve(serving)
+        own = None if serving is None else await self._feed.serve(serving, self._settings.server_limits)
         while True:
             try:
                 if own is None:
@@ -328,8 +338,7 @@ class Worker:
 
     def status(self) -> dict[str, Any]:
         """The worker at this moment, ready for JSON."""
-        tally, downloading, speed = self._state.tally, self._feed.downloading, self._slots.speed
-        progress = downloading[1] if downloading else None
+        tally, speed = self._state.tally, self._slots.speed
         return {
             "run_id": self._settings.run_id,
             "coordinator": self._settings.coordinator,
@@ -352,15 +361,7 @@ class Worker:
             "expired": self._slots.expired,
             "admitted_tokens": tally.tokens,
             "reasons": dict(tally.reasons),
-            "broadcast": downloading
-            and {
-                "version": downloading[0],
-                "done_bytes": progress.done_bytes if progress else 0,
-                "total_bytes": progress.total_bytes if progress else None,
-                "bytes_per_s": round(progress.bytes_per_s) if progress else 0,
-                "sources": progress.sources if progress else 0,
-                "seconds_left": progress.seconds_left if progress else None,
-            },
+            "broadcast": self._feed.status(),
             "broadcast_bytes": {"fetched": self._feed.fetched.bytes_in, "results": self._feed.fetched.result_bytes},
             "started_at": self._started_at,
             "updated_at": time.time(),

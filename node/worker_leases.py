@@ -66,6 +66,7 @@ class LeaseDesk:
         evidence: Path,
     ) -> None:
         self.is_over = False
+        self.ban: Refused | None = None
         self.came_empty = False
         self._client = client
         self._feed = feed
@@ -97,6 +98,8 @@ class LeaseDesk:
         except (Refused, BadReply) as error:
             self._complaints.note("no work", error)
             self.pause(REFUSED_PAUSE_SECONDS)
+            if isinstance(error, Refused) and error.code == Reason.BANNED:
+                self.ban = error
             if isinstance(error, Refused) and error.code == Reason.UNKNOWN_IDENTITY:
                 await self._register()
             return []

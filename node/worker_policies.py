@@ -18,7 +18,7 @@ from node.exchange import Backoff, checked_url, printable
 from node.protocol.messages import RelayList
 from node.relay_advice import Serving, serving_url, sources_of
 from node.signals import Stopped, race
-from shardcast import Client, Fetched, Head, Progress
+from shardcast import Client, Fetched, Head, Progress, ServerLimits, Watch, unwatched
 from shardcast.errors import NoVersionYet, ShardcastError
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,12 @@ class HeldPolicy:
 class PolicyFeed:
     """Downloads each new policy as it is announced, and sets `arrived` whenever one is complete."""
 
-    def __init__(self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event) -> None:
+    def __init__(
+        self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event, watch: Watch = unwatched
+    ) -> None:
         self.downloading: tuple[int, Progress | None] | None = None
         self._arrived = arrived
-        self._broadcast = broadcast
+        self._broadcast, self._watch = broadcast, watch
         self._backoff = backoff
         self._held: dict[int, HeldPolicy] = {}
         self._away_since: float | None = None
@@ -57,9 +59,9 @@ class PolicyFeed:
             self._advice = advice
             self._sources_changed.set()
 
-    async def serve(self, serving: Serving) -> str:
+    async def serve(self, serving: Serving, limits: ServerLimits) -> str:
         """Serve others what is fetched; returns where they find it."""
-        port = await self._broadcast.serve(serving.host, serving.port)
+        port = await self._broadcast.serve(serving.host, serving.port, limits=limits)
         url = checked_url(serving.public_url or serving_url(serving.host, port))
         log.info("serving policies at %s", url)
         return url
@@ -72,6 +74,20 @@ class PolicyFeed:
     def fetched(self) -> Fetched:
         """What was transferred since the start, and what it weighs."""
         return self._broadcast.fetched
+
+    def status(self) -> dict[str, Any] | None:
+        """What is being fetched and how far that is, ready for JSON; None while nothing is."""
+        if self.downloading is None:
+            return None
+        version, progress = self.downloading
+        return {
+            "version": version,
+            "done_bytes": progress.done_bytes if progress else 0,
+            "total_bytes": progress.total_bytes if progress else None,
+            "bytes_per_s": round(progress.bytes_per_s) if progress else 0,
+            "sources": progress.sources if progress else 0,
+            "seconds_left": progress.seconds_left if progress else None,
+        }
 
     def versions(self) -> tuple[int, ...]:
         """Versions on disk, newest first; the broadcast client deletes old ones."""
@@ -117,11 +133,15 @@ class PolicyFeed:
     async def _fetch(self, head: Head) -> None:
         started, before = time.monotonic(), self.fetched.bytes_in
 
-        def note(progress: Progress) -> None:
-            self.downloading = head.version, progress
-
         self.downloading = head.version, None
-        path = await self._broadcast.fetch(head, progress=note)
+        with self._watch(head.version) as report:
+
+            def note(progress: Progress) -> None:
+                self.downloading = head.version, progress
+                if report is not None:
+                    report(progress)
+
+            path = await self._broadcast.fetch(head, progress=note)
         self._held[head.version] = HeldPolicy(manifest_digest=head.manifest_digest, path=path)
         size_mb, seconds = path.stat().st_size / 1e6, time.monotonic() - started
         got_mb = (self.fetched.bytes_in - before) / 1e6

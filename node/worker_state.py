@@ -160,10 +160,7 @@ class WorkerState:
 
     def settle(self, pending: Pending, receipt: Receipt, envelope: bytes) -> None:
         """Keep the receipt of a slot, count it, and forget the slot."""
-        with self._receipts.open("ab") as file:
-            file.write(encode(KeptReceipt(receipt=receipt, envelope=envelope)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._append(encode(KeptReceipt(receipt=receipt, envelope=envelope)) + b"\n")
         self.tally.count(receipt)
         self.forget(pending)
 
@@ -172,6 +169,19 @@ class WorkerState:
         self._record(pending).unlink(missing_ok=True)
         self.body_of(pending).unlink(missing_ok=True)
         sync_folder(self._pending)
+
+    def _append(self, line: bytes) -> None:
+        """Add a receipt; on a full disk none, for what comes after half a line would be lost with it."""
+        with self._receipts.open("ab") as file:
+            whole = file.tell()
+        try:
+            with self._receipts.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            os.truncate(self._receipts, whole)
+            raise
 
     def _record(self, pending: Pending) -> Path:
         return self._pending / f"{pending.lease.lease_id}.json"

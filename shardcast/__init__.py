@@ -19,7 +19,7 @@ public to whoever asks) and choosing whom to fetch from (the caller lists the so
 from shardcast.board import Board
 from shardcast.client import Client
 from shardcast.download import DownloadLimits
-from shardcast.fetching import Fetched, Progress
+from shardcast.fetching import Fetched, Progress, Report, Watch, unwatched
 from shardcast.listener import Listener, ServerLimits, listen
 from shardcast.manifest import Delta, Head, Limits, Manifest, Payload, SignedManifest
 from shardcast.origin import DeltaSettings, Origin, OriginServer
@@ -46,12 +46,15 @@ __all__ = [
     "Payload",
     "Progress",
     "Relay",
+    "Report",
     "ServerLimits",
     "SignedManifest",
     "SourceLimits",
     "TransportLimits",
     "TrustedState",
+    "Watch",
     "check_fraud_proof",
     "listen",
     "make_app",
+    "unwatched",
 ]

@@ -57,15 +57,29 @@ class Progress:
         return (self.total_bytes - self.done_bytes) / self.bytes_per_s if self.bytes_per_s > 0 else None
 
 
+Report = Callable[[Progress], None]
+Watch = Callable[[int], contextlib.AbstractContextManager[Report | None]]
+"""Entered with a version while that is fetched; gives what is to be called with its progress."""
+
+
+def unwatched(_: int) -> contextlib.AbstractContextManager[None]:
+    """For fetches that nobody watches."""
+    return contextlib.nullcontext()
+
+
 @dataclass(slots=True)
 class Fetched:
-    """What was transferred since the start of the process, and what the results it gave weigh."""
+    """What was transferred since the start of the process, what the results it gave weigh, and what is under way.
+
+    `under_way` has the progress of each version that something has arrived of.
+    """
 
     bytes_in: int = 0
     result_bytes: int = 0
     by_delta: int = 0
     in_full: int = 0
     wrong_chunks: int = 0
+    under_way: dict[int, Progress] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,7 +87,7 @@ class _Meter:
     """Adds up what arrives, for whoever wants to see it."""
 
     full_bytes: int
-    report: Callable[[Progress], None] | None
+    report: Report | None
     sources: Sources
     done: int = 0
     total: int = 0
@@ -117,13 +131,12 @@ class Fetcher:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         self._passing_on: dict[str, asyncio.Task[None]] = {}
 
-    async def complete(self, signed: SignedManifest, report: Callable[[Progress], None] | None = None) -> Path:
+    async def complete(self, signed: SignedManifest, report: Report | None = None) -> Path:
         """The file of a version that the store holds the manifest of, whole and verified."""
         async with self._lock_of(signed.digest):
-            with self._pinned(signed):
+            with self._pinned(signed), self._metered(signed, report) as meter:
                 result = await asyncio.to_thread(self._store.result, signed)
                 await asyncio.to_thread(result.check)
-                meter = _Meter(signed.manifest.full.payload_bytes, report, self._sources)
                 if self.everything:
                     self._pass_on(signed, meter)
                 if not result.is_complete():
@@ -156,6 +169,23 @@ class Fetcher:
         finally:
             for signed in versions:
                 self._store.unpin(signed.manifest.version)
+
+    @contextlib.contextmanager
+    def _metered(self, signed: SignedManifest, report: Report | None) -> Iterator[_Meter]:
+        """A meter that reports until the version is here: deltas that are passed on may go on arriving."""
+        version, under_way = signed.manifest.version, self.fetched.under_way
+
+        def note(progress: Progress) -> None:
+            under_way[version] = progress
+            if report is not None:
+                report(progress)
+
+        meter = _Meter(signed.manifest.full.payload_bytes, note, self._sources)
+        try:
+            yield meter
+        finally:
+            meter.report = None
+            under_way.pop(version, None)
 
     def _pass_on(self, signed: SignedManifest, meter: _Meter) -> None:
         """Have every delta of a version, for those who need it; the result does not wait for them."""

@@ -40,10 +40,14 @@ _http_logger.addFilter(_NotAboutStrangers())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What strangers may take. Behind a NAT or on loopback one address is many nodes."""
+    """What strangers may take. Behind a NAT, a proxy or on loopback one address is many nodes; None sets no limit.
+
+    `max_bytes_per_s` is for the answers to all of them together.
+    """
 
     max_connections: int = 4096
-    max_connections_per_address: int = 512
+    max_connections_per_address: int | None = 512
+    max_bytes_per_s: float | None = None
     idle_timeout_s: float = 30.0
     transfer_timeout_s: float = 120.0
     max_wait_s: float = 30.0
@@ -125,7 +129,8 @@ class Listener:
         # By (host, port), since for a moment a connection is both being opened and already the server's.
         peers = {handler.peername for handler in self._server.connections} | set(self._opening.values())
         from_host = sum(1 for peer in peers if peer is not None and peer[0] == host)
-        return len(peers) < self._limits.max_connections and from_host < self._limits.max_connections_per_address
+        most_from_host = self._limits.max_connections_per_address
+        return len(peers) < self._limits.max_connections and (most_from_host is None or from_host < most_from_host)
 
 
 async def listen(

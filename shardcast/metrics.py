@@ -35,7 +35,29 @@ class BoardCollector(Collector):
         yield CounterMetricFamily("shardcast_sent_bytes", "bytes served", traffic.bytes_out)
         yield CounterMetricFamily("shardcast_requests", "requests answered", traffic.requests)
         yield CounterMetricFamily("shardcast_refused_requests", "requests refused", traffic.refused)
+        yield from self._under_way()
         yield from self._sources()
+
+    def _under_way(self) -> Iterator[Metric]:
+        """What is being fetched, by version; a version that is here has none of these."""
+        done, total, rate, sources, left = (
+            GaugeMetricFamily(f"shardcast_fetch_{name}", meaning, labels=["version"])
+            for name, meaning in (
+                ("done_bytes", "bytes of a fetch that are here"),
+                ("total_bytes", "bytes that the fetch takes in all"),
+                ("bytes_per_second", "its rate since it began"),
+                ("sources", "how many it has requests at"),
+                ("seconds_left", "at this rate"),
+            )
+        )
+        for version, progress in list(self._board.fetched.under_way.items()):
+            done.add_metric([str(version)], progress.done_bytes)
+            total.add_metric([str(version)], progress.total_bytes)
+            rate.add_metric([str(version)], progress.bytes_per_s)
+            sources.add_metric([str(version)], progress.sources)
+            if progress.seconds_left is not None:
+                left.add_metric([str(version)], progress.seconds_left)
+        yield from (done, total, rate, sources, left)
 
     def _sources(self) -> Iterator[Metric]:
         rate = GaugeMetricFamily("shardcast_source_bytes_per_second", "measured bandwidth", labels=["source"])

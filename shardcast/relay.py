@@ -18,7 +18,7 @@ from pathlib import Path
 from shardcast.board import Announced, Board
 from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.errors import Equivocation, LocalFault, NotServed, NoVersionYet, PeerFault, ShardcastError, Stale
-from shardcast.fetching import Fetcher
+from shardcast.fetching import Fetcher, Watch, unwatched
 from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
 from shardcast.server import make_app
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Relay:
-    """One relay of one run. `start` binds and begins to follow; `stop` ends both."""
+    """One relay of one run. `start` binds and begins to follow; `stop` ends both. `watch` sees what is fetched."""
 
     def __init__(
         self,
@@ -48,11 +48,12 @@ class Relay:
         source_limits: SourceLimits = DEFAULT_SOURCE_LIMITS,
         transport_limits: TransportLimits = DEFAULT_TRANSPORT_LIMITS,
         server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+        watch: Watch = unwatched,
         clock: Callable[[], float] = time.time,
     ) -> None:
         root = Path(store_dir)
         self._root, self._state_path, self._poll_s, self._clock = root, root / "state.json", poll_s, clock
-        self._server_limits = server_limits
+        self._server_limits, self._watch_fetch = server_limits, watch
         self._sources = Sources(upstreams, limits=source_limits)
         self._transport = Transport(limits=limits, patience=transport_limits)
         self._store = Store(root, run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
@@ -217,7 +218,8 @@ class Relay:
         version = signed.manifest.version
         try:
             await asyncio.to_thread(self._store.add_manifest, signed)
-            await self._fetcher.complete(signed)
+            with self._watch_fetch(version) as report:
+                await self._fetcher.complete(signed, report)
             self._completed.add(version)
             logger.info("version %d is complete", version)
         except ShardcastError as error:  # the watchers start it again

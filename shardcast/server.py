@@ -4,7 +4,8 @@
     GET /v1/versions/{version}      the manifest envelope of a version
     GET /v1/manifests/{digest}      the manifest envelope with this digest
     GET /v1/payloads/{digest}/{index}?wait=S
-                                    a chunk; one still on its way is waited for up to S seconds, then 503
+                                    a chunk; one still on its way is waited for up to S seconds, then 503,
+                                    and with a limited rate so is its turn
     GET /v1/status                  what is held and from where, as JSON, for people
     GET /health, GET /metrics       liveness, and Prometheus figures
 
@@ -32,6 +33,7 @@ from shardcast.errors import LocalFault, Malformed
 from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits
 from shardcast.manifest import KIB, SignedManifest
 from shardcast.metrics import BoardCollector
+from shardcast.pacing import Pacer, Turn
 from shardcast.payload_file import PayloadFile, Place
 from shardcast.refusals import refusal
 from shardcast.wire import MAX_INTEGER
@@ -50,6 +52,11 @@ _FOR_EVER = "public, max-age=31536000, immutable"
 """What is named by its digest: caches in front of a node may keep it."""
 _NEVER = "no-store"
 _PIECE_BYTES = 64 * KIB
+_HEADER_BYTES = 256
+"""About what aiohttp sends before a body."""
+
+_TURN_S = 5.0
+"""How much longer than it said a reader waits for the turn of its chunk; our own waits 10 s longer."""
 
 
 class _Bounded(web.StreamResponse):
@@ -75,16 +82,35 @@ class _Bounded(web.StreamResponse):
 
 
 class _Chunk(_Bounded):
-    """A chunk by sendfile.
+    """A chunk by sendfile, in pieces where the rate is limited; 503 if its turn does not come until `give_up_at`.
 
     Not web.FileResponse: that opens the file in a thread, and loses it when the peer leaves meanwhile.
     """
 
-    def __init__(self, file: PayloadFile, index: int, deadline_s: float) -> None:
+    def __init__(
+        self, file: PayloadFile, index: int, deadline_s: float, *, pacer: Pacer | None, give_up_at: float
+    ) -> None:
         super().__init__(deadline_s, _FOR_EVER)
         self._file, self._index = file, index
+        self._pacer, self._give_up_at = pacer, give_up_at
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        length = self._file.payload.chunk_length(self._index)
+        if self._pacer is None:
+            return await self._open_and_send(request, self._send_whole)
+        turn = Turn()
+        try:
+            async with asyncio.timeout_at(self._give_up_at):
+                await self._pacer.allow(min(length, self._pacer.piece_bytes), turn)
+            return await self._open_and_send(request, partial(self._send_pieces, self._pacer, turn))
+        except TimeoutError:
+            return await self._refuse(request, 503)
+        finally:
+            self._pacer.end(turn)
+
+    async def _open_and_send(
+        self, request: web.BaseRequest, send: Callable[[Place, asyncio.Transport], Awaitable[None]]
+    ) -> AbstractStreamWriter | None:
         try:
             place = self._file.place(self._index)
         except LocalFault:
@@ -93,10 +119,21 @@ class _Chunk(_Bounded):
             return await self._refuse(request, 404)
         with place.file:
             self.content_length = place.length
-            return await self._within_deadline(request, partial(self._send, place))
+            return await self._within_deadline(request, partial(send, place))
 
-    async def _send(self, place: Place, transport: asyncio.Transport) -> None:
+    async def _send_whole(self, place: Place, transport: asyncio.Transport) -> None:
         await asyncio.get_running_loop().sendfile(transport, place.file, place.offset, place.length)
+
+    async def _send_pieces(self, pacer: Pacer, turn: Turn, place: Place, transport: asyncio.Transport) -> None:
+        """The first piece is allowed already."""
+        loop = asyncio.get_running_loop()
+        for start in range(0, place.length, pacer.piece_bytes):
+            length = min(pacer.piece_bytes, place.length - start)
+            if start:
+                await pacer.allow(length, turn)
+            if transport.is_closing():
+                raise ConnectionResetError("the peer has gone")
+            await loop.sendfile(transport, place.file, place.offset + start, length)
 
     async def _refuse(self, request: web.BaseRequest, status: int) -> AbstractStreamWriter | None:
         self.set_status(status)
@@ -108,17 +145,21 @@ class _Chunk(_Bounded):
 class _Manifest(_Bounded):
     """An envelope piece by piece: in one, every slow reader would have megabytes of it copied for itself."""
 
-    def __init__(self, envelope: bytes, deadline_s: float, caching: str) -> None:
+    def __init__(self, envelope: bytes, deadline_s: float, caching: str, *, pacer: Pacer | None) -> None:
         super().__init__(deadline_s, caching)
-        self._envelope = memoryview(envelope)
+        self._envelope, self._pacer = memoryview(envelope), pacer
         self.content_length = len(envelope)
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         return await self._within_deadline(request, self._send)
 
     async def _send(self, _: asyncio.Transport) -> None:
-        for start in range(0, len(self._envelope), _PIECE_BYTES):
-            await self.write(self._envelope[start : start + _PIECE_BYTES])
+        step = _PIECE_BYTES if self._pacer is None else min(_PIECE_BYTES, self._pacer.piece_bytes)
+        for start in range(0, len(self._envelope), step):
+            piece = self._envelope[start : start + step]
+            if self._pacer is not None:
+                await self._pacer.allow(len(piece))
+            await self.write(piece)
 
 
 class Server:
@@ -127,6 +168,7 @@ class Server:
     def __init__(self, board: Board, limits: ServerLimits) -> None:
         self._board = board
         self._limits = limits
+        self._pacer = None if limits.max_bytes_per_s is None else Pacer(limits.max_bytes_per_s)
         self._registry = CollectorRegistry()
         self._registry.register(BoardCollector(board))
 
@@ -169,13 +211,16 @@ class Server:
     def _manifest(self, signed: SignedManifest | None, caching: str) -> web.StreamResponse:
         if signed is None:
             return refusal(404, "unknown_version", "this version is not held here")
-        return _Manifest(signed.envelope, self._limits.transfer_timeout_s, caching)
+        return _Manifest(signed.envelope, self._limits.transfer_timeout_s, caching, pacer=self._pacer)
 
     async def chunk(self, request: web.Request) -> web.StreamResponse:
         name, index = request.match_info["digest"], int(request.match_info["index"])
-        file = await self._board.chunk(name, index, self._wait_s(request))
+        wait_s = self._wait_s(request)
+        give_up_at = asyncio.get_running_loop().time() + wait_s + _TURN_S
+        file = await self._board.chunk(name, index, wait_s)
         if file is not None:
-            return _Chunk(file, index, self._limits.transfer_timeout_s)
+            limits, pacer = self._limits, self._pacer
+            return _Chunk(file, index, limits.transfer_timeout_s, pacer=pacer, give_up_at=give_up_at)
         if self._board.expects(name, index):
             return refusal(503, "not_yet", "this chunk has not arrived here yet; ask again or elsewhere")
         return refusal(404, "unknown_chunk", "no version held here has this chunk")
@@ -197,6 +242,12 @@ class Server:
             raise Malformed("wait must be seconds, such as 5 or 2.5", code="bad_query")
         return min(float(text), self._limits.max_wait_s)
 
+    async def pace(self, response: web.StreamResponse) -> None:
+        """Wait until `response` may be sent; of what is large, until its headers may."""
+        if self._pacer is not None:
+            body_bytes = 0 if isinstance(response, _Bounded) else response.content_length or 0
+            await self._pacer.allow(_HEADER_BYTES + body_bytes)
+
     async def count_sent(self, _: web.Request, response: web.StreamResponse) -> None:
         self._board.traffic.bytes_out += response.content_length or 0
 
@@ -213,6 +264,7 @@ def make_app(board: Board, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.
             response.headers[hdrs.CACHE_CONTROL] = _NEVER
         if response.status >= 400:
             board.traffic.refused += 1
+        await server.pace(response)
         return response
 
     app = web.Application(middlewares=[guard], client_max_size=1)
@@ -258,6 +310,17 @@ def describe(board: Board) -> dict[str, Any]:
             for signed in store.versions()
         ],
         "planned_bytes": store.planned_bytes,
+        "fetching": [
+            {
+                "version": version,
+                "done_bytes": progress.done_bytes,
+                "total_bytes": progress.total_bytes,
+                "bytes_per_s": round(progress.bytes_per_s),
+                "sources": progress.sources,
+                "seconds_left": progress.seconds_left,
+            }
+            for version, progress in list(board.fetched.under_way.items())
+        ],
         "upstreams": board.upstreams(),
         "fetched": {"bytes": board.fetched.bytes_in, "result_bytes": board.fetched.result_bytes},
         "bytes_in": board.bytes_in,

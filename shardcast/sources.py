@@ -21,7 +21,12 @@ from shardcast.errors import LocalFault, NetworkFault, PeerFault, ShardcastError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLimits:
-    """How sources are judged. `smoothing` is the weight of the newest sample."""
+    """How sources are judged. `smoothing` is the weight of the newest sample.
+
+    The chunks of a source share its link, so that a hop takes as long as `per_source` of them: with 3 it costs a fifth
+    less than with 4. But a link whose round trip is 2.4 times a chunk's time is filled to 95 % by 4, 86 % by 3 and
+    60 % by 2, and with 3 the origin of striped trees sends 1.24 versions in place of 1.15.
+    """
 
     per_source: int = 4
     smoothing: float = 0.25

@@ -1,6 +1,6 @@
 """A process around one of shardcast's public classes: `python -m benchmarks.broadcasting.node ROLE ...`.
 
-    origin --folder F --key SEED                            {"port"}; {"publish", "version"} publishes a file
+    origin --folder F --key SEED                            {"port"}; {"publish", "version"} gives {"published", "at"}
     relay URL ... --folder F --publisher KEY                {"port"}; {"stripes"} says from whom to fetch
     worker URL ... --folder F --publisher KEY [--count N]   {"ready"}, then {"served", "path", "at"} for each version
 
@@ -36,7 +36,7 @@ async def origin(arguments: argparse.Namespace) -> None:
     say(port=server.start())
     async for request in requests():
         await asyncio.to_thread(server.publish, Path(request["publish"]), version=request["version"])
-        say(published=request["version"])
+        say(published=request["version"], at=time.monotonic())
     server.stop()
 
 

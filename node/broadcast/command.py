@@ -15,6 +15,7 @@ from node.command_line import CouldNotRun, explained
 from node.exchange import printable
 from node.identity import load_or_create_key
 from node.protocol.run import run_id_of
+from node.serving_options import server_limits, serving_options
 from node.signals import EXIT_AT_ONCE, Stopped, stop_on_signals
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -75,6 +76,7 @@ _ADVICE = {
     help="Versions that stay on disk whole; older ones can no longer be fetched.",
 )
 @click.option("--watch", is_flag=True, help="Publish the file again whenever it is replaced.")
+@serving_options
 @click.pass_context
 def publish(
     ctx: click.Context,
@@ -87,6 +89,8 @@ def publish(
     port: int,
     keep: int,
     watch: bool,
+    max_rate: float | None,
+    connections_per_address: int,
 ) -> None:
     """Serve FILE, signed, to whoever asks: SHARDCAST alone, without a coordinator.
 
@@ -102,7 +106,16 @@ def publish(
 
     _calm_logs(ctx)
     folder = state or default_state(file)
-    settings = PublishSettings(file=file, state=folder, host=host, port=port, version=version, keep=keep, watch=watch)
+    settings = PublishSettings(
+        file=file,
+        state=folder,
+        host=host,
+        port=port,
+        version=version,
+        keep=keep,
+        watch=watch,
+        limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
+    )
     publisher_key = load_or_create_key(key or folder / "key")
 
     async def serve() -> None:

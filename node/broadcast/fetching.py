@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +20,12 @@ from typing import Literal, Protocol
 from node.errors import ConfigError
 from node.exchange import Backoff, printable
 from node.signals import race
-from shardcast import Client, Progress
+from shardcast import Client, Report
 from shardcast.errors import Equivocation, NetworkFault, PeerFault, ShardcastError
 from shardcast.files import as_local_fault, sync_folder
 from shardcast.manifest import Head
 
 log = logging.getLogger(__name__)
-
-Report = Callable[[Progress], None]
 
 KEEP_VERSIONS = 1
 ANSWER_SECONDS = 5.0
@@ -66,7 +63,7 @@ class Result:
 class View(Protocol):
     """Who is told what happens (`node.broadcast.view`)."""
 
-    def fetching(self, version: int) -> AbstractContextManager[Report]:
+    def fetching(self, version: int) -> AbstractContextManager[Report | None]:
         """Gives what is to be called with the progress of a fetch."""
 
     def here(self, result: Result) -> None:

@@ -13,7 +13,7 @@ import logging
 import shlex
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.filesize import decimal
 
 from node.protocol.run import run_id_of
-from shardcast import Manifest, Origin, OriginServer
+from shardcast import Manifest, Origin, OriginServer, ServerLimits
 from shardcast.errors import LocalFault
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class PublishSettings:
     version: int | None = None
     keep: int = 3
     watch: bool = False
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 def default_state(file: Path) -> Path:
@@ -65,7 +66,7 @@ async def run_publish(
         keep=settings.keep,
         manifest_lifetime_s=MANIFEST_LIFETIME_SECONDS,
     )
-    server = OriginServer(origin, settings.host, settings.port)
+    server = OriginServer(origin, settings.host, settings.port, limits=settings.limits)
     try:
         port = await asyncio.to_thread(server.start)
         before = _mark(settings.file)

@@ -21,6 +21,7 @@ class Reason(StrEnum):
     WRONG_RUN = "wrong_run"
     UNKNOWN_IDENTITY = "unknown_identity"
     UNKNOWN_LEASE = "unknown_lease"
+    BANNED = "banned"
     FOREIGN_LEASE = "foreign_lease"
     EXPIRED_LEASE = "expired_lease"
     STALE_POLICY = "stale_policy"
@@ -60,6 +61,7 @@ ADVICE: dict[Reason, str] = {
     Reason.WRONG_RUN: "The request names another run; check --run-id.",
     Reason.UNKNOWN_IDENTITY: "This key is not registered with the run; register first.",
     Reason.UNKNOWN_LEASE: "No such lease; ask for a new one.",
+    Reason.BANNED: "Too many of this node's slots were rejected; its receipts say why, veriswarm doctor may say more.",
     Reason.FOREIGN_LEASE: "This lease belongs to another node; submit only work leased to this key.",
     Reason.EXPIRED_LEASE: "The lease has ended and the slot went to somebody else; ask for a new one.",
     Reason.STALE_POLICY: "The run has moved on and no longer takes work of that policy; fetch the newest policy.",
@@ -79,7 +81,7 @@ ADVICE: dict[Reason, str] = {
     Reason.TOKENS_AFTER_EOS: "Nothing may follow the first end-of-sequence token.",
     Reason.UNFINISHED: "A completion below the length cap must end with an end-of-sequence token.",
     Reason.WRONG_LOGPROB_COUNT: "There is exactly one log-probability per completion token.",
-    Reason.LOGPROB_NOT_FINITE: "A log-probability is NaN, infinite, or above zero.",
+    Reason.LOGPROB_NOT_FINITE: "A log-probability is NaN, infinite, above zero, or below -80.",
     Reason.WRONG_SEGMENTS: "Say which policy drew which tokens: published ones, rising, within max_version_lead.",
     Reason.WRONG_PROOF_COUNT: "There is exactly one proof per started chunk of a segment.",
     Reason.MALFORMED_PROOF: "A proof is not one of the run's scheme and size.",

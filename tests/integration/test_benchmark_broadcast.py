@@ -42,6 +42,7 @@ PROMISED = {
     "origin_bytes_16_over_2_workers",
     "one_bad_relay_slowdown",
     "idle_connections_500_p99_ms",
+    "head_ms_per_hop",
     "delta_ratio_066",
     "delta_ratio_185",
     "delta_over_entropy",

@@ -104,6 +104,12 @@ def test_a_watched_file_that_is_emptied_or_away_costs_nobody_the_version_before(
     publisher.until_said("is version 2: 10 bytes")
 
 
+def test_a_publisher_sends_no_more_than_it_was_told_to(shop, file):
+    _, address = shop.publish(file, "--max-rate", "2")
+    result = json.loads(shop.fetch(*address.arguments, "--json").stdout)
+    assert file.stat().st_size / result["seconds"] < 2_200_000
+
+
 def test_one_folder_has_one_publisher_at_a_time(shop, file):
     shop.publish(file)
     second = shop.start("publish", str(file), "--port", "0", "--state", str(shop.folder / "publisher"))

@@ -1,0 +1,185 @@
+"""How far a fetch is: one line that is rewritten on a terminal, log lines elsewhere, and figures for programs.
+
+What would break for whom: a contributor sees nothing for minutes, takes the worker for dead and ends it; or log lines
+and the line that is rewritten run into each other, and the one error that matters cannot be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+
+import aiohttp
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from publishing import ROOT, VERISWARM, slow
+
+from node.broadcast import progress
+from node.broadcast.progress import FetchProgress
+from node.relay import RelaySettings, run_relay
+from node.relay_advice import Serving
+
+OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
+BAR = r"version 0 [━╸╺]+ \d+% of [\d.]+ MB  [\d.]+ \w+/s  1 source  0:0\d left"
+LINE = r"version 0: \d+% of [\d.]+ MB, [\d.]+ \w+/s  1 source  0:0\d left"
+
+
+class Terminal:
+    """A command on a terminal of 100 columns; `seen` has all that it wrote there, without what moves the cursor."""
+
+    def __init__(self, *command: str) -> None:
+        self._near, far = pty.openpty()
+        termios.tcsetwinsize(far, (30, 100))
+        environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, stdout=far, stderr=far, stdin=far, cwd=ROOT, env=environment)
+        os.close(far)
+        self._written = b""
+
+    @property
+    def seen(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._written.decode(errors="replace"))
+
+    @property
+    def lines(self) -> list[str]:
+        """What stood at the beginning of a line, whether it was rewritten or not."""
+        return [line.rstrip() for line in re.split(r"[\r\n]+", self.seen)]
+
+    def _read(self) -> bool:
+        with contextlib.suppress(OSError):  # the terminal is gone when the process is
+            data = os.read(self._near, 4096)
+            self._written += data
+            return bool(data)
+        return False
+
+    async def until(self, pattern: str) -> None:
+        deadline = time.monotonic() + 50
+        while not re.search(pattern, self.seen):
+            assert time.monotonic() < deadline, self.seen
+            assert await asyncio.to_thread(self._read), self.seen
+
+    def end(self) -> str:
+        self._process.terminate()
+        while self._read():
+            pass
+        self._process.wait(20)
+        os.close(self._near)
+        return self.seen
+
+
+@contextlib.contextmanager
+def behind_a_slow_line(swarm):
+    """The only source that the coordinator names takes about two seconds for the policy."""
+    with slow(swarm.origin_url, bytes_per_s=swarm.policy_bytes // 2) as url:
+        swarm.coordinator.relays = (url,)
+        yield url
+
+
+@pytest.fixture
+def swarm(swarm, tiny_policy_path):
+    swarm.policy_bytes = tiny_policy_path.stat().st_size
+    return swarm
+
+
+@pytest.mark.parametrize("role", ["worker", "relay"])
+async def test_a_terminal_shows_how_far_the_policy_is_and_keeps_log_lines_whole(swarm, tmp_path, role):
+    with behind_a_slow_line(swarm) as url:
+        command = [*VERISWARM, role, "--coordinator", swarm.url, "--run-id", swarm.run_id, "--state", str(tmp_path)]
+        terminal = Terminal(*command, *(("--port", "0", "--upstream", url) if role == "relay" else ()))
+        await terminal.until(BAR)
+        await terminal.until(r"policy 0 is here" if role == "worker" else r"version 0 is complete")
+    terminal.end()
+    joined = "joins run" if role == "worker" else "relaying run"
+    here = "policy 0 is here: " if role == "worker" else "version 0 is complete"
+    for said in (joined, here):
+        assert any(re.match(rf"\d\d:\d\d:\d\d INFO    .*{said}", line) for line in terminal.lines), terminal.lines
+    assert "Traceback" not in terminal.seen
+
+
+CHATTY = """
+    import logging, time
+    from node.broadcast.progress import FetchProgress
+    from node.command_line import set_up_logging
+    from shardcast import Progress
+
+    set_up_logging(verbose=False)
+    log = logging.getLogger("node.chatty")
+    view = FetchProgress()
+    log.warning("before")
+    with view.fetching(1) as one, view.fetching(2) as other:
+        for step in range(1, 30):
+            one(Progress(step * 10_000, 1_000_000, 5e5, 1_000_000, 3))
+            other(Progress(step * 20_000, 1_000_000, 5e5, 1_000_000, 2))
+            log.warning("line %d of several", step)
+            time.sleep(0.05)
+    log.warning("after")
+"""
+
+
+async def test_log_lines_and_rewritten_lines_do_not_run_into_each_other():
+    """Two fetches at once, as a relay has them, and something to say all the while."""
+    terminal = Terminal(sys.executable, "-c", textwrap.dedent(CHATTY))
+    await terminal.until("after")
+    terminal.end()
+    said = [line for line in terminal.lines if "WARNING" in line]
+    expected = ["before", *(f"line {step} of several" for step in range(1, 30)), "after"]
+    assert [re.sub(r"^\d\d:\d\d:\d\d WARNING ", "", line) for line in said] == expected
+    bars = [line for line in terminal.lines if "of 1.0 MB" in line]
+    for version, sources in ((1, 3), (2, 2)):
+        whole = rf"version {version} [━╸╺]+ \d+% of 1\.0 MB  500\.0 kB/s  {sources} sources  0:0\d left"
+        assert any(re.fullmatch(whole, bar) for bar in bars), bars
+    assert all(bar.startswith("version ") for bar in bars)
+
+
+async def test_a_log_has_a_line_now_and_then_and_moves_no_cursor(swarm, tmp_path, caplog, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.2)
+    stop = asyncio.Event()
+    with behind_a_slow_line(swarm) as url, caplog.at_level(logging.INFO):
+        settings = RelaySettings(
+            coordinator=swarm.url, run_id=swarm.run_id, state=tmp_path, host="127.0.0.1", port=0, upstreams=(url,)
+        )
+        relay = asyncio.create_task(run_relay(settings, key=OTHER_KEY, stop=stop, watch=FetchProgress().fetching))
+        await swarm.until(lambda: "version 0 is complete" in caplog.text)
+        stop.set()
+        await relay
+    lines = [message for message in caplog.messages if message.startswith("version 0: ")]
+    assert 2 <= len(lines) <= 20
+    assert all(re.fullmatch(LINE.replace("0:0", r"\d+:\d"), line) for line in lines), lines
+    assert "\x1b" not in capfd.readouterr().err
+
+
+async def test_status_and_metrics_of_a_worker_have_the_same_figures(swarm):
+    """Of the fetch that is under way, and none of one that has ended."""
+    with behind_a_slow_line(swarm):
+        async with swarm.working(serving=Serving(host="127.0.0.1", port=0)), aiohttp.ClientSession() as http:
+            (slow_url,) = swarm.coordinator.relays
+            await swarm.until(lambda: swarm.coordinator.relays != (slow_url,))
+            (url,) = swarm.coordinator.relays
+
+            async def figures() -> dict[str, float]:
+                async with http.get(f"{url}/metrics") as response:
+                    found = re.findall(r'shardcast_fetch_(\w+)\{version="0"\} (\S+)', await response.text())
+                return {name: float(value) for name, value in found}
+
+            seen, deadline = await figures(), time.monotonic() + 30
+            while not seen and time.monotonic() < deadline:
+                seen = await figures()
+            assert set(seen) == {"done_bytes", "total_bytes", "bytes_per_second", "sources", "seconds_left"}
+            assert seen["total_bytes"] == swarm.policy_bytes
+            assert 0 < seen["done_bytes"] <= seen["total_bytes"]
+            async with http.get(f"{url}/v1/status") as response:
+                (described,) = (await response.json())["fetching"]
+            await swarm.until(lambda: (swarm.status()["broadcast"] or {}).get("done_bytes"))
+            assert described.keys() == swarm.status()["broadcast"].keys()
+            assert (described["version"], described["total_bytes"]) == (0, swarm.policy_bytes)
+            await swarm.until(lambda: swarm.status()["held_versions"] == [0])
+            assert await figures() == {}
+            await swarm.until(lambda: swarm.status()["broadcast"] is None)
