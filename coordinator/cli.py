@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
-import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,18 +19,18 @@ from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
 from coordinator.run_file import read_run_file
+from coordinator.stakes_command import stakes
 from node.engine_options import check_engine, engine_options, prefills_maker
 from node.exchange import checked_url
 from node.identity import load_key
 from node.protocol.run import HonestSpec, RunSpec, run_id_of
+from node.serving_options import server_limits, serving_options
 from node.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
 
 HOME_WAIT_SECONDS = 60.0
-KEEP_ALIVE_SECONDS = 30
-MAX_HEADER_BYTES = 16 * 1024
-MAX_CONNECTIONS = 1024
+SWITCH_SECONDS = 0.0005
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -66,6 +67,37 @@ def _listen_options(port: int) -> Callable[[F], F]:
     return add
 
 
+def _limit_options(function: F) -> F:
+    """What one address, one node and all together may take of a coordinator."""
+    options = [
+        ("--requests-per-minute", 6000, "Requests that one address, or one /64 of IPv6, may send."),
+        ("--node-requests-per-minute", 1200, "Signed requests that one node may send."),
+        ("--max-connections", 1024, "Connections in all."),
+        ("--connections-per-address", 256, "Connections from one address, or one /64 of IPv6."),
+        ("--leases-per-address", 0, "Leases that all nodes of one address hold together; 0 for any number."),
+    ]
+    for name, default, said in options:
+        kind = click.IntRange(int(default > 0), 10_000_000)
+        function = click.option(name, type=kind, metavar="COUNT", default=default, show_default=True, help=said)(
+            function
+        )
+    return click.option(
+        "--trust-proxy",
+        "proxies",
+        multiple=True,
+        metavar="ADDRESS",
+        callback=lambda _context, _parameter, given: tuple(map(_address, given)),
+        help="A reverse proxy whose X-Forwarded-For says who asks; nobody else's is believed. Repeatable.",
+    )(function)
+
+
+def _address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no IP address") from error
+
+
 _KEY = click.option(
     "--key",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -100,6 +132,7 @@ _THREADS = click.option(
 @_data_options
 @_listen_options(8700)
 @click.option("--relay", "relays", multiple=True, metavar="URL", help="A relay to tell nodes about; repeatable.")
+@_limit_options
 def coordinator(
     *,
     run_file: Path,
@@ -109,6 +142,12 @@ def coordinator(
     host: str,
     port: int,
     relays: tuple[str, ...],
+    requests_per_minute: int,
+    node_requests_per_minute: int,
+    max_connections: int,
+    connections_per_address: int,
+    leases_per_address: int,
+    proxies: tuple[str, ...],
 ) -> None:
     """Serve a run: give out work, take submissions, keep the log.
 
@@ -121,14 +160,19 @@ def coordinator(
     """
     import uvicorn
 
-    from coordinator.app import create_app
+    from coordinator.app import RequestLimits, create_app
+    from coordinator.connections import ConnectionLimits, allow_connections, listening_socket, server_config
     from coordinator.service import Coordinator
 
     _, spec = read_run_file(run_file)
     run_key = load_key(key)
     for url in relays:
         checked_url(url)
-    listening = _listen(host, port)
+    limits = ConnectionLimits(
+        connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
+    )
+    allow_connections(limits)
+    listening = listening_socket(host, port)
     public_key = run_key.public_key().public_bytes_raw()
     home = create_home(data, public_key=public_key, spec=spec, database_url=database_url)
     home.blobs.clear_incoming()
@@ -137,35 +181,19 @@ def coordinator(
     click.echo(f"run id  {home.run_id}")
     click.echo(f"serving at http://{host}:{bound}; with the address under which others reach it, workers join by")
     click.echo(f"  veriswarm worker --coordinator http://{host}:{bound} --run-id {home.run_id}")
-    config = uvicorn.Config(
-        create_app(Coordinator(home, key=run_key, relay_urls=relays)),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=5,
-        limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    app = create_app(
+        Coordinator(home, key=run_key, relay_urls=relays, leases_per_address=leases_per_address),
+        limits=RequestLimits(per_address=requests_per_minute, per_node=node_requests_per_minute),
     )
+    config = server_config(app, limits)
+    # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
+    sys.setswitchinterval(SWITCH_SECONDS)
     uvicorn.Server(config).run(sockets=[listening])
 
 
 def _warn_of_defaults(spec: RunSpec) -> None:
     if spec.limits.honest == HonestSpec():
         log.warning("limits.honest is not set: conservative defaults; run `veriswarm calibrate`")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; raises BadConfiguration before anything is promised."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        raise BadConfiguration(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listening
 
 
 @click.command()
@@ -219,8 +247,17 @@ def verifier(
 @_STATE
 @_listen_options(8710)
 @_THREADS
+@serving_options
 def trainer(
-    *, data: Path, database_url: str | None, key: Path, state: Path, host: str, port: int, threads: int
+    *,
+    data: Path,
+    database_url: str | None,
+    key: Path,
+    state: Path,
+    host: str,
+    port: int,
+    threads: int,
+    **serving: Any,
 ) -> None:
     """Train on what was admitted, and publish each policy.
 
@@ -246,7 +283,7 @@ def trainer(
         # A policy that is stored but not in the log yet must not be heard of.
         announced=-1 if recorded is None else recorded,
     )
-    server = OriginServer(origin, host, port)
+    server = OriginServer(origin, host, port, limits=server_limits(**serving))
     click.echo(f"origin  http://{host}:{server.start()}")
     work = Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=state, threads=threads))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -265,5 +302,5 @@ def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-COMMANDS = [coordinator, verifier, trainer, calibrate, demo]
+COMMANDS = [coordinator, verifier, trainer, calibrate, demo, stakes]
 """What the entry point `veriswarm.commands` offers to the command line."""

@@ -1,28 +1,86 @@
-"""Bounds on what one network address may ask for."""
+"""How often one network and one identity may ask: token buckets in tables of bounded size."""
 
 from __future__ import annotations
 
+import ipaddress
+import math
+import threading
 from collections import OrderedDict
 
 from node.protocol.reasons import Reason, Refusal
 
-MAX_ADDRESSES = 10_000
+MAX_BUCKETS = 50_000
+"""Some 15 MB. Whoever is forgotten starts anew, which takes so many others within the minute that refills a bucket."""
+
+_IPV6_PREFIX = 64
 
 
-class AddressLimiter:
-    """A token bucket for each address; the least recently seen address is forgotten first."""
+class TooManyRequests(Refusal):
+    """Refused for now; the same request is welcome after `retry_after_seconds`."""
+
+    def __init__(self, detail: str, *, retry_after_seconds: int) -> None:
+        super().__init__(Reason.TOO_MANY_REQUESTS, detail)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RateLimiter:
+    """A token bucket for each key, which holds a minute's worth; the least recently seen key is forgotten first."""
+
+    def __init__(self, *, per_minute: int, who: str) -> None:
+        self._capacity = float(per_minute)
+        self._who = who
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def peek(self, key: str, *, now: float) -> None:
+        """Raise TooManyRequests if there is no token. `now` is a monotonic time in seconds."""
+        self._refuse_without(self._tokens(key, now))
+
+    def check(self, key: str, *, now: float) -> None:
+        """Take a token; raises TooManyRequests if there is none. `now` is a monotonic time in seconds."""
+        with self._lock:
+            tokens = self._tokens(key, now)
+            self._buckets[key] = (tokens - 1 if tokens >= 1 else tokens, now)
+            self._buckets.move_to_end(key)
+            if len(self._buckets) > MAX_BUCKETS:
+                self._buckets.popitem(last=False)
+        self._refuse_without(tokens)
+
+    def _tokens(self, key: str, now: float) -> float:
+        tokens, seen = self._buckets.get(key, (self._capacity, now))
+        return min(self._capacity, tokens + (now - seen) * self._capacity / 60)
+
+    def _refuse_without(self, tokens: float) -> None:
+        if tokens < 1:
+            wait = math.ceil((1 - tokens) * 60 / self._capacity)
+            detail = f"More than {self._capacity:.0f} requests a minute from one {self._who}."
+            raise TooManyRequests(detail, retry_after_seconds=wait)
+
+
+class AddressLimiter(RateLimiter):
+    """By network address; of IPv6 by /64, since whoever has one address has all of those."""
 
     def __init__(self, *, per_minute: int) -> None:
-        self._capacity = float(per_minute)
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        super().__init__(per_minute=per_minute, who="address")
 
-    def check(self, address: str, *, now: float) -> None:
-        """Take one token; raises Refusal when there is none. `now` is a monotonic time in seconds."""
-        tokens, seen = self._buckets.pop(address, (self._capacity, now))
-        tokens = min(self._capacity, tokens + (now - seen) * self._capacity / 60)
-        allowed = tokens >= 1
-        self._buckets[address] = (tokens - 1 if allowed else tokens, now)
-        if len(self._buckets) > MAX_ADDRESSES:
-            self._buckets.popitem(last=False)
-        if not allowed:
-            raise Refusal(Reason.TOO_MANY_REQUESTS, f"More than {self._capacity:.0f} a minute from one address.")
+    def peek(self, key: str, *, now: float) -> None:
+        super().peek(network_of(key), now=now)
+
+    def check(self, key: str, *, now: float) -> None:
+        super().check(network_of(key), now=now)
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: an IPv4 address, an IPv6 /64; all that is no address, such as "", counts as one."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, _IPV6_PREFIX), strict=False))

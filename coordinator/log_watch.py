@@ -1,46 +1,63 @@
-"""Waiting for the log to grow: one reader of the database for all who wait for a verdict in this process."""
+"""Waiting for verdicts: one reader of the log for all who wait in this process, and only those concerned are woken."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
+import msgspec
 from starlette.concurrency import run_in_threadpool
+
+from coordinator.storage.log import MAX_ENTRIES_PER_READ
 
 POLL_SECONDS = 0.05
 
 
-class LogWatch:
-    """Wakes everyone who waits when the log has grown. Reads nothing while nobody waits."""
+class _Verdict(msgspec.Struct):
+    """What of an entry says whom to wake; entries of other types have no submission."""
 
-    def __init__(self, size: Callable[[], int]) -> None:
-        self._size = size
-        self._known = -1
-        self._grown = asyncio.Event()
-        self._waiting = 0
+    submission: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_Verdict)
+
+
+class LogWatch:
+    """Wakes who waits for a submission when its verdict is in the log. Reads nothing while nobody waits."""
+
+    def __init__(self, size: Callable[[], int], entries: Callable[[int, int], list[bytes]]) -> None:
+        self._size, self._entries = size, entries
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
 
-    def ticket(self) -> asyncio.Event:
-        """To be taken before looking for a verdict, so that one which comes in between is not missed."""
-        return self._grown
-
-    async def wait(self, ticket: asyncio.Event, *, seconds: float) -> None:
-        """Return when the log has grown since `ticket` was taken, or after `seconds`."""
-        self._waiting += 1
-        if self._reader is None or self._reader.done():
-            self._reader = asyncio.create_task(self._read())
+    @contextlib.asynccontextmanager
+    async def ticket(self, submission: str) -> AsyncIterator[asyncio.Event]:
+        """Set once the verdict is in the log. To be taken before looking for it, so that none comes in between."""
+        event = asyncio.Event()
+        self._waiting.setdefault(submission, set()).add(event)
         try:
-            await asyncio.wait_for(ticket.wait(), seconds)
-        except TimeoutError:
-            return
+            async with self._starting:
+                if self._reader is None or self._reader.done():
+                    known = await run_in_threadpool(self._size)
+                    self._reader = asyncio.create_task(self._read(known))
+            yield event
         finally:
-            self._waiting -= 1
+            self._waiting[submission].discard(event)
+            if not self._waiting[submission]:
+                del self._waiting[submission]
 
-    async def _read(self) -> None:
+    async def _read(self, known: int) -> None:
         while self._waiting:
-            size = await run_in_threadpool(self._size)
-            if size != self._known:
-                self._known = size
-                self._grown.set()
-                self._grown = asyncio.Event()
             await asyncio.sleep(POLL_SECONDS)
+            size = await run_in_threadpool(self._size)
+            while known < size:
+                leaves = await run_in_threadpool(self._entries, known, min(size, known + MAX_ENTRIES_PER_READ))
+                known += len(leaves)
+                self._wake({_DECODER.decode(leaf).submission for leaf in leaves})
+
+    def _wake(self, decided: set[str]) -> None:
+        for submission in decided & self._waiting.keys():
+            for event in self._waiting[submission]:
+                event.set()

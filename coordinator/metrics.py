@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from coordinator.status import node_totals, reason_totals, slot_counts
+from coordinator.status import banned_nodes, node_totals, partly_measured, reason_totals, slot_counts
 from coordinator.storage import work
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Metrics:
             nodes = node_totals(connection)
             reasons = reason_totals(connection)
             depths = slot_counts(connection)
+            partly = partly_measured(connection)
+            banned = banned_nodes(connection, rules=home.spec.standing)
         yield GaugeMetricFamily("veriswarm_policy_version", "Newest policy, -1 before the first.", value=at.head)
         yield GaugeMetricFamily("veriswarm_next_step", "First training step without a batch.", value=at.next_step)
         slots = GaugeMetricFamily("veriswarm_slots", "Slots by state.", labels=["state"])
@@ -57,3 +59,12 @@ class Metrics:
         yield verdicts
         yield CounterMetricFamily("veriswarm_admitted_tokens", "Tokens of admitted rollouts.", value=nodes.tokens)
         yield GaugeMetricFamily("veriswarm_nodes", "Registered nodes.", value=nodes.count)
+        yield GaugeMetricFamily("veriswarm_banned_nodes", "Nodes that get no more work.", value=banned)
+        groups = GaugeMetricFamily(
+            "veriswarm_partly_measured_groups",
+            "Groups admitted by one row, by the outcome of a second verdict: due while training waits for it.",
+            labels=["second_verdict"],
+        )
+        for state, count in partly.items():
+            groups.add_metric([state], count)
+        yield groups

@@ -39,9 +39,17 @@ DESCRIPTOR_SECONDS = 3600
 class Coordinator:
     """The run's judge and book-keeper, holding the run's key."""
 
-    def __init__(self, home: Home, *, key: Ed25519PrivateKey, relay_urls: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        home: Home,
+        *,
+        key: Ed25519PrivateKey,
+        relay_urls: tuple[str, ...] = (),
+        leases_per_address: int = 0,
+    ) -> None:
         self.home = home
         self._key = key
+        self._leases_per_address = leases_per_address
         # A secret of the run, so that nobody can search for a key whose place in the trees is next to a victim's.
         self.relays = RelayRegistry(
             home.database, fixed=relay_urls, salt=derive("veriswarm/1 relay tree", key.private_bytes_raw())
@@ -87,10 +95,11 @@ class Coordinator:
             if connection.execute(update(nodes).where(nodes.c.node == node).values(**about)).rowcount == 0:
                 connection.execute(insert(nodes).values(node=node, registered_at=now, **about))
 
-    def lease(self, node: str, request: LeaseRequest, *, now: float) -> LeaseReply:
-        """Give a node work."""
+    def lease(self, node: str, request: LeaseRequest, *, now: float, address: str = "") -> LeaseReply:
+        """Give a node work that asks from `address`."""
+        caller = work.Caller(address, self._leases_per_address)
         with self.home.database.write(durable=False) as connection:
-            return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now)
+            return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now, caller=caller)
 
     def give_back(self, node: str, lease_id: str, *, now: float) -> None:
         """Take a lease back."""
@@ -106,14 +115,20 @@ class Coordinator:
 
     def submit(self, node: str, lease_id: str, envelope: bytes, body: Incoming, *, now: float) -> str:
         """Store a submission and queue it for verification; return its id. What is refused leaves no blob."""
-        body.sync()
         arrival = work.Arrival(
             submission=digest(envelope), request=digest(envelope), body=body.digest, body_bytes=body.size_bytes
         )
-        with self.home.database.write() as connection:
-            work.submit(connection, arrival, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
-            body.commit()
-            self.home.blobs.put(envelope)
+        with self.home.blobs.incoming(max_bytes=len(envelope)) as request:
+            request.write(envelope)
+            request.sync()
+            body.sync()
+            # Nobody waits for the disk while others wait for the database. A verdict on what would be lost in a power
+            # cut is none: its own transaction is durable, and with it all that was written before.
+            with self.home.database.write(durable=False) as connection:
+                work.submit(connection, arrival, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+                body.commit()
+                request.commit()
+        self.home.database.sync()
         return arrival.submission
 
     def receipt(self, submission: str) -> bytes | str:

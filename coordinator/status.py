@@ -11,6 +11,8 @@ from sqlalchemy import Connection, func, or_, select
 from coordinator.storage import log, work
 from coordinator.storage.schema import SlotState, nodes, policies, relays, slots, steps, submissions
 from node.protocol.admission import Outcome
+from node.protocol.run import StandingSpec
+from node.protocol.standing import Standing
 
 if TYPE_CHECKING:
     from coordinator.service import Coordinator
@@ -45,6 +47,19 @@ def reason_totals(connection: Connection) -> list[tuple[str, str | None, int]]:
     return [(outcome, reason, int(count)) for outcome, reason, count in connection.execute(query)]
 
 
+def partly_measured(connection: Connection) -> dict[str, int]:
+    """Groups admitted by one row, by what became of them: `pending`, `due`, or the outcome of the second verdict."""
+    state = func.coalesce(submissions.c.recheck, "pending")
+    query = select(state, func.count()).where(submissions.c.spot.is_not(None)).group_by(state)
+    return {name: int(count) for name, count in connection.execute(query)}
+
+
+def banned_nodes(connection: Connection, *, rules: StandingSpec) -> int:
+    """How many nodes get no more work."""
+    query = select(func.count()).where(nodes.c.strikes >= rules.ban_after)
+    return int(connection.execute(query).scalar_one())
+
+
 def slot_counts(connection: Connection) -> dict[str, int]:
     """How many slots are in each state."""
     counts = connection.execute(select(slots.c.state, func.count()).group_by(slots.c.state))
@@ -70,7 +85,8 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
             "max_async": home.spec.batch.max_async,
             "steps": _steps(connection),
             "policies": _policies(connection),
-            "nodes": _nodes(connection, now=now),
+            "nodes": _nodes(connection, rules=home.spec.standing, now=now),
+            "partly_measured": partly_measured(connection),
             "slots": slot_counts(connection),
             "verdicts": [
                 {"outcome": outcome, "reason": reason, "count": count}
@@ -101,7 +117,7 @@ def _policies(connection: Connection) -> list[dict[str, Any]]:
     return [{"version": row.version, "published_at": row.published_at} for row in rows]
 
 
-def _nodes(connection: Connection, *, now: float) -> list[dict[str, Any]]:
+def _nodes(connection: Connection, *, rules: StandingSpec, now: float) -> list[dict[str, Any]]:
     """The nodes that did something, or were seen lately: registering alone is free, and buys no place here."""
     by_node: dict[str, dict[str, int]] = {}
     reasons = select(submissions.c.node, submissions.c.reason, func.count()).where(
@@ -123,6 +139,10 @@ def _nodes(connection: Connection, *, now: float) -> list[dict[str, Any]]:
             "registered_at": row.registered_at,
             "seen_at": row.seen_at,
             "not_before": row.not_before,
+            "verified": row.verified,
+            "strikes": row.strikes,
+            "banned": Standing(row.verified, row.strikes).is_banned(rules),
+            "full_rate": Standing(row.verified, row.strikes).full_rate(rules),
         }
         for row in rows
     ]

@@ -27,7 +27,7 @@ from node.parquet_reader import ParquetReader
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
 from node.readings import MakePrefills, make_prefills, transformers_prefills
-from node.verification import Claim, PolicyAway, Rules, Verdict, decide_many, read
+from node.verification import Claim, PolicyAway, Rules, Verdict, decide_many, read, undecided
 from shardcast import Client
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class Verifier:
             return verdicts.claim(
                 connection,
                 verifier=self._settings.name,
+                spec=self._home.spec,
                 now=verdicts.clock(),
                 seconds=CLAIM_SECONDS,
                 most=SUBMISSIONS_AT_ONCE,
@@ -117,8 +118,10 @@ class Verifier:
         for one, verdict in zip(claimed, await self._verify(claimed, shelf, published), strict=True):
             if isinstance(verdict, PolicyAway):
                 log.warning("cannot verify %s now: %s", one.submission[:16], verdict)
-                await asyncio.to_thread(self._defer, one)
-                continue
+                if not one.recheck or verdicts.clock() < one.recheck_by:
+                    await asyncio.to_thread(self._defer, one)
+                    continue
+                verdict = undecided(verdict)  # noqa: PLW2901  (training does not wait for ever)
             decision = await asyncio.to_thread(self._stored, one, verdict)
             await asyncio.to_thread(self._record, one, decision, published)
 
@@ -134,7 +137,11 @@ class Verifier:
                 found[one.submission] = rollouts
             else:
                 claims[one.submission] = Claim(
-                    version=one.version, manifest_digest=one.manifest_digest, slot=one.slot, rollouts=rollouts
+                    version=one.version,
+                    manifest_digest=one.manifest_digest,
+                    slot=one.slot,
+                    rollouts=rollouts,
+                    full=one.full,
                 )
         decided = await decide_many(list(claims.values()), policies=shelf, published=published, rules=self._rules)
         found |= dict(zip(claims, decided, strict=True))
@@ -155,7 +162,7 @@ class Verifier:
 
     def _stored(self, claimed: Claimed, verdict: Verdict) -> Decision:
         group = None
-        if verdict.outcome is Outcome.ADMITTED:
+        if verdict.outcome is Outcome.ADMITTED and not claimed.recheck:
             group = self._home.blobs.put(encode_group(_group(claimed, verdict)))
         return Decision(
             outcome=verdict.outcome,
@@ -167,6 +174,7 @@ class Verifier:
             totals=verdict.totals,
             rewards=verdict.rewards,
             group=group,
+            spot=verdict.spot,
         )
 
     def _record(self, claimed: Claimed, decision: Decision, published: Mapping[int, str]) -> None:
@@ -180,7 +188,8 @@ class Verifier:
             stored = verdicts.record(connection, claimed, decision, spec=self._home.spec, now=now)
         if stored:
             why = f" ({decision.reason}: {decision.detail})" if decision.reason else ""
-            log.info("slot %d/%d of %s… %s%s", claimed.version, claimed.slot, claimed.node[:8], decision.outcome, why)
+            where, again = f"{claimed.version}/{claimed.slot}", " again" if claimed.recheck else ""
+            log.info("slot %s of %s… %s%s%s", where, claimed.node[:8], decision.outcome, again, why)
 
 
 def _group(claimed: Claimed, verdict: Verdict) -> Group:

@@ -12,7 +12,9 @@ submission was logged: for that, workers compare their receipts with the log.
     checkpoint            null or {size, root, issued_at}; previous_checkpoint: the last one remembered, likewise
     log                   {entries, policies, batches, admitted, rejected, indeterminate}
     coordinator_indeterminate   log indexes of verdicts that the coordinator could not decide
-    results               {agree, disagree, indeterminate, unavailable}: counts over `verdicts`
+    reached_training      [{log_index, submission, step}]: groups that a second verdict did not bear out, too late
+    accounts              [{node, credit, pending, void, verified, strikes, banned, full_rate}], summed up from the log
+    results               {agree, disagree, indeterminate, unavailable, unseen}: counts over `verdicts`
     verdicts              [{log_index, submission, node, version, slot, logged: {outcome, reason},
                           derived: null or {outcome, reason}, result, detail}]
     problems              [{code, detail, log_index}]; any makes the outcome "disagree"
@@ -33,7 +35,7 @@ import click
 from rich.console import Console
 
 from node.audit_evidence import EvidenceAuditor, fetch_hashes
-from node.audit_log import LeafTree, LoggedVerdict, Problem, check_log, choose_verdicts, read_entries
+from node.audit_log import LeafTree, LoggedVerdict, Problem, choose_verdicts, read_entries, read_log
 from node.audit_report import Report, render_json, show
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, ConfigError, NodeError, StateError
@@ -241,7 +243,10 @@ class _Auditor:
         entries, problems = read_entries(leaves)
         self._report.describe_log(entries)
         self._report.problems += problems
-        self._report.problems += check_log(entries, run_id=self._report.run_id, spec=descriptor.spec)
+        reading = read_log(entries, run_id=self._report.run_id, spec=descriptor.spec)
+        self._report.problems += reading.problems
+        self._report.reached_training = reading.reached_training
+        self._report.accounts, self._report.rules = reading.accounts, descriptor.spec.standing
         return entries
 
     async def _check_verdicts(

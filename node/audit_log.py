@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,11 +30,15 @@ from node.protocol.merkle import completed_nodes, leaf_hash, root
 from node.protocol.messages import MAX_ENTRY_BYTES, BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, RunSpec
+from node.protocol.standing import Account
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 
 _ENTRY: Any = LogEntry  # a union, which type checkers do not take for a type
 
+
+SHARE_DEVIATIONS = 6.0
+"""By so many standard deviations fewer slots may be measured in full than expected: one honest log in a billion."""
 
 SAME = 1e-9
 """Relative difference of two machines' logarithms, with much to spare."""
@@ -93,14 +97,31 @@ def read_entries(leaves: Iterable[bytes]) -> tuple[list[LogEntry | None], list[P
     return entries, problems
 
 
-def check_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) -> list[Problem]:
-    """Every violation of the invariants of section 8.1."""
-    checker = _Checker(run_id=run_id, spec=spec)
+@dataclass(slots=True)
+class LogReading:
+    """What follows from the log: every violation of section 8.1, each node's account, and what training should not
+    have used: (log index of the second verdict, submission, step).
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    reached_training: list[tuple[int, str, int]] = field(default_factory=list)
+
+
+def read_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) -> LogReading:
+    """Follow the log from its first entry to its last."""
     if not entries:
-        return [Problem("wrong_rules", "The log is empty; its first entry must name the rules.")]
+        return LogReading([Problem("wrong_rules", "The log is empty; its first entry must name the rules.")])
+    checker = _Checker(run_id=run_id, spec=spec)
     for index, entry in enumerate(entries):
         checker.check(index, entry)
-    return checker.problems
+    checker.check_shares()
+    return checker.reading
+
+
+def check_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) -> list[Problem]:
+    """Every violation of the invariants of section 8.1."""
+    return read_log(entries, run_id=run_id, spec=spec).problems
 
 
 def choose_verdicts(verdicts: Sequence[LoggedVerdict], *, count: int | None, rng: random.Random) -> list[LoggedVerdict]:
@@ -121,7 +142,7 @@ class _Checker:
     """Walks the log once, in order."""
 
     def __init__(self, *, run_id: str, spec: RunSpec) -> None:
-        self.problems: list[Problem] = []
+        self.reading = LogReading()
         self._run_id = run_id
         self._spec = spec
         self._manifests: dict[int, str] = {}
@@ -131,7 +152,9 @@ class _Checker:
         self._drifts: dict[str, Drift] = {}
         self._taken: set[tuple[int, int]] = set()
         self._admitted: dict[str, int] = {}
-        self._used: set[str] = set()
+        self._used: dict[str, int] = {}
+        self._spots: dict[str, VerdictEntry] = {}
+        self._owed: set[str] = set()
 
     def check(self, index: int, entry: LogEntry | None) -> None:
         if index == 0 and not isinstance(entry, RunEntry):
@@ -147,7 +170,7 @@ class _Checker:
                 self._check_batch(index, entry)
 
     def _note(self, index: int, code: str, detail: str) -> None:
-        self.problems.append(Problem(code, detail, index))
+        self.reading.problems.append(Problem(code, detail, index))
 
     def _check_rules(self, index: int, entry: RunEntry) -> None:
         if index != 0:
@@ -165,18 +188,56 @@ class _Checker:
     def _check_verdict(self, index: int, entry: VerdictEntry) -> None:
         if self._manifests.get(entry.version) != entry.manifest_digest:
             self._note(index, "unknown_policy", f"No such policy {entry.version} was published before.")
-        if entry.submission in self._judged:
+        if entry.recheck:
+            self._check_recheck(index, entry)
+        elif entry.submission in self._judged:
             self._note(index, "duplicate_verdict", f"Submission {entry.submission[:16]}… was judged before.")
         self._judged.add(entry.submission)
+        self._follow(index, entry)
         drifted = self._drift_contradiction(entry)
         contradiction = _contradiction(entry, spec=self._spec) or drifted
         if contradiction is not None:
             self._note(index, "contradictory_verdict", contradiction)
-        if entry.outcome is Outcome.ADMITTED:
+        if entry.outcome is Outcome.ADMITTED and not entry.recheck:
             if (entry.version, entry.slot) in self._taken:
                 self._note(index, "duplicate_admission", f"Slot {entry.version}/{entry.slot} was admitted before.")
             self._taken.add((entry.version, entry.slot))
             self._admitted[entry.submission] = entry.version
+
+    def _check_recheck(self, index: int, entry: VerdictEntry) -> None:
+        """A second verdict follows a first that left rows unmeasured, and takes back what it does not bear out."""
+        first = self._spots.pop(entry.submission, None)
+        same = ("node", "version", "manifest_digest", "slot", "request", "body", "tokens")
+        if first is None or any(getattr(first, name) != getattr(entry, name) for name in same):
+            self._note(index, "unfounded_recheck", f"Submission {entry.submission[:16]}… was not admitted in part.")
+            return
+        self._owed.discard(entry.submission)
+        if entry.outcome is Outcome.ADMITTED:
+            return
+        step = self._used.get(entry.submission)
+        if step is not None:
+            self.reading.reached_training.append((index, entry.submission, step))
+        else:
+            self._admitted.pop(entry.submission, None)
+            self._taken.discard((entry.version, entry.slot))
+
+    def _follow(self, index: int, entry: VerdictEntry) -> None:
+        """The node's standing: whether it allowed what was not measured, and what has to be measured now."""
+        rules = self._spec.standing
+        account = self.reading.accounts.setdefault(entry.node, Account())
+        if entry.spot is not None:
+            if account.standing.full_rate(rules) >= 1.0:
+                self._note(index, "spot_without_standing", "One row was measured where the node's standing needs all.")
+            self._spots[entry.submission] = entry
+        self._owed |= account.follow(entry, rules=rules) & self._spots.keys()
+
+    def check_shares(self) -> None:
+        """Whether as many slots were measured in full as the nodes' standings ask for, but for chance."""
+        accounts = self.reading.accounts.values()
+        expected, full = sum(one.expected_full for one in accounts), sum(one.full for one in accounts)
+        if full < expected - SHARE_DEVIATIONS * (math.sqrt(expected) + 1):
+            detail = f"{full} admitted slots were measured in full, {expected:.0f} are to be expected."
+            self.reading.problems.append(Problem("too_little_measured", detail))
 
     def _drift_contradiction(self, entry: VerdictEntry) -> str | None:
         """Whether the node's slots so far bear out what the verdict says of them."""
@@ -186,7 +247,7 @@ class _Checker:
         limits = self._spec.limits
         if not _is_possible(entry.totals, limits=limits):
             return "Its totals are more than its values can sum up to."
-        if entry.outcome is not Outcome.ADMITTED and claimed is None:
+        if entry.recheck or (entry.outcome is not Outcome.ADMITTED and claimed is None):
             return None
         drift = self._drifts[entry.node] = follow(self._drifts.get(entry.node, Drift()), entry.totals, limits=limits)
         found = judge_drift(drift, limits=limits)
@@ -200,6 +261,10 @@ class _Checker:
         if entry.step <= self._step:
             self._note(index, "batch_order", f"Step {entry.step} after step {self._step}.")
         self._step = max(self._step, entry.step)
+        if self._owed:
+            owed = min(self._owed)
+            self._note(index, "batch_before_recheck", f"Submission {owed[:16]}… had to be measured in full before.")
+            self._owed.clear()
         for submission in entry.submissions:
             version = self._admitted.get(submission)
             if version is None:
@@ -208,11 +273,15 @@ class _Checker:
                 self._note(index, "batch_stale", f"Step {entry.step} uses work of policy {version}.")
             if submission in self._used:
                 self._note(index, "batch_reuse", f"Submission {submission[:16]}… is used twice.")
-            self._used.add(submission)
+            self._used[submission] = entry.step
 
 
 def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
     """In what a verdict contradicts itself, if it does."""
+    if entry.spot is not None and (
+        entry.recheck or entry.outcome is not Outcome.ADMITTED or entry.spot >= spec.sampling.group_size
+    ):
+        return f"Only row {entry.spot} was measured, which is not enough for this verdict."
     if entry.outcome is Outcome.ADMITTED:
         return _admission_contradiction(entry, spec=spec)
     if entry.reason is None or entry.rewards is not None:

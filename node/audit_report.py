@@ -18,6 +18,8 @@ from node.audit_log import LoggedVerdict, Problem
 from node.exchange import printable
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.run import StandingSpec
+from node.protocol.standing import Account
 from node.verification import Verdict
 
 AGREE, DISAGREE, INCOMPLETE = 0, 1, 2
@@ -25,12 +27,16 @@ MAX_SHOWN = 50
 
 
 class Result(StrEnum):
-    """How one verdict compares with its derivation."""
+    """How one verdict compares with its derivation.
+
+    `unseen`: what the log says holds, of the one row that was measured; another is not right.
+    """
 
     AGREE = "agree"
     DISAGREE = "disagree"
     INDETERMINATE = "indeterminate"
     UNAVAILABLE = "unavailable"
+    UNSEEN = "unseen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,9 @@ class Report:
     coordinator_indeterminate: list[int] = field(default_factory=list)
     checked: list[Checked] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    reached_training: list[tuple[int, str, int]] = field(default_factory=list)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    rules: StandingSpec = field(default_factory=StandingSpec)
     fault: tuple[str, str] | None = None
     seconds: float = 0.0
 
@@ -100,6 +109,23 @@ def render_json(report: Report) -> str:
         "previous_checkpoint": _checkpoint(report.previous),
         "log": report.counts,
         "coordinator_indeterminate": report.coordinator_indeterminate,
+        "reached_training": [
+            {"log_index": index, "submission": submission, "step": step}
+            for index, submission, step in report.reached_training
+        ],
+        "accounts": [
+            {
+                "node": node,
+                "credit": account.vested,
+                "pending": account.pending,
+                "void": account.void,
+                "verified": account.standing.verified,
+                "strikes": account.standing.strikes,
+                "banned": account.standing.is_banned(report.rules),
+                "full_rate": account.standing.full_rate(report.rules),
+            }
+            for node, account in report.accounts.items()
+        ],
         "results": {result.value: report.count(result) for result in Result},
         "verdicts": [_verdict(check) for check in report.checked],
         "problems": [asdict(problem) for problem in report.problems],
@@ -138,6 +164,12 @@ def show(report: Report, console: Console) -> None:
     disputed = [check for check in report.checked if check.result is not Result.AGREE]
     if disputed:
         console.print(_disputes(disputed))
+    if report.accounts:
+        console.print(_accounts(report))
+    if report.reached_training:
+        steps = ", ".join(map(str, sorted({step for _, _, step in report.reached_training})[:MAX_SHOWN]))
+        count = len(report.reached_training)
+        console.print(f"{count} groups were trained on before all of their rows were measured, in step {steps}")
     if report.problems:
         console.print(_problems(report.problems))
     console.print(Text(_conclusion(report), style="bold"))
@@ -158,6 +190,21 @@ def _results(report: Report) -> Table:
     for outcome in (Outcome.ADMITTED, Outcome.REJECTED):
         checks = [check.result for check in report.checked if check.verdict.entry.outcome is outcome]
         table.add_row(outcome, *(str(checks.count(result)) for result in Result))
+    return table
+
+
+def _accounts(report: Report) -> Table:
+    """Who has earned what, by the log alone: the largest first."""
+    table = Table(title="credit in tokens, and standing")
+    for column in ("node", "credit", "pending", "void", "verified", "strikes", "next slot"):
+        table.add_column(column, justify="left" if column in ("node", "next slot") else "right")
+    accounts = sorted(report.accounts.items(), key=lambda one: -one[1].vested)
+    for node, account in accounts[:MAX_SHOWN]:
+        standing = account.standing
+        rate = standing.full_rate(report.rules)
+        coming = "banned" if standing.is_banned(report.rules) else f"measured in full with {rate:.0%}"
+        counts = (account.vested, account.pending, account.void, standing.verified, standing.strikes)
+        table.add_row(f"{node[:16]}…", *map(str, counts), coming)
     return table
 
 
@@ -196,6 +243,8 @@ def _conclusion(report: Report) -> str:
         return f"could not run: {printable(report.fault[1])}"
     unsure = report.count(Result.INDETERMINATE)
     border = f" {unsure} lie too close to a limit to tell on this machine." if unsure else ""
+    unseen = report.count(Result.UNSEEN)
+    border += f" {unseen} have rows that nobody measured and that are not right." if unseen else ""
     if report.exit_code == INCOMPLETE:
         return f"incomplete: {report.count(Result.UNAVAILABLE)} verdicts could not be derived again.{border}"
     return (

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from node.environments import Environment, Problem
+from node.environments import Environment, Problem, check_rewards
 from node.parquet_reader import ParquetReader, VerifierFailed
 from node.policy import Blueprint, render_completion, render_prompt
 from node.prefill import Measured, Measuring, Prefill, own_faults
@@ -49,10 +49,10 @@ class Verdict:
     """The decision about one submission, and everything that follows from it.
 
     `row_figures` are those of the rows that were measured, by row: of all, unless one that was measured first
-    failed. `figures` is the worst of each over them, `totals` what they sum up to; all three are None where a check
-    that needs no model refused.
-    `rollouts`, `logprobs` (recomputed ones: the submitted are compared, then dropped) and `rewards` are there only
-    for `admitted`.
+    failed, or was enough (`spot`). `figures` is the worst of each over them, `totals` what they sum up to,
+    `row_totals` what each gives to that; all are None where a check that needs no model refused.
+    `rollouts`, `logprobs` and `rewards` are there only for `admitted`. The log-probabilities are recomputed ones where
+    a row was measured: the submitted are compared, then dropped.
     """
 
     outcome: Outcome
@@ -62,6 +62,8 @@ class Verdict:
     figures: Figures | None = None
     totals: Totals | None = None
     row_figures: Mapping[int, Figures] | None = None
+    row_totals: Mapping[int, Totals] | None = None
+    spot: int | None = None
     rewards: tuple[float, ...] | None = None
     tokens: int = 0
     rollouts: list[Rollout] | None = None
@@ -70,12 +72,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A submission that could be read: what somebody says is the work of `slot` of the leased policy `version`."""
+    """A submission that could be read: what somebody says is the work of `slot` of the leased policy `version`.
+
+    One that is not `full` is admitted when everything that needs no model is right, and the row that is measured
+    first: the standing of its node allows that (`node.protocol.standing`).
+    """
 
     version: int
     manifest_digest: str
     slot: int
     rollouts: Sequence[Rollout]
+    full: bool = True
 
     @property
     def tokens(self) -> int:
@@ -85,11 +92,17 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What every claim of a run is held to; `environments` are the run's, in its order."""
+    """What every claim of a run is held to; `environments` are the run's, in its order.
+
+    Raises EnvironmentFault or SandboxFailed where this machine cannot compute their rewards.
+    """
 
     run_id: str
     spec: RunSpec
     environments: Sequence[Environment]
+
+    def __post_init__(self) -> None:
+        check_rewards(self.environments)
 
 
 class PolicyAway(VerifierFailed):
@@ -280,18 +293,19 @@ class _Case:
         self.totals.update(zip(self.due, measured.totals, strict=True))
         self.logprobs.update(zip(self.due, measured.logprobs, strict=True))
         self.due = [row for row in range(len(self.claim.rollouts)) if row not in self.figures]
-        finding = self._finding()
+        enough = not self.due or not self.claim.full
+        finding = self._finding(enough=enough)
         if finding is not None:
             return self._rejected(finding)
-        return None if self.due else self._admitted()
+        return self._admitted() if enough else None
 
-    def _finding(self) -> Finding | None:
-        """What is wrong with a row; then, once all are measured, with the group."""
+    def _finding(self, *, enough: bool) -> Finding | None:
+        """What is wrong with a row; then, once no other is to be measured, with all that were."""
         limits, rows = self.rules.spec.limits, sorted(self.figures)
         finding = judge([self.figures[row] for row in rows], limits=limits)
         if finding is not None and finding.row is not None:
             return msgspec.structs.replace(finding, row=rows[finding.row])
-        return None if self.due else judge_group(self._together(), limits=limits)
+        return judge_group(self._together(), limits=limits) if enough else None
 
     def _together(self) -> Totals:
         return add(self.totals[row] for row in sorted(self.totals))
@@ -306,6 +320,7 @@ class _Case:
             figures=worst(list(self.figures.values())),
             totals=self._together(),
             row_figures=self.figures,
+            row_totals=self.totals,
             tokens=self.claim.tokens,
         )
 
@@ -315,10 +330,12 @@ class _Case:
             figures=worst(list(self.figures.values())),
             totals=self._together(),
             row_figures=self.figures,
+            row_totals=self.totals,
+            spot=min(self.figures) if self.due else None,
             rewards=tuple(self._rewards()),
             tokens=self.claim.tokens,
             rollouts=list(self.claim.rollouts),
-            logprobs=[self.logprobs[row] for row in sorted(self.logprobs)],
+            logprobs=[self.logprobs.get(row, rollout.logprobs) for row, rollout in enumerate(self.claim.rollouts)],
         )
 
     async def look_again(self, look: Look, policies: Policies, published: Collection[int]) -> None:
@@ -326,7 +343,7 @@ class _Case:
         verdict, limits = self.ended, self.rules.spec.limits
         if not isinstance(verdict, Verdict) or verdict.totals is None or verdict.outcome is not Outcome.ADMITTED:
             return
-        if not look(verdict.totals, limits):
+        if verdict.spot is not None or not look(verdict.totals, limits):
             return
         rollouts, version = self.claim.rollouts, self.claim.version
         try:
@@ -337,7 +354,7 @@ class _Case:
         except PolicyAway as error:
             self.ended = error
         except VerifierFailed as error:
-            self.ended = _failed(error, tokens=self.claim.tokens)
+            self.ended = undecided(error, tokens=self.claim.tokens)
         else:
             self.ended = self.ended if finding is None else self._rejected(finding)
 
@@ -388,10 +405,11 @@ def _guarded(step: Callable[[], T], *, tokens: int) -> T | Verdict:
     except Refusal as refusal:
         return Verdict(outcome=Outcome.REJECTED, reason=refusal.reason, detail=refusal.detail, tokens=tokens)
     except VerifierFailed as error:
-        return _failed(error, tokens=tokens)
+        return undecided(error, tokens=tokens)
 
 
-def _failed(error: VerifierFailed, *, tokens: int) -> Verdict:
+def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
+    """The verdict of a verifier that could not judge, for a reason of its own."""
     logger.error("could not verify a submission", exc_info=error)
     kind = type(error.__cause__ or error).__name__
     return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=f"{kind}.", tokens=tokens)

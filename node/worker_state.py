@@ -172,10 +172,10 @@ class WorkerState:
 
     def _append(self, line: bytes) -> None:
         """Add a receipt; on a full disk none, for what comes after half a line would be lost with it."""
-        with self._receipts.open("ab") as file:
-            whole = file.tell()
+        file = self._receipts.open("ab")
+        whole = file.tell()
         try:
-            with self._receipts.open("ab") as file:
+            with file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())

@@ -22,7 +22,13 @@ import msgspec
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.app import create_app
+from coordinator.app import RequestLimits, create_app
+from coordinator.connections import (
+    DEFAULT_CONNECTION_LIMITS,
+    ConnectionLimits,
+    listening_socket,
+    server_config,
+)
 from coordinator.home import Home, create_home
 from coordinator.service import Coordinator
 from coordinator.storage import training
@@ -220,16 +226,21 @@ class Swarm:
 
 
 @contextmanager
-def serve(coordinator: Coordinator, *, registrations_per_minute: int = 100_000) -> Iterator[str]:
-    """The coordinator on a free port of loopback."""
-    app = create_app(coordinator, registrations_per_minute=registrations_per_minute)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+def serve(
+    coordinator: Coordinator,
+    *,
+    registrations_per_minute: int = 100_000,
+    connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS,
+) -> Iterator[str]:
+    """The coordinator on a free port of loopback, where every peer has the same address."""
+    limits = RequestLimits(registrations=registrations_per_minute, per_address=1_000_000)
+    server = uvicorn.Server(server_config(create_app(coordinator, limits=limits), connections))
+    listening = listening_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = listening.getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

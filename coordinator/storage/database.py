@@ -2,15 +2,22 @@
 
 SQLite runs with a write-ahead log, and a writer takes its lock when it begins, so that two processes never
 deadlock on an upgrade. Every commit survives kill -9. A durable one, the default, is on disk before it returns,
-and so survives a power cut; for what may be forgotten then (nonces, leases) the wait for the disk is spared.
+and so survives a power cut; for what may be forgotten then (nonces, leases) the wait for the disk is spared, and for
+what may be seen before it is durable (submissions) `sync` waits without the lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from alembic import command
 from alembic.config import Config
@@ -20,6 +27,7 @@ from sqlalchemy.exc import ArgumentError
 from coordinator.errors import BadConfiguration
 
 BUSY_TIMEOUT_MS = 30_000
+LOOK_SECONDS = 0.001
 POOL_SIZE = 48
 """More than the threads that serve requests, so that none of them waits for a connection."""
 
@@ -34,10 +42,15 @@ class Database:
         except (ArgumentError, ImportError) as error:
             raise BadConfiguration("--database-url is no SQLAlchemy URL whose driver is installed") from error
         self._lazy = self._engine
+        self._wal: _SharedSync | None = None
+        self._turn: AbstractContextManager[None] = nullcontext()
         if self._engine.dialect.name == "sqlite":
+            self._turn = _Turn()
+            self._wal = _SharedSync(Path(f"{self._engine.url.database}-wal"))
+            line = _Line(Path(f"{self._engine.url.database}-line"))
             self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
-            _prepare_sqlite(self._engine, synchronous="FULL")
-            _prepare_sqlite(self._lazy, synchronous="NORMAL")
+            _prepare_sqlite(self._engine, line, synchronous="FULL")
+            _prepare_sqlite(self._lazy, line, synchronous="NORMAL")
 
     def migrate(self) -> None:
         """Bring the schema to this release's; does nothing when it is there already."""
@@ -52,7 +65,7 @@ class Database:
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
         """A transaction that may write: committed at the end of the block, rolled back on any exception."""
         engine = self._engine if durable else self._lazy
-        with engine.connect().execution_options(veriswarm_write=True) as connection, connection.begin():
+        with self._turn, engine.connect().execution_options(veriswarm_write=True) as connection, connection.begin():
             yield connection
 
     @contextmanager
@@ -61,9 +74,120 @@ class Database:
         with self._engine.connect() as connection, connection.begin():
             yield connection
 
+    def sync(self) -> None:
+        """Return once all that was committed before is on disk; those who ask at the same time wait for it together.
+
+        For what others may see before it is durable, but its sender must not be told so: SQLite's write-ahead log is
+        one file, which is synced here as a durable commit syncs it, but without holding up other writers.
+        """
+        if self._wal is not None:
+            self._wal.sync()
+
     def close(self) -> None:
         self._engine.dispose()
         self._lazy.dispose()
+
+
+class _Turn:
+    """One writer of this process at a time, in the order in which they came; not re-entrant, as SQLite's lock is not.
+
+    The threads of a process would else look for SQLite's lock one against the other, and some wait for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._taken = False
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._taken:
+                self._taken = True
+                return
+            called = threading.Event()
+            self._waiting.append(called)
+        called.wait()
+
+    def __exit__(self, *_: object) -> None:
+        with self._mutex:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._taken = False
+
+
+class _SharedSync:
+    """fsync of one file, once for all who asked before it began."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._counting, self._syncing = threading.Lock(), threading.Lock()
+        self._asked = self._done = 0
+
+    def sync(self) -> None:
+        with self._counting:
+            self._asked += 1
+            mine = self._asked
+        with self._syncing:
+            if self._done >= mine:
+                return
+            covered = self._asked
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+            self._done = covered
+
+
+class _Line:
+    """Who of the processes writes next: whoever has the lock of a file beside the database.
+
+    SQLite has writers sleep up to 100 ms between two looks for its lock, and so lets one that comes and goes keep
+    others out for seconds. Here one process looks for it every millisecond, and the others for their place behind it,
+    so that who has just written is not next again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self, connection: Connection) -> None:
+        """BEGIN IMMEDIATE, which raises OperationalError when it gets no lock within BUSY_TIMEOUT_MS."""
+        raw: Any = connection.connection.dbapi_connection
+        until = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+        raw.execute("PRAGMA busy_timeout=0")
+        try:
+            with self._path.open("a") as file:
+                # Who is never first, because a process that was stopped is, tries without.
+                _look_for(lambda: _is_first(file), until=until)
+                if not _look_for(lambda: _has_begun(raw), until=until):
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")  # fails as SQLAlchemy's errors do
+        finally:
+            raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+
+
+def _is_first(file: IO[str]) -> bool:
+    """Whether this process has the lock of `file`, which goes with its being closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _has_begun(raw: Any) -> bool:
+    try:
+        raw.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+            return False
+        raise
+    return True
+
+
+def _look_for(done: Callable[[], bool], *, until: float) -> bool:
+    while not done():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def sqlite_url(folder: Path) -> str:
@@ -71,7 +195,7 @@ def sqlite_url(folder: Path) -> str:
     return f"sqlite:///{folder / 'veriswarm.sqlite3'}"
 
 
-def _prepare_sqlite(engine: Engine, *, synchronous: str) -> None:
+def _prepare_sqlite(engine: Engine, line: _Line, *, synchronous: str) -> None:
     @event.listens_for(engine, "connect")
     def _connect(raw: Any, _record: Any) -> None:
         raw.isolation_level = None  # BEGIN is ours, below
@@ -83,5 +207,7 @@ def _prepare_sqlite(engine: Engine, *, synchronous: str) -> None:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        write = connection.get_execution_options().get("veriswarm_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        if connection.get_execution_options().get("veriswarm_write", False):
+            line.begin(connection)
+        else:
+            connection.exec_driver_sql("BEGIN")

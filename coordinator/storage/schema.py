@@ -4,7 +4,8 @@ Times are seconds since 1970 (UTC) as floating point. Digests and keys are lower
 
 A slot's life: open -> leased -> submitted -> admitted -> used; back to open when its lease ends or its
 submission is rejected; stale once no training step may take its policy version any more.
-A submission's life: queued -> verifying -> done; back to queued when a verifier dies or cannot decide.
+A submission's life: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. Where only
+the row `spot` was measured, it is queued again when its node is caught (`recheck`: due, then the second outcome).
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class LeaseState(StrEnum):
     SUBMITTED = "submitted"
     RETURNED = "returned"
     EXPIRED = "expired"
+
+
+RECHECK_DUE = "due"
 
 
 class SubmissionState(StrEnum):
@@ -77,6 +81,20 @@ nodes = Table(
     Column("rejected_streak", Integer, nullable=False, default=0),
     Column("not_before", Double, nullable=False, default=0.0),
     Column("drift", LargeBinary),
+    Column("verified", Integer, nullable=False, server_default="0"),
+    Column("strikes", Integer, nullable=False, server_default="0"),
+    Column("address", Text, nullable=False, server_default=""),
+)
+
+stakes = Table(
+    "stakes",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("node", Text, nullable=False, index=True),
+    Column("amount", Integer, nullable=False),
+    Column("why", Text, nullable=False),
+    Column("at", Double, nullable=False),
+    UniqueConstraint("node", "why"),
 )
 
 relays = Table(
@@ -153,6 +171,10 @@ submissions = Table(
     Column("tokens", Integer),
     Column("log_index", Integer),
     Column("decided_at", Double),
+    Column("draw", Double, nullable=False, server_default="0"),
+    Column("spot", Integer),
+    Column("recheck", Text, index=True),
+    Column("recheck_by", Double),
     Index(None, "state", "received_at"),
     Index(None, "node", "state"),
 )

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from coordinator.storage import log
 from coordinator.storage.schema import SlotState, groups, policies, slots, steps
+from coordinator.storage.standing import rechecks_due, settle
 from coordinator.storage.work import Progress, progress
 from node.protocol.messages import BatchEntry, PolicyEntry
 from node.protocol.run import RunSpec
@@ -39,7 +40,8 @@ def may_assign(connection: Connection, *, spec: RunSpec) -> bool:
 def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | None:
     """Give the next step its groups and return its number, or None while there are too few.
 
-    From here on, what is older than the step after may take is stale.
+    From here on, what is older than the step after may take is stale. With the last step's, everything that was
+    measured in part is queued for a second verdict: what is left of the nodes' credit is settled.
     """
     at = progress(connection)
     chosen = _choose(connection, at, spec=spec)
@@ -60,6 +62,8 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
     abandoned = update(slots).where(slots.c.state.in_((SlotState.OPEN, SlotState.LEASED)), slots.c.version < floor)
     connection.execute(abandoned.values(state=SlotState.STALE))
     log.append(connection, BatchEntry(step=step, submissions=tuple(row.submission for row in chosen)))
+    if step + 1 == spec.training.steps:
+        settle(connection, spec=spec, now=now)
     return step
 
 
@@ -67,14 +71,15 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Rea
     """The next step's groups, the oldest first, or None while it has to wait.
 
     Groups that no later step could take join this one even beyond `groups_per_step`, and a verification of
-    such a group that is under way is waited for, so that nothing admitted is ever thrown away.
+    such a group that is under way is waited for, so that nothing admitted is ever thrown away. Nothing is trained on
+    while earlier work of a node that was caught waits for its second verdict.
     """
     step = at.next_step
     if step >= spec.training.steps or step > at.head:
         return None
     last_chance = step - spec.batch.max_async
     pending = select(func.count()).where(slots.c.state == SlotState.SUBMITTED, slots.c.version <= last_chance)
-    if connection.execute(pending).scalar_one():
+    if connection.execute(pending).scalar_one() or rechecks_due(connection):
         return None
     query = (
         select(groups.c.slot_id, groups.c.submission, groups.c.reward_mean, slots.c.version)

@@ -5,27 +5,42 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, and_, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, insert, or_, select, update
 
-from coordinator.storage import log
-from coordinator.storage.schema import SlotState, SubmissionState, groups, nodes, policies, slots, submissions
-from coordinator.storage.work import make_wait
+from coordinator.storage import log, standing
+from coordinator.storage.schema import (
+    RECHECK_DUE,
+    SlotState,
+    SubmissionState,
+    groups,
+    nodes,
+    policies,
+    slots,
+    submissions,
+)
+from coordinator.storage.stakes import LocalLedger, StakeRegistry
+from coordinator.storage.work import progress
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift
 from node.protocol.evidence import Drift, Totals, follow
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, RunSpec
+from node.protocol.standing import Standing
 from shardcast.wire import decode, encode
 
 MAX_ATTEMPTS = 3
 """How often a verification that could not decide is tried before the slot is given out anew."""
 
 MAX_DRIFT_BYTES = 1024
+LOCAL_LEDGER = LocalLedger()
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A submission that this verifier is to judge."""
+    """A submission that this verifier is to judge; `full` as `Claim` says.
+
+    Of one that is a `recheck`, a verdict is wanted until `recheck_by`.
+    """
 
     submission: str
     node: str
@@ -36,6 +51,9 @@ class Claimed:
     slot_id: int
     manifest_digest: str
     attempts: int
+    full: bool = True
+    recheck: bool = False
+    recheck_by: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +69,22 @@ class Decision:
     totals: Totals | None = None
     rewards: tuple[float, ...] | None = None
     group: str | None = None
+    spot: int | None = None
 
 
-def claim(connection: Connection, *, verifier: str, now: float, seconds: float, most: int = 1) -> list[Claimed]:
+def claim(
+    connection: Connection,
+    *,
+    verifier: str,
+    spec: RunSpec,
+    now: float,
+    seconds: float,
+    most: int = 1,
+    stakes: StakeRegistry = LOCAL_LEDGER,
+) -> list[Claimed]:
     """Take the oldest submissions that nobody works on, or that this verifier left when it died: at most `most`.
 
-    They are this verifier's for `seconds` each.
+    They are this verifier's for `seconds` each. Second verdicts come first: training waits for them.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -76,15 +104,29 @@ def claim(connection: Connection, *, verifier: str, now: float, seconds: float, 
             slots.c.id.label("slot_id"),
             policies.c.manifest_digest,
             submissions.c.attempts,
+            submissions.c.recheck,
+            submissions.c.recheck_by,
+            submissions.c.draw,
+            nodes.c.verified,
+            nodes.c.strikes,
         )
         .join(slots, slots.c.id == submissions.c.slot_id)
         .join(policies, policies.c.version == slots.c.version)
+        .join(nodes, nodes.c.node == submissions.c.node)
         .where(free)
-        .order_by(submissions.c.received_at)
+        .order_by(submissions.c.recheck.is_(None), submissions.c.received_at)
         .limit(most)
         .with_for_update(of=submissions, skip_locked=True)
     )
-    taken = [Claimed(**row._asdict()) for row in connection.execute(query)]
+    taken = []
+    for row in connection.execute(query).all():
+        values = row._asdict()
+        recheck = values.pop("recheck") == RECHECK_DUE
+        held = Standing(verified=values.pop("verified"), strikes=values.pop("strikes"))
+        staked = stakes.held(connection, row.node) if spec.standing.stake else 0
+        full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
+        values["recheck_by"] = values["recheck_by"] or 0.0
+        taken.append(Claimed(**values, full=full or recheck, recheck=recheck))
     connection.execute(
         update(submissions)
         .where(submissions.c.submission.in_([one.submission for one in taken]))
@@ -106,15 +148,46 @@ def defer(connection: Connection, claimed: Claimed, *, until: float) -> None:
     )
 
 
-def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> bool:
-    """Store a decision once; False if another verifier was faster. An undecided one may be queued again."""
+def record(
+    connection: Connection,
+    claimed: Claimed,
+    decision: Decision,
+    *,
+    spec: RunSpec,
+    now: float,
+    stakes: StakeRegistry = LOCAL_LEDGER,
+) -> bool:
+    """Store a decision once; False if another verifier was faster. One that does not decide may be queued again."""
     state = select(submissions.c.state).where(submissions.c.submission == claimed.submission)
     if connection.execute(state).scalar_one() != SubmissionState.VERIFYING:
         return False
-    if decision.outcome is Outcome.INDETERMINATE and claimed.attempts + 1 < MAX_ATTEMPTS:
-        _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
+    if _is_to_be_tried_again(connection, claimed, decision, spec=spec, now=now):
         return True
-    decision = _after_drift(connection, claimed, decision, limits=spec.limits)
+    if claimed.recheck:
+        _record_recheck(connection, claimed, decision, spec=spec, now=now)
+    else:
+        decision = _after_drift(connection, claimed, decision, limits=spec.limits)
+        _record_first(connection, claimed, decision, spec=spec, now=now)
+    if decision.outcome is Outcome.REJECTED:
+        standing.punish(connection, claimed.node, submission=claimed.submission, spec=spec, stakes=stakes, now=now)
+    return True
+
+
+def _is_to_be_tried_again(
+    connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float
+) -> bool:
+    """Queue it once more where nothing was decided, or where the node has been caught while one row was measured."""
+    if decision.outcome is Outcome.INDETERMINATE:
+        again = now < claimed.recheck_by if claimed.recheck else claimed.attempts + 1 < MAX_ATTEMPTS
+    else:
+        held = standing.standing_of(connection, claimed.node)
+        again = decision.spot is not None and held.full_rate(spec.standing) >= 1.0
+    if again:
+        _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
+    return again
+
+
+def _record_first(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> None:
     index = log.append(connection, _entry(claimed, decision, now=now))
     _update_submission(
         connection,
@@ -127,13 +200,40 @@ def record(connection: Connection, claimed: Claimed, decision: Decision, *, spec
         tokens=decision.tokens,
         log_index=index,
         decided_at=now,
+        spot=decision.spot,
     )
     admitted = decision.outcome is Outcome.ADMITTED
-    _update_slot(connection, claimed, admitted=admitted)
+    _update_slot(connection, claimed, SlotState.ADMITTED if admitted else SlotState.OPEN)
     if admitted:
         _store_group(connection, claimed, decision)
-    _update_standing(connection, claimed.node, decision, spec=spec, now=now)
-    return True
+    standing.follow(
+        connection,
+        claimed.node,
+        decision.outcome,
+        full=decision.spot is None,
+        tokens=decision.tokens,
+        spec=spec,
+        now=now,
+    )
+
+
+def _record_recheck(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> None:
+    """The second verdict on a group; one that does not bear the first out is taken back, unless training has used it.
+
+    The log tells then which step it touched.
+    """
+    # A verdict that could not even read the file counted none.
+    tokens = select(submissions.c.tokens).where(submissions.c.submission == claimed.submission)
+    decision = replace(decision, tokens=connection.execute(tokens).scalar_one())
+    log.append(connection, _entry(claimed, decision, now=now))
+    _update_submission(connection, claimed, state=SubmissionState.DONE, recheck=decision.outcome)
+    if decision.outcome is Outcome.ADMITTED:
+        return
+    unused = delete(groups).where(groups.c.slot_id == claimed.slot_id, groups.c.step.is_(None))
+    if connection.execute(unused).rowcount:
+        stale = claimed.version < progress(connection).floor(spec.batch)
+        _update_slot(connection, claimed, SlotState.STALE if stale else SlotState.OPEN)
+    standing.take_back(connection, claimed.node, decision.outcome, tokens=decision.tokens, spec=spec, now=now)
 
 
 def _after_drift(connection: Connection, claimed: Claimed, decision: Decision, *, limits: LimitsSpec) -> Decision:
@@ -159,6 +259,7 @@ def _after_drift(connection: Connection, claimed: Claimed, decision: Decision, *
         detail=f"The node's slots: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
         rewards=None,
         group=None,
+        spot=None,
     )
 
 
@@ -180,6 +281,8 @@ def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
         rewards=decision.rewards,
         tokens=decision.tokens,
         decided_at=int(now),
+        spot=decision.spot,
+        recheck=claimed.recheck,
     )
 
 
@@ -188,8 +291,7 @@ def _update_submission(connection: Connection, claimed: Claimed, **values: objec
     connection.execute(row.values(**values))
 
 
-def _update_slot(connection: Connection, claimed: Claimed, *, admitted: bool) -> None:
-    state = SlotState.ADMITTED if admitted else SlotState.OPEN
+def _update_slot(connection: Connection, claimed: Claimed, state: SlotState) -> None:
     connection.execute(update(slots).where(slots.c.id == claimed.slot_id).values(state=state))
 
 
@@ -203,21 +305,6 @@ def _store_group(connection: Connection, claimed: Claimed, decision: Decision) -
             reward_mean=sum(rewards) / len(rewards),
         )
     )
-
-
-def _update_standing(connection: Connection, node: str, decision: Decision, *, spec: RunSpec, now: float) -> None:
-    """Credit an admitted group; make a rejected node wait."""
-    row = update(nodes).where(nodes.c.node == node)
-    if decision.outcome is Outcome.ADMITTED:
-        values = {
-            "admitted": nodes.c.admitted + 1,
-            "tokens": nodes.c.tokens + decision.tokens,
-            "rejected_streak": 0,
-        }
-        connection.execute(row.values(values))
-    elif decision.outcome is Outcome.REJECTED:
-        connection.execute(row.values(rejected=nodes.c.rejected + 1))
-        make_wait(connection, node, batch=spec.batch, now=now)
 
 
 def clock() -> float:

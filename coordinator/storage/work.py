@@ -3,8 +3,9 @@
 Every function takes a write transaction, a clock reading and the run's spec, and keeps these invariants:
 
 - A slot is leased to one node at a time, and never again to a node whose submission for it was rejected.
-- A new node gets one slot at a time, and one more with each admitted group; nodes without standing hold at most
-  half of all slots in flight together.
+- A new node gets one slot at a time, and one more with each fully measured and admitted group, until one is rejected;
+  nodes without standing hold at most half of all slots in flight together, those of one address so many leases.
+- A banned node gets nothing.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
   before a step can take it.
 - A slot whose version no coming step may train on is stale; nothing of it is leased or accepted.
@@ -29,10 +30,12 @@ from coordinator.storage.schema import (
     steps,
     submissions,
 )
+from coordinator.storage.standing import is_unproven, make_wait
 from node.protocol.admission import DRIFT, Outcome
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import BatchSpec, RunSpec
+from node.protocol.standing import Standing
 
 IDLE_RETRY_SECONDS = 0.25
 _IN_FLIGHT = (SlotState.OPEN, SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)
@@ -57,13 +60,36 @@ def progress(connection: Connection) -> Progress:
     return Progress(head=-1 if head is None else head, next_step=0 if assigned is None else assigned + 1)
 
 
-def lease(connection: Connection, *, node: str, request: LeaseRequest, spec: RunSpec, now: float) -> LeaseReply:
-    """Lease up to `request.slots` slots of one policy version that the node holds."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Where a request comes from, and how many leases all nodes there may hold together (0: any number)."""
+
+    address: str = ""
+    most_leases: int = 0
+
+
+def lease(
+    connection: Connection,
+    *,
+    node: str,
+    request: LeaseRequest,
+    spec: RunSpec,
+    now: float,
+    caller: Caller = Caller(),
+) -> LeaseReply:
+    """Lease up to `request.slots` slots of one policy version that the node holds, which asks from `caller`.
+
+    Raises Refusal for an unknown or a banned node.
+    """
     expire_leases(connection, spec=spec, now=now)
     at = progress(connection)
-    standing = _standing(connection, node=node, now=now)
+    standing = _standing(connection, node=node, address=caller.address, now=now)
+    if standing.of_slots.is_banned(spec.standing):
+        raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = max(0.0, standing.not_before - now)
-    most = min(spec.batch.max_leases_per_node, standing.admitted + 1) - _unfinished(connection, node)
+    most = min(spec.batch.max_leases_per_node, standing.of_slots.verified + 1) - _unfinished(connection, node)
+    if caller.most_leases:
+        most = min(most, caller.most_leases - _held_at(connection, caller.address))
     if not standing.proven:
         most = min(most, _room_for_the_unproven(connection, at, spec=spec))
     quota = min(request.slots, most)
@@ -85,14 +111,6 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
     for name, node in connection.execute(ended).all():
         _end_lease(connection, name, LeaseState.EXPIRED)
         make_wait(connection, node, batch=spec.batch, now=now)
-
-
-def make_wait(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
-    """Give a node no work for a while, twice as long each time in a row."""
-    streak = connection.execute(select(nodes.c.rejected_streak).where(nodes.c.node == node)).scalar_one()
-    wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
-    row = update(nodes).where(nodes.c.node == node)
-    connection.execute(row.values(rejected_streak=streak + 1, not_before=now + wait))
 
 
 def give_back(connection: Connection, *, node: str, lease_id: str, now: float) -> None:
@@ -156,6 +174,8 @@ def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str
             received_at=now,
             state=SubmissionState.QUEUED,
             attempts=0,
+            # Drawn once, where no verifier that dies and nobody who asks again can have it drawn anew.
+            draw=secrets.SystemRandom().random(),
         )
     )
 
@@ -209,26 +229,33 @@ class _Standing:
     admitted: int
     rejected_streak: int
     not_before: float
+    of_slots: Standing
 
     @property
     def proven(self) -> bool:
         return self.admitted > 0 and self.rejected_streak == 0
 
 
-def _standing(connection: Connection, *, node: str, now: float) -> _Standing:
+def _standing(connection: Connection, *, node: str, address: str, now: float) -> _Standing:
     """A node's standing; raises Refusal for an unknown node."""
-    query = select(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before).where(nodes.c.node == node)
-    row = connection.execute(query).first()
+    row = connection.execute(select(nodes).where(nodes.c.node == node)).first()
     if row is None:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
-    connection.execute(update(nodes).where(nodes.c.node == node).values(seen_at=now))
-    return _Standing(*row)
+    connection.execute(update(nodes).where(nodes.c.node == node).values(seen_at=now, address=address))
+    of_slots = Standing(verified=row.verified, strikes=row.strikes)
+    return _Standing(row.admitted, row.rejected_streak, row.not_before, of_slots)
+
+
+def _held_at(connection: Connection, address: str) -> int:
+    """Leases of all nodes that were last seen at this address."""
+    active = leases.c.state == LeaseState.ACTIVE
+    return _count(connection, active, leases.c.node == nodes.c.node, nodes.c.address == address)
 
 
 def _room_for_the_unproven(connection: Connection, at: Progress, *, spec: RunSpec) -> int:
     """Slots that nodes without standing may still take: together they hold at most half, so that new keys,
     which cost nothing, cannot keep the proven from working."""
-    unproven = or_(nodes.c.admitted == 0, nodes.c.rejected_streak > 0)
+    unproven = is_unproven()
     held = _count(connection, leases.c.state == LeaseState.ACTIVE, leases.c.node == nodes.c.node, unproven)
     waiting = _count(
         connection, submissions.c.state != SubmissionState.DONE, submissions.c.node == nodes.c.node, unproven
@@ -259,7 +286,8 @@ def _unfinished(connection: Connection, node: str) -> int:
 def _reopened(connection: Connection, *, node: str, versions: list[int], most: int) -> list[_SlotRow]:
     """Open slots that wait for another try, oldest first, all of one version."""
     failed_here = select(submissions.c.slot_id).where(
-        submissions.c.node == node, submissions.c.outcome == Outcome.REJECTED
+        submissions.c.node == node,
+        or_(submissions.c.outcome == Outcome.REJECTED, submissions.c.recheck == Outcome.REJECTED),
     )
     query = (
         select(slots.c.id, slots.c.version, slots.c.number)

@@ -168,7 +168,8 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
 
     `request` is the signed envelope, `body` the Parquet file. `figures` is the worst of each figure over the
     group, `totals` what the measured rows sum up to; both are null when a check that needs no model refused first.
-    `rewards` only when admitted.
+    `rewards` only when admitted. `spot` is the only row that was measured of a group that was admitted without the
+    others; `recheck` says that this is the second verdict on such a group, all of whose rows are measured now.
     """
 
     submission: Digest
@@ -187,6 +188,8 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
     rewards: tuple[float, ...] | None
     tokens: Count
     decided_at: Count
+    spot: Count | None = None
+    recheck: bool = False
 
 
 class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):

@@ -153,6 +153,23 @@ class LimitsSpec(Wire, frozen=True):
     max_submission_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 4 * 1024 * 1024
 
 
+class StandingSpec(Wire, frozen=True):
+    """How much of a node's work is measured, and when it has to go; see `node.protocol.standing`.
+
+    `probation`: fully measured slots, admitted in a row, before any slot of a node is measured in part.
+    `full_rate_floor`: the least share of a node's slots that is measured in full, however long it has been right.
+    `vesting`: fully measured and admitted slots after which the credit for an earlier, partly measured one is the
+    node's. `ban_after`: rejected slots without a probation passed in between, after which a node gets no more work.
+    `stake`: what a node must have staked to be measured in part, in the units of the operator's registry.
+    """
+
+    probation: Positive = 8
+    full_rate_floor: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    vesting: Positive = 2
+    ban_after: Positive = 3
+    stake: Count = 0
+
+
 class TrainingSpec(Wire, frozen=True):
     """GRPO as in INTELLECT-2 (arXiv 2505.07291)."""
 
@@ -186,6 +203,7 @@ class RunSpec(Wire, frozen=True):
     proofs: ProofSpec = ProofSpec()
     batch: BatchSpec = BatchSpec()
     limits: LimitsSpec = LimitsSpec()
+    standing: StandingSpec = StandingSpec()
     training: TrainingSpec = TrainingSpec()
     broadcast: BroadcastSpec = BroadcastSpec()
 
@@ -252,6 +270,7 @@ __all__ = [
     "PublicKey",
     "RunSpec",
     "SamplingSpec",
+    "StandingSpec",
     "TrainingSpec",
     "open_descriptor",
     "parse_run_toml",

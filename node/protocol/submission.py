@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,6 +12,9 @@ from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import ProofSpec, RunSpec
 
 MAX_LOGPROB = 1e-4
+MIN_LOGPROB = -80.0
+"""Nobody draws what is as unlikely; and exp(80) is finite in float32, whatever a row says that is not measured."""
+
 """A log-probability may exceed 0 by rounding only."""
 
 
@@ -125,7 +127,7 @@ def _check_logprobs(row: int, rollout: Rollout) -> None:
             f"Row {row} has {len(rollout.logprobs)} for {len(rollout.completion_ids)} tokens.",
         )
     for position, logprob in enumerate(rollout.logprobs):
-        if not math.isfinite(logprob) or logprob > MAX_LOGPROB:
+        if not MIN_LOGPROB <= logprob <= MAX_LOGPROB:  # NaN is not
             raise Refusal(Reason.LOGPROB_NOT_FINITE, f"Row {row} has {logprob} at position {position}.")
 
 

@@ -7,45 +7,22 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from actors import PUBLIC_KEY, Actors, spec_of, who
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import insert, select
+from sqlalchemy import select
 
 from coordinator.errors import BadConfiguration, StorageFault
 from coordinator.home import Home, create_home, open_home
-from coordinator.storage import log, training, verdicts, work
+from coordinator.storage import log, verdicts, work
 from coordinator.storage.blobs import BlobStore
-from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
-from coordinator.storage.verdicts import Decision
-from coordinator.storage.work import Arrival
+from coordinator.storage.schema import SlotState, groups, metadata, slots, submissions
 from node.protocol import merkle
 from node.protocol.admission import Outcome
-from node.protocol.messages import BatchEntry, LeaseRequest, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import EnvironmentSpec, RunSpec
-from shardcast.wire import decode, digest
-
-PUBLIC_KEY = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
-
-
-def spec_of(*, groups_per_step: int = 3, max_async: int = 2, steps: int = 12) -> RunSpec:
-    spec = RunSpec(name="test", environments=(EnvironmentSpec(name="arithmetic"),))
-    return msgspec.structs.replace(
-        spec,
-        batch=msgspec.structs.replace(
-            spec.batch,
-            groups_per_step=groups_per_step,
-            max_async=max_async,
-            lease_seconds=50.0,
-            max_leases_per_node=3,
-            rejection_backoff_seconds=4.0,
-            rejection_backoff_max_seconds=10.0,
-        ),
-        training=msgspec.structs.replace(spec.training, steps=steps),
-    )
+from shardcast.wire import decode
 
 
 @pytest.fixture
@@ -53,69 +30,6 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of())
     yield home
     home.database.close()
-
-
-def who(name: str) -> str:
-    """A node's id for a short name."""
-    return digest(name.encode())
-
-
-class Actors:
-    """Workers, verifier and trainer of a run, with the clock in the test's hand."""
-
-    def __init__(self, home: Home) -> None:
-        self.home, self.now, self.files = home, 1000.0, 0
-
-    def register(self, *names: str, admitted: int = 100) -> None:
-        """Nodes whose work was admitted before; with 0, new ones."""
-        with self.home.database.write() as connection:
-            for name in names:
-                values = {"node": who(name), "software": "", "engine": "", "registered_at": 0.0, "seen_at": 0.0}
-                connection.execute(insert(nodes).values(**values, admitted=admitted))
-
-    def publish(self, version: int) -> None:
-        policy = training.Published(
-            version=version, manifest_digest=f"{version:064x}", result_digest="0" * 64, manifest=b""
-        )
-        with self.home.database.write() as connection:
-            training.record_policy(connection, policy, now=self.now)
-            training.finish_step(connection, version - 1, stats={}, now=self.now)
-
-    def lease(self, node: str, *, held: tuple[int, ...], count: int = 1) -> list[work.Lease]:
-        with self.home.database.write() as connection:
-            request = LeaseRequest(held_versions=held, slots=count)
-            return list(
-                work.lease(connection, node=who(node), request=request, spec=self.home.spec, now=self.now).leases
-            )
-
-    def submit(self, node: str, lease_id: str) -> str:
-        self.files += 1
-        name = digest(str(self.files).encode())
-        with self.home.database.write() as connection:
-            arrival = Arrival(submission=name, request=name, body=name, body_bytes=1)
-            work.submit(connection, arrival, node=who(node), lease_id=lease_id, spec=self.home.spec, now=self.now)
-        return name
-
-    def claim(self, verifier: str = "v", seconds: float = 30.0) -> verdicts.Claimed | None:
-        with self.home.database.write() as connection:
-            taken = verdicts.claim(connection, verifier=verifier, now=self.now, seconds=seconds)
-        return taken[0] if taken else None
-
-    def decide(self, claimed: verdicts.Claimed, outcome: Outcome) -> bool:
-        reason = {Outcome.REJECTED: Reason.WRONG_TOKEN, Outcome.INDETERMINATE: Reason.VERIFIER_FAILED}.get(outcome)
-        rewards = (1.0, 0.0) if outcome is Outcome.ADMITTED else None
-        decision = Decision(outcome, reason, "", tokens=5, rewards=rewards, group=claimed.body)
-        with self.home.database.write() as connection:
-            return verdicts.record(connection, claimed, decision, spec=self.home.spec, now=self.now)
-
-    def assign(self) -> int | None:
-        with self.home.database.write() as connection:
-            return training.assign_batch(connection, spec=self.home.spec, now=self.now)
-
-    def entries(self) -> list[LogEntry]:
-        with self.home.database.read() as connection:
-            leaves = log.leaves(connection, 0, log.size(connection))
-        return [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -474,9 +388,11 @@ def test_a_verifier_takes_several_submissions_at_once_and_nobody_else_any_of_the
     actors.publish(0)
     names = [actors.submit(node, actors.lease(node, held=(0,))[0].lease_id) for node in ("a", "b")]
     with home.database.write() as connection:
-        taken = verdicts.claim(connection, verifier="first", now=actors.now, seconds=30.0, most=8)
-        assert verdicts.claim(connection, verifier="second", now=actors.now, seconds=30.0, most=8) == []
+        taken = verdicts.claim(connection, verifier="first", spec=home.spec, now=actors.now, seconds=30.0, most=8)
+        assert verdicts.claim(connection, verifier="second", spec=home.spec, now=actors.now, seconds=30.0, most=8) == []
         # Each adds to the time in which they are judged together.
-        late = verdicts.claim(connection, verifier="second", now=actors.now + 31.0, seconds=30.0, most=8)
+        late = verdicts.claim(
+            connection, verifier="second", spec=home.spec, now=actors.now + 31.0, seconds=30.0, most=8
+        )
     assert [one.submission for one in taken] == names
     assert late == []

@@ -18,7 +18,7 @@ from logged import (
     unmeasured,
 )
 
-from node.audit_evidence import BORDERLINE_FACTOR, TOTALS_APART, compare, is_borderline
+from node.audit_compare import BORDERLINE_FACTOR, TOTALS_APART, compare, is_borderline
 from node.audit_report import Result
 from node.protocol.admission import Figures, Finding, Outcome, judge, worst
 from node.protocol.evidence import Total, Totals
@@ -262,3 +262,66 @@ def test_of_a_drift_a_slots_own_share_must_be_true(ours: float, result: Result) 
 
 def test_the_documented_factor_is_the_one_used() -> None:
     assert (BORDERLINE_FACTOR, TOTALS_APART) == (1.25, 1.0)
+
+
+# -- one row was measured: what the log says of it must be true, and of the others it says nothing
+
+
+def partly(*rows: Figures, outcome: Outcome, rewards: tuple[float, ...] | None = (0.0, 1.0)) -> Verdict:
+    """An auditor's derivation of a group with these rows."""
+    finding = judge(rows, limits=LIMITS)
+    return Verdict(
+        outcome=outcome,
+        reason=None if finding is None else finding.reason,
+        finding=finding,
+        figures=worst(rows),
+        totals=HONEST_TOTALS,
+        row_figures=dict(enumerate(rows)),
+        row_totals=dict.fromkeys(range(len(rows)), HONEST_TOTALS),
+        rewards=None if finding is not None else rewards,
+        tokens=100,
+    )
+
+
+def test_a_row_that_is_right_agrees_though_only_it_was_measured() -> None:
+    derived = partly(measured(), measured(token_margin=0.5), outcome=Outcome.ADMITTED)
+    assert compare(admitted(1, spot=0), derived, spec=JUDGED)[0] is Result.AGREE
+
+
+def test_another_row_that_is_wrong_was_unseen_and_is_nobodys_lie() -> None:
+    derived = partly(measured(), measured(token_margin=5.0), outcome=Outcome.REJECTED)
+    result, detail = compare(admitted(1, spot=0), derived, spec=JUDGED)
+    assert result is Result.UNSEEN
+    assert "row 0" in detail
+
+
+def test_a_row_that_was_said_to_be_right_and_is_not_is_a_disagreement() -> None:
+    derived = partly(measured(token_margin=5.0), measured(), outcome=Outcome.REJECTED)
+    assert compare(admitted(1, spot=0), derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_a_measured_row_next_to_its_limit_is_indeterminate() -> None:
+    derived = partly(measured(token_margin=1.1), measured(), outcome=Outcome.REJECTED)
+    entry = admitted(1, spot=0, figures=measured(token_margin=0.95))
+    assert compare(entry, derived, spec=JUDGED)[0] is Result.INDETERMINATE
+
+
+def test_other_rewards_are_a_disagreement_whatever_was_measured() -> None:
+    derived = partly(measured(), measured(), outcome=Outcome.ADMITTED, rewards=(1.0, 1.0))
+    assert compare(admitted(1, spot=0), derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_totals_of_more_rows_than_the_one_are_a_disagreement() -> None:
+    derived = partly(measured(), measured(), outcome=Outcome.ADMITTED)
+    entry = admitted(1, spot=0, totals=Totals(margin=Total(count=200, sum=0.2)))
+    assert compare(entry, derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_a_row_that_does_not_exist_was_not_measured() -> None:
+    derived = partly(measured(), measured(), outcome=Outcome.ADMITTED)
+    assert compare(admitted(1, spot=7), derived, spec=JUDGED)[0] is Result.DISAGREE
+
+
+def test_a_check_without_a_model_was_made_of_every_row() -> None:
+    derived = Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_SEED, tokens=100)
+    assert compare(admitted(1, spot=0), derived, spec=JUDGED)[0] is Result.DISAGREE

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator import app
+from coordinator import refusals
 from node.protocol import messages
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
 from node.protocol.evidence import STATISTICS, Totals
@@ -54,7 +54,7 @@ def test_the_table_of_reasons_lists_exactly_the_codes_in_order() -> None:
 @pytest.mark.parametrize("reason", Reason)
 def test_a_reason_is_documented_where_and_with_which_status_it_comes(reason: Reason) -> None:
     _, where, status, meaning, advice = REASON_ROWS[reason.value]
-    known = app._STATUS.get(reason)
+    known = refusals.STATUS.get(reason)
     assert (where, status) == ("door" if known else "verdict", str(known or ""))
     assert meaning
     assert advice
@@ -66,7 +66,7 @@ JUDGED = [(row[0], row[1], row[2].strip("`")) for row in rows(section(7)) if len
 
 def test_the_order_of_checks_is_the_order_of_the_codes() -> None:
     listed = [row[2].strip("`") for row in rows(section(6)) if row[0].isdigit()]
-    verdicts = [reason.value for reason in Reason if reason not in app._STATUS]
+    verdicts = [reason.value for reason in Reason if reason not in refusals.STATUS]
     assert listed == verdicts[: len(listed)]
     judged = [reason for _, _, reason in JUDGED]
     assert list(dict.fromkeys(judged)) == verdicts[len(listed) : -1]
@@ -162,7 +162,7 @@ def test_the_fields_of_short_values_are_documented_in_wire_order(cls: type[msgsp
 def test_the_endpoints_are_those_of_the_coordinator() -> None:
     documented = set()
     for row in rows(section(3)):
-        for method, path in re.findall(r"`?(GET|POST|PUT) (/[\w/{}]+)", row[0]):
+        for method, path in re.findall(r"`?(GET|POST|PUT) (/[\w/{}.]+)", row[0]):
             documented.add((method, path))
         documented |= {("GET", path) for path in re.findall(r"`GET (/metrics|/health)`", row[0])}
     text = (ROOT / "coordinator" / "app.py").read_text(encoding="utf-8")

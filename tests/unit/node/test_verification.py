@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -422,6 +423,51 @@ def test_a_verdict_is_the_same_whichever_row_is_measured_first(policy, environme
     assert verdict.figures is not None
     assert whole.figures is not None
     assert msgspec.structs.astuple(verdict.figures) == pytest.approx(msgspec.structs.astuple(whole.figures), abs=0.05)
+
+
+def partly(rollouts: list[Rollout], policy: Policy, environments: Sequence[Environment], row: int) -> Verdict:
+    """The verdict on a proven node's group of which only `row` is measured."""
+    (claim,) = claims_of([rollouts])
+    (verdict,) = asyncio.run(
+        decide_many(
+            [dataclasses.replace(claim, full=False)],
+            policies=InMemory({VERSION: policy}),
+            published=[VERSION],
+            rules=Rules(RUN_ID, SPEC, environments),
+            probe=lambda _: row,
+        )
+    )
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+def test_a_proven_nodes_group_is_admitted_by_one_row_and_says_which(policy, environments, groups):
+    """What nobody measured goes to training as it was submitted; nothing in the verdict claims more than was seen."""
+    verdict = partly(groups[0], policy, environments, row=1)
+    assert (verdict.outcome, verdict.spot) == (Outcome.ADMITTED, 1)
+    assert verdict.row_figures is not None
+    assert set(verdict.row_figures) == {1}
+    assert verdict.rewards == verdict_of(groups[0], policy, environments, slot=0).rewards
+    assert verdict.logprobs is not None
+    assert [verdict.logprobs[row] == groups[0][row].logprobs for row in (0, 2)] == [True, True]
+
+
+def test_the_one_row_that_is_measured_convicts_the_group(policy, environments, groups):
+    forged = changed(groups[0], 2, logprobs=[-0.1] * len(groups[0][2].logprobs))
+    assert partly(forged, policy, environments, row=0).outcome is Outcome.ADMITTED
+    caught = partly(forged, policy, environments, row=2)
+    assert (caught.outcome, caught.reason, caught.spot) == (Outcome.REJECTED, Reason.WRONG_LOGPROB, None)
+
+
+def test_every_row_is_held_to_the_checks_without_a_model_whichever_is_measured(policy, environments, groups):
+    forged = changed(groups[0], 2, seed=bytes(16))
+    assert partly(forged, policy, environments, row=0).reason is Reason.WRONG_SEED
+
+
+def test_a_logprob_that_would_blow_up_the_trainers_ratio_is_refused_unmeasured(policy, environments, groups):
+    """exp(new - old) of a row that nobody measures must stay finite, and is clipped."""
+    forged = changed(groups[0], 2, logprobs=[-1e30] * len(groups[0][2].logprobs))
+    assert partly(forged, policy, environments, row=0).reason is Reason.LOGPROB_NOT_FINITE
 
 
 def test_an_auditor_sees_every_rows_figures(policy, environments, groups):

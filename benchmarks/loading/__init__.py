@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.load`: a coordinator to load, and workers that load it."""

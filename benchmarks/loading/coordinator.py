@@ -1,0 +1,138 @@
+"""A coordinator in a process of its own, and one that stands in for its verifiers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+
+from coordinator.home import Home, open_home
+from coordinator.storage import training, verdicts
+from coordinator.storage.training import Published
+from coordinator.storage.verdicts import Decision
+from node.identity import create_key
+from node.protocol.admission import Outcome
+
+GROUP_SIZE = 8
+START_SECONDS = 60.0
+JUDGED_AT_ONCE = 64
+IDLE_SECONDS = 0.05
+RUN_TOML = f"""
+name = "load"
+
+[model]
+initial = "random-tiny"
+
+[[environments]]
+name = "arithmetic"
+
+[sampling]
+group_size = {GROUP_SIZE}
+
+[batch]
+groups_per_step = 1000000
+max_leases_per_node = 64
+
+[limits]
+exponent_mismatches = 4.0
+token_margin = 0.001
+rollout_margin_mean = 0.0001
+logprob_error = 0.001
+"""
+"""Enough slots for whoever asks: what is measured is the coordinator, not how work is rationed."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A run whose coordinator answers at `port`."""
+
+    port: int
+    home: Home
+    process: psutil.Process
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Served]:
+    """The command of an operator, on a new run with one policy."""
+    (folder / "run.toml").write_text(RUN_TOML, encoding="utf-8")
+    create_key(folder / "run.key")
+    command = [sys.executable, "-m", "node.cli", "coordinator", "--run", "run.toml", "--key", "run.key"]
+    output = folder / "coordinator.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--data", "data", "--port", "0", *flags], cwd=folder, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        port = _port(output, process)
+        home = open_home(folder / "data")
+        policy = Published(
+            version=0, manifest_digest=secrets.token_hex(32), result_digest=secrets.token_hex(32), manifest=b"load"
+        )
+        with home.database.write() as connection:
+            training.record_policy(connection, policy, now=time.time())
+        yield Served(port=port, home=home, process=psutil.Process(process.pid))
+        home.database.close()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _port(output: Path, process: subprocess.Popen[bytes]) -> int:
+    """Where it listens, once it answers."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        found = re.search(r"serving at http://127\.0\.0\.1:(\d+)", output.read_text(encoding="utf-8"))
+        if found:
+            with contextlib.suppress(URLError), urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=5):
+                return int(found[1])
+        time.sleep(0.1)
+    raise SystemExit(f"the coordinator did not start:\n{output.read_text(encoding='utf-8')}")
+
+
+@contextlib.contextmanager
+def judging(data: Path) -> Iterator[None]:
+    """Somebody who admits all that is submitted, with the verifier's own transactions but no prefill."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    process = context.Process(target=_judge, args=(data, stop), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        process.join(30)
+
+
+def _judge(data: Path, stop: Event) -> None:
+    home = open_home(data, wait_seconds=START_SECONDS)
+    group = home.blobs.put(b"load")
+    decision = Decision(
+        outcome=Outcome.ADMITTED,
+        reason=None,
+        detail="",
+        tokens=GROUP_SIZE,
+        rewards=(0.5,) * GROUP_SIZE,
+        group=group,
+    )
+    while not stop.is_set():
+        with home.database.write() as connection:
+            claimed = verdicts.claim(
+                connection, verifier="load", spec=home.spec, now=time.time(), seconds=60.0, most=JUDGED_AT_ONCE
+            )
+        for one in claimed:
+            with home.database.write() as connection:
+                verdicts.record(connection, one, decision, spec=home.spec, now=time.time())
+        stop.wait(0.0 if claimed else IDLE_SECONDS)
+    home.database.close()

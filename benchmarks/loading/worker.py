@@ -1,0 +1,112 @@
+"""A worker as the coordinator sees it: signed requests from an address of its own, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from benchmarks.loading.http import Answer, Connection
+from node.protocol.messages import LeaseReply, LeaseRequest, Registration, RequestClaim, SubmissionReply
+from node.protocol.requests import sign_request
+from shardcast.wire import decode, digest, encode
+
+MAX_REPLY_BYTES = 2**20
+STATUS_EVERY = 10
+WAIT_SECONDS = 20
+REGISTRATION = encode(Registration(software="load", engine="none"))
+LEASE_REQUEST = encode(LeaseRequest(held_versions=(0,), slots=1))
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request: which, when it was due, how long it took from then on, and how it ended (0: no answer)."""
+
+    kind: str
+    due: float
+    seconds: float
+    status: int
+
+
+@dataclass
+class Worker:
+    """Registers, and then leases, submits, asks for the verdict, and every tenth time for the run's status."""
+
+    run_id: str
+    port: int
+    source: str
+    body_bytes: int
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+
+    def __post_init__(self) -> None:
+        self._connection = Connection(self.port, self.source)
+        self._one_at_a_time = asyncio.Lock()
+        self._lease: str | None = None
+        self._submission: str | None = None
+        self._rounds = random.randrange(STATUS_EVERY)
+        self._next: Callable[[], Coroutine[Any, Any, Answer]] = self.register
+
+    async def step(self, *, due: float, samples: list[Sample]) -> None:
+        """The next request of this worker's life; `due` is when it should have been sent, by perf_counter."""
+        async with self._one_at_a_time:
+            kind = self._next.__name__
+            try:
+                status = (await self._next()).status
+            except OSError:
+                status = 0
+            samples.append(Sample(kind, due, time.perf_counter() - due, status))
+
+    def close(self) -> None:
+        """End its connection."""
+        self._connection.close()
+
+    async def register(self) -> Answer:
+        answer = await self._signed("POST", "/v1/nodes", REGISTRATION)
+        if answer.status == 200:
+            self._next = self.lease
+        return answer
+
+    async def lease(self) -> Answer:
+        answer = await self._signed("POST", "/v1/leases", LEASE_REQUEST)
+        if answer.status == 200:
+            leases = decode(LeaseReply, answer.body, max_bytes=MAX_REPLY_BYTES).leases
+            if leases:
+                self._lease, self._next = leases[0].lease_id, self.upload
+        return answer
+
+    async def upload(self) -> Answer:
+        body = random.randbytes(self.body_bytes)
+        answer = await self._signed("PUT", f"/v1/submissions/{self._lease}", body)
+        self._next = self.lease
+        if answer.status == 202:
+            self._submission = decode(SubmissionReply, answer.body, max_bytes=MAX_REPLY_BYTES).submission
+            self._next = self.receipt
+        return answer
+
+    async def receipt(self) -> Answer:
+        self._rounds += 1
+        self._next = self.lease if self._rounds % STATUS_EVERY else self.status
+        return await self._connection.send("GET", f"/v1/receipts/{self._submission}?wait={WAIT_SECONDS}")
+
+    async def status(self) -> Answer:
+        self._next = self.lease
+        return await self._connection.send("GET", "/v1/status")
+
+    async def _signed(self, method: Any, path: str, body: bytes) -> Answer:
+        claim = RequestClaim(
+            run_id=self.run_id,
+            method=method,
+            path=path,
+            body_digest=digest(body),
+            body_bytes=len(body),
+            issued_at=int(time.time()),
+            nonce=secrets.token_hex(16),
+        )
+        header, _ = sign_request(claim, key=self.key)
+        return await self._connection.send(method, path, body=body, authorization=header)

@@ -1,0 +1,59 @@
+"""The outermost layer of the HTTP service: every request is counted, and every address has its share."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from coordinator.limits import AddressLimiter
+from coordinator.metrics import Metrics
+from coordinator.refusals import refuse
+from node.protocol.reasons import Reason, Refusal
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_METHODS = frozenset(("GET", "POST", "PUT"))
+
+
+class Door:
+    """ASGI middleware. Not Starlette's own kind, which costs as much as routing and refusing together."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, addresses: AddressLimiter) -> None:
+        self._app, self._metrics, self._addresses = app, metrics, addresses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._addresses.check(address_of(scope), now=time.monotonic())
+            _check_framing(scope)
+            await self._app(scope, receive, note_status)
+        except Refusal as refusal:
+            await refuse(refusal)(scope, receive, note_status)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.request_seconds.labels(method, route, status).observe(time.perf_counter() - started)
+
+
+def _check_framing(scope: Scope) -> None:
+    """Refuse a body with a length and chunks: a proxy may end it elsewhere, and take its rest for a request."""
+    names = {name for name, _ in scope["headers"]}
+    if b"content-length" in names and b"transfer-encoding" in names:
+        raise Refusal(Reason.BAD_REQUEST, "A body has Content-Length or Transfer-Encoding.")
+
+
+def address_of(scope: Scope) -> str:
+    """Where the request comes from, as far as it is known."""
+    client = scope.get("client")
+    return client[0] if client else ""

@@ -1,0 +1,120 @@
+"""What a node's slots so far are worth (docs/protocol.md, section 7.6): how much of the next one is measured, how much
+credit it has, and whether it may go on.
+
+Pure, and a function of the log alone: the coordinator follows it as it writes the log, everybody else as they read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from node.protocol.admission import Outcome
+from node.protocol.run import StandingSpec
+
+if TYPE_CHECKING:
+    from node.protocol.messages import VerdictEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`verified`: fully measured slots that were admitted since the last rejection. `strikes`: rejections since the
+    last passed probation."""
+
+    verified: int = 0
+    strikes: int = 0
+
+    def after(self, outcome: Outcome, *, full: bool, rules: StandingSpec) -> Standing:
+        """The standing after one more verdict; `full` says that all rows were measured."""
+        if outcome is Outcome.REJECTED:
+            return Standing(verified=0, strikes=self.strikes + 1)
+        if outcome is Outcome.ADMITTED and full:
+            verified = self.verified + 1
+            return Standing(verified, strikes=0 if verified == rules.probation else self.strikes)
+        return self
+
+    def is_banned(self, rules: StandingSpec) -> bool:
+        """Whether the node gets no more work."""
+        return self.strikes >= rules.ban_after
+
+    def full_rate(self, rules: StandingSpec) -> float:
+        """The probability, 0 < p <= 1, with which the next slot is measured in full.
+
+        1 on probation, then probation / verified: after k admitted slots in a row the share of bad ones among them is
+        below 3 / k with 95 % confidence (the rule of three), so what may pass unseen stays the same while less is
+        looked at. Never below the run's floor.
+        """
+        if self.verified < rules.probation:
+            return 1.0
+        return max(rules.full_rate_floor, rules.probation / self.verified)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    tokens: int
+    since: int  # how many fully measured slots of the node had been admitted before
+
+
+@dataclass(slots=True)
+class Account:
+    """One node's standing and credit, from its verdicts in the order of the log; credit is tokens of admitted groups.
+
+    What was measured in full is the node's at once. What was not is its own after `vesting` more slots that were, or
+    when it is measured after all; a rejection voids what is pending until then.
+    """
+
+    standing: Standing = Standing()
+    vested: int = 0
+    void: int = 0
+    expected_full: float = 0.0
+    full: int = 0
+    _pending: dict[str, _Pending] = field(default_factory=dict)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that may still become the node's."""
+        return sum(one.tokens for one in self._pending.values())
+
+    @property
+    def unvested(self) -> frozenset[str]:
+        """The submissions behind `pending`."""
+        return frozenset(self._pending)
+
+    def follow(self, entry: VerdictEntry, *, rules: StandingSpec) -> frozenset[str]:
+        """Take the node's next verdict, and return the submissions that have to be measured in full because of it."""
+        if entry.recheck:
+            return self._settle(entry, rules=rules)
+        if entry.outcome is Outcome.ADMITTED:
+            self._admit(entry, rules=rules)
+        elif entry.outcome is Outcome.REJECTED:
+            self.standing = self.standing.after(entry.outcome, full=False, rules=rules)
+            return self._void()
+        return frozenset()
+
+    def _admit(self, entry: VerdictEntry, *, rules: StandingSpec) -> None:
+        self.expected_full += self.standing.full_rate(rules)
+        if entry.spot is not None:
+            self._pending[entry.submission] = _Pending(entry.tokens, since=self.full)
+            return
+        self.standing = self.standing.after(entry.outcome, full=True, rules=rules)
+        self.full += 1
+        self.vested += entry.tokens
+        ripe = [name for name, one in self._pending.items() if self.full - one.since >= rules.vesting]
+        self.vested += sum(self._pending.pop(name).tokens for name in ripe)
+
+    def _settle(self, entry: VerdictEntry, *, rules: StandingSpec) -> frozenset[str]:
+        pending = self._pending.pop(entry.submission, None)
+        if entry.outcome is Outcome.ADMITTED:
+            self.vested += 0 if pending is None else pending.tokens
+            return frozenset()
+        self.void += 0 if pending is None else pending.tokens
+        if entry.outcome is Outcome.REJECTED:
+            self.standing = self.standing.after(entry.outcome, full=True, rules=rules)
+            return self._void()
+        return frozenset()
+
+    def _void(self) -> frozenset[str]:
+        owed = self.unvested
+        self.void += self.pending
+        self._pending.clear()
+        return owed

@@ -1,0 +1,329 @@
+"""Who is measured in full, who is sent away, and what becomes of work that was let through when its node is caught."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from actors import PUBLIC_KEY, Actors, spec_of, who
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+
+from coordinator.home import Home, create_home
+from coordinator.storage import standing, training, work
+from coordinator.storage.schema import SlotState, groups, slots, submissions
+from coordinator.storage.stakes import LocalLedger
+from node.protocol.admission import Outcome
+from node.protocol.messages import LeaseRequest, VerdictEntry
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import StandingSpec
+
+RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
+SEEN, UNSEEN = 0.0, 0.999
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=RULES, groups_per_step=3))
+    yield home
+    home.database.close()
+
+
+@pytest.fixture
+def actors(home: Home) -> Actors:
+    """A run with one node that has passed its probation, with three admitted slots, and a new one."""
+    actors = Actors(home)
+    actors.register("old", "new", admitted=0)
+    actors.publish(0)
+    for _ in range(3):
+        actors.work("old")
+    actors.assign()
+    actors.publish(1)
+    return actors
+
+
+def spot(actors: Actors, name: str) -> int | None:
+    """The row that the first verdict on a submission left alone with."""
+    (found,) = [
+        entry.spot
+        for entry in actors.entries()
+        if isinstance(entry, VerdictEntry) and entry.submission == name and not entry.recheck
+    ]
+    return found
+
+
+def second_verdicts(actors: Actors, outcome: Outcome) -> list[str]:
+    """Decide everything that waits for a second verdict."""
+    done = []
+    while (claimed := actors.claim()) is not None:
+        assert claimed.recheck
+        assert claimed.full
+        actors.decide(claimed, outcome)
+        done.append(claimed.submission)
+    return done
+
+
+def test_all_of_a_new_nodes_slots_are_measured_in_full(actors: Actors) -> None:
+    names = [actors.work("new", draw=UNSEEN) for _ in range(2)]
+    assert [spot(actors, name) for name in names] == [None, None]
+    third = actors.work("new", draw=UNSEEN)
+    assert spot(actors, third) is None, "probation / verified is still 1"
+
+
+def test_a_proven_nodes_slots_are_measured_in_part_at_the_rate_that_it_earned(actors: Actors) -> None:
+    """Three verified of a probation of two: two of three slots are measured in full."""
+    assert spot(actors, actors.work("old", draw=0.66)) is None
+    assert spot(actors, actors.work("old", draw=0.51)) == 0, "the fourth verified made it one of two"
+
+
+def test_the_rate_never_falls_below_the_floor(tmp_path: Path) -> None:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=RULES, groups_per_step=20))
+    actors = Actors(home)
+    actors.register("old", admitted=0)
+    actors.publish(0)
+    for _ in range(20):
+        actors.work("old", draw=SEEN)
+    assert spot(actors, actors.work("old", draw=0.24)) is None
+    assert spot(actors, actors.work("old", draw=0.26)) == 0
+    home.database.close()
+
+
+def test_chance_draws_for_each_submission_and_not_for_the_worker(actors: Actors, home: Home) -> None:
+    """Draws are as many as submissions, apart from each other, and stay when a verifier dies."""
+    names = []
+    for _ in range(3):
+        actors.now += 1
+        names.append(actors.submit("old", actors.lease("old", held=(1,))[0].lease_id))
+    with home.database.read() as connection:
+        draws = (
+            connection.execute(select(submissions.c.draw).where(submissions.c.submission.in_(names))).scalars().all()
+        )
+    assert len(set(draws)) == 3
+    first = actors.claim()
+    actors.now += 1000
+    again = actors.claim("another")
+    assert (again.submission, again.full) == (first.submission, first.full)
+
+
+def test_a_rejected_node_is_on_probation_again(actors: Actors) -> None:
+    actors.work("old", Outcome.REJECTED)
+    assert spot(actors, actors.work("old", draw=UNSEEN)) is None
+
+
+def test_a_node_is_banned_after_its_third_rejection_and_hears_why(actors: Actors) -> None:
+    for _ in range(3):
+        actors.work("new", Outcome.REJECTED)
+    actors.now += 1000
+    with pytest.raises(Refusal, match="3 slots of node") as caught:
+        actors.lease("new", held=(1,))
+    assert caught.value.reason is Reason.BANNED
+
+
+def test_a_passed_probation_clears_a_nodes_strikes(actors: Actors) -> None:
+    for outcome in (Outcome.REJECTED, Outcome.REJECTED, Outcome.ADMITTED, Outcome.ADMITTED, Outcome.REJECTED):
+        actors.work("new", outcome)
+    actors.now += 1000
+    assert actors.lease("new", held=(1,))
+
+
+def test_training_waits_until_the_work_of_a_caught_node_was_measured_after_all(actors: Actors) -> None:
+    unseen = actors.work("old", draw=UNSEEN)
+    for _ in range(3):
+        actors.work("new")
+    actors.work("old", Outcome.REJECTED, draw=SEEN)
+    assert actors.assign() is None
+    assert second_verdicts(actors, Outcome.ADMITTED) == [unseen]
+    assert actors.assign() == 1
+    assert actors.reading().problems == []
+    account = actors.reading().accounts[who("old")]
+    assert (account.vested, account.void) == (15, 5), "what was pending is void, even though it was right"
+
+
+def test_bad_work_that_was_let_through_is_not_trained_on_once_its_node_is_caught(actors: Actors, home: Home) -> None:
+    unseen = actors.work("old", draw=UNSEEN)
+    for _ in range(3):
+        actors.work("new")
+    actors.work("old", Outcome.REJECTED)
+    second_verdicts(actors, Outcome.REJECTED)
+    assert actors.assign() == 1
+    with home.database.read() as connection:
+        assert unseen not in [row.submission for row in training.batch(connection, 1)]
+        slot = select(slots.c.state).join(submissions).where(submissions.c.submission == unseen)
+        assert connection.execute(slot).scalar_one() == SlotState.OPEN, "somebody else does it"
+    assert actors.reading().problems == []
+    assert actors.reading().reached_training == []
+
+
+def test_bad_work_that_training_used_is_reported_with_its_step(actors: Actors) -> None:
+    unseen = actors.work("old", draw=UNSEEN)
+    actors.work("new")
+    actors.work("new")
+    assert actors.assign() == 1
+    actors.publish(2)
+    actors.work("old", Outcome.REJECTED)
+    second_verdicts(actors, Outcome.REJECTED)
+    reading = actors.reading()
+    assert reading.problems == []
+    assert [(submission, step) for _, submission, step in reading.reached_training] == [(unseen, 1)]
+
+
+def test_what_has_vested_is_not_measured_again(actors: Actors) -> None:
+    actors.work("old", draw=UNSEEN)
+    for _ in range(RULES.vesting):
+        actors.work("old", draw=SEEN)
+    pending = actors.work("old", draw=UNSEEN)
+    actors.work("old", Outcome.REJECTED)
+    assert second_verdicts(actors, Outcome.ADMITTED) == [pending]
+    account = actors.reading().accounts[who("old")]
+    assert (account.vested, account.void, account.pending) == (30, 5, 0)
+
+
+def test_a_second_verdict_that_cannot_be_had_does_not_stop_the_run(actors: Actors, home: Home) -> None:
+    """Else a node could freeze training by being caught after relays forgot the policy of its work."""
+    unseen = actors.work("old", draw=UNSEEN)
+    for _ in range(3):
+        actors.work("new")
+    actors.work("old", Outcome.REJECTED)
+    claimed = actors.claim()
+    actors.decide(claimed, Outcome.INDETERMINATE)
+    assert actors.assign() is None, "there is time left to try again"
+    actors.now += standing.RECHECK_SECONDS
+    actors.decide(actors.claim(), Outcome.INDETERMINATE)
+    assert actors.assign() == 1
+    with home.database.read() as connection:
+        assert unseen not in [row.submission for row in training.batch(connection, 1)]
+    assert actors.reading().problems == []
+
+
+def test_a_slot_is_measured_in_full_when_its_node_is_caught_meanwhile(actors: Actors) -> None:
+    """Two verifiers: one measures a row of one slot while the other finds that the node cheats."""
+    names = [actors.submit("old", lease.lease_id) for lease in actors.lease("old", held=(1,), count=2)]
+    first, second = actors.claim("x"), actors.claim("y")
+    actors.decide(second, Outcome.REJECTED)
+    actors.decide(replace(first, full=False), Outcome.ADMITTED)
+    again = actors.claim("x")
+    assert (again.submission, again.full) == (names[0], True)
+
+
+def test_a_node_without_the_stake_is_measured_in_full_and_a_rejection_takes_it_once(tmp_path: Path) -> None:
+    rules = StandingSpec(probation=1, full_rate_floor=0.01, stake=100)
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=rules))
+    actors, ledger = Actors(home), LocalLedger()
+    actors.register("node", admitted=50)
+    actors.publish(0)
+    assert spot(actors, actors.work("node", draw=UNSEEN)) is None
+    with home.database.write() as connection:
+        ledger.enter(connection, who("node"), 100, why="receipt 7", now=0.0)
+    with pytest.raises(IntegrityError), home.database.write() as connection:
+        ledger.enter(connection, who("node"), 100, why="receipt 7", now=0.0)
+    assert spot(actors, actors.work("node", draw=UNSEEN)) == 0
+    actors.work("node", Outcome.REJECTED, draw=SEEN)
+    with home.database.read() as connection:
+        assert ledger.balances(connection) == [(who("node"), 0)]
+    home.database.close()
+
+
+def test_many_identities_at_one_address_share_its_leases(actors: Actors, home: Home) -> None:
+    names = [f"sybil{i}" for i in range(6)]
+    actors.register(*names, admitted=0)
+    here = work.Caller("192.0.2.7", most_leases=2)
+    granted = 0
+    for name in names:
+        with home.database.write() as connection:
+            request = LeaseRequest(held_versions=(1,), slots=1)
+            reply = work.lease(connection, node=who(name), request=request, spec=home.spec, now=actors.now, caller=here)
+        granted += len(reply.leases)
+    assert granted == 2
+    assert actors.lease("old", held=(1,)), "others are not in their way"
+
+
+def test_what_is_pending_when_the_run_ends_is_settled(tmp_path: Path) -> None:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=RULES, groups_per_step=5, steps=1))
+    actors = Actors(home)
+    actors.register("node", admitted=0)
+    actors.publish(0)
+    for _ in range(4):
+        actors.work("node")
+    actors.work("node", draw=UNSEEN)
+    assert actors.assign() == 0
+    assert actors.reading().accounts[who("node")].pending == 5
+    second_verdicts(actors, Outcome.ADMITTED)
+    reading = actors.reading()
+    assert (reading.accounts[who("node")].vested, reading.accounts[who("node")].pending) == (25, 0)
+    assert reading.problems == []
+    home.database.close()
+
+
+class Storm:
+    """Five workers that are right most of the time, verifiers that die, training: one random event after the other."""
+
+    def __init__(self, actors: Actors, seed: int) -> None:
+        self.actors, self.rng = actors, random.Random(seed)
+        self.names = [f"n{i}" for i in range(5)]
+        self.head, self.training_now, self.held = 0, False, []
+        actors.register(*self.names, admitted=0)
+        actors.publish(0)
+
+    def step(self) -> None:
+        self.actors.now += self.rng.random() * 3
+        getattr(
+            self, self.rng.choice(["lease", "submit", "submit", "verify", "verify", "verify", "assign", "publish"])
+        )()
+
+    def lease(self) -> None:
+        name = self.rng.choice(self.names)
+        try:
+            leases = self.actors.lease(name, held=tuple(range(max(0, self.head - 2), self.head + 1)), count=3)
+        except Refusal as refusal:
+            assert refusal.reason is Reason.BANNED
+            self.names[self.names.index(name)] = name + "+"
+            self.actors.register(name + "+", admitted=0)
+        else:
+            self.held += [(name, lease) for lease in leases]
+
+    def submit(self) -> None:
+        if not self.held:
+            return
+        name, lease = self.held.pop(self.rng.randrange(len(self.held)))
+        try:
+            self.actors.submit(name, lease.lease_id)
+        except Refusal as refusal:
+            assert refusal.reason in (Reason.STALE_POLICY, Reason.EXPIRED_LEASE)
+
+    def verify(self) -> None:
+        claimed = self.actors.claim()
+        if claimed is not None and self.rng.random() < 0.9:
+            weights = [0.5, 0.3, 0.2] if claimed.recheck else [0.93, 0.05, 0.02]
+            self.actors.decide(claimed, self.rng.choices(list(Outcome), weights)[0])
+
+    def assign(self) -> None:
+        self.training_now = self.training_now or self.actors.assign() is not None
+
+    def publish(self) -> None:
+        if self.training_now:
+            self.head, self.training_now = self.head + 1, False
+            self.actors.publish(self.head)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_any_order_of_events_an_auditor_finds_the_rules_kept(tmp_path: Path, seed: int) -> None:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=RULES, steps=20))
+    actors = Actors(home)
+    storm = Storm(actors, seed)
+    for _ in range(8000):
+        storm.step()
+        if storm.head == 20:
+            break
+    assert storm.head == 20, "the run went on to its end"
+    assert actors.reading().problems == []
+    rechecked = [entry for entry in actors.entries() if isinstance(entry, VerdictEntry) and entry.recheck]
+    assert rechecked, "nothing was measured again: this tests nothing"
+    with home.database.read() as connection:
+        stored = dict(connection.execute(select(groups.c.submission, groups.c.step)).all())
+    for entry in rechecked:
+        bad = entry.outcome is not Outcome.ADMITTED
+        assert not (bad and stored.get(entry.submission, 0) is None), "bad work waits for training"
+    home.database.close()

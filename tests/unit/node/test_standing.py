@@ -1,0 +1,161 @@
+"""Standing and credit as anybody follows them in the log, and logs in which an operator did not keep the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from logged import RUN, SPEC, admitted, batch, policy, rejected
+
+from node.audit_log import LogReading, read_log
+from node.protocol.admission import Outcome
+from node.protocol.messages import LogEntry, RunEntry, VerdictEntry
+from node.protocol.reasons import Reason
+from node.protocol.run import StandingSpec
+from node.protocol.standing import Account, Standing
+
+RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
+RUN_SPEC = msgspec.structs.replace(SPEC, standing=RULES)
+NODE = "22" * 32
+PROVEN = [admitted(number) for number in range(1, 4)]
+
+
+def spot(number: int, **changes: object) -> VerdictEntry:
+    return admitted(number, **({"spot": 0} | changes))
+
+
+def recheck(number: int, outcome: Outcome = Outcome.ADMITTED, **changes: object) -> VerdictEntry:
+    if outcome is Outcome.ADMITTED:
+        return admitted(number, recheck=True, **changes)
+    if outcome is Outcome.REJECTED:
+        return rejected(number, recheck=True, **changes)
+    nothing = {"finding": None, "figures": None, "totals": None, "reason": Reason.VERIFIER_FAILED}
+    return rejected(number, recheck=True, outcome=outcome, **(nothing | changes))
+
+
+def reading(*entries: LogEntry) -> LogReading:
+    start = [RunEntry(run_id=RUN, spec_digest=RUN_SPEC.digest), policy(0)]
+    return read_log([*start, *entries], run_id=RUN, spec=RUN_SPEC)
+
+
+def codes(*entries: LogEntry) -> list[str]:
+    return [problem.code for problem in reading(*entries).problems]
+
+
+def account(entries: Sequence[VerdictEntry]) -> Account:
+    found = Account()
+    for entry in entries:
+        found.follow(entry, rules=RULES)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("verified", "rate"), [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2 / 3), (4, 0.5), (8, 0.25), (10**9, 0.25)]
+)
+def test_the_rate_falls_with_what_was_verified_to_the_floor(verified: int, rate: float) -> None:
+    assert Standing(verified=verified).full_rate(RULES) == rate
+
+
+def test_the_rate_is_never_zero() -> None:
+    """However long a node has been right, it cannot know that nobody looks."""
+    rules = msgspec.structs.replace(RULES, full_rate_floor=1e-6)
+    assert Standing(verified=2**53).full_rate(rules) == 1e-6
+
+
+def test_credit_for_what_was_not_measured_is_pending_until_enough_was() -> None:
+    entries = [*PROVEN, spot(4)]
+    assert (account(entries).vested, account(entries).pending) == (300, 100)
+    entries.append(admitted(5))
+    assert (account(entries).vested, account(entries).pending) == (400, 100)
+    entries.append(admitted(6))
+    assert (account(entries).vested, account(entries).pending) == (600, 0)
+
+
+def test_a_rejection_voids_what_is_pending_and_nothing_else() -> None:
+    entries = [*PROVEN, spot(4), spot(5), rejected(6)]
+    found = account(entries)
+    assert (found.vested, found.pending, found.void) == (300, 0, 200)
+    assert found.standing == Standing(verified=0, strikes=1)
+
+
+def test_a_second_verdict_that_confirms_gives_what_was_pending() -> None:
+    assert account([*PROVEN, spot(4), recheck(4)]).vested == 400
+
+
+@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.INDETERMINATE])
+def test_a_second_verdict_that_does_not_confirm_voids_it(outcome: Outcome) -> None:
+    found = account([*PROVEN, spot(4), recheck(4, outcome)])
+    assert (found.vested, found.void) == (300, 100)
+    assert found.standing.strikes == (outcome is Outcome.REJECTED)
+
+
+def test_an_honest_log_with_second_verdicts_has_no_problems() -> None:
+    log = reading(*PROVEN, spot(4), spot(5), rejected(6), recheck(4), recheck(5, Outcome.REJECTED), batch(0, 1, 4))
+    assert log.problems == []
+    assert log.reached_training == []
+
+
+def test_a_friend_on_probation_that_is_measured_in_part_is_seen() -> None:
+    assert codes(admitted(1), spot(2)) == ["spot_without_standing"]
+
+
+def test_a_friend_that_is_caught_and_measured_in_part_again_is_seen() -> None:
+    assert codes(*PROVEN, rejected(4), spot(5)) == ["spot_without_standing"]
+
+
+def test_training_on_before_the_second_verdicts_is_seen() -> None:
+    assert codes(*PROVEN, spot(4), rejected(5), batch(0, 1)) == ["batch_before_recheck"]
+
+
+def test_using_what_a_second_verdict_rejected_is_seen() -> None:
+    log = (*PROVEN, spot(4), rejected(5), recheck(4, Outcome.REJECTED), batch(0, 4))
+    assert codes(*log) == ["batch_not_admitted"]
+
+
+def test_bad_work_that_reached_training_is_named_with_its_step() -> None:
+    log = reading(*PROVEN, spot(4), batch(0, 4), rejected(5), recheck(4, Outcome.REJECTED))
+    assert log.problems == []
+    assert [(submission, step) for _, submission, step in log.reached_training] == [(f"{4:064x}", 0)]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        recheck(1),
+        recheck(9),
+        recheck(4, node="77" * 32),
+        recheck(4, tokens=99),
+        recheck(4, body="34" * 32),
+        recheck(4, slot=5),
+    ],
+    ids=["of a full one", "of none", "of another node", "other tokens", "other evidence", "another slot"],
+)
+def test_a_second_verdict_on_what_was_not_admitted_in_part_is_seen(entry: VerdictEntry) -> None:
+    assert codes(*PROVEN, spot(4), entry) == ["unfounded_recheck"]
+
+
+def test_a_second_verdict_is_the_only_one() -> None:
+    assert codes(*PROVEN, spot(4), recheck(4), recheck(4)) == ["unfounded_recheck"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [spot(4, recheck=True), rejected(4, spot=0), spot(4, spot=SPEC.sampling.group_size)],
+    ids=["second", "rejected", "no such row"],
+)
+def test_one_row_is_not_enough_for_other_verdicts(entry: VerdictEntry) -> None:
+    assert "contradictory_verdict" in codes(*PROVEN, entry)
+
+
+def test_a_slot_that_a_second_verdict_gave_back_may_be_admitted_again() -> None:
+    log = (*PROVEN, spot(4), rejected(5), recheck(4, Outcome.REJECTED), admitted(6, slot=4, node="77" * 32))
+    assert codes(*log) == []
+
+
+def test_measuring_less_than_the_rules_ask_for_is_seen_over_many_slots() -> None:
+    """Each single slot is within the rules; that nobody looked at any of two hundred is not chance."""
+    lucky = [spot(number) for number in range(4, 204)]
+    assert codes(*PROVEN, *lucky) == ["too_little_measured"]
+    every_second = [admitted(n) if n % 2 else spot(n) for n in range(4, 204)]
+    assert codes(*PROVEN, *every_second) == []
