@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -36,8 +35,8 @@ from benchmarks.fuzzing.targets.messages import (
     RUN_KEY,
     SPEC,
 )
-from coordinator.app import create_app
-from coordinator.cli import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS, MAX_HEADER_BYTES
+from coordinator.app import RequestLimits, create_app
+from coordinator.connections import ConnectionLimits, server_config
 from coordinator.home import create_home
 from coordinator.service import Coordinator
 from coordinator.storage import training
@@ -115,7 +114,7 @@ def _faults(stack: ExitStack, *loggers: str) -> Faults:
 class Door:
     """A coordinator that has one policy and knows one node, served by uvicorn as its command serves it."""
 
-    def __init__(self, stack: ExitStack, *, http: Literal["auto", "h11", "httptools"]) -> None:
+    def __init__(self, stack: ExitStack) -> None:
         self.faults = _faults(stack, "uvicorn.error")
         self._loop = Loop(stack)
         home = create_home(_folder(stack), public_key=RUN_KEY.public_key().public_bytes_raw(), spec=SPEC)
@@ -126,17 +125,10 @@ class Door:
             training.record_policy(connection, policy, now=time.time())
         coordinator = Coordinator(home, key=RUN_KEY)
         coordinator.register(NODE_KEY.public_key().public_bytes_raw().hex(), REGISTRATIONS[0], now=time.time())
-        config = uvicorn.Config(
-            create_app(coordinator, registrations_per_minute=10**9),
-            http=http,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            limit_concurrency=MAX_CONNECTIONS,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        )
+        # All of it comes from one address.
+        limits = RequestLimits(**dict.fromkeys(RequestLimits.__dataclass_fields__, 10**9))
+        connections = ConnectionLimits(connections_per_address=ConnectionLimits().connections)
+        config = server_config(create_app(coordinator, limits=limits), connections)
         config.load()
         self._state = ServerState()
         self._port = self._loop.run(self._serve(config, stack))
@@ -154,25 +146,21 @@ class Door:
         return judge_reply(reply, self.faults)
 
 
-def _door_http(http: Literal["auto", "h11", "httptools"]) -> Callable[[ExitStack], Harness]:
+def _door_http(stack: ExitStack) -> Harness:
     """Raw bytes to the coordinator's port."""
-
-    def prepare(stack: ExitStack) -> Harness:
-        door = Door(stack, http=http)
-        gets = [_request("GET", path) for path in DOOR_PATHS[:5]]
-        late = _signed("PUT", CLAIM.path, b"body", nonce=0, issued_at=0)
-        others = [_request("GET", path) for path in DOOR_PATHS[5:]] + [late, _request("POST", "/v1/nodes", b"{}")]
-        mutate = http_mutator(*(path.encode() for path in DOOR_PATHS))
-        return Harness(gets, door.exchange, (Refused,), mutate, hostile=others)
-
-    return prepare
+    door = Door(stack)
+    gets = [_request("GET", path) for path in DOOR_PATHS[:5]]
+    late = _signed("PUT", CLAIM.path, b"body", nonce=0, issued_at=0)
+    others = [_request("GET", path) for path in DOOR_PATHS[5:]] + [late, _request("POST", "/v1/nodes", b"{}")]
+    mutate = http_mutator(*(path.encode() for path in DOOR_PATHS))
+    return Harness(gets, door.exchange, (Refused,), mutate, hostile=others)
 
 
 def _door_message(path: str, *messages: Wire) -> Callable[[ExitStack], Harness]:
     """Bodies that are really signed, through the whole door."""
 
     def prepare(stack: ExitStack) -> Harness:
-        door, nonces = Door(stack, http="auto"), itertools.count()
+        door, nonces = Door(stack), itertools.count()
 
         def run(data: bytes) -> str:
             return door.exchange(_signed("POST", path, data, nonce=next(nonces), issued_at=time.time()))
@@ -211,12 +199,8 @@ def _relay_http(stack: ExitStack) -> Harness:
     return Harness(requests[:2], run, (Refused,), mutate, hostile=requests[2:])
 
 
-_SERVERS: tuple[Literal["h11", "httptools"], ...] = ("h11", "httptools") if find_spec("httptools") else ("h11",)
 TARGETS = (
-    *(
-        Target(name=f"door.http_{server}", sender="anybody, to the coordinator", share=10, prepare=_door_http(server))
-        for server in _SERVERS
-    ),
+    Target(name="door.http", sender="anybody, to the coordinator", share=20, prepare=_door_http),
     Target(
         name="door.registration",
         sender="any key, to the coordinator",
