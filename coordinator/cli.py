@@ -18,6 +18,7 @@ from coordinator.calibration.command import calibrate
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
+from coordinator.redteam.command import redteam
 from coordinator.run_file import read_run_file
 from coordinator.stakes_command import stakes
 from node.engine_options import check_engine, engine_options, prefills_maker
@@ -302,5 +303,5 @@ def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-COMMANDS = [coordinator, verifier, trainer, calibrate, demo, stakes]
+COMMANDS = [coordinator, verifier, trainer, calibrate, demo, redteam, stakes]
 """What the entry point `veriswarm.commands` offers to the command line."""

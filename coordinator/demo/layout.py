@@ -14,12 +14,13 @@ from random import SystemRandom
 
 from coordinator.demo.errors import DemoError
 from coordinator.demo.supervisor import Command
+from coordinator.redteam.journal import read_nodes
 from node.identity import create_key, load_or_create_key, node_id
 from node.protocol.run import RunSpec, parse_run_toml, run_id_of
 
 HOST = "127.0.0.1"
 HONEST = "honest"
-STRATEGIES = ("other-model", "colluder")
+BAD_RELAY = "relay-hostile"
 WORKER_KEY = "key"
 _ENGINE_OPTIONS = {
     "torch": (),
@@ -32,8 +33,25 @@ while the server is being started again."""
 
 
 @dataclass(frozen=True, slots=True)
+class Hostile:
+    """A hostile process to be: its attacks (`coordinator.redteam.attacks`), and further options of it."""
+
+    kind: str
+    attacks: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+_NOW_AND_THEN = ("--share", "0.06")
+STRATEGIES = (
+    Hostile("other-model", ("other-model",), _NOW_AND_THEN),
+    Hostile("colluder", ("colluder",), _NOW_AND_THEN),
+)
+"""Those of the demonstration: one who saves the cost of the real weights, and one who would teach its own answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """A worker: `kind` is "honest" or the strategy of a hostile one, `node` its id."""
+    """A worker: `kind` is "honest" or the kind of a hostile one, `node` its id, or its first."""
 
     name: str
     kind: str
@@ -44,6 +62,11 @@ class WorkerPlace:
     def honest(self) -> bool:
         """Whether this worker runs the released daemon."""
         return self.kind == HONEST
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """All the identities that it has used so far: a hostile one that is thrown out takes another."""
+        return frozenset((self.node,)) if self.honest else read_nodes(self.state) | {self.node}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +88,14 @@ class Swarm:
         return self.folder / "trainer"
 
 
-def demo_run_toml(*, steps: int, seed: int) -> str:
-    """The demonstration's run.toml with this many steps and this seed."""
+def demo_run_toml(**changes: str | float) -> str:
+    """The demonstration's run.toml with other values, as TOML writes them, of the first keys of these names."""
     text = resources.files("coordinator.demo").joinpath("run.toml").read_text(encoding="utf-8")
-    text = re.sub(r"(?m)^steps = \d+", f"steps = {steps}", text)
-    return re.sub(r"(?m)^seed = \d+", f"seed = {seed}", text)
+    for key, value in changes.items():
+        text, found = re.subn(rf"(?m)^{key} = [^ #\n]+", f"{key} = {value}", text, count=1)
+        if found != 1:
+            raise ValueError(f"run.toml has no key {key}")
+    return text
 
 
 def lay_out(
@@ -77,28 +103,37 @@ def lay_out(
     run_toml: str,
     *,
     honest: int = 3,
-    hostile: tuple[str, ...] = STRATEGIES,
+    hostile: tuple[Hostile, ...] = STRATEGIES,
     leaves: int = 2,
     engine: str = "torch",
+    worker_options: tuple[str, ...] = (),
+    bad_relay: bool = False,
 ) -> Swarm:
     """Make the folder of a new run with its keys, and plan its processes; raises FileExistsError, Malformed.
 
-    `engine` is the honest workers'; the hostile ones cheat with torch.
+    `engine` and `worker_options` are the honest workers'; the hostile ones cheat with torch. With `bad_relay`, one
+    more relay announces itself, and is an upstream of the last leaf: whatever it sends of a policy is wrong.
     """
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(run_toml, encoding="utf-8")
     run_id = run_id_of(create_key(folder / "run.key").public_key().public_bytes_raw())
     relay_names = ("relay-root", *(f"relay-leaf-{index}" for index in range(1, leaves + 1)))
-    coordinator, origin, *relay_ports = free_ports(2 + len(relay_names))
+    coordinator, origin, bad, *relay_ports = free_ports(3 + len(relay_names))
     coordinator_url, origin_url = _url(coordinator), _url(origin)
     relays = {name: _url(port) for name, port in zip(relay_names, relay_ports, strict=True)}
-    kinds = [(f"{HONEST}-{index}", HONEST) for index in range(1, honest + 1)]
-    workers = [_place(folder, name, kind) for name, kind in (*kinds, *((f"hostile-{kind}", kind) for kind in hostile))]
+    released = [_place(folder, f"{HONEST}-{index}", HONEST) for index in range(1, honest + 1)]
+    raiders = [_place(folder, f"hostile-{one.kind}", one.kind) for one in hostile]
     join = ("--coordinator", coordinator_url, "--run-id", run_id)
+    upstreams: dict[str, tuple[str, ...]] = dict.fromkeys(relay_names, (relays["relay-root"],))
+    upstreams["relay-root"] = (origin_url,)
+    if bad_relay:
+        upstreams[relay_names[-1]] += (_url(bad),)
     commands = [
         *_operator_commands(folder, coordinator=coordinator, origin=origin),
-        *(_relay(name, url, relays, join, origin=origin_url, folder=folder) for name, url in relays.items()),
-        *(_worker(worker, join, engine=engine) for worker in workers),
+        *(_relay(name, url, upstreams[name], join, folder=folder) for name, url in relays.items()),
+        *([_bad_relay(_url(bad), origin_url, join, folder=folder)] if bad_relay else []),
+        *(_worker(place, join, (*_ENGINE_OPTIONS[engine], *worker_options), engine=engine) for place in released),
+        *(_raider(place, one, join) for place, one in zip(raiders, hostile, strict=True)),
     ]
     return Swarm(
         folder=folder,
@@ -107,7 +142,7 @@ def lay_out(
         coordinator_url=coordinator_url,
         origin_url=origin_url,
         relays=relays,
-        workers=tuple(workers),
+        workers=(*released, *raiders),
         commands=tuple(commands),
     )
 
@@ -171,14 +206,25 @@ def _operator_commands(folder: Path, *, coordinator: int, origin: int) -> list[C
     ]
 
 
-def _relay(name: str, url: str, relays: dict[str, str], join: tuple[str, ...], *, origin: str, folder: Path) -> Command:
-    upstream = origin if name == "relay-root" else relays["relay-root"]
+def _relay(name: str, url: str, upstreams: tuple[str, ...], join: tuple[str, ...], *, folder: Path) -> Command:
     state = ("--state", str(folder / name), "--host", HOST, "--port", url.rpartition(":")[2])
-    return _cli(name, "relay", *join, "--upstream", upstream, *state, wave=2, health=f"{url}/health")
+    asked = [option for upstream in upstreams for option in ("--upstream", upstream)]
+    return _cli(name, "relay", *join, *asked, *state, wave=2, health=f"{url}/health")
 
 
-def _worker(worker: WorkerPlace, join: tuple[str, ...], *, engine: str) -> Command:
-    options = (*join, "--state", str(worker.state))
-    if worker.honest:
-        return _cli(worker.name, "worker", *options, "--engine", engine, *_ENGINE_OPTIONS[engine], wave=3)
-    return Command(worker.name, ("-m", "coordinator.demo.hostile", "--kind", worker.kind, *options), wave=3)
+def _bad_relay(url: str, upstream: str, join: tuple[str, ...], *, folder: Path) -> Command:
+    where = ("--state", str(folder / BAD_RELAY), "--host", HOST, "--port", url.rpartition(":")[2])
+    return Command(
+        BAD_RELAY, ("-m", "coordinator.redteam.relay", *join, "--upstream", upstream, *where), f"{url}/health", wave=2
+    )
+
+
+def _worker(place: WorkerPlace, join: tuple[str, ...], options: tuple[str, ...], *, engine: str) -> Command:
+    own = ("--state", str(place.state), "--engine", engine)
+    return _cli(place.name, "worker", *join, *own, *options, wave=3)
+
+
+def _raider(place: WorkerPlace, hostile: Hostile, join: tuple[str, ...]) -> Command:
+    attacks = [option for attack in hostile.attacks for option in ("--attack", attack)]
+    options = (*attacks, *join, "--state", str(place.state), *hostile.options)
+    return Command(place.name, ("-m", "coordinator.redteam.process", *options), wave=3)

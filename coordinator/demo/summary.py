@@ -205,7 +205,7 @@ def _phases(status: Mapping[str, Any], steps: Sequence[StepRow], observed: Obser
 def _node_rows(swarm: Swarm, ledger: Ledger) -> list[NodeRow]:
     rows = []
     for place in swarm.workers:
-        record = ledger.record(place.node)
+        record = ledger.record(*place.nodes)
         rows.append(
             NodeRow(
                 name=place.name,
@@ -235,7 +235,7 @@ def _broadcasts(status: Mapping[str, Any], arrivals: Mapping[int, Mapping[str, f
 
 
 def _headroom(swarm: Swarm, ledger: Ledger) -> list[Headroom]:
-    records = [ledger.record(place.node).worst for place in swarm.workers if place.honest]
+    records = [ledger.record(*place.nodes).worst for place in swarm.workers if place.honest]
     measured = [figures for figures in records if figures is not None]
     if not measured:
         return []

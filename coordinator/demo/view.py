@@ -38,6 +38,7 @@ class Frame:
     elapsed_seconds: float
     restarts: Mapping[str, int]
     note: str = ""
+    title: str = "veriswarm demo"
 
 
 class LiveView:
@@ -133,7 +134,7 @@ def _header(frame: Frame) -> RenderableType:
     line = Table.grid(expand=True)
     line.add_column()
     line.add_column(justify="right")
-    title = Text.assemble(("veriswarm demo", "bold"), ("   run ", "dim"), (f"{frame.run_id[:16]}…", "dim"))
+    title = Text.assemble((frame.title, "bold"), ("   run ", "dim"), (f"{frame.run_id[:16]}…", "dim"))
     line.add_row(title, Text(clock(frame.elapsed_seconds), "bold"))
     return line
 

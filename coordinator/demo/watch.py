@@ -142,7 +142,7 @@ class Watcher(threading.Thread):
         return RelayNow(name, True, newest["version"], newest["chunks_held"], newest["chunks_total"])
 
     def _worker(self, place: WorkerPlace) -> WorkerNow:
-        record = self.ledger.record(place.node)
+        record = self.ledger.record(*place.nodes)
         return WorkerNow(
             place=place,
             version=record.version,

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from coordinator.demo.demonstration import discard_state, read_audit, write_results
+from coordinator.demo.demonstration import KEPT, write_results
 from coordinator.demo.layout import Swarm, WorkerPlace, demo_run_toml, free_ports, lay_out
 from coordinator.demo.ledger import Ledger, NodeRecord
 from coordinator.demo.report import render_report, verdict_bars, verdict_legend
 from coordinator.demo.summary import AuditRow, NodeRow, Observed, Summary, reward_gain, summarise
+from coordinator.demo.swarm_run import discard_state, read_audit
 from coordinator.demo.view import Frame, PlainView, closing, render, sparkline
 from coordinator.demo.watch import RelayNow, Snapshot, WorkerNow
 from node.identity import load_key, node_id
@@ -302,7 +303,7 @@ def test_discarding_state_leaves_the_results_and_no_key(summary: Summary, swarm:
     write_results(swarm.folder, summary, swarm)
     (swarm.folder / "logs").mkdir()
     assert (swarm.folder / "run.key").exists()
-    discard_state(swarm.folder)
+    discard_state(swarm.folder, kept=KEPT)
     assert sorted(path.name for path in swarm.folder.iterdir()) == ["logs", "report.html", "run.toml", "summary.json"]
 
 

@@ -1,0 +1,35 @@
+"""The rules of a red team's run: the demonstration's, with leases that end soon; and a run that checks next to nothing.
+
+The second one is for measuring what the first is worth. It needs no switch: limits that are wide enough admit anything.
+"""
+
+from __future__ import annotations
+
+from coordinator.demo.layout import demo_run_toml
+
+LEASE_SECONDS = 20.0
+_WIDE_OPEN = {
+    "exponent_mismatches": 1e9,
+    "mantissa_mean": 1e9,
+    "mantissa_median": 1e9,
+    "token_margin": 1e9,
+    "rollout_margin_mean": 1e9,
+    "logprob_error": 1e9,
+    "sketch_distance": 1e9,
+}
+_NOTHING_IS_FAR = """
+[limits.honest.far]
+mean = 1.0
+variance = 1.0
+largest = 2.0
+"""
+
+
+def redteam_run_toml(*, steps: int, seed: int, wide_open: bool = False) -> str:
+    """The run.toml of a red team; with `wide_open`, of one whose limits no figure exceeds."""
+    limits = _WIDE_OPEN if wide_open else {}
+    text = demo_run_toml(name='"redteam"', steps=steps, seed=seed, lease_seconds=LEASE_SECONDS, **limits)
+    if not wide_open:
+        return text
+    alone = "max_submission_bytes"
+    return text.replace(alone, f"suspects = []\nsecond_looks = 0.0\n{alone}") + _NOTHING_IS_FAR
