@@ -29,18 +29,27 @@ ROWS = 16
 TOKENS = 1000  # of a slot, whose credit is worth 1
 NOBODY = "0" * 64
 
-Plan = Callable[[int, int], int]
-"""From the slots that this key has done, and those verified in a row, to how many rows of the next one are cheated."""
+Plan = Callable[[int, Account], int]
+"""From the slots that this key has done, and what it reads of itself in the log, to how many rows of the next one are
+cheated."""
+
+
+def _nothing_to_lose(account: Account) -> bool:
+    """The log is public, so a worker knows what is pending for it, and may cheat just after all of that has vested."""
+    return account.standing.verified >= 16 and not account.unvested
+
 
 STRATEGIES: dict[str, Plan] = {
-    "honest": lambda _done, _verified: 0,
-    "every row": lambda _done, _verified: ROWS,
-    "half of the rows": lambda _done, _verified: ROWS // 2,
-    "one row of each slot": lambda _done, _verified: 1,
-    "every row of each tenth slot": lambda done, _verified: ROWS if done % 10 == 9 else 0,
-    "one row, once it is past probation": lambda _done, verified: int(verified > 8),
-    "every row, after 100 right slots": lambda _done, verified: ROWS if verified >= 100 else 0,
-    "one row, after 100 right slots": lambda _done, verified: int(verified >= 100),
+    "honest": lambda _done, _account: 0,
+    "every row": lambda _done, _account: ROWS,
+    "half of the rows": lambda _done, _account: ROWS // 2,
+    "one row of each slot": lambda _done, _account: 1,
+    "every row of each tenth slot": lambda done, _account: ROWS if done % 10 == 9 else 0,
+    "one row, once it is past probation": lambda _done, account: int(account.standing.verified > 8),
+    "every row, after 100 right slots": lambda _done, account: ROWS if account.standing.verified >= 100 else 0,
+    "one row, after 100 right slots": lambda _done, account: int(account.standing.verified >= 100),
+    "every row, while nothing is pending": lambda _done, account: ROWS * _nothing_to_lose(account),
+    "one row, while nothing is pending": lambda _done, account: int(_nothing_to_lose(account)),
 }
 
 
@@ -76,7 +85,7 @@ def simulate(plan: Plan, rules: StandingSpec, prices: Prices, *, slots: int, see
     rng, books = random.Random(seed), Books()
     account, done, cheated = Account(), 0, dict[str, int]()
     for number in range(slots):
-        bad = plan(done, account.standing.verified)
+        bad = plan(done, account)
         books.slots, done = books.slots + 1, done + 1
         books.bad_rows += bad
         books.spent += prices.cost * (1 - bad / ROWS * (1 - prices.cheap))

@@ -50,7 +50,8 @@ def reason_totals(connection: Connection) -> list[tuple[str, str | None, int]]:
 def partly_measured(connection: Connection) -> dict[str, int]:
     """Groups admitted by one row, by what became of them: `pending`, `due`, or the outcome of the second verdict."""
     state = func.coalesce(submissions.c.recheck, "pending")
-    query = select(state, func.count()).where(submissions.c.spot.is_not(None)).group_by(state)
+    partly = submissions.c.spot.is_not(None), submissions.c.outcome == Outcome.ADMITTED
+    query = select(state, func.count()).where(*partly).group_by(state)
     return {name: int(count) for name, count in connection.execute(query)}
 
 

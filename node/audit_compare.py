@@ -116,7 +116,10 @@ def _compare_finding(finding: Finding, entry: VerdictEntry, derived: Verdict, *,
         return Result.DISAGREE, "What was measured was not logged."
     if finding.figure.endswith(DRIFT):
         # That the node's slots add up to it follows from the log alone; here, whether this slot's share is true.
-        return _compare_totals(entry.totals, derived.totals, limits=spec.limits)
+        totals = derived.totals if entry.spot is None else (derived.row_totals or {}).get(entry.spot)
+        if totals is None:
+            return Result.DISAGREE, "The row that was measured does not exist."
+        return _compare_totals(entry.totals, totals, limits=spec.limits)
     if finding.figure.endswith(GAIN):
         return _compare_gain(finding, derived)
     return _compare_excess(finding, derived.row_figures, derived.totals, limits=spec.limits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,15 +31,15 @@ from node.protocol.merkle import completed_nodes, leaf_hash, root
 from node.protocol.messages import MAX_ENTRY_BYTES, BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, RunSpec
-from node.protocol.standing import Account
+from node.protocol.standing import Account, Draws
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 
 _ENTRY: Any = LogEntry  # a union, which type checkers do not take for a type
 
 
-SHARE_DEVIATIONS = 6.0
-"""By so many standard deviations fewer slots may be measured in full than expected: one honest log in a billion."""
+FALSE_ALARMS = 1e-9
+"""So rarely is an honest coordinator said to measure too few slots in full."""
 
 SAME = 1e-9
 """Relative difference of two machines' logarithms, with much to spare."""
@@ -100,7 +101,7 @@ def read_entries(leaves: Iterable[bytes]) -> tuple[list[LogEntry | None], list[P
 @dataclass(slots=True)
 class LogReading:
     """What follows from the log: every violation of section 8.1, each node's account, and what training should not
-    have used: (log index of the second verdict, submission, step).
+    have used: (log index of the second verdict, or of what asks for it if there is none yet, submission, step).
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -115,8 +116,7 @@ def read_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) 
     checker = _Checker(run_id=run_id, spec=spec)
     for index, entry in enumerate(entries):
         checker.check(index, entry)
-    checker.check_shares()
-    return checker.reading
+    return checker.end()
 
 
 def check_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) -> list[Problem]:
@@ -154,7 +154,8 @@ class _Checker:
         self._admitted: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._spots: dict[str, VerdictEntry] = {}
-        self._owed: set[str] = set()
+        self._owed: dict[str, int] = {}
+        self._since_ban: Counter[str] = Counter()
 
     def check(self, index: int, entry: LogEntry | None) -> None:
         if index == 0 and not isinstance(entry, RunEntry):
@@ -211,7 +212,7 @@ class _Checker:
         if first is None or any(getattr(first, name) != getattr(entry, name) for name in same):
             self._note(index, "unfounded_recheck", f"Submission {entry.submission[:16]}… was not admitted in part.")
             return
-        self._owed.discard(entry.submission)
+        self._owed.pop(entry.submission, None)
         if entry.outcome is Outcome.ADMITTED:
             return
         step = self._used.get(entry.submission)
@@ -225,18 +226,41 @@ class _Checker:
         """The node's standing: whether it allowed what was not measured, and what has to be measured now."""
         rules = self._spec.standing
         account = self.reading.accounts.setdefault(entry.node, Account())
-        if entry.spot is not None:
-            if account.standing.full_rate(rules) >= 1.0:
-                self._note(index, "spot_without_standing", "One row was measured where the node's standing needs all.")
+        if entry.spot is not None and account.standing.full_rate(rules) >= 1.0:
+            self._note(index, "spot_without_standing", "One row was measured where the node's standing needs all.")
+        if entry.spot is not None and entry.outcome is Outcome.ADMITTED:
             self._spots[entry.submission] = entry
-        self._owed |= account.follow(entry, rules=rules) & self._spots.keys()
+        self._check_ban(index, entry, account)
+        self._owed |= dict.fromkeys(sorted(account.follow(entry, rules=rules) & self._spots.keys()), index)
 
-    def check_shares(self) -> None:
-        """Whether as many slots were measured in full as the nodes' standings ask for, but for chance."""
-        accounts = self.reading.accounts.values()
-        expected, full = sum(one.expected_full for one in accounts), sum(one.full for one in accounts)
-        if full < expected - SHARE_DEVIATIONS * (math.sqrt(expected) + 1):
-            detail = f"{full} admitted slots were measured in full, {expected:.0f} are to be expected."
+    def _check_ban(self, index: int, entry: VerdictEntry, account: Account) -> None:
+        """A banned node gets no leases; what it held may still be judged."""
+        if not account.standing.is_banned(self._spec.standing):
+            self._since_ban[entry.node] = 0
+            return
+        self._since_ban[entry.node] += not entry.recheck
+        if self._since_ban[entry.node] == self._spec.batch.max_leases_per_node + 1:
+            self._note(index, "banned_node_served", f"Node {entry.node[:16]}… was banned, and went on to get work.")
+
+    def end(self) -> LogReading:
+        """What the log as a whole shows."""
+        self._check_shares()
+        used = self._used
+        self.reading.reached_training += [(at, name, used[name]) for name, at in self._owed.items() if name in used]
+        return self.reading
+
+    def _check_shares(self) -> None:
+        """Whether as many slots were measured in full as the nodes' standings ask for, but for chance: of each node,
+        so that no friend is spared among many others, and of all together."""
+        accounts = self.reading.accounts
+        rare = FALSE_ALARMS / max(1, len(accounts))
+        few = {f"node {name[:16]}…": one.drawn for name, one in accounts.items()}
+        few = {whose: drawn for whose, drawn in few.items() if not drawn.are_chance(false_alarms=rare)}
+        together = sum((one.drawn for one in accounts.values()), Draws())
+        if not few and not together.are_chance(false_alarms=FALSE_ALARMS):
+            few = {"all nodes": together}
+        for whose, drawn in few.items():
+            detail = f"{drawn.full} slots of {whose} were measured in full, {drawn.expected:.0f} are to be expected."
             self.reading.problems.append(Problem("too_little_measured", detail))
 
     def _drift_contradiction(self, entry: VerdictEntry) -> str | None:
@@ -261,10 +285,10 @@ class _Checker:
         if entry.step <= self._step:
             self._note(index, "batch_order", f"Step {entry.step} after step {self._step}.")
         self._step = max(self._step, entry.step)
-        if self._owed:
-            owed = min(self._owed)
+        if unused := self._owed.keys() - self._used.keys():
+            owed = min(unused)
             self._note(index, "batch_before_recheck", f"Submission {owed[:16]}… had to be measured in full before.")
-            self._owed.clear()
+            self._owed = {name: at for name, at in self._owed.items() if name not in unused}
         for submission in entry.submissions:
             version = self._admitted.get(submission)
             if version is None:
@@ -278,9 +302,9 @@ class _Checker:
 
 def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
     """In what a verdict contradicts itself, if it does."""
-    if entry.spot is not None and (
-        entry.recheck or entry.outcome is not Outcome.ADMITTED or entry.spot >= spec.sampling.group_size
-    ):
+    drifted = entry.finding is not None and entry.finding.figure.endswith(DRIFT)
+    enough = not entry.recheck and (entry.outcome is Outcome.ADMITTED or drifted)
+    if entry.spot is not None and (not enough or entry.spot >= spec.sampling.group_size):
         return f"Only row {entry.spot} was measured, which is not enough for this verdict."
     if entry.outcome is Outcome.ADMITTED:
         return _admission_contradiction(entry, spec=spec)

@@ -8,7 +8,16 @@ from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judg
 from node.protocol.evidence import Drift, Total, Totals, evidence_limit, follow
 from node.protocol.messages import BatchEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason
-from node.protocol.run import BatchSpec, EnvironmentSpec, HonestSpec, LevelSpec, LimitsSpec, RunSpec, SamplingSpec
+from node.protocol.run import (
+    BatchSpec,
+    EnvironmentSpec,
+    HonestSpec,
+    LevelSpec,
+    LimitsSpec,
+    RunSpec,
+    SamplingSpec,
+    StandingSpec,
+)
 
 RUN = "11" * 32
 SPEC = RunSpec(
@@ -16,6 +25,7 @@ SPEC = RunSpec(
     environments=(EnvironmentSpec(name="arithmetic"),),
     sampling=SamplingSpec(group_size=2),
     batch=BatchSpec(max_async=1),
+    standing=StandingSpec(ban_after=1000),
     limits=LimitsSpec(honest=HonestSpec(margin=LevelSpec(mean=0.001, variance=1e-4, largest=0.1))),
 )
 ZERO = Figures(**dict.fromkeys(Figures.__struct_fields__, 0.0))

@@ -5,16 +5,16 @@ The rules are `node.protocol.standing`'s, which anybody follows in the log; here
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
-from coordinator.storage.schema import RECHECK_DUE, SubmissionState, nodes, submissions
+from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
 from coordinator.storage.stakes import StakeRegistry
 from node.protocol.admission import Outcome
 from node.protocol.run import BatchSpec, RunSpec, StandingSpec
 from node.protocol.standing import Standing
 
 RECHECK_SECONDS = 120.0
-"""So long may a second verdict take, for which training waits; afterwards the group is left out undecided."""
+"""So long a verifier tries for a second verdict; afterwards the group is left out undecided."""
 
 
 def standing_of(connection: Connection, node: str) -> Standing:
@@ -74,7 +74,7 @@ def settle(connection: Connection, *, spec: RunSpec, now: float) -> None:
 
 
 def _require_rechecks(connection: Connection, which: ColumnElement[bool], *, now: float) -> int:
-    """Queue admitted submissions of which one row was measured for a second verdict; no training before it."""
+    """Queue admitted submissions of which one row was measured for a second verdict; no training on them before it."""
     due = update(submissions).where(
         submissions.c.outcome == Outcome.ADMITTED,
         submissions.c.spot.is_not(None),
@@ -91,9 +91,15 @@ def _require_rechecks(connection: Connection, which: ColumnElement[bool], *, now
     return connection.execute(due.values(values)).rowcount
 
 
+def is_waited_for() -> ColumnElement[bool]:
+    """Submissions whose group no step has used. Of others a second verdict changes nothing, and relays may have
+    forgotten their policies: if training waited for these, a node could stop it by being caught again and again."""
+    return exists().where(groups.c.submission == submissions.c.submission, groups.c.step.is_(None))
+
+
 def rechecks_due(connection: Connection) -> int:
     """How many second verdicts training waits for."""
-    query = select(func.count()).where(submissions.c.recheck == RECHECK_DUE)
+    query = select(func.count()).where(submissions.c.recheck == RECHECK_DUE, is_waited_for())
     return int(connection.execute(query).scalar_one())
 
 

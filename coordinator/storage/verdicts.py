@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, insert, not_, or_, select, update
 
 from coordinator.storage import log, standing
 from coordinator.storage.schema import (
@@ -84,7 +84,7 @@ def claim(
 ) -> list[Claimed]:
     """Take the oldest submissions that nobody works on, or that this verifier left when it died: at most `most`.
 
-    They are this verifier's for `seconds` each. Second verdicts come first: training waits for them.
+    They are this verifier's for `seconds` each. Second verdicts come first, of them those that training waits for.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -114,11 +114,11 @@ def claim(
         .join(policies, policies.c.version == slots.c.version)
         .join(nodes, nodes.c.node == submissions.c.node)
         .where(free)
-        .order_by(submissions.c.recheck.is_(None), submissions.c.received_at)
+        .order_by(not_(standing.is_waited_for()), submissions.c.recheck.is_(None), submissions.c.received_at)
         .limit(most)
         .with_for_update(of=submissions, skip_locked=True)
     )
-    taken = []
+    taken, over = [], progress(connection).is_over(spec)
     for row in connection.execute(query).all():
         values = row._asdict()
         recheck = values.pop("recheck") == RECHECK_DUE
@@ -126,7 +126,7 @@ def claim(
         staked = stakes.held(connection, row.node) if spec.standing.stake else 0
         full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
         values["recheck_by"] = values["recheck_by"] or 0.0
-        taken.append(Claimed(**values, full=full or recheck, recheck=recheck))
+        taken.append(Claimed(**values, full=full or recheck or over, recheck=recheck))
     connection.execute(
         update(submissions)
         .where(submissions.c.submission.in_([one.submission for one in taken]))
@@ -158,8 +158,10 @@ def record(
     stakes: StakeRegistry = LOCAL_LEDGER,
 ) -> bool:
     """Store a decision once; False if another verifier was faster. One that does not decide may be queued again."""
-    state = select(submissions.c.state).where(submissions.c.submission == claimed.submission)
-    if connection.execute(state).scalar_one() != SubmissionState.VERIFYING:
+    query = select(submissions.c.state, submissions.c.recheck).where(submissions.c.submission == claimed.submission)
+    state, recheck = connection.execute(query).one()
+    # A first verdict that comes late may find its submission waiting for the second.
+    if state != SubmissionState.VERIFYING or (recheck == RECHECK_DUE) != claimed.recheck:
         return False
     if _is_to_be_tried_again(connection, claimed, decision, spec=spec, now=now):
         return True
@@ -176,12 +178,14 @@ def record(
 def _is_to_be_tried_again(
     connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float
 ) -> bool:
-    """Queue it once more where nothing was decided, or where the node has been caught while one row was measured."""
+    """Queue it once more where nothing was decided, or where one row is no longer enough: the node has been caught
+    meanwhile, or nothing vests any more."""
     if decision.outcome is Outcome.INDETERMINATE:
         again = now < claimed.recheck_by if claimed.recheck else claimed.attempts + 1 < MAX_ATTEMPTS
     else:
         held = standing.standing_of(connection, claimed.node)
-        again = decision.spot is not None and held.full_rate(spec.standing) >= 1.0
+        all_rows = held.full_rate(spec.standing) >= 1.0 or progress(connection).is_over(spec)
+        again = decision.spot is not None and all_rows
     if again:
         _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
     return again
@@ -259,7 +263,6 @@ def _after_drift(connection: Connection, claimed: Claimed, decision: Decision, *
         detail=f"The node's slots: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
         rewards=None,
         group=None,
-        spot=None,
     )
 
 

@@ -7,7 +7,8 @@ Every function takes a write transaction, a clock reading and the run's spec, an
   nodes without standing hold at most half of all slots in flight together, those of one address so many leases.
 - A banned node gets nothing.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
-  before a step can take it.
+  before a step can take it; and as many more as are open, where else the next step would lack groups.
+- Once the last step has its groups, nothing is leased.
 - A slot whose version no coming step may train on is stale; nothing of it is leased or accepted.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, not_, or_, select, true, update
 
 from coordinator.storage.schema import (
     LeaseState,
@@ -38,7 +39,12 @@ from node.protocol.run import BatchSpec, RunSpec
 from node.protocol.standing import Standing
 
 IDLE_RETRY_SECONDS = 0.25
-_IN_FLIGHT = (SlotState.OPEN, SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)
+MOST_FAILURES = 2
+"""After so many a slot is not for nodes that have shown nothing."""
+
+_UNDER_WAY = (SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)
+_WITHOUT_VERDICT = (submissions.c.state != SubmissionState.DONE, submissions.c.outcome.is_(None))
+"""Not those that wait for a second one: else a node that is caught would keep others from working."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,10 @@ class Progress:
     def floor(self, batch: BatchSpec) -> int:
         """The oldest policy version that a coming step may still train on."""
         return max(0, self.next_step - batch.max_async)
+
+    def is_over(self, spec: RunSpec) -> bool:
+        """Whether the last step has its groups."""
+        return self.next_step >= spec.training.steps
 
 
 def progress(connection: Connection) -> Progress:
@@ -93,14 +103,14 @@ def lease(
     if not standing.proven:
         most = min(most, _room_for_the_unproven(connection, at, spec=spec))
     quota = min(request.slots, most)
-    if wait > 0 or quota <= 0 or at.head < 0:
+    if wait > 0 or quota <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
     # Once the next step has its groups, it only waits for verdicts of its last chances: no more are given out.
     oldest = max(0, at.next_step - spec.batch.max_async + int(_batch_is_ready(connection, spec=spec)))
     usable = [v for v in request.held_versions if oldest <= v <= at.head]
-    chosen = _reopened(connection, node=node, versions=usable, most=quota)
+    chosen = _reopened(connection, node=node, proven=standing.proven, versions=usable, most=quota)
     if at.head in usable and len(chosen) < quota and all(row.version == at.head for row in chosen):
-        chosen += _open_new(connection, at=at, most=quota - len(chosen), spec=spec, now=now)
+        chosen += _open_new(connection, at=at, taken=len(chosen), most=quota - len(chosen), spec=spec, now=now)
     granted = tuple(_grant(connection, row, node=node, spec=spec, now=now) for row in chosen)
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
 
@@ -149,7 +159,11 @@ def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str
     known = select(submissions.c.submission, submissions.c.node).where(
         submissions.c.body == arrival.body,
         or_(
-            submissions.c.outcome == Outcome.ADMITTED,
+            # What a second verdict left undecided may come again: nobody said that it is wrong.
+            and_(
+                submissions.c.outcome == Outcome.ADMITTED,
+                submissions.c.recheck.is_distinct_from(Outcome.INDETERMINATE),
+            ),
             and_(
                 submissions.c.slot_id == slot_id,
                 or_(submissions.c.outcome.is_(None), and_(submissions.c.outcome == Outcome.REJECTED, judged)),
@@ -257,9 +271,7 @@ def _room_for_the_unproven(connection: Connection, at: Progress, *, spec: RunSpe
     which cost nothing, cannot keep the proven from working."""
     unproven = is_unproven()
     held = _count(connection, leases.c.state == LeaseState.ACTIVE, leases.c.node == nodes.c.node, unproven)
-    waiting = _count(
-        connection, submissions.c.state != SubmissionState.DONE, submissions.c.node == nodes.c.node, unproven
-    )
+    waiting = _count(connection, *_WITHOUT_VERDICT, submissions.c.node == nodes.c.node, unproven)
     return max(1, _capacity(at, spec=spec) // 2) - held - waiting
 
 
@@ -280,11 +292,15 @@ def _capacity(at: Progress, *, spec: RunSpec) -> int:
 def _unfinished(connection: Connection, node: str) -> int:
     """Leases that the node holds plus its submissions without a verdict."""
     held = _count(connection, leases.c.node == node, leases.c.state == LeaseState.ACTIVE)
-    return held + _count(connection, submissions.c.node == node, submissions.c.state != SubmissionState.DONE)
+    return held + _count(connection, submissions.c.node == node, *_WITHOUT_VERDICT)
 
 
-def _reopened(connection: Connection, *, node: str, versions: list[int], most: int) -> list[_SlotRow]:
-    """Open slots that wait for another try, oldest first, all of one version."""
+def _reopened(connection: Connection, *, node: str, proven: bool, versions: list[int], most: int) -> list[_SlotRow]:
+    """Open slots that wait for another try, oldest first, all of one version.
+
+    What failed a few times goes to the proven only: near a run's end few slots are left, and keys that cost nothing
+    could fail each of them again and again.
+    """
     failed_here = select(submissions.c.slot_id).where(
         submissions.c.node == node,
         or_(submissions.c.outcome == Outcome.REJECTED, submissions.c.recheck == Outcome.REJECTED),
@@ -292,6 +308,7 @@ def _reopened(connection: Connection, *, node: str, versions: list[int], most: i
     query = (
         select(slots.c.id, slots.c.version, slots.c.number)
         .where(slots.c.state == SlotState.OPEN, slots.c.version.in_(versions), slots.c.id.not_in(failed_here))
+        .where(true() if proven else _failures() < MOST_FAILURES)
         .order_by(slots.c.id)
         .limit(most)
         .with_for_update(skip_locked=True)
@@ -300,9 +317,23 @@ def _reopened(connection: Connection, *, node: str, versions: list[int], most: i
     return [row for row in rows if row.version == rows[0].version]
 
 
-def _open_new(connection: Connection, *, at: Progress, most: int, spec: RunSpec, now: float) -> list[_SlotRow]:
-    """Open new slots of the newest policy, as many as the coming steps can take in time."""
-    room = min(most, _capacity(at, spec=spec) - _count(connection, slots.c.state.in_(_IN_FLIGHT)))
+def _failures() -> ColumnElement[int]:
+    """How often a slot that is open now was let lapse, or submitted without being admitted."""
+    failed = leases.c.state.in_((LeaseState.EXPIRED, LeaseState.SUBMITTED))
+    return select(func.count()).where(leases.c.slot_id == slots.c.id, failed).scalar_subquery()
+
+
+def _open_new(
+    connection: Connection, *, at: Progress, taken: int, most: int, spec: RunSpec, now: float
+) -> list[_SlotRow]:
+    """Open new slots of the newest policy, as many as the coming steps can take in time.
+
+    What is open already, but for the `taken`, is not for this node: it does not hold the policy, or failed. Should
+    nobody else come for it, the next step must get its groups all the same.
+    """
+    capacity, under_way = _capacity(at, spec=spec), taken + _count(connection, slots.c.state.in_(_UNDER_WAY))
+    waiting = _count(connection, slots.c.state == SlotState.OPEN) - taken
+    room = min(most, max(capacity - waiting, min(capacity, spec.batch.groups_per_step)) - under_way)
     last = connection.execute(select(func.max(slots.c.number)).where(slots.c.version == at.head)).scalar()
     first = 0 if last is None else last + 1
     opened = []

@@ -6,6 +6,7 @@ Pure, and a function of the log alone: the coordinator follows it as it writes t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,36 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """Of slots with a first verdict: how many were measured in full, were to be expected, and the variance of that.
+
+    One that was rejected counts as measured in full unless the verdict says otherwise: which of them were, nobody can
+    tell, and if they were left out, bad slots that only a full measurement finds would make an honest coin look loaded.
+    """
+
+    full: int = 0
+    expected: float = 0.0
+    variance: float = 0.0
+
+    @classmethod
+    def of(cls, rate: float, *, full: bool) -> Draws:
+        """One slot, measured in full with the probability `rate`."""
+        return cls(int(full), rate, rate * (1.0 - rate))
+
+    def __add__(self, other: Draws) -> Draws:
+        return Draws(self.full + other.full, self.expected + other.expected, self.variance + other.variance)
+
+    def are_chance(self, *, false_alarms: float) -> bool:
+        """Whether an honest coin gives so few with more than about the probability `false_alarms`.
+
+        Freedman's inequality (Ann. Probab. 3, 1975) for the sum of expected less measured, a martingale whose steps
+        are at most 1: rates may depend on earlier draws.
+        """
+        nats = -math.log(false_alarms)
+        return self.expected - self.full <= nats / 3 + math.sqrt((nats / 3) ** 2 + 2 * nats * self.variance)
+
+
+@dataclass(frozen=True, slots=True)
 class _Pending:
     tokens: int
     since: int  # how many fully measured slots of the node had been admitted before
@@ -66,8 +97,8 @@ class Account:
     standing: Standing = Standing()
     vested: int = 0
     void: int = 0
-    expected_full: float = 0.0
     full: int = 0
+    drawn: Draws = Draws()
     _pending: dict[str, _Pending] = field(default_factory=dict)
 
     @property
@@ -84,6 +115,8 @@ class Account:
         """Take the node's next verdict, and return the submissions that have to be measured in full because of it."""
         if entry.recheck:
             return self._settle(entry, rules=rules)
+        if entry.outcome is not Outcome.INDETERMINATE:
+            self.drawn += Draws.of(self.standing.full_rate(rules), full=entry.spot is None)
         if entry.outcome is Outcome.ADMITTED:
             self._admit(entry, rules=rules)
         elif entry.outcome is Outcome.REJECTED:
@@ -92,7 +125,6 @@ class Account:
         return frozenset()
 
     def _admit(self, entry: VerdictEntry, *, rules: StandingSpec) -> None:
-        self.expected_full += self.standing.full_rate(rules)
         if entry.spot is not None:
             self._pending[entry.submission] = _Pending(entry.tokens, since=self.full)
             return

@@ -7,19 +7,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
-from actors import PUBLIC_KEY, Actors, spec_of, who
-from sqlalchemy import select
+from actors import PUBLIC_KEY, ZERO, Actors, spec_of, who
+from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.home import Home, create_home
-from coordinator.storage import standing, training, work
+from coordinator.status import partly_measured
+from coordinator.storage import standing, training, verdicts, work
 from coordinator.storage.schema import SlotState, groups, slots, submissions
 from coordinator.storage.stakes import LocalLedger
+from coordinator.storage.verdicts import Decision
 from node.protocol.admission import Outcome
+from node.protocol.evidence import Total, Totals
 from node.protocol.messages import LeaseRequest, VerdictEntry
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import StandingSpec
+from node.protocol.run import HonestSpec, LevelSpec, StandingSpec
 
 RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
 SEEN, UNSEEN = 0.0, 0.999
@@ -257,6 +261,157 @@ def test_what_is_pending_when_the_run_ends_is_settled(tmp_path: Path) -> None:
     home.database.close()
 
 
+def test_a_late_first_verdict_does_not_pass_for_the_second(actors: Actors) -> None:
+    """A verifier was stopped while it had a claim; another was faster, and by now a second verdict is due."""
+    unseen = actors.submit("old", actors.lease("old", held=(1,))[0].lease_id)
+    late = replace(actors.claim("asleep"), full=False)
+    actors.now += 31
+    actors.decide(replace(actors.claim("other"), full=False), Outcome.ADMITTED)
+    actors.work("old", Outcome.REJECTED)
+    again = actors.claim("other")
+    assert (again.submission, again.recheck) == (unseen, True)
+    assert not actors.decide(late, Outcome.REJECTED)
+    assert actors.decide(again, Outcome.ADMITTED)
+    assert actors.reading().problems == []
+
+
+def test_a_slot_that_one_row_makes_a_node_drift_says_which_row(tmp_path: Path) -> None:
+    """Else an auditor compares the sums of one row with those of all, and calls an honest coordinator a liar."""
+    level = LevelSpec(mean=0.001, variance=1e-4, largest=0.1)
+    spec = spec_of(standing=RULES, groups_per_step=20)
+    limits = msgspec.structs.replace(spec.limits, honest=HonestSpec(margin=level))
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=msgspec.structs.replace(spec, limits=limits))
+    actors = Actors(home)
+    actors.register("node", admitted=0)
+    actors.publish(0)
+    for _ in range(3):
+        actors.work("node")
+    shifted = Totals(margin=Total(count=100, sum=0.35))
+    rewards = (0.5,) * spec.sampling.group_size
+    for number in range(100):
+        actors.submit("node", actors.lease("node", held=(0,))[0].lease_id)
+        group = Decision(Outcome.ADMITTED, None, "", 5, None, ZERO, shifted, rewards, group=f"{number:064x}", spot=0)
+        with home.database.write() as connection:
+            (claimed,) = verdicts.claim(connection, verifier="v", spec=home.spec, now=actors.now, seconds=9.0)
+            assert verdicts.record(connection, claimed, group, spec=home.spec, now=actors.now)
+        last = actors.entries()[-1]
+        assert isinstance(last, VerdictEntry)
+        if last.outcome is Outcome.REJECTED:
+            break
+    assert (last.reason, last.spot) == (Reason.WRONG_TOKEN, 0)
+    assert actors.reading().problems == [], number
+    with home.database.read() as connection:
+        assert partly_measured(connection) == {"due": number}
+    home.database.close()
+
+
+def test_what_is_measured_again_keeps_no_new_node_from_working(actors: Actors, home: Home) -> None:
+    """A node with much pending would else stop every newcomer by being caught."""
+    for _ in range(6):
+        actors.work("old", draw=UNSEEN)
+    actors.work("old", Outcome.REJECTED)
+    with home.database.read() as connection:
+        assert standing.rechecks_due(connection) == 6
+    assert actors.lease("new", held=(1,))
+
+
+def test_a_group_left_out_undecided_may_be_submitted_again_as_it_was(actors: Actors, home: Home) -> None:
+    """Honest nodes make the same bytes of a slot: what nobody could measure must not bar them from it."""
+    unseen = actors.work("old", draw=UNSEEN)
+    actors.work("old", Outcome.REJECTED)
+    actors.now += standing.RECHECK_SECONDS
+    second_verdicts(actors, Outcome.INDETERMINATE)
+    with home.database.read() as connection:
+        body, slot_id = connection.execute(
+            select(submissions.c.body, submissions.c.slot_id).where(submissions.c.submission == unseen)
+        ).one()
+    (lease,) = actors.lease("new", held=(1,))
+    with home.database.write() as connection:
+        assert (
+            work.check_lease(connection, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
+            == slot_id
+        )
+        again = work.Arrival(submission=who("again"), request=who("again"), body=body, body_bytes=1)
+        work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
+
+
+def test_bad_bytes_are_not_taken_again(actors: Actors, home: Home) -> None:
+    unseen = actors.work("old", draw=UNSEEN)
+    actors.work("old", Outcome.REJECTED)
+    second_verdicts(actors, Outcome.REJECTED)
+    with home.database.read() as connection:
+        body = connection.execute(select(submissions.c.body).where(submissions.c.submission == unseen)).scalar_one()
+    (lease,) = actors.lease("new", held=(1,))
+    again = work.Arrival(submission=who("again"), request=who("again"), body=body, body_bytes=1)
+    with pytest.raises(Refusal) as caught, home.database.write() as connection:
+        work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
+    assert caught.value.reason is Reason.DUPLICATE_SUBMISSION
+
+
+def test_after_the_last_batch_all_rows_are_measured_and_no_work_is_given_out(tmp_path: Path) -> None:
+    """Nothing vests any more, and what is pending was settled: a slot measured in part would be lost to its node."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=RULES, groups_per_step=2, steps=1))
+    actors = Actors(home)
+    actors.register("first", "second", "third")
+    actors.publish(0)
+    # Two slots are given out anew, beside the two that training takes.
+    for outcome in (Outcome.REJECTED, Outcome.REJECTED, Outcome.ADMITTED, Outcome.ADMITTED):
+        actors.work("first", outcome)
+    (early,), (late,) = actors.lease("second", held=(0,)), actors.lease("third", held=(0,))
+    one = actors.submit("second", early.lease_id)
+    with home.database.write() as connection:
+        connection.execute(update(submissions).values(draw=UNSEEN))
+    measured = actors.claim()
+    assert not measured.full
+    actors.now += 1
+    actors.submit("third", late.lease_id)
+    with home.database.write() as connection:
+        connection.execute(update(submissions).values(draw=UNSEEN))
+    assert actors.assign() == 0
+    actors.decide(measured, Outcome.ADMITTED)
+    again, other = actors.claim(), actors.claim("another")
+    assert (again.submission, again.full, again.recheck) == (one, True, False)
+    assert other.full
+    actors.decide(other, Outcome.REJECTED)
+    actors.now += 100
+    assert not actors.lease("first", held=(0,))
+    home.database.close()
+
+
+def test_training_does_not_wait_for_second_verdicts_on_what_it_has_used(actors: Actors) -> None:
+    """Of old work the relays may have forgotten the policy: a node could stop the run for minutes at will."""
+    unseen = actors.work("old", draw=UNSEEN)
+    actors.work("new")
+    actors.work("new")
+    assert actors.assign() == 1
+    actors.publish(2)
+    fresh = actors.work("old", draw=UNSEEN)
+    for _ in range(3):
+        actors.work("new")
+    actors.work("old", Outcome.REJECTED)
+    first = actors.claim()
+    assert first.submission == fresh, "what training waits for comes first"
+    assert actors.assign() is None
+    actors.decide(first, Outcome.ADMITTED)
+    assert actors.assign() == 2
+    assert [(submission, step) for _, submission, step in actors.reading().reached_training] == [(unseen, 1)]
+    second_verdicts(actors, Outcome.ADMITTED)
+    assert actors.reading().problems == []
+    assert actors.reading().reached_training == []
+
+
+def test_slots_that_nobody_left_can_take_do_not_keep_the_run_from_its_end(tmp_path: Path) -> None:
+    """In the last step only as many are in flight as it needs; its only node has failed one of them."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(standing=RULES, groups_per_step=1, steps=1))
+    actors = Actors(home)
+    actors.register("node", admitted=0)
+    actors.publish(0)
+    actors.work("node", Outcome.REJECTED)
+    actors.work("node")
+    assert actors.assign() == 0
+    home.database.close()
+
+
 class Storm:
     """Five workers that are right most of the time, verifiers that die, training: one random event after the other."""
 
@@ -327,3 +482,17 @@ def test_in_any_order_of_events_an_auditor_finds_the_rules_kept(tmp_path: Path, 
         bad = entry.outcome is not Outcome.ADMITTED
         assert not (bad and stored.get(entry.submission, 0) is None), "bad work waits for training"
     home.database.close()
+
+
+def test_keys_that_cost_nothing_cannot_fail_the_last_slots_again_and_again(actors: Actors) -> None:
+    actors.register(*(f"sybil{i}" for i in range(4)), admitted=0)
+    tried = []
+    for name in ("sybil0", "sybil1"):
+        (lease,) = actors.lease(name, held=(1,))
+        actors.submit(name, lease.lease_id)
+        actors.decide(actors.claim(), Outcome.REJECTED)
+        tried.append(lease.slot)
+    failed = tried[0]
+    assert tried == [failed, failed]
+    assert [lease.slot for lease in actors.lease("sybil2", held=(1,))] != [failed]
+    assert actors.lease("old", held=(1,))[0].slot == failed

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import msgspec
 import pytest
-from logged import RUN, SPEC, admitted, batch, policy, rejected
+from logged import RUN, SHIFTED, SPEC, admitted, batch, drifting, policy, rejected
 
+from node.audit_compare import compare
 from node.audit_log import LogReading, read_log
+from node.audit_report import Result
 from node.protocol.admission import Outcome
+from node.protocol.evidence import Total, Totals, add
 from node.protocol.messages import LogEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import StandingSpec
 from node.protocol.standing import Account, Standing
+from node.verification import Verdict
 
 RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
 RUN_SPEC = msgspec.structs.replace(SPEC, standing=RULES)
@@ -159,3 +164,78 @@ def test_measuring_less_than_the_rules_ask_for_is_seen_over_many_slots() -> None
     assert codes(*PROVEN, *lucky) == ["too_little_measured"]
     every_second = [admitted(n) if n % 2 else spot(n) for n in range(4, 204)]
     assert codes(*PROVEN, *every_second) == []
+
+
+def test_a_friend_that_is_measured_in_part_whenever_it_may_be_is_seen_among_many() -> None:
+    """Among thousands of slots that others did, a few dozen of one node are no share of all."""
+    others = [admitted(1000 + n, node=f"{n % 8 + 30:02d}" * 32) for n in range(4000)]
+    friend = [spot(number) for number in range(4, 64)]
+    log = reading(*others, *PROVEN, *friend)
+    assert [problem.code for problem in log.problems] == ["too_little_measured"]
+    assert NODE[:16] in log.problems[0].detail
+
+
+def test_cheats_whose_bad_slots_are_found_by_full_measurement_accuse_no_coordinator() -> None:
+    """A slot that is rejected was measured as the coin said too: counted only when it passes, the coin looks loaded."""
+    coin, log, number = random.Random(0), [], 0
+    for key in range(1500):
+        node, held = f"{key:064x}", Account()
+        while held.standing.strikes == 0:
+            number += 1
+            full = coin.random() < held.standing.full_rate(RULES)
+            bad = held.standing.verified >= 4
+            entry = (rejected if bad else admitted)(number, node=node) if full else spot(number, node=node)
+            log.append(entry)
+            owed = held.follow(entry, rules=RULES)
+        log += [recheck(int(name, 16), Outcome.REJECTED, node=node) for name in sorted(owed)]
+    assert codes(*log) == []
+
+
+def test_a_banned_node_that_goes_on_being_served_is_seen() -> None:
+    """What it held when it was banned may still be judged, and no more."""
+    held = SPEC.batch.max_leases_per_node
+    banned = [rejected(number) for number in range(1, 4)]
+    later = [rejected(number) for number in range(4, 5 + held)]
+    assert codes(*banned, *later[:held]) == []
+    assert codes(*banned, *later) == ["banned_node_served"]
+    back = [admitted(50), admitted(51)]
+    assert codes(*banned, *later[: held - 2], *back, *[admitted(60 + n) for n in range(20)]) == []
+
+
+def test_training_need_not_wait_for_second_verdicts_on_what_it_has_used() -> None:
+    log = (*PROVEN, spot(4), batch(0, 4), rejected(5))
+    assert codes(*log, batch(1, 1)) == []
+    assert codes(*log, batch(1, 1), recheck(4)) == []
+    assert [(name, step) for _, name, step in reading(*log, batch(1, 1)).reached_training] == [(f"{4:064x}", 0)]
+    assert reading(*log, batch(1, 1), recheck(4)).reached_training == []
+
+
+def test_a_slot_of_which_one_row_made_the_node_drift_is_compared_in_that_row() -> None:
+    """An honest coordinator logs the sums of the row that it measured; an auditor measures all of them."""
+    entry = next(one for one in drifting(*[SHIFTED] * 100) if one.outcome is Outcome.REJECTED)
+    entry = msgspec.structs.replace(entry, spot=1)
+    rows = {0: Totals(margin=Total(count=40, sum=0.04)), 1: SHIFTED}
+    derived = Verdict(
+        Outcome.ADMITTED,
+        figures=entry.figures,
+        totals=add(rows.values()),
+        row_figures=dict.fromkeys(rows, entry.figures),
+        row_totals=rows,
+        rewards=(0.0, 1.0),
+        tokens=entry.tokens,
+    )
+    assert compare(entry, derived, spec=SPEC)[0] is Result.AGREE
+    assert compare(msgspec.structs.replace(entry, spot=0), derived, spec=SPEC)[0] is Result.DISAGREE
+    assert compare(msgspec.structs.replace(entry, spot=2), derived, spec=SPEC)[0] is Result.DISAGREE
+    assert compare(msgspec.structs.replace(entry, spot=None), derived, spec=SPEC)[0] is Result.DISAGREE
+
+
+def test_a_drift_may_be_found_with_one_row_where_the_standing_allows_it() -> None:
+    """It is a rejection like others: a strike, and no group that could be measured again."""
+    slots = drifting(*[SHIFTED] * 100, node=NODE)
+    found = next(n for n, one in enumerate(slots) if one.outcome is Outcome.REJECTED)
+    last = msgspec.structs.replace(slots[found], spot=0)
+    log = reading(*slots[:found], last)
+    assert log.problems == []
+    assert log.accounts[NODE].standing == Standing(verified=0, strikes=1)
+    assert codes(*slots[:found], last, recheck(100 + found)) == ["unfounded_recheck"]
