@@ -50,7 +50,7 @@ from node.protocol.messages import (
     RequestClaim,
 )
 from node.protocol.requests import sign_request
-from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, run_id_of
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, StandingSpec, run_id_of
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
 from node.readings import MakePrefills, transformers_prefills
@@ -79,6 +79,7 @@ def small_spec(**changes: object) -> RunSpec:
         environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
         proofs=ProofSpec(scheme="toploc/1"),
         limits=TIGHT,
+        standing=StandingSpec(ban_after=1000),
     )
     spec = msgspec.structs.replace(
         spec,
