@@ -2,7 +2,7 @@
 
 A step is: give it its batch (one transaction, logged), train, write the checkpoint, publish. Each is durable
 before the next begins, and each can be done again with the same result, so a trainer that is killed anywhere
-resumes at the same step, with the same batch and the same optimizer state.
+resumes at the same step, with the same batch and the same optimizer state. So does one whose disk was full.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from sqlalchemy.exc import OperationalError
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration, CoordinatorError
@@ -30,11 +31,13 @@ from coordinator.training.grpo import make_optimizer, train_step
 from coordinator.training.initial import initial_policy
 from node.policy import load_policy, save_policy
 from shardcast import Origin, OriginServer
+from shardcast.errors import LocalFault
 from shardcast.manifest import SignedManifest
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
+RETRY_SECONDS = 1.0
 CHECKPOINTS_KEPT = 3
 _PROGRESS_SECONDS = 0.2
 
@@ -82,12 +85,23 @@ class Trainer:
         self._stop.set()
 
     def run(self) -> None:
-        """Train until the run's last step, serve until `stop`."""
+        """Train until the run's last step, serve until `stop`; waits for room on the disk, and for the database."""
         torch.set_num_threads(self._threads)
-        try:
-            learner = self._restore()
-        except Stopped:
-            return
+        while not self._stop.is_set():
+            try:
+                self._work()
+            except Stopped:
+                return
+            except PermissionError:
+                raise  # not of the kind that passes
+            except (OperationalError, OSError, LocalFault) as error:
+                if isinstance(error, LocalFault) and error.code != "disk_full":
+                    raise
+                log.warning("the database or the disk is away, trying again from the last checkpoint: %s", error)
+                self._stop.wait(RETRY_SECONDS)
+
+    def _work(self) -> None:
+        learner = self._restore()
         self._check_history(learner)
         self._publish(learner)
         waited_since = time.monotonic()
@@ -104,6 +118,8 @@ class Trainer:
 
     def _restore(self) -> Learner:
         """The newest checkpoint, or the run's first policy."""
+        for leftover in self._state.glob(".*.tmp"):
+            leftover.unlink()  # of a policy that was being saved by a trainer that was killed
         if not self._first_policy.exists():
             with self._home.database.read() as connection:
                 if training.recorded(connection):

@@ -385,8 +385,10 @@ class Worker:
     def _save_status(self) -> None:
         path = self._state.folder / "status.json"
         temporary = path.with_suffix(".json.tmp")
-        temporary.write_bytes(msgspec.json.encode(self.status()))
-        temporary.rename(path)
+        # For observers only: a full disk must not end the worker.
+        with contextlib.suppress(OSError):
+            temporary.write_bytes(msgspec.json.encode(self.status()))
+            temporary.rename(path)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -100,7 +100,8 @@ class TrustedState:
             raise Stale(
                 f"manifest of version {manifest.version}, after version {self.version} was seen", code="rollback"
             )
-        self._check_window(manifest.issued_at, manifest.expires_at, now)
+        # How fresh it is says the head that names it: a publisher whose clock was ahead signs heads anew, not this.
+        self._check_expiry(manifest.expires_at, now)
         return signed
 
     def accept_archived(self, data: bytes, version: int, *, expected_digest: str | None = None) -> SignedManifest:
@@ -134,6 +135,9 @@ class TrustedState:
     def _check_window(self, issued_at: int, expires_at: int, now: float) -> None:
         if issued_at > now + self.limits.clock_skew_s:
             raise Stale(f"issued {issued_at - now:.0f} s in the future: check the clock", code="not_yet_valid")
+        self._check_expiry(expires_at, now)
+
+    def _check_expiry(self, expires_at: int, now: float) -> None:
         if expires_at < now - self.limits.clock_skew_s:
             raise Stale(f"expired {now - expires_at:.0f} s ago", code="expired")
 

@@ -72,7 +72,7 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Rea
 
     Groups that no later step could take join this one even beyond `groups_per_step`, and a verification of
     such a group that is under way is waited for, so that nothing admitted is ever thrown away. Nothing is trained on
-    while earlier work of a node that was caught waits for its second verdict.
+    while such work of a node that was caught as no step has used waits for its second verdict.
     """
     step = at.next_step
     if step >= spec.training.steps or step > at.head:

@@ -42,6 +42,9 @@ IDLE_RETRY_SECONDS = 0.25
 MOST_FAILURES = 2
 """After so many a slot is not for nodes that have shown nothing."""
 
+CLOCK_STEP_SECONDS = 5.0
+"""By less, a clock that is set right may go back without anybody losing a lease."""
+
 _UNDER_WAY = (SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)
 _WITHOUT_VERDICT = (submissions.c.state != SubmissionState.DONE, submissions.c.outcome.is_(None))
 """Not those that wait for a second one: else a node that is caught would keep others from working."""
@@ -97,6 +100,8 @@ def lease(
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = max(0.0, standing.not_before - now)
+    if wait > spec.batch.rejection_backoff_max_seconds:
+        wait = 0.0  # nobody waits so long: it was set while this machine's clock was wrong, or is set back now
     most = min(spec.batch.max_leases_per_node, standing.of_slots.verified + 1) - _unfinished(connection, node)
     if caller.most_leases:
         most = min(most, caller.most_leases - _held_at(connection, caller.address))
@@ -116,8 +121,12 @@ def lease(
 
 
 def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
-    """End the leases whose time is over; their slots go to whoever asks next, their nodes wait as if rejected."""
-    ended = select(leases.c.lease, leases.c.node).where(leases.c.state == LeaseState.ACTIVE, leases.c.expires_at <= now)
+    """End the leases whose time is over; their slots go to whoever asks next, their nodes wait as if rejected.
+
+    So end those of a time to come, given while this machine's clock was ahead: their holders may be gone for good.
+    """
+    over = or_(leases.c.expires_at <= now, leases.c.issued_at > now + CLOCK_STEP_SECONDS)
+    ended = select(leases.c.lease, leases.c.node).where(leases.c.state == LeaseState.ACTIVE, over)
     for name, node in connection.execute(ended).all():
         _end_lease(connection, name, LeaseState.EXPIRED)
         make_wait(connection, node, batch=spec.batch, now=now)

@@ -48,15 +48,23 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def save_checkpoint(
     folder: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer, state: TrainerState, keep: int
 ) -> Path:
-    """Write the checkpoint of `state.step`, then delete all but the newest `keep`. When it returns, it is on disk."""
+    """Write the checkpoint of `state.step`, then delete all but the newest `keep`. When it returns, it is on disk.
+
+    Raises OSError, and leaves then what was there before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"checkpoint-{state.step:08d}.safetensors"
     partial = folder / ".checkpoint.partial"
     tensors = {_MODEL + name: tensor for name, tensor in _weights(model).items()} | _moments(model, optimizer)
     metadata = {"veriswarm": FORMAT, "state": msgspec.json.encode(state).decode()}
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
-    _sync(partial)
-    partial.replace(path)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
+        _sync(partial)
+        partial.replace(path)
+    except SafetensorError as error:  # how its Rust part says what the disk said
+        raise OSError(f"{partial} cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)  # on a full disk, room for others
     _sync(folder)
     for old in checkpoints(folder)[:-keep]:
         old.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -171,6 +172,46 @@ def test_killed_anywhere_it_makes_the_same_policies_of_the_same_groups(
                 trainer.run()
         train_to_the_end(home, tmp_path)
         assert outcome_of(home) == undisturbed
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_for(
+    tmp_path: Path, undisturbed: tuple[list[str], list], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the first policy nor a checkpoint fits, until there is room; the kernel's limit on files is the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fits(size_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+
+    def make_room_in_two_steps() -> None:
+        for room in (2_000_000, before[0]):  # a policy has 1.6 MB, a checkpoint three times as much
+            said = caplog.text.count("trying again")
+            deadline = time.monotonic() + 30
+            while caplog.text.count("trying again") == said and time.monotonic() < deadline:
+                time.sleep(0.02)
+            fits(room)
+
+    with run_in(tmp_path) as home:
+        fits(1_000_000)
+        helper = threading.Thread(target=make_room_in_two_steps)
+        helper.start()
+        try:
+            train_to_the_end(home, tmp_path)
+        finally:
+            helper.join()
+            fits(before[0])
+        assert outcome_of(home) == undisturbed
+        assert caplog.text.count("trying again") >= 2
+        assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_what_a_killed_trainer_was_saving_does_not_stay(tmp_path: Path) -> None:
+    """It is as large as the policy, and each kill would leave another."""
+    with run_in(tmp_path) as home:
+        leftover = tmp_path / ".policy-0.safetensors.4711.tmp"
+        leftover.write_bytes(b"half a policy")
+        train_to_the_end(home, tmp_path)
+        assert not leftover.exists()
 
 
 def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:

@@ -185,6 +185,12 @@ def test_an_expired_manifest_is_refused_and_an_archived_one_is_not(publisher: An
     assert fresh(publisher).accept_archived(signed.envelope, 1) == signed
 
 
+def test_a_manifest_of_a_publisher_whose_clock_was_ahead_is_believed_for_the_head_that_names_it(publisher: Any) -> None:
+    """Else one version that was signed an hour ahead of time would stop the run for that hour."""
+    signed = seal_manifest(publisher.manifest(version=1, issued_at=5_000, expires_at=9_000), publisher.key)
+    assert fresh(publisher).accept_manifest(signed.envelope, NOW, signed.digest) == signed
+
+
 def test_memory_of_heads_is_bounded_and_keeps_the_newest(publisher: Any) -> None:
     state = fresh(publisher)
     for version in range(3 * HEADS_REMEMBERED):
