@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -26,7 +29,7 @@ from coordinator.limits import AddressLimiter, RateLimiter, network_of
 from coordinator.log_watch import LogWatch
 from coordinator.metrics import Metrics
 from coordinator.openapi import document
-from coordinator.refusals import apologise, refuse
+from coordinator.refusals import apologise, is_away, out_of_service, refuse
 from coordinator.service import Coordinator
 from coordinator.status import run_status
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
@@ -49,6 +52,10 @@ RECEIPT_WAIT_MAX_SECONDS = 30.0
 STATUS_SECONDS = 1.0
 """How old may be what people and Prometheus see: asking for it costs more than anything else, and anybody may."""
 
+SAY_SECONDS = 10.0
+"""How often the log hears of a disk that is full, whoever asks meanwhile."""
+
+log = logging.getLogger(__name__)
 _BYTES = "application/octet-stream"
 _JSON = "application/json"
 _Index = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
@@ -155,6 +162,19 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, _error: Exception) -> Response:
         return refuse(Refusal(Reason.BAD_REQUEST, "A parameter is missing or is not what it must be."))
+
+    said = -math.inf
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(OperationalError)
+    async def _away(_request: Request, error: Exception) -> Response:
+        nonlocal said
+        if not is_away(error):
+            raise error
+        if time.monotonic() - said >= SAY_SECONDS:
+            said = time.monotonic()
+            log.error("the disk or the database is away: %s", error)
+        return out_of_service()
 
     @app.exception_handler(Exception)
     async def _unforeseen(_request: Request, _error: Exception) -> Response:

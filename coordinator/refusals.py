@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 
 from fastapi import Response
@@ -11,7 +12,7 @@ from node.protocol.messages import ErrorReply
 from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import encode
 
-INTERNAL_ERROR = "internal_error"
+INTERNAL_ERROR, UNAVAILABLE = "internal_error", "unavailable"
 STATUS = {
     Reason.BAD_REQUEST: 400,
     Reason.BAD_SIGNATURE: 401,
@@ -31,6 +32,7 @@ STATUS = {
     Reason.TOO_MANY_REQUESTS: 429,
 }
 _RETRY_AFTER_SECONDS = 5
+_AWAY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 _JSON = "application/json"
 
 
@@ -58,9 +60,21 @@ def refuse(refusal: Refusal) -> Response:
 
 def apologise() -> Response:
     """The answer when something unforeseen went wrong in here: what it was is for the log alone."""
-    reply = ErrorReply(
-        code=INTERNAL_ERROR,
-        message="Something went wrong in the coordinator; try again later.",
-        server_time=int(time.time()),
-    )
-    return Response(encode(reply), status_code=500, media_type=_JSON, headers={"Connection": "close"})
+    return _no_refusal(INTERNAL_ERROR, "Something went wrong in the coordinator; try again later.", status=500)
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the disk or the database cannot be used now, and nothing is wrong with what was asked of it."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
+    return isinstance(error, OSError) if code is None else code & 0xFF in _AWAY
+
+
+def out_of_service() -> Response:
+    """The answer while the disk is full or the database locked: asking again is all there is to do."""
+    return _no_refusal(UNAVAILABLE, "The coordinator's disk or database is away; try again later.", status=503)
+
+
+def _no_refusal(code: str, message: str, *, status: int) -> Response:
+    reply = ErrorReply(code=code, message=message, server_time=int(time.time()))
+    headers = {"Connection": "close", "Retry-After": str(_RETRY_AFTER_SECONDS)}
+    return Response(encode(reply), status_code=status, media_type=_JSON, headers=headers)

@@ -14,7 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from swarm import Peer, serve, small_spec
 
+from coordinator.home import create_home
+from coordinator.service import Coordinator
 from coordinator.storage.blobs import BlobStore
 from node.protocol.admission import Outcome
 from node.protocol.messages import Lease, Receipt
@@ -77,3 +81,20 @@ def test_a_receipt_for_which_there_is_no_room_spoils_no_later_one(tmp_path: Path
         state.settle(waiting[0], receipt(1), envelope)
     with WorkerState(tmp_path) as state:
         assert (state.recover(), state.tally.admitted) == ([], 2)
+
+
+def test_a_worker_that_asks_meanwhile_hears_that_it_should_ask_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log gets a line, not a stack trace for each request of each worker."""
+    key = Ed25519PrivateKey.generate()
+    home = create_home(tmp_path, public_key=key.public_key().public_bytes_raw(), spec=small_spec())
+    with serve(Coordinator(home, key=key)) as url:
+        peer = Peer(url, home.run_id)
+        with room_for(ROOM_BYTES):
+            replies = [peer.register() for _ in range(5)]
+        assert peer.register().status == 200
+    home.database.close()
+    assert {(reply.status, reply.code) for reply in replies} == {(503, "unavailable")}
+    assert sum("the disk or the database is away" in record.getMessage() for record in caplog.records) == 1
+    assert not any(record.exc_info for record in caplog.records)
