@@ -11,6 +11,7 @@ from node.protocol.messages import LogEntry
 from shardcast.wire import encode
 
 MAX_ENTRIES_PER_READ = 1000
+MAX_BYTES_PER_READ = 4 * 1024 * 1024
 
 
 def append(connection: Connection, entry: LogEntry) -> int:
@@ -35,10 +36,17 @@ def root(connection: Connection, size_: int) -> bytes:
 
 
 def leaves(connection: Connection, start: int, end: int) -> list[bytes]:
-    """The exact bytes of entries start .. end - 1, at most MAX_ENTRIES_PER_READ of them."""
+    """The exact bytes of entries start .. end - 1: at most MAX_ENTRIES_PER_READ of them, and of MAX_BYTES_PER_READ no
+    more than the last one is over."""
     end = min(end, start + MAX_ENTRIES_PER_READ)
     query = select(log_entries.c.leaf).where(log_entries.c.index >= start, log_entries.c.index < end)
-    return [bytes(leaf) for leaf in connection.execute(query.order_by(log_entries.c.index)).scalars()]
+    found, size_bytes = [], 0
+    for leaf in connection.execute(query.order_by(log_entries.c.index)).scalars():
+        found.append(bytes(leaf))
+        size_bytes += len(leaf)
+        if size_bytes >= MAX_BYTES_PER_READ:
+            break
+    return found
 
 
 def inclusion(connection: Connection, index: int, size_: int) -> list[bytes]:

@@ -396,3 +396,17 @@ def test_a_verifier_takes_several_submissions_at_once_and_nobody_else_any_of_the
         )
     assert [one.submission for one in taken] == names
     assert late == []
+
+
+def test_a_page_of_the_log_is_bounded_in_bytes_and_never_empty(actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand entries of large groups would be a gigabyte for whoever asks."""
+    for version in range(1, 6):
+        actors.publish(version)
+    with actors.home.database.read() as connection:
+        whole = log.leaves(connection, 0, log.size(connection))
+        monkeypatch.setattr(log, "MAX_BYTES_PER_READ", len(whole[0]) + len(whole[1]) - 1)
+        pages = [log.leaves(connection, 0, 100)]
+        while sum(map(len, pages)) < len(whole):
+            pages.append(log.leaves(connection, sum(map(len, pages)), 100))
+    assert [leaf for page in pages for leaf in page] == whole
+    assert len(pages[0]) == 2
