@@ -2,9 +2,9 @@
 
 Runs the whole red team as a person would, in processes of its own, for as many steps as it takes until so many slots
 were submitted. Then, for comparison, the same run without attackers, and the same attackers in a run whose limits are
-so wide that no figure exceeds them: what the form of a submission does not give away is trained on there. Rewards are
-means over the last steps of each run. All three runs begin with the same policy, and take five to ten minutes each;
-`--alone` leaves the comparison out.
+so wide that no figure exceeds them: what the form of a submission does not give away is trained on there; and the same
+attackers in a run that measures a proven node's slots in full with FLOOR only. Rewards are means over the last steps of
+each run. All runs begin with the same policy, and take five to ten minutes each; `--alone` leaves the comparison out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from node.protocol.run import parse_run_toml
 END_STEPS = 10
 """A mean over 10 steps of 256 completions is good for about a hundredth."""
 
+FLOOR = 0.1
+"""The share of a proven node's slots that is measured in full, in the run that saves verification."""
+
 AIM = 1.05
 """How much more than the share that is measured the attackers aim at: they begin later than the honest."""
 
 
-def run(name: str, *, hostile: float, steps: int, seed: int, out: Path, wide_open: bool = False) -> dict[str, Any]:
+def run(name: str, *, hostile: float, steps: int, seed: int, out: Path, **changes: Any) -> dict[str, Any]:
     """One campaign's result; its progress and its table go to standard error."""
     rules = out / f"{name}.toml"
-    rules.write_text(redteam_run_toml(steps=steps, seed=seed, wide_open=wide_open), encoding="utf-8")
+    rules.write_text(redteam_run_toml(steps=steps, seed=seed, **changes), encoding="utf-8")
     command = [sys.executable, "-m", "node.cli", "redteam", "--headless", "--json", "--run", str(rules)]
     print(f"{name}: {steps} steps", file=sys.stderr, flush=True)
     finished = subprocess.run(
@@ -51,7 +54,10 @@ def reward(result: dict[str, Any] | None) -> float | None:
 
 
 def figures(
-    attacked: dict[str, Any], clean: dict[str, Any] | None, unverified: dict[str, Any] | None
+    attacked: dict[str, Any],
+    clean: dict[str, Any] | None,
+    unverified: dict[str, Any] | None,
+    partly: dict[str, Any] | None,
 ) -> dict[str, float | int | None]:
     """What is printed."""
     with_attackers, without, trusting = reward(attacked), reward(clean), reward(unverified)
@@ -74,16 +80,28 @@ def figures(
         "reward_without_verification": trusting,
         "reward_without_verification_vs_clean_run": None if None in {trusting, without} else trusting / without,  # type: ignore[operator]
         "hostile_admitted_without_verification": None if unverified is None else unverified["hostile_admitted"],
+        "partly_floor": None if partly is None else FLOOR,
+        "partly_hostile_slots": None if partly is None else partly["hostile_slots"],
+        "partly_hostile_admitted": None if partly is None else partly["hostile_admitted"],
+        "partly_honest_slots_rejected": None if partly is None else partly["honest_rejected"],
+        "partly_reward": reward(partly),
         "seconds": round(attacked["seconds"], 1),
     }
 
 
-def table(attacked: dict[str, Any], unverified: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """For each attack: tries, what stopped them, and how many are admitted where nothing is measured."""
+def table(
+    attacked: dict[str, Any], unverified: dict[str, Any] | None, partly: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """For each attack: tries, what stopped them, and how many are admitted where nothing is measured, or a part."""
     trusting = {} if unverified is None else {row["attack"]: row["admitted"] for row in unverified["attacks"]}
+    saving = {} if partly is None else {row["attack"]: row["admitted"] for row in partly["attacks"]}
     kept = ("attack", "tries", "slots", "admitted", "succeeded", "stopped", "honest")
     return [
-        {name: row[name] for name in kept} | {"admitted_without_verification": trusting.get(row["attack"])}
+        {name: row[name] for name in kept}
+        | {
+            "admitted_without_verification": trusting.get(row["attack"]),
+            "admitted_measured_partly": saving.get(row["attack"]),
+        }
         for row in attacked["attacks"]
     ]
 
@@ -108,11 +126,12 @@ def main() -> None:
         attacked = run("attacked", hostile=share, **common)
         clean = None if arguments.alone else run("clean", hostile=0.0, **common)
         unverified = None if arguments.alone else run("unverified", hostile=share, wide_open=True, **common)
-    found = figures(attacked, clean, unverified)
+        partly = None if arguments.alone else run("partly", hostile=share, floor=FLOOR, **common)
+    found = figures(attacked, clean, unverified, partly)
     if arguments.json:
         told = {name: "not compared (--alone)" for name, value in found.items() if value is None}
         line = {"benchmark": "redteam", "machine": machine.describe(), "figures": found, "notes": told}
-        print(json.dumps(line | {"attacks": table(attacked, unverified)}))
+        print(json.dumps(line | {"attacks": table(attacked, unverified, partly)}))
         return
     for name, value in found.items():
         print(f"{name:44} {value}")

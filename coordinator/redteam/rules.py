@@ -8,6 +8,9 @@ from __future__ import annotations
 from coordinator.demo.layout import demo_run_toml
 
 LEASE_SECONDS = 20.0
+PROBATION = 4
+"""Short, so that attackers who wait for its end do it often."""
+
 _WIDE_OPEN = {
     "exponent_mismatches": 1e9,
     "mantissa_mean": 1e9,
@@ -25,10 +28,14 @@ largest = 2.0
 """
 
 
-def redteam_run_toml(*, steps: int, seed: int, wide_open: bool = False) -> str:
-    """The run.toml of a red team; with `wide_open`, of one whose limits no figure exceeds."""
+def redteam_run_toml(*, steps: int, seed: int, wide_open: bool = False, floor: float = 1.0) -> str:
+    """The run.toml of a red team; with `wide_open`, of one whose limits no figure exceeds.
+
+    `floor` is the least share of a proven node's slots that is measured in full.
+    """
     limits = _WIDE_OPEN if wide_open else {}
     text = demo_run_toml(name='"redteam"', steps=steps, seed=seed, lease_seconds=LEASE_SECONDS, **limits)
+    text += f"\n[standing]\nprobation = {PROBATION}\nfull_rate_floor = {floor}\n"
     if not wide_open:
         return text
     alone = "max_submission_bytes"

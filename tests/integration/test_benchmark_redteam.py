@@ -49,18 +49,24 @@ def reported(*, hostile_admitted: int = 0, rewards: tuple[float, ...] = (0.1,) *
 
 
 def test_figures_compare_the_ends_of_the_runs_and_count_only_what_was_tried() -> None:
-    found = figures(reported(), reported(rewards=(0.9,) * 5 + (0.4,) * 10), reported(hostile_admitted=9))
+    found = figures(
+        reported(),
+        reported(rewards=(0.9,) * 5 + (0.4,) * 10),
+        reported(hostile_admitted=9),
+        reported(hostile_admitted=2),
+    )
+    assert found["partly_hostile_admitted"] == 2
     assert found["reward_vs_clean_run"] == pytest.approx(1.25)
     assert (found["attacks"], found["slots"], found["honest_slots_rejected"]) == (2, 30, 1)
     assert found["hostile_admitted_share"] == 0.0
     assert found["hostile_requests_refused"] == 6
     assert found["hostile_admitted_without_verification"] == 9
-    rows = {row["attack"]: row for row in table(reported(), reported(hostile_admitted=9))}
+    rows = {row["attack"]: row for row in table(reported(), reported(hostile_admitted=9), None)}
     assert rows["greedy"]["admitted_without_verification"] == 9
 
 
 def test_without_a_comparison_its_figures_are_null() -> None:
-    found = figures(reported(), None, None)
+    found = figures(reported(), None, None, None)
     assert found["reward"] == pytest.approx(0.5)
     assert found["reward_vs_clean_run"] is None
     assert found["reward_without_verification"] is None
