@@ -73,14 +73,17 @@ class AddressLimiter(RateLimiter):
         super().check(network_of(key), now=now)
 
 
-def network_of(address: str) -> str:
-    """What counts as one address: an IPv4 address, an IPv6 /64; all that is no address, such as "", counts as one."""
+def address_in(text: str) -> str:
+    """An address in its usual form, of IPv4 also where it was mapped into IPv6; "" for what is none."""
     try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return ""
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return str(parsed)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((parsed, _IPV6_PREFIX), strict=False))
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: an IPv4 address, an IPv6 /64; all that is no address, such as "", counts as one."""
+    alone = address_in(address)
+    return str(ipaddress.IPv6Network((alone, _IPV6_PREFIX), strict=False)) if ":" in alone else alone

@@ -16,6 +16,7 @@ from shardcast.manifest import KIB
 
 MAX_HEAD_BYTES = 4 * KIB
 MAX_FIELDS = 64
+_MAX_PORT = 65535
 KEEP_S = 15.0
 """How long a connection is kept that nobody uses."""
 
@@ -38,7 +39,7 @@ class Request:
     def of(cls, url: str) -> Self | None:
         """None unless every character of `url` may stand in a request as it is."""
         parts = _URL.fullmatch(url)
-        if parts is None:
+        if parts is None or int((parts[2] or ":80")[1:]) > _MAX_PORT:
             return None
         host, port, target = parts[1], parts[2] or "", parts[3]
         head = (

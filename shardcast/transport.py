@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from shardcast.errors import LocalFault, Malformed, NotServed, NoVersionYet, TooSlow, Unreachable
+from shardcast.errors import Malformed, NotServed, NoVersionYet, TooSlow, Unreachable
 from shardcast.links import Answer, Link, Pool, Request
 from shardcast.manifest import DEFAULT_LIMITS, KIB, Limits
 
@@ -225,8 +225,8 @@ def _typed_errors(address: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise TooSlow(f"{address} did not answer in time") from error
-    except aiohttp.InvalidURL as error:
-        raise LocalFault(f"{address} is not a URL", code="bad_url") from error
+    except aiohttp.InvalidURL as error:  # most are somebody else's: a fault of this machine would end the whole fetch
+        raise Unreachable(f"{address} is not a URL") from error
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
         raise Unreachable(f"{address}: {error or type(error).__name__}") from error
     except (aiohttp.ClientError, ValueError) as error:

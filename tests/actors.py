@@ -79,12 +79,15 @@ class Actors:
                 work.lease(connection, node=who(node), request=request, spec=self.home.spec, now=self.now).leases
             )
 
-    def submit(self, node: str, lease_id: str) -> str:
+    def submit(self, node: str, lease_id: str, *, draw: float | None = None) -> str:
+        """A file of its own; `draw` is in place of chance."""
         self.files += 1
         name = digest(str(self.files).encode())
         with self.home.database.write() as connection:
             arrival = Arrival(submission=name, request=name, body=name, body_bytes=1)
             work.submit(connection, arrival, node=who(node), lease_id=lease_id, spec=self.home.spec, now=self.now)
+            if draw is not None:
+                connection.execute(update(submissions).where(submissions.c.submission == name).values(draw=draw))
         return name
 
     def claim(self, verifier: str = "v", seconds: float = 30.0) -> verdicts.Claimed | None:
@@ -116,9 +119,7 @@ class Actors:
             if leases := self.lease(node, held=(head,)):
                 break
             self.now += 1
-        name = self.submit(node, leases[0].lease_id)
-        with self.home.database.write() as connection:
-            connection.execute(update(submissions).where(submissions.c.submission == name).values(draw=draw))
+        name = self.submit(node, leases[0].lease_id, draw=draw)
         claimed = self.claim()
         assert claimed is not None
         assert claimed.submission == name

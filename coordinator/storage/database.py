@@ -21,10 +21,10 @@ from typing import IO, Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, OperationalError
 
-from coordinator.errors import BadConfiguration
+from coordinator.errors import BadConfiguration, StorageFault
 
 BUSY_TIMEOUT_MS = 30_000
 LOOK_SECONDS = 0.001
@@ -38,6 +38,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
+            _refuse_private(make_url(url))
             self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
         except (ArgumentError, ImportError) as error:
             raise BadConfiguration("--database-url is no SQLAlchemy URL whose driver is installed") from error
@@ -92,6 +93,7 @@ class _Turn:
     """One writer of this process at a time, in the order in which they came; not re-entrant, as SQLite's lock is not.
 
     The threads of a process would else look for SQLite's lock one against the other, and some wait for seconds.
+    Whose turn does not come within BUSY_TIMEOUT_MS gets SQLite's own error.
     """
 
     def __init__(self) -> None:
@@ -106,7 +108,21 @@ class _Turn:
                 return
             called = threading.Event()
             self._waiting.append(called)
-        called.wait()
+        came = False
+        try:
+            came = called.wait(BUSY_TIMEOUT_MS / 1000)
+        finally:
+            if not came:  # too late, or a signal's handler raised: the turn must not be left with nobody
+                self._leave(called)
+        if not came:
+            raise OperationalError("BEGIN IMMEDIATE", None, sqlite3.OperationalError("database is locked"))
+
+    def _leave(self, called: threading.Event) -> None:
+        with self._mutex:
+            if called in self._waiting:
+                self._waiting.remove(called)
+                return
+        self.__exit__()
 
     def __exit__(self, *_: object) -> None:
         with self._mutex:
@@ -117,14 +133,19 @@ class _Turn:
 
 
 class _SharedSync:
-    """fsync of one file, once for all who asked before it began."""
+    """fsync of one file, once for all who asked before it began.
+
+    Once it has failed it fails for good: the kernel forgets what it could not write, and the next fsync succeeds.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._counting, self._syncing = threading.Lock(), threading.Lock()
         self._asked = self._done = 0
+        self._failure: OSError | None = None
 
     def sync(self) -> None:
+        """Raises StorageFault."""
         with self._counting:
             self._asked += 1
             mine = self._asked
@@ -133,8 +154,17 @@ class _SharedSync:
                 return
             covered = self._asked
             with self._path.open("rb") as file:
-                os.fsync(file.fileno())
+                self._fsync(file)
             self._done = covered
+
+    def _fsync(self, file: IO[bytes]) -> None:
+        try:
+            if self._failure is None:
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._failure = error
+        if self._failure is not None:
+            raise StorageFault(f"{self._path} could not be written: see to the disk, and restart") from self._failure
 
 
 class _Line:
@@ -188,6 +218,12 @@ def _look_for(done: Callable[[], bool], *, until: float) -> bool:
             return False
         time.sleep(LOOK_SECONDS)
     return True
+
+
+def _refuse_private(url: URL) -> None:
+    """Raise BadConfiguration for a database in memory: the run's other processes would each have their own."""
+    if url.get_backend_name() == "sqlite" and (url.database in {None, "", ":memory:"} or "uri" in url.query):
+        raise BadConfiguration("--database-url must name a plain file: other processes have to find it")
 
 
 def sqlite_url(folder: Path) -> str:

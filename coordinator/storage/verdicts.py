@@ -186,7 +186,7 @@ def _is_to_be_tried_again(
     """Queue it once more where nothing was decided, or where one row is no longer enough: the node has been caught
     meanwhile, or nothing vests any more."""
     if decision.outcome is Outcome.INDETERMINATE:
-        again = now < claimed.recheck_by if claimed.recheck else claimed.attempts + 1 < MAX_ATTEMPTS
+        again = claimed.attempts + 1 < MAX_ATTEMPTS and (not claimed.recheck or now < claimed.recheck_by)
     else:
         held = standing.standing_of(connection, claimed.node)
         all_rows = held.full_rate(spec.standing) >= 1.0 or progress(connection).is_over(spec)

@@ -2,11 +2,11 @@
 
 Whose fault an end is:
 
-- the program exits, crashes, uses up its steps or its processor time, writes too much, or sleeps: its own;
+- the program exits, crashes, uses up its steps or its processor time, or writes too much: its own;
 - it never starts, is killed from outside, or makes no use of its time because it gets none: this machine's, and
-  then SandboxFailed says that nothing follows.
+  then SandboxFailed says that nothing follows. No call is left by which a program can wait or have itself killed so.
 
-Not guaranteed: that the kernel has no hole behind the 46 system calls that are left.
+Not guaranteed: that the kernel has no hole behind the 45 system calls that are left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import os
 import platform
 import re
+import resource
 import select
 import shutil
 import signal
@@ -22,12 +23,11 @@ import subprocess
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from typing import Final
 
 from node.sandbox import seccomp
 from node.sandbox.errors import SandboxFailed
-from node.sandbox.harness import CPU_SECONDS, READY
+from node.sandbox.harness import READY
 from node.sandbox.root import COMMAND, ENVIRONMENT, mounts
 
 INSTALL: Final = "where answers are run, install it: apt install bubblewrap"
@@ -43,12 +43,25 @@ _ISOLATION = (
 )
 _CHILD = re.compile(rb'"child-pid": ([0-9]+)')
 _READ_BYTES = 64 * 1024
+CPU_SECONDS = 4
+_LIMITS: Final = (
+    (resource.RLIMIT_AS, 256 * 1024 * 1024),
+    (resource.RLIMIT_STACK, 8 * 1024 * 1024),
+    (resource.RLIMIT_CPU, CPU_SECONDS),
+    (resource.RLIMIT_NOFILE, 16),
+    (resource.RLIMIT_FSIZE, 0),
+    (resource.RLIMIT_NPROC, 0),
+    (resource.RLIMIT_CORE, 0),
+    (resource.RLIMIT_MEMLOCK, 0),
+    (resource.RLIMIT_MSGQUEUE, 0),
+)
+"""Set from outside, before the program begins: from within, the filter lets nobody set any."""
+
 _MAX_COMPLAINT_BYTES = 500
 _CPU_LIMIT_COUNTS = 0.5
 """The part of its processor time behind which a killed program was ended by that limit: the kernel holds it to what
 its ticks saw, which on a machine that shares its processors is more than what the process had."""
 
-_SLEEP_SAMPLES, _SLEEP_SAMPLE_SECONDS = 5, 0.02
 _SELF_TEST = b"expression 1000 5\nx * 3i 14\n", b"i 42\n"
 
 
@@ -115,22 +128,26 @@ class _Process:
     """A bubblewrap process and the ends of its pipes, which `files` closes; that ends whatever still runs, too."""
 
     def __init__(self, request: bytes, files: contextlib.ExitStack) -> None:
-        bubblewrap = shutil.which("bwrap")
+        # An empty or relative entry would mean the working folder, where anything may lie.
+        folders = filter(os.path.isabs, os.get_exec_path())
+        bubblewrap = shutil.which("bwrap", path=os.pathsep.join(folders))
         if bubblewrap is None:
             raise SandboxFailed(f"bubblewrap is missing; {INSTALL}", code="sandbox_missing")
         self._files = files
         self.answers, answers_in = self._pipe()
         self._told, told_in = self._pipe()
+        wait_for, self._begin = self._pipe()
+        self._kept(self._begin)
         self._complaints = self._memory(b"")
         filter_fd = self._memory(_filter())
-        options = ("--seccomp", str(filter_fd), "--info-fd", str(told_in), "--chdir", "/")
+        options = ("--seccomp", str(filter_fd), "--info-fd", str(told_in), "--block-fd", str(wait_for))
         variables = [part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)]
         self._bubblewrap = subprocess.Popen(  # noqa: S603  (arguments of ours; the code is in the request)
-            [bubblewrap, *_ISOLATION, *variables, *mounts(), *options, *COMMAND],
+            [bubblewrap, *_ISOLATION, *variables, *mounts(), "--chdir", "/", *options, *COMMAND],
             stdin=self._memory(request),
             stdout=answers_in,
             stderr=self._complaints,
-            pass_fds=(filter_fd, told_in),
+            pass_fds=(filter_fd, told_in, wait_for),
             env={},
         )
         os.close(answers_in)
@@ -145,18 +162,20 @@ class _Process:
         self._child: int | None = None
         self.cpu_seconds = 0.0
 
-    def find_child(self, deadline: float) -> int | None:
-        """The process in the sandbox, as this machine numbers it; None if bubblewrap does not get so far."""
+    def begin(self, deadline: float) -> None:
+        """Limit the process in the sandbox, which waits for this, and let it begin, if bubblewrap gets so far."""
         told = b""
-        while _readable(self._told, deadline) and (piece := os.read(self._told, _READ_BYTES)):
+        while b"}" not in told and _readable(self._told, deadline) and (piece := os.read(self._told, _READ_BYTES)):
             told += piece
-        match = _CHILD.search(told)
-        if match is None:
-            return None
+        if (match := _CHILD.search(told)) is None:
+            return
         child = int(match[1])
-        with contextlib.suppress(ProcessLookupError):  # it has come to its end already
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has come to its end already
             self._child = self._kept(os.pidfd_open(child))
-        return child
+            self._files.callback(self.end)  # which must come before that is closed
+            for what, most in _LIMITS:
+                resource.prlimit(child, what, (most, most))
+            os.write(self._begin, b"\n")
 
     def complaint(self) -> str:
         """What bubblewrap or the interpreter said about its failure."""
@@ -190,20 +209,19 @@ class _Process:
 
 
 def _judge(process: _Process, *, deadline: float, max_bytes: int) -> Ended:
-    child = process.find_child(deadline)
+    process.begin(deadline)
     stop, written = _read(process, deadline=deadline, max_bytes=len(READY) + max_bytes)
-    asleep = stop is _Stop.TOO_LATE and child is not None and _is_asleep(child)
     status = process.end()
     if not written.startswith(READY):
         raise SandboxFailed(f"the program did not start ({status}): {process.complaint()}")
     answers = written[len(READY) :]
-    if stop is _Stop.TOO_MUCH or asleep:
+    if stop is _Stop.TOO_MUCH:
         return Ended(answers=answers, complete=False, cpu_seconds=0.0)
     if stop is _Stop.TOO_LATE:
         raise SandboxFailed("a program could not use its time on this machine", code="sandbox_doubt")
     if status < 0:
         raise SandboxFailed(f"bubblewrap was killed by signal {-status}")
-    killed = status - seccomp.LEAST_SIGNAL_STATUS in {signal.SIGKILL, signal.SIGBUS}
+    killed = status - seccomp.LEAST_SIGNAL_STATUS == signal.SIGKILL
     if killed and process.cpu_seconds < CPU_SECONDS * _CPU_LIMIT_COUNTS:
         # It cannot do that to itself. Mostly it is the kernel, when the machine is short of memory.
         raise SandboxFailed("a program was killed from outside", code="sandbox_doubt")
@@ -236,20 +254,6 @@ def _readable(file: int, deadline: float) -> bool:
 
 def _milliseconds_until(deadline: float) -> int:
     return max(0, round(1000 * (deadline - time.monotonic())))
-
-
-def _is_asleep(child: int) -> bool:
-    """Whether the process waits for something of its own making, and not for a processor or a disk."""
-    seen = set()
-    for _ in range(_SLEEP_SAMPLES):
-        try:
-            # The name may hold anything; behind its last bracket come the state and, 12th and 13th, the times.
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return False
-        seen.add((fields[0], fields[11], fields[12]))
-        time.sleep(_SLEEP_SAMPLE_SECONDS)
-    return len(seen) == 1 and seen.pop()[0] == "S"
 
 
 def _filter() -> bytes:

@@ -89,6 +89,12 @@ def test_thousands_of_byte_ranges_of_a_blob_cost_one_read(home: tuple[Home, str]
     assert len(answer) < 2**16
 
 
+def test_a_query_of_thousands_of_fields_is_not_taken_apart(home: tuple[Home, str]) -> None:
+    """Those of one head cost as much as ten requests, of which each address has a hundred a second."""
+    target = b"/v1/log/entries?start=0&end=1&" + b"a&" * 7000
+    assert exchange(home[1], b"GET " + target + b" HTTP/1.1\r\nHost: x").startswith(b"HTTP/1.1 400 ")
+
+
 def test_an_upload_without_a_lease_leaves_nothing_on_disk(home: tuple[Home, str]) -> None:
     """Neither an unknown key nor a known one without a lease gets a byte stored."""
     folder = home[0].folder / "blobs"

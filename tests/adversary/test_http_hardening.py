@@ -208,6 +208,39 @@ def test_a_head_without_end_is_cut_off(url: str, attack: bytes) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ") or not answer
 
 
+@pytest.mark.parametrize("before", [b"", HEALTH, HEALTH + HEALTH], ids=["first", "second", "third"])
+@pytest.mark.parametrize(
+    "fields", [b"a:\r\n" * 4000, b"a:\n" * 4000, b"X: " + b"a" * 40_000 + b"\r\n"], ids=["fields", "bare", "a field"]
+)
+def test_a_whole_head_that_is_too_long_is_not_read(url: str, before: bytes, fields: bytes) -> None:
+    """It arrives at once, so that nothing of it is ever incomplete; and 256 KB of fields take 0.3 s, of everybody's."""
+    with connect(url) as connection:
+        connection.sendall(before + b"GET /health HTTP/1.1\r\nHost: x\r\n" + fields + b"\r\n")
+        answers = everything(connection)
+    assert answers.count(b"HTTP/1.1 200 ") == before.count(b"GET")
+    assert b"HTTP/1.1 400 " in answers
+
+
+@pytest.mark.parametrize("method", [b"POST /v1/leases", b"GET /health"])
+def test_a_body_in_tiny_chunks_is_cut_off(url: str, method: bytes) -> None:
+    """Each costs as much as a whole one: 0.3 MB of them keep the one thread that serves everybody busy for a second."""
+    with connect(url) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(
+                method + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 5000
+            )
+        answer = everything(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ") or not answer
+
+
+def test_a_body_in_chunks_is_taken(url: str) -> None:
+    with connect(url) as connection:
+        pieces = b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(60)) + b"1\r\n \r\n" * 40 + b"0\r\n\r\n"
+        connection.sendall(b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces)
+        answer = everything(connection)
+    assert answer.startswith(b"HTTP/1.1 401 "), "it was read to its end, and nobody had signed it"
+
+
 @pytest.mark.parametrize(
     "attack",
     [

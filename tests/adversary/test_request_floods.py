@@ -9,13 +9,14 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm import Peer
 
 from benchmarks.loading.coordinator import Served, serving
+from coordinator.connections import ConnectionLimits, Crowd, server_config
 from coordinator.limits import MAX_BUCKETS, AddressLimiter, RateLimiter, TooManyRequests, network_of
 from coordinator.refusals import STATUS
 from node.coordinator_client import CoordinatorClient
@@ -105,6 +106,35 @@ def test_the_proxy_speaks_for_many_and_is_not_fooled_by_what_it_passes_on(served
 def test_nonsense_from_the_proxy_is_nobodys_address_and_no_fault(served: Served, text: str) -> None:
     headers = {"X-Forwarded-For": text.encode("utf-8").decode("latin-1")}
     assert send(served, "GET", "/v1/relays", source=PROXY, headers=headers).status in (200, 429)
+
+
+@pytest.mark.parametrize("seen", ["192.0.2.9", "::ffff:192.0.2.9"])
+async def test_a_proxy_is_known_on_a_socket_for_both_kinds_of_addresses(seen: str) -> None:
+    """With --host :: it comes as an IPv6 address; all who ask through it would else share what one address has."""
+    found = list[str]()
+
+    async def note(scope: Any, _receive: Any, _send: Any) -> None:
+        found.append(scope["client"][0])
+
+    app: Any = note
+    config = server_config(app, ConnectionLimits(proxies=("192.0.2.9",)))
+    config.load()
+    nothing: Any = None
+    scope = {"type": "http", "client": (seen, 1), "headers": [(b"x-forwarded-for", b"203.0.113.7")]}
+    await config.loaded_app(scope, nothing, nothing)
+    assert found == ["203.0.113.7"]
+
+
+def test_who_is_in_the_proxys_network_is_not_the_proxy() -> None:
+    """In a rented /64 the neighbours are strangers, and without a bound they would take every connection."""
+    crowd = Crowd(ConnectionLimits(connections_per_address=2, proxies=("2001:db8::5", "192.0.2.9")))
+    assert all(crowd.enter(proxy) for proxy in ("2001:db8::5", "2001:DB8:0::5", "::ffff:192.0.2.9") for _ in range(9))
+    assert [crowd.enter(f"2001:db8::{n}") for n in (6, 7, 8)] == [True, True, False]
+    for proxy in ("2001:db8::5", "2001:DB8:0::5", "::ffff:192.0.2.9"):
+        for _ in range(9):
+            crowd.leave(proxy)
+    crowd.leave("2001:db8::6")
+    assert [crowd.enter(f"2001:db8::{n}") for n in (9, 10)] == [True, False]
 
 
 def test_a_node_has_its_share_from_wherever_it_asks(served: Served) -> None:

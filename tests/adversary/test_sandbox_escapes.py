@@ -130,6 +130,32 @@ def test_raising_the_limits():
         assert attempt(statement, stopped_by="OSError, ValueError") == 1.0, limit
 
 
+def test_lowering_the_limits():
+    """Of processor time, code could else have itself killed as if from outside, and no wrong answer be wrong."""
+    for limit in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_STACK"):
+        assert attempt(f"import resource; resource.setrlimit(resource.{limit}, (1, 1))") == 1.0, limit
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "fcntl.lockf(open('/dev/null', 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.fcntl(open('/harness.py'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+        "fcntl.fcntl(os.open('/python', os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_CREATE)",
+        "fcntl.fcntl(3, 1031, 2**20)",  # F_SETPIPE_SZ: a buffer of the kernel's
+    ],
+)
+def test_holding_on_to_files_of_the_host(call):
+    """They are the same files in every sandbox, and outside: who locks one keeps others waiting, or tells them so."""
+    assert attempt(f"import fcntl; {call}") == 1.0
+
+
+def test_pushing_the_hosts_files_out_of_memory():
+    """Of a library that all of the host uses. A program that has it read again and again waits for its disk, too."""
+    pageout = "import mmap; mmap.mmap(os.open(os.__file__, os.O_RDONLY), 0, prot=mmap.PROT_READ).madvise(21)"
+    assert attempt(pageout) == 1.0
+
+
 def test_limiting_another_process():
     assert attempt("import resource; resource.prlimit(2, resource.RLIMIT_AS)") == 1.0
 
@@ -239,10 +265,21 @@ def test_surviving_the_signal_of_the_processor_limit():
     assert reward(answering(ignoring)) == 0.0
 
 
-def test_sleeping_for_ever(monkeypatch):
-    """It uses no processor time. That it sleeps, and is not kept waiting by a busy machine, can be seen."""
-    impatient(monkeypatch, wall_seconds=3.0)
-    assert reward(answering("import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\nlock.acquire()")) == 0.0
+@pytest.mark.parametrize("seconds", [-1, 0.02])
+def test_sleeping_for_ever(seconds):
+    """Who takes naps uses so little processor time that it looks as if a busy machine gave it none."""
+    napping = f"""
+        import _thread, sys
+        sys.settrace(None)
+        lock = _thread.allocate_lock()
+        lock.acquire()
+        while True:
+            lock.acquire(True, {seconds})
+            sum(range(200_000))
+    """
+    before = time.monotonic()
+    assert reward(answering(napping)) == 0.0
+    assert time.monotonic() - before < 4
 
 
 @pytest.mark.parametrize(
@@ -314,6 +351,18 @@ def test_answers_that_are_hard_to_write_down():
     ],
 )
 def test_a_crash_or_an_early_end_is_the_codes_own(code):
+    assert reward(code) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import mmap\npage = mmap.mmap(-1, 4096)\npage.resize(2**20)\npage[2**19]",
+        "import resource, sys\nsys.settrace(None)\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+    ],
+    ids=["SIGBUS", "SIGKILL"],
+)
+def test_a_signal_that_looks_like_the_machines(code):
     assert reward(code) == 0.0
 
 
@@ -452,7 +501,7 @@ def test_the_hash_of_a_text_is_the_same_in_every_run():
 WAITING = """
 import sys
 from sandboxing import functions
-code = "import _thread\\nlock = _thread.allocate_lock()\\nlock.acquire()\\nlock.acquire()"
+code = "sum(iter(int, 1))"
 print("begun", flush=True)
 functions().reward(functions().problem(3), f"</think>```python\\n{code}\\n```")
 """
@@ -483,8 +532,9 @@ def test_nothing_outlives_a_verifier_that_was_killed():
 def test_nothing_is_left_when_a_program_was_ended(monkeypatch):
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     files = len(list(Path("/proc/self/fd").iterdir()))
-    impatient(monkeypatch, wall_seconds=3.0)
-    reward(answering("import os\nos.close(3)\nimport _thread\nl = _thread.allocate_lock()\nl.acquire()\nl.acquire()"))
+    impatient(monkeypatch, wall_seconds=2.0)
+    with pytest.raises(SandboxFailed):
+        reward(answering("import os\nos.close(3)\nsum(iter(int, 1))"))
     reward(answering("import os\nwhile True: os.write(3, b'x' * 4096)"))
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
     assert len(list(Path("/proc/self/fd").iterdir())) == files

@@ -444,7 +444,7 @@ class Storm:
             return
         name, lease = self.held.pop(self.rng.randrange(len(self.held)))
         try:
-            self.actors.submit(name, lease.lease_id)
+            self.actors.submit(name, lease.lease_id, draw=self.rng.random())
         except Refusal as refusal:
             assert refusal.reason in (Reason.STALE_POLICY, Reason.EXPIRED_LEASE)
 

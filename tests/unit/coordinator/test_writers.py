@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,10 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from coordinator.errors import BadConfiguration, StorageFault
+from coordinator.storage import database as storage
 from coordinator.storage.database import Database, sqlite_url
 
 HOLD_SECONDS = 0.002
@@ -70,3 +75,85 @@ def test_a_writer_that_fails_lets_the_next_one_in(tmp_path: Path) -> None:
 def write_nothing(database: Database) -> None:
     with database.write():
         pass
+
+
+def test_a_writer_elsewhere_that_was_stopped_does_not_hold_up_each_of_ours_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier in a debugger, say: with one failure in 30 s, no thread would be left that answers anything."""
+    database = Database(sqlite_url(tmp_path))
+    write_nothing(database)
+    stopped = sqlite3.connect(tmp_path / "veriswarm.sqlite3", isolation_level=None)
+    stopped.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr(storage, "BUSY_TIMEOUT_MS", 500)
+
+    def fail(_: int) -> float:
+        began = time.monotonic()
+        with pytest.raises(OperationalError, match="locked"):
+            write_nothing(database)
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(8) as pool:
+        assert max(pool.map(fail, range(8))) < 2
+    stopped.close()
+    write_nothing(database)
+    database.close()
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises, as Ctrl-C does."""
+
+
+def test_a_writer_that_is_interrupted_while_it_waits_lets_the_next_one_in(tmp_path: Path) -> None:
+    """Else its turn comes, nobody takes it, and this process never writes again."""
+    database = Database(sqlite_url(tmp_path))
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    done, begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with database.write():
+            begun.set()
+            done.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    begun.wait(10)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted), database.write():
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        done.set()
+    holder.join(10)
+    follower = threading.Thread(target=write_nothing, args=(database,), daemon=True)
+    follower.start()
+    follower.join(5)
+    assert not follower.is_alive()
+    database.close()
+
+
+def test_a_disk_that_failed_to_take_what_was_written_is_not_believed_again(tmp_path: Path) -> None:
+    """The kernel tells of lost pages once, and calls them clean: the next fsync succeeds, and what is lost stays lost.
+
+    https://wiki.postgresql.org/wiki/Fsync_Errors
+    """
+    database = Database(sqlite_url(tmp_path))
+    log = tmp_path / "veriswarm.sqlite3-wal"
+    log.symlink_to("/dev/full")  # which cannot be synced
+    for _ in range(2):
+        with pytest.raises(StorageFault, match="restart"):
+            database.sync()
+        log.unlink()
+        log.touch()
+    database.close()
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///file:x?mode=memory&uri=true"])
+def test_a_database_that_no_other_process_sees_is_refused(url: str) -> None:
+    with pytest.raises(BadConfiguration, match="database-url"):
+        Database(url)

@@ -5,8 +5,10 @@ What it keeps in is tried in tests/adversary/test_sandbox_escapes.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
+import resource
 import shutil
 import socket
 import struct
@@ -114,6 +116,23 @@ def test_a_machine_without_a_filter_runs_nothing(monkeypatch, bubblewrap):
         Sandbox().run(REQUEST, max_bytes=5)
 
 
+def test_what_lies_in_the_working_folder_is_not_taken_for_bubblewrap(tmp_path, monkeypatch, bubblewrap):
+    """An empty entry in PATH means the folder where the verifier was started: downloads, say."""
+    bubblewrap("os.write(1, b'ready\\ni 42\\n')")
+    monkeypatch.chdir(tmp_path)
+    for path in (os.pathsep, "."):
+        monkeypatch.setenv("PATH", path)
+        assert failure().code == "sandbox_missing"
+
+
+def test_a_program_that_the_filter_does_not_hold_is_not_started():
+    """bubblewrap refuses a kernel without filters; of one that takes them and does nothing, the harness finds out."""
+    harness = [sys.executable, "-P", "-s", "-S", "-B", str(Path(seccomp.__file__).with_name("harness.py"))]
+    ended = subprocess.run(harness, input=REQUEST, capture_output=True, check=False, timeout=30)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert b"filter" in ended.stderr
+
+
 def test_a_verifier_or_auditor_of_a_run_that_executes_code_does_not_start_without_it(monkeypatch):
     monkeypatch.setenv("PATH", "")
     spec = RunSpec(name="code", environments=(EnvironmentSpec(name="arithmetic"), CODE))
@@ -169,6 +188,21 @@ def test_the_sandbox_leaves_no_file_open_and_no_process_to_wait_for():
     assert {child.pid for child in children()} == processes
 
 
+@needs_sandbox
+def test_a_program_that_cannot_be_limited_is_not_begun_and_leaves_nothing(monkeypatch):
+    """A security module may forbid it. The program waits meanwhile, and must neither run nor wait for ever."""
+
+    def refuse(*_):
+        raise PermissionError("not you")
+
+    monkeypatch.setattr(resource, "prlimit", refuse)
+    before, files = {child.pid for child in psutil.Process().children(recursive=True)}, open_files()
+    with pytest.raises(SandboxFailed, match="not you"):
+        Sandbox().run(REQUEST, max_bytes=5)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+    assert open_files() == files
+
+
 def test_no_folder_of_a_person_is_mounted():
     """Whole folders of the host are the interpreter's library, and nothing else."""
     arguments = mounts()
@@ -208,13 +242,20 @@ def judged(program: bytes, *, architecture: int, number: int, arguments: tuple[i
 def test_the_filter_lets_through_what_is_on_its_list_and_nothing_else(architecture, exit_group, ioctl):
     program = seccomp.program(architecture)
     for number in range(1024):
-        answer = judged(program, architecture=architecture, number=number, arguments=(200, 0x5412))
+        answer = judged(program, architecture=architecture, number=number, arguments=(200, 0x5412, 1))
         wanted = seccomp.ALLOW if number in seccomp.allowed(architecture) else seccomp.NO_SUCH_CALL
         assert answer == wanted, number
     for status, answer in ((0, seccomp.ALLOW), (127, seccomp.ALLOW), (128, seccomp.NO_SUCH_CALL)):
         assert judged(program, architecture=architecture, number=exit_group, arguments=(status,)) == answer
         assert judged(program, architecture=architecture, number=exit_group, arguments=(2**32 + status,)) == answer
     assert judged(program, architecture=architecture, number=ioctl, arguments=(0, 0x5451)) == seccomp.ALLOW
+    fcntl, futex, limit = {seccomp.X86_64: (72, 202, 302), seccomp.AARCH64: (25, 98, 261)}[architecture]
+    allowed = {fcntl: {0, 1, 2, 3, 1030}, futex: {1, 129}}
+    for number, second in itertools.product(allowed, [*range(300), *range(1024, 1060)]):
+        wanted = seccomp.ALLOW if second in allowed[number] else seccomp.NO_SUCH_CALL
+        assert judged(program, architecture=architecture, number=number, arguments=(0, second)) == wanted
+    for address, answer in ((0, seccomp.ALLOW), (1, seccomp.NO_SUCH_CALL), (2**32, seccomp.NO_SUCH_CALL)):
+        assert judged(program, architecture=architecture, number=limit, arguments=(0, 0, address)) == answer
     assert judged(program, architecture=architecture, number=0x40000000) == seccomp.NO_SUCH_CALL
     for other in {0x40000003, 0x40000028, seccomp.X86_64, seccomp.AARCH64} - {architecture}:
         assert judged(program, architecture=other, number=0) == seccomp.KILL
@@ -290,7 +331,15 @@ def test_32_bit_calls_end_the_program():
 
 # -- one layer without the other
 
-ALLOW_ALL = struct.pack("<HBBI", 0x06, 0, 0, seccomp.ALLOW)
+ALLOW_ALL = b"".join(
+    struct.pack("<HBBI", *instruction)
+    for instruction in (
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, {"x86_64": 24, "aarch64": 124}.get(platform.machine(), 0)),  # sched_yield, as the harness tries
+        (0x06, 0, 0, seccomp.NO_SUCH_CALL),
+        (0x06, 0, 0, seccomp.ALLOW),
+    )
+)
 CONNECT = """
 import _socket
 def f(v):

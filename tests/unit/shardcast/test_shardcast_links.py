@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from shardcast import TransportLimits, links
-from shardcast.errors import Malformed, NotServed, ShardcastError, TooSlow, Unreachable
+from shardcast.errors import Malformed, NetworkFault, NotServed, PeerFault, ShardcastError, TooSlow, Unreachable
 from shardcast.links import MAX_FIELDS, Answer, Request, read_head
 from shardcast.transport import Transport
 
@@ -332,6 +332,25 @@ async def test_nothing_is_written_to_a_buffer_that_was_given_up(peer: Peer, tran
     into[:] = bytes(len(BODY))
     await asyncio.wait_for(peer.gone.wait(), 5)
     assert not any(into)
+
+
+@pytest.mark.parametrize("host", ["2130706433", "256.256.256.256", "127.1"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_a_name_that_only_one_library_takes_is_its_owners_fault(
+    peer: Peer, transport: Transport, scheme: str, host: str
+) -> None:
+    """Anybody may announce such a relay: as a fault of this machine it would end the fetch, of every worker."""
+    peer.says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+    url = f"{scheme}://{host}:{peer.url.rpartition(':')[2]}"
+    for ask in (chunk(transport, url), transport.manifest(url, NAME), transport.head(url, after=-1, wait_s=0.0)):
+        with pytest.raises((NetworkFault, PeerFault)):
+            await ask
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+async def test_a_port_that_cannot_be_is_a_source_s_fault(transport: Transport, host: str) -> None:
+    with pytest.raises(NetworkFault):
+        await chunk(transport, f"http://{host}:65536")
 
 
 # -- other ways
