@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, not_, or_, select, update
 
 from coordinator.storage import log, standing
 from coordinator.storage.schema import (
@@ -98,7 +99,26 @@ def claim(
             ),
         ),
     )
-    query = (
+    over = progress(connection).is_over(spec)
+    taken = [
+        _claimed(connection, row, spec=spec, over=over, stakes=stakes)
+        for row in connection.execute(_oldest(free, most=most)).all()
+    ]
+    connection.execute(
+        update(submissions)
+        .where(submissions.c.submission.in_([one.submission for one in taken]))
+        .values(
+            state=SubmissionState.VERIFYING,
+            verifier=verifier,
+            claimed_until=now + seconds * len(taken),
+            attempts=submissions.c.attempts + 1,
+        )
+    )
+    return taken
+
+
+def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
+    return (
         select(
             submissions.c.submission,
             submissions.c.node,
@@ -123,26 +143,17 @@ def claim(
         .limit(most)
         .with_for_update(of=submissions, skip_locked=True)
     )
-    taken, over = [], progress(connection).is_over(spec)
-    for row in connection.execute(query).all():
-        values = row._asdict()
-        recheck = values.pop("recheck") == RECHECK_DUE
-        held = Standing(verified=values.pop("verified"), strikes=values.pop("strikes"))
-        staked = stakes.held(connection, row.node) if spec.standing.stake else 0
-        full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
-        values["recheck_by"] = values["recheck_by"] or 0.0
-        taken.append(Claimed(**values, full=full or recheck or over, recheck=recheck))
-    connection.execute(
-        update(submissions)
-        .where(submissions.c.submission.in_([one.submission for one in taken]))
-        .values(
-            state=SubmissionState.VERIFYING,
-            verifier=verifier,
-            claimed_until=now + seconds * len(taken),
-            attempts=submissions.c.attempts + 1,
-        )
-    )
-    return taken
+
+
+def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool, stakes: StakeRegistry) -> Claimed:
+    """A row of `_oldest`; once the run is `over`, nothing is measured in part."""
+    values = row._asdict()
+    recheck = values.pop("recheck") == RECHECK_DUE
+    held = Standing(verified=values.pop("verified"), strikes=values.pop("strikes"))
+    staked = stakes.held(connection, row.node) if spec.standing.stake else 0
+    full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
+    values["recheck_by"] = values["recheck_by"] or 0.0
+    return Claimed(**values, full=full or recheck or over, recheck=recheck)
 
 
 def defer(connection: Connection, claimed: Claimed, *, until: float) -> None:
