@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import time
 
@@ -32,6 +33,7 @@ STATUS = {
     Reason.TOO_MANY_REQUESTS: 429,
 }
 _RETRY_AFTER_SECONDS = 5
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 _AWAY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 _JSON = "application/json"
 
@@ -66,7 +68,9 @@ def apologise() -> Response:
 def is_away(error: Exception) -> bool:
     """Whether the disk or the database cannot be used now, and nothing is wrong with what was asked of it."""
     code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
-    return isinstance(error, OSError) if code is None else code & 0xFF in _AWAY
+    if code is not None:
+        return code & 0xFF in _AWAY
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 def out_of_service() -> Response:
