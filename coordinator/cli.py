@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
+import threading
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator.backup_command import backup, restore
 from coordinator.calibration.command import calibrate
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home, open_home
+from coordinator.opening import open_to_peers
+from coordinator.options import (
+    contact_options,
+    data_options,
+    key_option,
+    limit_options,
+    listen_options,
+    state_option,
+    threads_option,
+)
 from coordinator.redteam.command import redteam
+from coordinator.roles import ByRole, role_option
 from coordinator.run_file import read_run_file
 from coordinator.stakes_command import stakes
 from node.engine_options import check_engine, engine_options, prefills_maker
 from node.exchange import checked_url
 from node.identity import load_key
+from node.logs import name_process
+from node.metrics_options import MetricsPlace, metrics_options
 from node.protocol.run import HonestSpec, RunSpec, run_id_of
 from node.serving_options import server_limits, serving_options
 from node.signals import stop_on_signals
@@ -33,164 +47,6 @@ log = logging.getLogger(__name__)
 HOME_WAIT_SECONDS = 60.0
 SWITCH_SECONDS = 0.0005
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def _data_options(function: F) -> F:
-    data = click.option(
-        "--data",
-        type=click.Path(path_type=Path, file_okay=False),
-        required=True,
-        help="The run's data folder, shared by coordinator, verifiers and trainer.",
-    )
-    database = click.option(
-        "--database-url", help="Another SQLite file, as an SQLAlchemy URL; this release knows no other database."
-    )
-    return data(database(function))
-
-
-def _listen_options(port: int) -> Callable[[F], F]:
-    def add(function: F) -> F:
-        host = click.option(
-            "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."
-        )
-        return host(
-            click.option(
-                "--port",
-                type=click.IntRange(0, 65535),
-                metavar="PORT",
-                default=port,
-                show_default=True,
-                help="0 takes a free one.",
-            )(function)
-        )
-
-    return add
-
-
-def _limit_options(function: F) -> F:
-    """What one address, one node and all together may take of a coordinator."""
-    options = [
-        ("--requests-per-minute", 6000, "Requests that one address, or one /64 of IPv6, may send."),
-        ("--node-requests-per-minute", 1200, "Signed requests that one node may send."),
-        ("--max-connections", 1024, "Connections in all."),
-        ("--connections-per-address", 256, "Connections from one address, or one /64 of IPv6."),
-        ("--leases-per-address", 0, "Leases that all nodes of one address hold together; 0 for any number."),
-    ]
-    for name, default, said in options:
-        kind = click.IntRange(int(default > 0), 10_000_000)
-        function = click.option(name, type=kind, metavar="COUNT", default=default, show_default=True, help=said)(
-            function
-        )
-    return click.option(
-        "--trust-proxy",
-        "proxies",
-        multiple=True,
-        metavar="ADDRESS",
-        callback=lambda _context, _parameter, given: tuple(map(_address, given)),
-        help="A reverse proxy whose X-Forwarded-For says who asks; nobody else's is believed. Repeatable.",
-    )(function)
-
-
-def _address(text: str) -> str:
-    try:
-        return str(ipaddress.ip_address(text))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no IP address") from error
-
-
-_KEY = click.option(
-    "--key",
-    type=click.Path(path_type=Path, dir_okay=False),
-    required=True,
-    help="The run's key file, made by `veriswarm keys new`. Whoever has it is the run.",
-)
-_STATE = click.option(
-    "--state",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
-    help="This process's own folder; kept across restarts.",
-)
-_THREADS = click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    metavar="COUNT",
-    default=1,
-    show_default=True,
-    help="CPU threads for torch.",
-)
-
-
-@click.command()
-@click.option(
-    "--run",
-    "run_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="run.toml: the model, the problems, the batch and the limits of the run.",
-)
-@_KEY
-@_data_options
-@_listen_options(8700)
-@click.option("--relay", "relays", multiple=True, metavar="URL", help="A relay to tell nodes about; repeatable.")
-@_limit_options
-def coordinator(
-    *,
-    run_file: Path,
-    key: Path,
-    data: Path,
-    database_url: str | None,
-    host: str,
-    port: int,
-    relays: tuple[str, ...],
-    requests_per_minute: int,
-    node_requests_per_minute: int,
-    max_connections: int,
-    connections_per_address: int,
-    leases_per_address: int,
-    proxies: tuple[str, ...],
-) -> None:
-    """Serve a run: give out work, take submissions, keep the log.
-
-    \b
-    Example, a new run:
-      veriswarm keys new run.key
-      veriswarm coordinator --run run.toml --key run.key --data run/ --port 8700
-
-    Then start `veriswarm verifier` and `veriswarm trainer` on the same --data.
-    """
-    import uvicorn
-
-    from coordinator.app import RequestLimits, create_app
-    from coordinator.connections import ConnectionLimits, allow_connections, listening_socket, server_config
-    from coordinator.service import Coordinator
-
-    _, spec = read_run_file(run_file)
-    run_key = load_key(key)
-    for url in relays:
-        checked_url(url)
-    limits = ConnectionLimits(
-        connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
-    )
-    allow_connections(limits)
-    listening = listening_socket(host, port)
-    public_key = run_key.public_key().public_bytes_raw()
-    home = create_home(data, public_key=public_key, spec=spec, database_url=database_url)
-    home.blobs.clear_incoming()
-    _warn_of_defaults(spec)
-    bound = listening.getsockname()[1]
-    click.echo(f"run id  {home.run_id}")
-    click.echo(f"serving at http://{host}:{bound}; with the address under which others reach it, workers join by")
-    click.echo(f"  veriswarm worker --coordinator http://{host}:{bound} --run-id {home.run_id}")
-    app = create_app(
-        Coordinator(home, key=run_key, relay_urls=relays, leases_per_address=leases_per_address),
-        limits=RequestLimits(per_address=requests_per_minute, per_node=node_requests_per_minute),
-    )
-    config = server_config(app, limits)
-    # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
-    sys.setswitchinterval(SWITCH_SECONDS)
-    uvicorn.Server(config).run(sockets=[listening])
-
 
 def _warn_of_defaults(spec: RunSpec) -> None:
     if spec.limits.honest == HonestSpec():
@@ -198,13 +54,52 @@ def _warn_of_defaults(spec: RunSpec) -> None:
 
 
 @click.command()
-@_data_options
-@_STATE
+@data_options
+@click.option("--name", help="What the status calls it.  [default: this machine's name]")
+@metrics_options
+def leader(
+    *, data: Path, database_url: str | None, name: str | None, metrics_host: str, metrics_port: int | None
+) -> None:
+    """Do what is to be done now and then for a whole run: end leases, sweep up.
+
+    \b
+    Example:
+      veriswarm leader --data run/ --database-url postgresql://...
+
+    One leads at a time; others stand by, and take over when it is gone.
+    """
+    from coordinator.leader import Leader
+    from coordinator.metrics import leader_registry
+    from node.metrics import serving_metrics
+
+    home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+    name_process(run=home.run_id, name=name or "leader")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    offering = Leader(home, name=name)
+    registry = leader_registry(home, leads=lambda: offering.leading)
+    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+        offering.run(stop)
+
+
+@click.command()
+@data_options
+@state_option
 @click.option("--name", default="verifier-1", show_default=True, help="Unique among the verifiers of a run.")
 @click.option(
     "--source", "sources", multiple=True, required=True, metavar="URL", help="An origin or relay; repeatable."
 )
+@click.option(
+    "--evidence-tokens",
+    type=click.IntRange(0),
+    metavar="COUNT",
+    default=16_384,
+    show_default=True,
+    help="Most tokens of a submission whose measurements are kept for its page; 0 keeps none.",
+)
 @engine_options
+@metrics_options
 def verifier(
     *,
     data: Path,
@@ -212,8 +107,11 @@ def verifier(
     state: Path,
     name: str,
     sources: tuple[str, ...],
+    evidence_tokens: int,
     engine: str,
     threads: int | None,
+    metrics_host: str,
+    metrics_port: int | None,
     **settings: Any,
 ) -> None:
     """Judge submissions by a prefill under their policy.
@@ -227,28 +125,141 @@ def verifier(
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
+    from coordinator.evidence import EvidenceLimits
+    from coordinator.metrics import VerifierMetrics, role_registry
     from coordinator.verifier import Verifier, VerifierSettings
+    from node.metrics import serving_metrics
 
     make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
     _warn_of_defaults(home.spec)
     chosen = VerifierSettings(
-        name=name, state=state, sources=sources, threads=threads or 1, make_prefills=make_prefills
+        name=name,
+        state=state,
+        sources=sources,
+        threads=threads or 1,
+        make_prefills=make_prefills,
+        evidence=EvidenceLimits(tokens=evidence_tokens),
     )
+    name_process(run=home.run_id, name=name)
+    registry = role_registry("verifier", home, state=state)
 
     async def work() -> None:
-        await Verifier(home, chosen).run(stop_on_signals())
+        await Verifier(home, chosen, VerifierMetrics(registry)).run(stop_on_signals())
 
-    asyncio.run(work())
+    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+        asyncio.run(work())
+
+
+@click.command(cls=ByRole)
+@role_option
+@click.option(
+    "--run",
+    "run_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="run.toml: the model, the problems, the batch and the limits of the run.",
+)
+@key_option
+@data_options
+@click.option(
+    "--blobs",
+    "blobs_url",
+    metavar="URL",
+    help="s3://BUCKET/PREFIX: an object store for submissions and evidence, fixed by the first start.  "
+    "[default: blobs/ in --data]",
+)
+@listen_options(8700)
+@click.option("--relay", "relays", multiple=True, metavar="URL", help="A relay to tell nodes about; repeatable.")
+@contact_options
+@limit_options
+def coordinator(
+    *,
+    role: str,
+    run_file: Path,
+    key: Path,
+    data: Path,
+    database_url: str | None,
+    blobs_url: str | None,
+    host: str,
+    port: int,
+    relays: tuple[str, ...],
+    requests_per_minute: int,
+    node_requests_per_minute: int,
+    max_connections: int,
+    connections_per_address: int,
+    leases_per_address: int,
+    proxies: tuple[str, ...],
+    **contact: Any,
+) -> None:
+    """Serve a run: give out work, take submissions, keep the log.
+
+    \b
+    Example, a new run:
+      veriswarm keys new run.key
+      veriswarm coordinator --run run.toml --key run.key --data run/ --port 8700
+
+    Then start `veriswarm verifier` and `veriswarm trainer` on the same --data. For more than one machine, start
+    each --role by itself, any number of each, with --database-url postgresql://...
+    """
+    from coordinator.app import RequestLimits, create_app
+    from coordinator.connections import ConnectionLimits, allow_connections, listening_socket, server_config
+    from coordinator.ending import Server
+    from coordinator.leader import Leader, leading
+    from coordinator.metrics import watch_leadership
+    from coordinator.service import Coordinator
+
+    _, spec = read_run_file(run_file)
+    run_key = load_key(key)
+    for url in relays:
+        checked_url(url)
+    limits = ConnectionLimits(
+        connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
+    )
+    allow_connections(limits)
+    listening = listening_socket(host, port)
+    public_key = run_key.public_key().public_bytes_raw()
+    home = create_home(
+        data,
+        public_key=public_key,
+        spec=spec,
+        database_url=database_url,
+        blobs_url=blobs_url,
+        wait_seconds=HOME_WAIT_SECONDS,
+    )
+    home.blobs.clear_leftovers()
+    name_process(run=home.run_id, name=role)
+    _warn_of_defaults(spec)
+    bound = listening.getsockname()[1]
+    click.echo(f"run id  {home.run_id}")
+    click.echo(f"serving at http://{host}:{bound}; workers join by")
+    if role == "api" and contact["with_peer"] is None:
+        contact["with_peer"] = False  # one of several, of which at most one runs the peer
+    opened = open_to_peers(host, bound, run_id=home.run_id, data=data, **contact)
+    click.echo(f"  veriswarm worker {opened.way}")
+    service = Coordinator(
+        home, key=run_key, relay_urls=relays, leases_per_address=leases_per_address, contacts=opened.contacts
+    )
+    request_limits = RequestLimits(per_address=requests_per_minute, per_node=node_requests_per_minute)
+    app = create_app(service, limits=request_limits)
+    config = server_config(app, limits)
+    offering = Leader(home)
+    if role == "all":
+        watch_leadership(app.state.metrics.registry, leads=lambda: offering.leading)
+    # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with opened.peer, leading(offering) if role == "all" else contextlib.nullcontext():
+        Server(config, app.state.ending).serve_on(listening)
 
 
 @click.command()
-@_data_options
-@_KEY
-@_STATE
-@_listen_options(8710)
-@_THREADS
+@data_options
+@key_option
+@state_option
+@listen_options(8710)
+@threads_option
 @serving_options
+@metrics_options
 def trainer(
     *,
     data: Path,
@@ -258,6 +269,8 @@ def trainer(
     host: str,
     port: int,
     threads: int,
+    metrics_host: str,
+    metrics_port: int | None,
     **serving: Any,
 ) -> None:
     """Train on what was admitted, and publish each policy.
@@ -269,8 +282,10 @@ def trainer(
     It serves the policies, too, as the run's origin. Relays take that as their upstream:
     veriswarm relay --upstream http://HOST:8710 ...
     """
+    from coordinator.metrics import TrainerMetrics, role_registry
     from coordinator.storage.training import newest
     from coordinator.trainer import Trainer, TrainerSettings
+    from node.metrics import serving_metrics
     from shardcast import Origin, OriginServer
 
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
@@ -286,11 +301,15 @@ def trainer(
     )
     server = OriginServer(origin, host, port, limits=server_limits(**serving))
     click.echo(f"origin  http://{host}:{server.start()}")
-    work = Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=state, threads=threads))
+    name_process(run=home.run_id, name="trainer")
+    registry = role_registry("trainer", home, state=state)
+    settings = TrainerSettings(state=state, threads=threads)
+    work = Trainer(home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: work.stop())
     try:
-        work.run()
+        with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+            work.run()
     finally:
         server.stop()
         origin.close()
@@ -303,5 +322,5 @@ def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-COMMANDS = [coordinator, verifier, trainer, calibrate, demo, redteam, stakes]
+COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes, backup, restore]
 """What the entry point `veriswarm.commands` offers to the command line."""

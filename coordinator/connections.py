@@ -70,14 +70,19 @@ class Crowd:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self.refused = 0
         self._from = Counter[str]()
         self._proxies = frozenset(map(address_in, limits.proxies))
+
+    def __len__(self) -> int:
+        return self._from.total()
 
     def enter(self, address: str) -> bool:
         """Count a connection; False if there is no room for it."""
         who = self._who(address)
         crowded = self._from[who] >= self.limits.connections_per_address and who not in self._proxies
-        if crowded or self._from.total() >= self.limits.connections:
+        if crowded or len(self) >= self.limits.connections:
+            self.refused += 1
             return False
         self._from[who] += 1
         return True
@@ -227,10 +232,13 @@ class _NotAboutStrangers(logging.Filter):
 def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS) -> uvicorn.Config:
     """How uvicorn serves `app` to strangers. X-Forwarded-For counts only when one of `limits.proxies` says it."""
     logging.getLogger("uvicorn.error").addFilter(_NOT_ABOUT_STRANGERS)
+    protocol = guarded(limits)
+    app.state.crowd = protocol.crowd  # for the metrics
     return uvicorn.Config(
         app,
-        http=guarded(limits),
+        http=protocol,
         ws="none",
+        log_config=None,  # its lines go where this project's go, in the same form
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
 from coordinator.limits import AddressLimiter
 from coordinator.metrics import Metrics
 from coordinator.refusals import refuse
+from node.logs import bound
 from node.protocol.reasons import Reason, Refusal
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+log = logging.getLogger(__name__)
+
 MAX_QUERY_BYTES = 512
 """Ours have less than a hundred. One that fills a head takes 5 ms to be taken apart."""
+
+UNANSWERED = 499
+"""For the figures alone, as nginx has it: nobody was sent any status, and nothing failed here."""
 
 _METHODS = frozenset(("GET", "POST", "PUT"))
 
@@ -41,12 +49,22 @@ class Door:
             self._addresses.check(address_of(scope), now=time.monotonic())
             _check_form(scope)
             await self._app(scope, receive, note_status)
+        except asyncio.CancelledError:  # this process ends, or whoever asked has gone
+            status = UNANSWERED
+            raise
         except Refusal as refusal:
+            self._metrics.refused(refusal.reason)
             await refuse(refusal)(scope, receive, note_status)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._metrics.request_seconds.labels(method, route, status).observe(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._metrics.request_seconds.labels(method, route, status).observe(seconds)
+            if log.isEnabledFor(logging.DEBUG):
+                # Whom and what it is about, as far as it got: who signed it, and what its path names.
+                about = {**scope.get("state", {}), **scope.get("path_params", {})}
+                with bound(node=about.get("node"), lease=about.get("lease_id"), submission=about.get("submission")):
+                    log.debug("%s %s: %d after %.3f s", method, route, status, seconds)
 
 
 def _check_form(scope: Scope) -> None:

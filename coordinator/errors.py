@@ -2,10 +2,13 @@
 
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
-└── StorageFault         the database or the blob store does not hold what it must
+├── StorageFault         the database or the blob store does not hold what it must
+└── StoreAway            the object store cannot be asked now; an OSError, so that whoever waits for a disk waits for it
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class CoordinatorError(Exception):
@@ -20,3 +23,11 @@ class BadConfiguration(CoordinatorError):
 
 class StorageFault(CoordinatorError):
     code = "storage_fault"
+
+
+class StoreAway(CoordinatorError, OSError):
+    code = "store_away"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.EIO

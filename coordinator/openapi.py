@@ -19,16 +19,30 @@ from node.protocol.messages import (
     ErrorReply,
     LeaseReply,
     LeaseRequest,
+    NodeStanding,
     Registration,
     RelayAnnouncement,
     RelayList,
     SubmissionReply,
+    UploadReply,
+    UploadRequest,
 )
 from node.protocol.reasons import ADVICE, Reason
 from node.protocol.requests import MAX_HEADER_BYTES
 
 VERSION = "1"
-_MESSAGES = (ErrorReply, LeaseReply, LeaseRequest, Registration, RelayAnnouncement, RelayList, SubmissionReply)
+_MESSAGES = (
+    ErrorReply,
+    LeaseReply,
+    LeaseRequest,
+    NodeStanding,
+    Registration,
+    RelayAnnouncement,
+    RelayList,
+    SubmissionReply,
+    UploadReply,
+    UploadRequest,
+)
 _REF = "#/components/schemas/{name}"
 _SCHEME = "signature"
 _DIGEST = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
@@ -45,6 +59,7 @@ _SIGNED = (
 )
 _LEASED = (Reason.UNKNOWN_LEASE, Reason.FOREIGN_LEASE, Reason.EXPIRED_LEASE, Reason.STALE_POLICY)
 _DUPLICATE = (Reason.DUPLICATE_SUBMISSION,)
+_STORE = (Reason.UPLOAD_FIRST, Reason.NOT_FOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +96,11 @@ _PROOF = (Reason.NOT_FOUND, Reason.BAD_REQUEST)
 OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("get", "/health"): _Operation(summary="Liveness", reply=_TEXT),
     ("get", "/metrics"): _Operation(summary="Prometheus figures, at most a second old", reply=_TEXT),
-    ("get", "/v1/run"): _Operation(summary="The signed Descriptor of the run", reply=_BYTES),
+    ("get", "/v1/run"): _Operation(
+        summary="The signed Descriptor of the run; with `after` and `wait`, once there is a newer one",
+        reply=_BYTES,
+        refusals=(Reason.BAD_REQUEST,),
+    ),
     ("get", "/v1/policy"): _Operation(summary="The signed Manifest of the newest policy", reply=_BYTES, refusals=_NONE),
     ("get", "/v1/relays"): _Operation(
         summary="Where relays serve, and whom a node should ask", reply=RelayList, refusals=(Reason.BAD_REQUEST,)
@@ -98,12 +117,20 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
     ),
     ("get", "/v1/log/inclusion"): _Operation(summary="An inclusion proof", reply=_HASHES, refusals=_PROOF),
     ("get", "/v1/log/consistency"): _Operation(summary="A consistency proof", reply=_HASHES, refusals=_PROOF),
-    ("post", "/v1/nodes"): _Operation(summary="Register a node", reply=_EMPTY, body=Registration, refusals=_SIGNED),
+    ("get", "/v1/nodes/{node}"): _Operation(
+        summary="What a node's standing is, and why", reply=NodeStanding, refusals=_NONE
+    ),
+    ("post", "/v1/nodes"): _Operation(
+        summary="Register a node", reply=_EMPTY, body=Registration, refusals=(*_SIGNED, Reason.KEY_IN_USE)
+    ),
     ("post", "/v1/relays"): _Operation(
         summary="Announce a relay", reply=RelayList, body=RelayAnnouncement, refusals=_SIGNED
     ),
     ("post", "/v1/leases"): _Operation(
-        summary="Ask for work", reply=LeaseReply, body=LeaseRequest, refusals=(*_SIGNED, Reason.BANNED)
+        summary="Ask for work",
+        reply=LeaseReply,
+        body=LeaseRequest,
+        refusals=(*_SIGNED, Reason.BANNED, Reason.KEY_IN_USE),
     ),
     ("post", "/v1/leases/{lease_id}/return"): _Operation(
         summary="Hand a lease back", reply=_EMPTY, refusals=(*_SIGNED, *_LEASED, *_DUPLICATE)
@@ -113,7 +140,19 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
         reply=SubmissionReply,
         status=202,
         body=_BYTES,
-        refusals=(*_SIGNED, *_LEASED, *_DUPLICATE),
+        refusals=(*_SIGNED, *_LEASED, *_DUPLICATE, Reason.UPLOAD_FIRST),
+    ),
+    ("post", "/v1/uploads/{lease_id}"): _Operation(
+        summary="Where to put the body of a submission; only of a run with an object store",
+        reply=UploadReply,
+        body=UploadRequest,
+        refusals=(*_SIGNED, *_LEASED, *_DUPLICATE, Reason.NOT_FOUND),
+    ),
+    ("put", "/v1/submissions/{lease_id}/{sha256}"): _Operation(
+        summary="Submit what was uploaded; only of a run with an object store",
+        reply=SubmissionReply,
+        status=202,
+        refusals=(*_SIGNED, *_LEASED, *_DUPLICATE, *_STORE),
     ),
     ("get", "/v1/receipts/{submission}"): _Operation(
         summary="The signed Receipt of a submission, once there is a verdict",

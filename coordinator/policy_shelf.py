@@ -15,6 +15,7 @@ from typing import TypeVar
 from sqlalchemy.exc import OperationalError
 
 from coordinator.home import Home
+from coordinator.metrics import VerifierMetrics
 from coordinator.storage import training
 from node.policy import Blueprint, inspect_policy
 from node.policy_errors import PolicyError
@@ -48,10 +49,11 @@ class _Fetching:
 class PolicyShelf:
     """The `Policies` of one run: a version is what its database, and so its log, says that it is."""
 
-    def __init__(self, home: Home, client: Client, prefills: Prefills) -> None:
+    def __init__(self, home: Home, client: Client, prefills: Prefills, metrics: VerifierMetrics | None = None) -> None:
         self._home = home
         self._client = client
         self._making = prefills
+        self._metrics = metrics or VerifierMetrics()
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._prefills: OrderedDict[int, Prefill] = OrderedDict()
@@ -108,8 +110,8 @@ class PolicyShelf:
     async def _fetch(self, version: int) -> Path:
         manifest_digest = await self._manifest(version)
         if version not in self._fetching:
-            fetch = self._client.fetch_archived(version, manifest_digest=manifest_digest, timeout_s=FETCH_SECONDS)
-            self._fetching[version] = _Fetching(asyncio.create_task(fetch), time.monotonic() + PATIENCE_SECONDS)
+            fetch = asyncio.create_task(self._fetch_timed(version, manifest_digest))
+            self._fetching[version] = _Fetching(fetch, time.monotonic() + PATIENCE_SECONDS)
         fetching = self._fetching[version]
         await asyncio.wait({fetching.task}, timeout=max(0.0, fetching.waited_for_until - time.monotonic()))
         if not fetching.task.done():
@@ -118,7 +120,14 @@ class PolicyShelf:
         try:
             return fetching.task.result()
         except ShardcastError as error:
+            self._metrics.policy_failures.inc()
             raise PolicyAway(f"policy {version}: {error}") from error
+
+    async def _fetch_timed(self, version: int, manifest_digest: str) -> Path:
+        started = time.monotonic()
+        path = await self._client.fetch_archived(version, manifest_digest=manifest_digest, timeout_s=FETCH_SECONDS)
+        self._metrics.policy_fetch_seconds.observe(time.monotonic() - started)
+        return path
 
     async def _manifest(self, version: int) -> str:
         if version not in self._manifests:

@@ -7,6 +7,7 @@ import sqlite3
 import time
 
 from fastapi import Response
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from coordinator.limits import TooManyRequests
 from node.protocol.messages import ErrorReply
@@ -27,7 +28,9 @@ STATUS = {
     Reason.NOT_FOUND: 404,
     Reason.EXPIRED_LEASE: 409,
     Reason.STALE_POLICY: 409,
+    Reason.UPLOAD_FIRST: 409,
     Reason.DUPLICATE_SUBMISSION: 409,
+    Reason.KEY_IN_USE: 409,
     Reason.OVERSIZED_BODY: 413,
     Reason.BODY_MISMATCH: 422,
     Reason.TOO_MANY_REQUESTS: 429,
@@ -35,6 +38,9 @@ STATUS = {
 _RETRY_AFTER_SECONDS = 5
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 _AWAY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
+# Of PostgreSQL: connection exceptions, out of disk or memory or connections, shut down or starting, somebody else's
+# lock or a deadlock that this request lost, and a server that is a standby (Appendix A of its manual).
+_AWAY_SQLSTATES = ("08", "53", "57P", "55P03", "40P01", "40001", "25006", "25P03", "58030")
 _JSON = "application/json"
 
 
@@ -70,12 +76,18 @@ def is_away(error: Exception) -> bool:
     code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
     if code is not None:
         return code & 0xFF in _AWAY
+    if isinstance(error, DBAPIError):
+        state = getattr(error.orig, "sqlstate", None)
+        # One without a state never reached a server, or lost it.
+        return isinstance(error, OperationalError) if state is None else state.startswith(_AWAY_SQLSTATES)
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 def out_of_service() -> Response:
-    """The answer while the disk is full or the database locked: asking again is all there is to do."""
-    return _no_refusal(UNAVAILABLE, "The coordinator's disk or database is away; try again later.", status=503)
+    """The answer while the disk is full, or the database or the store is away: asking again is all there is to do."""
+    return _no_refusal(
+        UNAVAILABLE, "The coordinator's disk, database or object store is away; try again later.", status=503
+    )
 
 
 def _no_refusal(code: str, message: str, *, status: int) -> Response:

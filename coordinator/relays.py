@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 from sqlalchemy import delete, insert, select
 
+from coordinator.storage import locks
 from coordinator.storage.database import Database
 from coordinator.storage.schema import relays
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement, RelayList
@@ -57,12 +58,14 @@ class RelayRegistry:
     def announce(self, node: str, announcement: RelayAnnouncement, *, address: str, now: float) -> None:
         """Note where a relay serves and what it got from others; forgotten unless repeated. Raises Refusal."""
         with self._database.write(durable=False) as connection:
+            locks.leasing(connection)
             connection.execute(delete(relays).where(relays.c.seen_at < now - RELAY_SECONDS))
             known = connection.execute(select(relays.c.node, relays.c.url).where(relays.c.node != node)).all()
             if len(known) >= MAX_RELAYS:
                 raise Refusal(Reason.TOO_MANY_REQUESTS, "The list of relays is full.")
             connection.execute(delete(relays).where(relays.c.node == node))
             row = {"node": node, "url": announcement.url, "seen_at": now, "place": place_of(address)}
+            row |= {"version": announcement.version}
             connection.execute(insert(relays).values(received=encode_received(announcement.received), **row))
 
     def urls(self, *, now: float) -> list[str]:
@@ -71,16 +74,22 @@ class RelayRegistry:
 
     def advice(self, node: str | None, *, address: str, now: float) -> RelayList:
         """Whom `node` should fetch from, a relay or not; without a node, or without an origin, just the list."""
-        urls, planned = tuple(self.urls(now=now)), self._plan(now)
+        urls, planned = tuple(self.urls(now=now)), self.plan(now)
         if node is None or planned is None:
             return RelayList(relays=urls)
         return RelayList(relays=urls, stripes=planned.sources_for(node, place_of(address)))
 
-    def _plan(self, now: float) -> Plan | None:
+    def plan(self, now: float) -> Plan | None:
+        """The trees as they are advised; None without an origin or without relays."""
         with self._lock:
             if self._planned is None or not 0 <= now - self._planned.at < PLAN_SECONDS:
                 self._planned = _Planned(self._make_plan(now), now)
             return self._planned.plan
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """What the operator named, from which everything comes."""
+        return self._fixed
 
     def members(self, now: float) -> list[Member]:
         """The relays that can have a place in the trees: each URL once, with what others report of it."""

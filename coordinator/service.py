@@ -1,19 +1,25 @@
 """What the coordinator does for those who knock: one method for each endpoint, free of HTTP.
 
-Every method takes the time as an argument, runs in one transaction, and refuses with
-`node.protocol.reasons.Refusal`. Nothing here trusts a byte that has not been checked by `authenticate`.
+Every method takes the time as an argument, and refuses with `node.protocol.reasons.Refusal`. What a signed request asks
+for is done in the transaction of `accept`, which its method is given; all others run in one of their own.
 """
 
 from __future__ import annotations
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from coordinator.descriptors import NOWHERE, Contacts, Descriptors
 from coordinator.home import Home
 from coordinator.relays import RelayRegistry
-from coordinator.storage import log, work
-from coordinator.storage.blobs import Incoming
+from coordinator.storage import accounts, instances, locks, log, uploads, work
+from coordinator.storage.blobs import Upload, UploadStore
+from coordinator.storage.folder_blobs import Incoming
 from coordinator.storage.schema import log_entries, nodes, nonces, policies, slots, submissions
 from node.protocol import merkle, requests
 from node.protocol.admission import Outcome
@@ -24,16 +30,39 @@ from node.protocol.messages import (
     Checkpoint,
     LeaseReply,
     LeaseRequest,
+    NodeStanding,
     Receipt,
     Registration,
     RequestClaim,
 )
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, Descriptor
 from shardcast.envelope import seal
-from shardcast.wire import derive, digest, encode
+from shardcast.wire import derive, encode
 
-DESCRIPTOR_SECONDS = 3600
+FORGET_SECONDS = 1.0
+"""How often expired nonces are forgotten: those of a minute would keep all who write waiting for 0.1 s."""
+
+# Built once, as in `work_statements`.
+_REMEMBER, _FORGET = insert(nonces), delete(nonces).where(nonces.c.expires_at < bindparam("now"))
+_NODE, _NEW_NODE = select(nodes.c.node).where(nodes.c.node == bindparam("node")), insert(nodes)
+_SAME_NODE = update(nodes).where(nodes.c.node == bindparam("of_node"))
+_SUBMISSION = (
+    select(
+        submissions.c.node,
+        submissions.c.state,
+        submissions.c.outcome,
+        submissions.c.reason,
+        submissions.c.detail,
+        submissions.c.tokens,
+        submissions.c.log_index,
+        slots.c.version,
+        slots.c.number,
+        log_entries.c.leaf,
+    )
+    .join(slots, slots.c.id == submissions.c.slot_id)
+    .outerjoin(log_entries, log_entries.c.index == submissions.c.log_index)
+    .where(submissions.c.submission == bindparam("submission"))
+)
 
 
 class Coordinator:
@@ -46,25 +75,21 @@ class Coordinator:
         key: Ed25519PrivateKey,
         relay_urls: tuple[str, ...] = (),
         leases_per_address: int = 0,
+        contacts: Contacts = NOWHERE,
     ) -> None:
         self.home = home
         self._key = key
         self._leases_per_address = leases_per_address
+        self._forgot_at = -math.inf
         # A secret of the run, so that nobody can search for a key whose place in the trees is next to a victim's.
         self.relays = RelayRegistry(
             home.database, fixed=relay_urls, salt=derive("veriswarm/1 relay tree", key.private_bytes_raw())
         )
+        self.descriptors = Descriptors(home, key=key, relays=self.relays, contacts=contacts)
 
     def descriptor(self, *, now: float) -> bytes:
         """The signed description of the run."""
-        described = Descriptor(
-            run_id=self.home.run_id,
-            spec=self.home.spec,
-            relays=tuple(self.relays.urls(now=now)),
-            issued_at=int(now),
-            expires_at=int(now) + DESCRIPTOR_SECONDS,
-        )
-        return seal(encode(described), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=self._key)
+        return self.descriptors.newest(now=now).envelope
 
     def newest_policy(self) -> bytes:
         """The signed manifest of the newest policy."""
@@ -75,79 +100,132 @@ class Coordinator:
             raise Refusal(Reason.NOT_FOUND, "No policy is published yet.")
         return bytes(manifest)
 
-    def authenticate(self, envelope: bytes, *, method: str, path: str, now: float) -> tuple[str, RequestClaim]:
-        """The node that signed this request, and what it claims; each signed request is good once."""
-        signer, claim = requests.open_claim(envelope)
+    @contextmanager
+    def accept(self, node: str, claim: RequestClaim, *, method: str, path: str, now: float) -> Iterator[Connection]:
+        """The transaction of what `node` has signed `claim` for; each signed request is good once.
+
+        What fails in the block is undone, and the request is used up all the same: else whoever read it on its way
+        could have it done later. Only while the database is away is it forgotten with the rest.
+        """
         requests.check_claim(claim, run_id=self.home.run_id, method=method, path=path, now=now)
+        failure: Exception | None = None
+        with self.home.database.write(durable=False) as connection:
+            self._use_up(connection, node + claim.nonce, now=now)
+            connection.exec_driver_sql("SAVEPOINT asked")
+            try:
+                yield connection
+            except OperationalError:
+                raise
+            except Exception as error:  # noqa: BLE001  (raised again below)
+                connection.exec_driver_sql("ROLLBACK TO SAVEPOINT asked")
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _use_up(self, connection: Connection, nonce: str, *, now: float) -> None:
+        if not 0 <= now - self._forgot_at < FORGET_SECONDS:
+            connection.execute(_FORGET, {"now": now})
+            self._forgot_at = now
+        expires_at = now + 2 * requests.MAX_CLOCK_SKEW_SECONDS
         try:
-            with self.home.database.write(durable=False) as connection:
-                connection.execute(delete(nonces).where(nonces.c.expires_at < now))
-                expires_at = now + 2 * requests.MAX_CLOCK_SKEW_SECONDS
-                connection.execute(insert(nonces).values(nonce=signer.hex() + claim.nonce, expires_at=expires_at))
+            connection.execute(_REMEMBER, {"nonce": nonce, "expires_at": expires_at})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error
-        return signer.hex(), claim
 
-    def register(self, node: str, registration: Registration, *, now: float) -> None:
+    def register(self, connection: Connection, node: str, registration: Registration, *, now: float) -> None:
         """Make a node known to the run, or refresh what is known about it."""
+        locks.leasing(connection)
+        about: dict[str, str | float]
         about = {"software": registration.software, "engine": registration.engine, "seen_at": now}
-        with self.home.database.write(durable=False) as connection:
-            if connection.execute(update(nodes).where(nodes.c.node == node).values(**about)).rowcount == 0:
-                connection.execute(insert(nodes).values(node=node, registered_at=now, **about))
+        about |= instances.admit(connection, node, registration, now=now)
+        if connection.execute(_SAME_NODE, about | {"of_node": node}).rowcount == 0:
+            connection.execute(_NEW_NODE, about | {"node": node, "registered_at": now})
 
-    def lease(self, node: str, request: LeaseRequest, *, now: float, address: str = "") -> LeaseReply:
+    def lease(
+        self, connection: Connection, node: str, request: LeaseRequest, *, now: float, address: str = ""
+    ) -> LeaseReply:
         """Give a node work that asks from `address`."""
         caller = work.Caller(address, self._leases_per_address)
-        with self.home.database.write(durable=False) as connection:
-            return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now, caller=caller)
+        instances.hear(connection, node, request.instance, now=now)
+        return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now, caller=caller)
 
-    def give_back(self, node: str, lease_id: str, *, now: float) -> None:
-        """Take a lease back."""
-        with self.home.database.write(durable=False) as connection:
-            work.give_back(connection, node=node, lease_id=lease_id, now=now)
-
-    def may_submit(self, node: str, lease_id: str, *, now: float) -> None:
-        """Refuse a submission before its body is read."""
+    def standing(self, node: str, *, now: float) -> NodeStanding:
+        """What the run knows of a node, for itself and everybody else."""
         with self.home.database.read() as connection:
-            if connection.execute(select(nodes.c.node).where(nodes.c.node == node)).first() is None:
-                raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
-            work.check_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+            return accounts.standing_report(connection, node, spec=self.home.spec, now=now)
 
-    def submit(self, node: str, lease_id: str, envelope: bytes, body: Incoming, *, now: float) -> str:
+    def give_back(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
+        """Take a lease back."""
+        work.give_back(connection, node=node, lease_id=lease_id, now=now)
+
+    def may_submit(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
+        """Refuse a submission before its body is read."""
+        try:
+            work.check_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+        except Refusal as refusal:  # who holds a lease is known
+            if connection.execute(_NODE, {"node": node}).first() is None:
+                raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….") from refusal
+            raise
+
+    def submit(self, node: str, lease_id: str, request: Incoming, body: Incoming, *, now: float) -> str:
         """Store a submission and queue it for verification; return its id. What is refused leaves no blob."""
         arrival = work.Arrival(
-            submission=digest(envelope), request=digest(envelope), body=body.digest, body_bytes=body.size_bytes
+            submission=request.digest, request=request.digest, body=body.digest, body_bytes=body.size_bytes
         )
-        with self.home.blobs.incoming(max_bytes=len(envelope)) as request:
-            request.write(envelope)
-            request.sync()
-            body.sync()
-            # Nobody waits for the disk while others wait for the database. A verdict on what would be lost in a power
-            # cut is none: its own transaction is durable, and with it all that was written before.
-            with self.home.database.write(durable=False) as connection:
-                work.submit(connection, arrival, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
-                body.commit()
-                request.commit()
+        request.sync()
+        body.sync()
+        # Nobody waits for the disk while others wait for the database. A verdict on what would be lost in a power
+        # cut is none: its own transaction is durable, and with it all that was written before.
+        with self.home.database.write(durable=False) as connection:
+            work.submit(connection, arrival, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+            body.commit()
+            request.commit()
         self.home.database.sync()
         return arrival.submission
+
+    def announce(self, connection: Connection, node: str, upload: Upload, *, now: float) -> None:
+        """Note what a node is about to put into the object store, as the one body of its lease."""
+        limit = self.home.spec.limits.max_submission_bytes
+        if upload.body_bytes > limit:
+            raise Refusal(Reason.OVERSIZED_BODY, f"{upload.body_bytes} bytes, at most {limit} are taken.")
+        self.may_submit(connection, node, upload.lease, now=now)
+        uploads.announce(connection, upload, now=now)
+
+    def submit_upload(self, store: UploadStore, node: str, upload: Upload, envelope: bytes, *, now: float) -> str:
+        """Queue what lies in the object store for verification; return the submission's id.
+
+        The verifier is the first of the run's processes to read it. What is refused leaves no request; the upload
+        stays until it is swept.
+        """
+        with self.home.database.read() as connection:
+            announced = uploads.of_lease(connection, upload.lease)
+        if announced is not None and announced != upload:
+            raise Refusal(Reason.BODY_MISMATCH, f"Another body was announced for lease {upload.lease[:16]}….")
+        if announced is None or not store.holds(upload):
+            raise Refusal(Reason.UPLOAD_FIRST, f"Nothing of that size and SHA-256 was uploaded: {upload.sha256[:16]}….")
+        name = store.put(envelope)
+        arrival = work.Arrival(submission=name, request=name, body=upload.body, body_bytes=upload.body_bytes)
+        try:
+            with self.home.database.write(durable=False) as connection:
+                work.submit(connection, arrival, node=node, lease_id=upload.lease, spec=self.home.spec, now=now)
+                uploads.submitted(connection, upload, name)
+        except Refusal:
+            store.remove(name)  # its nonce makes it nobody else's
+            raise
+        self.home.database.sync()
+        return name
 
     def receipt(self, submission: str) -> bytes | str:
         """The signed receipt of a submission, or the state it is in while there is none."""
         with self.home.database.read() as connection:
-            query = (
-                select(submissions, slots.c.version, slots.c.number, log_entries.c.leaf)
-                .join(slots, slots.c.id == submissions.c.slot_id)
-                .outerjoin(log_entries, log_entries.c.index == submissions.c.log_index)
-                .where(submissions.c.submission == submission)
-            )
-            row = connection.execute(query).first()
+            row = connection.execute(_SUBMISSION, {"submission": submission}).first()
         if row is None:
             raise Refusal(Reason.NOT_FOUND, "No such submission.")
         if row.leaf is None:
             return str(row.state)
         receipt = Receipt(
             run_id=self.home.run_id,
-            submission=row.submission,
+            submission=submission,
             node=row.node,
             version=row.version,
             slot=row.number,

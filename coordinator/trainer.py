@@ -22,13 +22,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.home import Home
+from coordinator.metrics import TrainerMetrics
 from coordinator.storage import training
 from coordinator.storage.training import Published
 from coordinator.storage.verdicts import clock
 from coordinator.training.checkpoint import TrainerState, checkpoints, load_checkpoint, save_checkpoint
+from coordinator.training.group_size import max_group_bytes
 from coordinator.training.groups import decode_group
 from coordinator.training.grpo import make_optimizer, train_step
 from coordinator.training.initial import initial_policy
+from node.logs import bound
 from node.policy import load_policy, save_policy
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
@@ -70,8 +73,17 @@ class Learner:
 class Trainer:
     """Trains a run to its last step, then goes on serving its policies until it is stopped."""
 
-    def __init__(self, home: Home, *, origin: Origin, server: OriginServer, settings: TrainerSettings) -> None:
+    def __init__(
+        self,
+        home: Home,
+        *,
+        origin: Origin,
+        server: OriginServer,
+        settings: TrainerSettings,
+        metrics: TrainerMetrics | None = None,
+    ) -> None:
         self._home = home
+        self._metrics = metrics or TrainerMetrics()
         self._origin = origin
         self._server = server
         self._state = settings.state
@@ -97,6 +109,7 @@ class Trainer:
             except (OperationalError, OSError, LocalFault) as error:
                 if isinstance(error, LocalFault) and error.code != "disk_full":
                     raise
+                self._metrics.outages.inc()
                 log.warning("the database or the disk is away, trying again from the last checkpoint: %s", error)
                 self._stop.wait(RETRY_SECONDS)
 
@@ -108,12 +121,15 @@ class Trainer:
         while not self._stop.is_set():
             step = self._next_step()
             if step is None:
+                # Counted while it goes on: what is seen when it is over, says nothing of a wait without an end.
+                self._metrics.wait_seconds.inc(IDLE_SECONDS)
                 self._stop.wait(IDLE_SECONDS)
                 continue
             waited = time.monotonic() - waited_since
-            if step == learner.step:
-                self._train(learner, waited=waited)
-            self._publish(learner)
+            with bound(step=step):
+                if step == learner.step:
+                    self._train(learner, waited=waited)
+                self._publish(learner)
             waited_since = time.monotonic()
 
     def _restore(self) -> Learner:
@@ -152,8 +168,11 @@ class Trainer:
         """
         with self._home.database.read() as connection:
             known = training.recorded(connection)
+            # What is to be published next was trained on a batch, which the log has before any training.
+            ahead = learner.step == 0 or training.has_batch(connection, learner.step - 1)
         newest = max(known, default=-1)
-        if newest in (learner.step, learner.step - 1) and (newest < 0 or self._holds(newest, known[newest])):
+        is_next = newest == learner.step or (newest == learner.step - 1 and ahead)
+        if is_next and (newest < 0 or self._holds(newest, known[newest])):
             return
         raise BadConfiguration(
             f"the run in {self._home.folder} is at policy {newest}, and {self._state} is not its trainer's folder "
@@ -185,11 +204,14 @@ class Trainer:
         started = time.monotonic()
         with self._home.database.read() as connection:
             rows = training.batch(connection, learner.step)
-        groups = [decode_group(self._home.blobs.get(row.blob)) for row in rows]
+        most = max_group_bytes(self._home.spec)
+        groups = [decode_group(self._home.blobs.get(row.blob, max_bytes=most)) for row in rows]
         learner.model.train()
         stats = train_step(learner.model, learner.optimizer, groups, spec=self._home.spec, step=learner.step)
         learner.model.train(mode=False)
-        learner.stats = stats | {"wait_seconds": waited, "train_seconds": time.monotonic() - started}
+        seconds = time.monotonic() - started
+        self._metrics.step_seconds.observe(seconds)
+        learner.stats = stats | {"wait_seconds": waited, "train_seconds": seconds}
         learner.step += 1
         state = TrainerState(step=learner.step, counters={"stats": json.dumps(learner.stats)})
         save_checkpoint(
@@ -220,6 +242,7 @@ class Trainer:
                 training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
 
         self._server.publish(self._policy_file(learner), version=learner.step, before_announcing=record)
+        self._metrics.publish_seconds.observe(time.monotonic() - started)
         steps = self._home.spec.training.steps
         self._note("training", learner.step, steps)
         log.info("policy %d is published", learner.step)

@@ -7,6 +7,7 @@ the same as a disagreement. Only what the run signed, or what follows from it, c
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,18 @@ from node.parquet_reader import ParquetReader
 from node.policy import Blueprint
 from node.policy_errors import PolicyError
 from node.prefill import Prefill
-from node.protocol.admission import GAIN
+from node.protocol.admission import GAIN, Outcome
 from node.protocol.merkle import MAX_PROOF_HASHES, ProofInvalid, leaf_hash, verify_inclusion
-from node.protocol.messages import MAX_CLAIM_BYTES, MAX_MESSAGE_BYTES, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
-from node.protocol.reasons import Refusal
+from node.protocol.messages import (
+    MAX_CLAIM_BYTES,
+    MAX_MESSAGE_BYTES,
+    Checkpoint,
+    LogEntry,
+    PolicyEntry,
+    RequestClaim,
+    VerdictEntry,
+)
+from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, RunSpec
 from node.readings import read_by_transformers
@@ -47,7 +56,8 @@ POLICIES_IN_MEMORY: Final = 2
 POLICY_SECONDS: Final = 900.0
 PATIENCE_SECONDS: Final = 30.0
 MAX_REQUEST_BYTES: Final = MAX_CLAIM_BYTES + 512
-_SUBMISSION_PATH: Final = re.compile(r"/v1/submissions/[0-9a-f]{64}")
+_SUBMISSION_PATH: Final = re.compile(r"/v1/submissions/[0-9a-f]{64}(?:/([0-9a-f]{64}))?")
+"""With the SHA-256 of a body that the node put into the run's object store."""
 
 
 class Hashes(Wire, frozen=True):
@@ -144,10 +154,14 @@ class EvidenceAuditor:
 
     async def _derive(self, verdict: LoggedVerdict) -> Verdict:
         entry = verdict.entry
-        body_bytes = await self._check_request(entry)
+        claim, sha256 = await self._signed_claim(entry)
         body = await self._blob(entry.body, max_bytes=self._spec.limits.max_submission_bytes)
-        if len(body) != body_bytes:
-            raise Disagreement("evidence_mismatch", f"The body has {len(body)} bytes, {body_bytes} were signed.")
+        if len(body) != claim.body_bytes:
+            raise Disagreement("evidence_mismatch", f"The body has {len(body)} bytes, {claim.body_bytes} were signed.")
+        if claim.body_digest != entry.body:
+            if sha256 is None or hashlib.sha256(body).hexdigest() != sha256:
+                raise Disagreement("evidence_mismatch", "The node signed for another body.")
+            return Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_BODY)
         published = {policy.version: policy for at, policy in self._published if at < verdict.log_index}
         return await verify(
             body,
@@ -162,8 +176,8 @@ class EvidenceAuditor:
             look=always if entry.finding is not None and entry.finding.figure.endswith(GAIN) else never,
         )
 
-    async def _check_request(self, entry: VerdictEntry) -> int:
-        """The size of the body that the node signed for, if it did sign for this submission."""
+    async def _signed_claim(self, entry: VerdictEntry) -> tuple[RequestClaim, str | None]:
+        """What the node signed for this submission, if it did; the SHA-256 that it named in the path, if it did."""
         if entry.request != entry.submission:
             raise Disagreement("evidence_mismatch", "The submission's id is not its request's digest.")
         try:
@@ -172,11 +186,10 @@ class EvidenceAuditor:
             raise Disagreement("evidence_signature", refusal.detail) from refusal
         if signer.hex() != entry.node:
             raise Disagreement("evidence_signature", f"The request is signed by {signer.hex()[:16]}…, not by the node.")
-        if claim.run_id != self._run_id or claim.method != "PUT" or not _SUBMISSION_PATH.fullmatch(claim.path):
+        path = _SUBMISSION_PATH.fullmatch(claim.path)
+        if claim.run_id != self._run_id or claim.method != "PUT" or path is None:
             raise Disagreement("evidence_mismatch", "The request is not a submission to this run.")
-        if claim.body_digest != entry.body:
-            raise Disagreement("evidence_mismatch", "The node signed for another body.")
-        return claim.body_bytes
+        return claim, path[1]
 
     async def _blob(self, name: str, *, max_bytes: int) -> bytes:
         try:

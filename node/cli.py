@@ -1,33 +1,39 @@
 """The `veriswarm` command: what every participant runs, and the operator's commands where they are installed.
 
 Settings come from flags, then the environment (VERISWARM_<COMMAND>_<FLAG>), then the TOML file of --config,
-then defaults. Whatever goes wrong is one sentence that says what to do, with exit code 2 for a wrong command
-line and 1 for everything else; --debug shows the traceback.
+then defaults. Whatever goes wrong is one sentence and, below it, what to do. Exit code 2 is for a wrong command line
+(and for a command that could not run, where 1 is an answer), 70 for a defect of this program, and 1 for everything
+else; --debug or VERISWARM_DEBUG=1 shows the traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 from node.broadcast.command import fetch, publish
-from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained, set_up_logging
+from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained
+from node.completion_command import completion
 from node.config import default_map, load_config
+from node.control_command import authority, control, control_options
 from node.engine_options import check_engine, engine_maker, engine_options
-from node.identity import load_or_create_key
+from node.identity import load_or_create_key, node_id
+from node.joining_options import Way, check_run_id, joining_options
 from node.keys_command import keys
+from node.logs import FORMATS, LEVELS, Format, Level, name_process, set_up_logging
+from node.metrics_options import MetricsPlace, metrics_options
+from node.peer_command import peer
+from node.protocol.control import Purpose
 from node.serving_options import server_limits, serving, serving_options, worker_serving_options
 from node.signals import stop_on_signals
+from node.status_command import status
 
 # vLLM's processes import this module before vLLM, which speaks before it has read how much it may say.
 logging.getLogger("vllm").setLevel(logging.ERROR)
-
-_RUN_ID = re.compile(r"[0-9a-f]{64}")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,39 +43,57 @@ _RUN_ID = re.compile(r"[0-9a-f]{64}")
     envvar=f"{ENVIRONMENT}_CONFIG",
     help="TOML file with a table per command.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Log every detail.")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("-v", "--verbose", is_flag=True, help="Log every detail, as --log-level debug does.")
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    envvar=f"{ENVIRONMENT}_LOG_LEVEL",
+    default="info",
+    show_default=True,
+    help="The least that is logged.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    envvar=f"{ENVIRONMENT}_LOG_FORMAT",
+    default="text",
+    show_default=True,
+    help="Lines for people, or a JSON object a line.",
+)
+@click.option("--debug", is_flag=True, envvar=f"{ENVIRONMENT}_DEBUG", help="Show tracebacks.")
 @click.version_option(package_name="veriswarm")
 @click.pass_context
-def main(ctx: click.Context, config: Path | None, verbose: bool, debug: bool) -> None:  # noqa: ARG001
+def main(
+    ctx: click.Context,
+    *,
+    config: Path | None,
+    verbose: bool,
+    log_level: Level,
+    log_format: Format,
+    debug: bool,  # noqa: ARG001  (`explained` looks for it)
+) -> None:
     """Train a language model on machines that nobody vouches for.
 
     \b
-    Contribute:   veriswarm worker --coordinator URL --run-id ID
-    Help others:  veriswarm relay --coordinator URL --run-id ID
+    Contribute:   veriswarm worker --join veriswarm://...
+    Help others:  veriswarm relay --join veriswarm://...
+    How it goes:  veriswarm status --coordinator URL --run-id ID
     Check a run:  veriswarm audit URL --run-id ID
     Any file:     veriswarm publish FILE
 
     Every flag can also be an environment variable, such as VERISWARM_WORKER_SLOTS=8, or a key in the
     TOML file of --config, such as `slots = 8` under [worker]. The flag wins, then the environment.
     """
-    set_up_logging(verbose=verbose)
+    set_up_logging(level="debug" if verbose else log_level, log_format=log_format)
     if config is not None:
         ctx.default_map = default_map(load_config(config), main, ctx)
 
 
-def _check_run_id(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    if _RUN_ID.fullmatch(value) is None:
-        raise click.BadParameter("a run's id has 64 hexadecimal digits; copy it from whoever told you of the run.")
-    return value
-
-
-_COORDINATOR = click.option("--coordinator", metavar="URL", required=True, help="The coordinator's address.")
 _RUN_ID_OPTION = click.option(
     "--run-id",
     metavar="ID",
     required=True,
-    callback=_check_run_id,
+    callback=check_run_id,
     help="Which run; all that is trusted follows from it.",
 )
 _KEY = click.option(
@@ -89,8 +113,7 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
 
 
 @main.command()
-@_COORDINATOR
-@_RUN_ID_OPTION
+@joining_options
 @_KEY
 @_STATE
 @engine_options
@@ -111,60 +134,79 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
     help="How long Ctrl-C and SIGTERM wait for slots; those that take longer are handed back.",
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Events on stdout, one JSON object a line, instead of a view.")
+@control_options
 @worker_serving_options
+@metrics_options
 def worker(
     *,
-    coordinator: str,
-    run_id: str,
+    way: Way,
     key: Path | None,
     state: Path | None,
     engine: str,
     slots: int,
     grace: float,
     once: bool,
+    as_json: bool,
+    control: frozenset[Purpose],
     serve: str | None,
     public_url: str | None,
     max_rate: float | None,
     connections_per_address: int,
+    metrics_host: str,
+    metrics_port: int | None,
     **options: Any,
 ) -> None:
     """Generate rollouts for a run and earn receipts for them.
 
     \b
     Example:
-      veriswarm worker --coordinator http://192.0.2.1:8700 --run-id 5f3c...
+      veriswarm worker --join veriswarm://5f3c.../ip4/192.0.2.1/tcp/8701/p2p/12D3...
 
+    The run's operator gives the string to join by; with a coordinator's URL and the run's id it works as well.
     It makes its key, fetches the policy, works, and waits whenever the coordinator or the relays are away.
-    Ctrl-C finishes its slots or hands them back. What it does now is in status.json in its state folder.
+    A terminal shows what it does; status.json in its state folder says it, too. Ctrl-C finishes its slots or hands
+    them back, and ends with what came of all of them; a second one ends at once.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
-    from node.broadcast.progress import FetchProgress
-    from node.worker import WorkerSettings, run_worker
+    from node.metrics import StatusFigures, process_registry, serving_metrics
+    from node.node_metrics import WORKER, Asking
+    from node.worker_view.watching import Watched, watching
 
-    folder = _state_folder(state, run_id, "worker")
-    settings = WorkerSettings(
-        coordinator=coordinator,
-        run_id=run_id,
-        state=folder,
-        slots=slots,
-        grace_seconds=grace,
-        once=once,
-        serving=None if serve is None else serving(serve, public_url),
-        server_limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
-    )
-    make_engine = engine_maker(engine, state=folder, **options)
+    folder = _state_folder(state, way.run_id, "worker")
     node_key = load_or_create_key(key or folder / "key")
+    watched = Watched(run_id=way.run_id, node=node_id(node_key), coordinators=way.coordinators)
+    entry, own = way.entry(node_key), None if serve is None else serving(serve, public_url)
+    limits = server_limits(max_rate=max_rate, connections_per_address=connections_per_address)
 
     async def work() -> None:
-        stop, watch = stop_on_signals(), FetchProgress().fetching
-        await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop, watch=watch)
+        stop = stop_on_signals()
+        async with watching(watched, as_json=as_json, stop=stop) as onlooker:
+            from node.worker import WorkerSettings, run_worker
 
-    asyncio.run(work())
+            settings = WorkerSettings(
+                entry=entry,
+                state=folder,
+                slots=slots,
+                grace_seconds=grace,
+                once=once,
+                serving=own,
+                server_limits=limits,
+                control=control,
+            )
+            make_engine = engine_maker(engine, state=folder, **options)
+            asking = Asking(onlooker)
+            registry.register(StatusFigures(WORKER, asking))
+            await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop, onlooker=asking)
+
+    name_process(run=way.run_id, node=node_id(node_key))
+    registry = process_registry("worker", folders={"state": folder})
+    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+        asyncio.run(work())
 
 
 @main.command()
-@_COORDINATOR
-@_RUN_ID_OPTION
+@joining_options
 @_KEY
 @_STATE
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
@@ -188,10 +230,10 @@ def worker(
     "--quota-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB", help="Most disk to use, else any."
 )
 @serving_options
+@metrics_options
 def relay(
     *,
-    coordinator: str,
-    run_id: str,
+    way: Way,
     key: Path | None,
     state: Path | None,
     host: str,
@@ -201,23 +243,26 @@ def relay(
     quota_gb: float | None,
     max_rate: float | None,
     connections_per_address: int,
+    metrics_host: str,
+    metrics_port: int | None,
 ) -> None:
     """Serve the run's policies to workers and other relays.
 
     \b
     Example, reachable by others:
-      veriswarm relay --coordinator http://192.0.2.1:8700 --run-id 5f3c... \\
+      veriswarm relay --join veriswarm://5f3c.../ip4/192.0.2.1/tcp/8701/p2p/12D3... \\
         --host 0.0.0.0 --public-url http://198.51.100.7:8720
 
     Nobody has to trust a relay: whoever fetches from it checks every byte.
     """
     from node.broadcast.progress import FetchProgress
+    from node.metrics import process_registry, serving_metrics
     from node.relay import RelaySettings, run_relay
 
-    folder = _state_folder(state, run_id, "relay")
+    folder = _state_folder(state, way.run_id, "relay")
+    node_key = load_or_create_key(key or folder / "key")
     settings = RelaySettings(
-        coordinator=coordinator,
-        run_id=run_id,
+        entry=way.entry(node_key),
         state=folder,
         host=host,
         port=port,
@@ -226,12 +271,14 @@ def relay(
         quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
         server_limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
     )
-    node_key = load_or_create_key(key or folder / "key")
 
     async def serve() -> None:
         await run_relay(settings, key=node_key, stop=stop_on_signals(), watch=FetchProgress().fetching)
 
-    asyncio.run(serve())
+    name_process(run=way.run_id, node=node_id(node_key))
+    registry = process_registry("relay", folders={"state": folder})
+    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+        asyncio.run(serve())
 
 
 @main.command()
@@ -365,9 +412,14 @@ def doctor(
     ctx.exit(code)
 
 
+main.add_command(authority)
+main.add_command(completion)
+main.add_command(control)
 main.add_command(publish)
 main.add_command(fetch)
 main.add_command(keys)
+main.add_command(peer)
+main.add_command(status)
 
 
 if __name__ == "__main__":

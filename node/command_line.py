@@ -1,31 +1,45 @@
-"""What the command line adds to click: commands of other packages, failures as one sentence, quiet logs."""
+"""What the command line adds to click: commands of other packages, and failures that say what to do.
+
+A failure is what is wrong in one line and, in a second one that begins with `hint:`, what to do (`node.hints`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
-import time
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
+from typing import IO, Any
 
 import click
 
+from node import logs
 from node.config import name_variables
+from node.hints import REPORT, hint_for
 from node.protocol.reasons import Refusal
 
 log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "veriswarm.commands"
 ENVIRONMENT = "VERISWARM"
-REPEAT_SECONDS = 60.0
+
+
+UNFORESEEN = 70
+"""The exit code of a defect: EX_SOFTWARE of sysexits.h."""
 
 
 class Failed(click.ClickException):
-    """A failure as a person should see it."""
+    """A failure as a person should see it; as a line of the log, where programs read that."""
 
     exit_code = 1
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Say it on stderr."""
+        _show(self.format_message(), self.hint, file)
 
 
 class CouldNotRun(Failed):
@@ -34,9 +48,37 @@ class CouldNotRun(Failed):
     exit_code = 2
 
 
+class Defect(Failed):
+    """A failure that nobody foresaw."""
+
+    exit_code = UNFORESEEN
+
+
+class WrongCommandLine(click.UsageError):
+    """What click says of a command line, with the help that explains it."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Say it on stderr."""
+        if self.ctx is None:
+            super().show(file)
+            return
+        if not logs.is_json():
+            click.echo(self.ctx.get_usage(), file=file, err=True)
+        hint = f"`{self.ctx.command_path} --help` has every option, and an example."
+        _show(self.format_message(), hint, file)
+
+
+def _show(said: str, hint: str, file: IO[Any] | None) -> None:
+    if logs.is_json():
+        log.error("%s hint: %s", said, hint)
+        return
+    click.echo(f"Error: {said}", file=file, err=True)
+    click.echo(f"hint: {hint}", file=file, err=True)
+
+
 @contextlib.contextmanager
 def explained(failure: type[Failed] = Failed) -> Iterator[None]:
-    """Turn whatever goes wrong inside into one sentence, unless --debug was given."""
+    """Turn whatever goes wrong inside into one sentence and what to do, unless --debug was given."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -45,16 +87,32 @@ def explained(failure: type[Failed] = Failed) -> Iterator[None]:
         ctx = click.get_current_context(silent=True)
         if ctx is not None and ctx.find_root().params.get("debug"):
             raise
-        raise failure(_sentence(error)) from error
+        sentence = _sentence(error)
+        if sentence is None:
+            said = f"Something unexpected happened: {type(error).__name__}: {error}."
+            raise (Defect if failure is Failed else failure)(said, hint=REPORT) from error
+        command = None if ctx is None else ctx.find_root().invoked_subcommand
+        raise failure(sentence, hint=hint_for(error).replace("COMMAND", command or "COMMAND")) from error
 
 
-def _sentence(error: Exception) -> str:
-    """Errors of this project speak for themselves: each has a stable `code`, or a `reason`."""
+def _sentence(error: Exception) -> str | None:
+    """Errors of this project speak for themselves: each has a stable `code`, or a `reason`. None for a defect."""
     if isinstance(getattr(error, "code", None), str) or isinstance(error, Refusal):
         return str(error)
     if isinstance(error, OSError):
         return f"{error.filename or 'The system'}: {error.strerror or error}"
-    return f"Something unexpected happened ({type(error).__name__}: {error}); run again with --debug, and report it."
+    return None
+
+
+@contextlib.contextmanager
+def _reworded() -> Iterator[None]:
+    """Have click's complaints about the command line end with what to do."""
+    try:
+        yield
+    except (WrongCommandLine, click.exceptions.NoArgsIsHelpError):
+        raise
+    except click.UsageError as error:
+        raise WrongCommandLine(error.format_message(), error.ctx) from error
 
 
 class Commands(click.Group):
@@ -88,9 +146,16 @@ class Commands(click.Group):
             why = "; ".join(f"those of {name!r} do not load: {reason}" for name, reason in self._unloadable.items())
             raise click.UsageError(f"{error.format_message()} Some commands are missing ({why}).", ctx) from error
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """As click does it; what is wrong with the command line ends with what to do."""
+        with _reworded():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; its failure is one sentence."""
-        with explained():
+        """Run a command; its failure is one sentence, and one that says what to do."""
+        with _reworded(), explained():
             return super().invoke(ctx)
 
     def _load_others(self) -> dict[str, click.Command]:
@@ -103,28 +168,3 @@ class Commands(click.Group):
                     log.debug("the commands of %s", entry.value, exc_info=True)
                     self._unloadable[entry.name] = error
         return self._others
-
-
-class Unrepeated(logging.Filter):
-    """Lets a message through once a minute: an outage is a line, not a line per retry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether `record` says something new."""
-        now = time.monotonic()
-        self._said = {text: at for text, at in self._said.items() if now - at < REPEAT_SECONDS}
-        return self._said.setdefault(record.getMessage(), now) == now
-
-
-def set_up_logging(*, verbose: bool) -> None:
-    """Lines on stderr: time, level where it is not INFO, and the message."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S"))
-    if not verbose:
-        handler.addFilter(Unrepeated())
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, handlers=[handler], force=True)
-    for package in ("node", "coordinator", "shardcast"):
-        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -101,9 +101,8 @@ def _checked(value: Any, option: click.Parameter, *, where: str) -> Any:
             raise ConfigError(f"{where} must be true or false.", code="bad_setting")
         return value
     if option.multiple or option.nargs != 1:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list.", code="bad_setting")
-        return [_scalar(item, where=where) for item in value]
+        items = value if isinstance(value, list) else [value]  # one may stand for itself, as on the command line
+        return [_scalar(item, where=where) for item in items]
     return _scalar(value, where=where)
 
 

@@ -59,8 +59,19 @@ def run_doctor(settings: DoctorSettings, *, as_json: bool, console: Console | No
         for check in examine(settings, spec):
             checks.append(check)
             status.update(f"{len(checks)} looked at, last {check.name.replace('_', ' ')}…")
-    show(checks, console)
+    show(checks, console, left_out=_left_out(settings))
     return exit_code(checks)
+
+
+def _left_out(settings: DoctorSettings) -> list[str]:
+    """What flags that were not given would have looked at."""
+    wanted = {
+        "the coordinator and the clock (--coordinator URL)": settings.coordinator,
+        "whether a policy fits (--policy FILE)": settings.policy,
+        "the key (--key FILE)": settings.key,
+        "a relay's port (--port PORT)": settings.port,
+    }
+    return [what for what, given in wanted.items() if given is None]
 
 
 def examine(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:

@@ -62,8 +62,8 @@ def render_json(checks: Sequence[Check]) -> str:
     return json.dumps({"exit_code": exit_code(checks), "checks": [asdict(check) for check in checks]})
 
 
-def show(checks: Sequence[Check], console: Console) -> None:
-    """Print the checks, each with what to do below it, and how many went wrong."""
+def show(checks: Sequence[Check], console: Console, *, left_out: Sequence[str] = ()) -> None:
+    """Print the checks, each with what to do below it, how many went wrong, and what was not looked at."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -75,6 +75,8 @@ def show(checks: Sequence[Check], console: Console) -> None:
         table.add_row(check.name.replace("_", " "), Text(check.level, style=_STYLES[check.level]), found)
     console.print(table)
     console.print(Text(_conclusion(checks), style="bold"))
+    if left_out:
+        console.print(Text(f"Not looked at: {', '.join(left_out)}."))
 
 
 def size(count: float) -> str:

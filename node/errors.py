@@ -7,8 +7,10 @@ NodeError
 ├── EngineFailed           the engine could not load a policy or generate
 ├── EnvironmentFault       an environment cannot be used on this machine, or for this run
 ├── VerifierFailed         a verification could not decide, for reasons of its own
+├── NetworkDown            the peer-to-peer network is not up, or nobody there answered
 └── CoordinatorFault       a call to the coordinator did not succeed
     ├── Unavailable        it cannot be reached, or does not answer in time
+    │   └── StoreAway      the run's object store, rather: it cannot be reached, or takes nothing
     ├── Refused            it said no, with a stable code
     └── BadReply           it sent what no honest coordinator sends
 
@@ -46,6 +48,10 @@ class EngineFailed(NodeError):
     code = "engine_failed"
 
 
+class NetworkDown(NodeError):
+    code = "network_down"
+
+
 class CoordinatorFault(NodeError):
     """`retry_after_seconds` is how long the coordinator asked to be left alone, if it did."""
 
@@ -58,6 +64,10 @@ class CoordinatorFault(NodeError):
 
 class Unavailable(CoordinatorFault):
     code = "unavailable"
+
+
+class StoreAway(Unavailable):
+    code = "store_away"
 
 
 class Refused(CoordinatorFault):

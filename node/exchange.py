@@ -14,14 +14,14 @@ import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
 
 from node.errors import BadReply, ConfigError, Unavailable
+from node.reach import Reach, RememberingResolver, reach_of
 
 MAX_PRINTED: Final = 300
 _PIECE_BYTES: Final = 256 * 1024
@@ -52,7 +52,10 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to send; `wait_seconds` is how long the server was asked to hold the answer back."""
+    """What to send; `wait_seconds` is how long the server was asked to hold the answer back.
+
+    A body that is `elsewhere` is signed for, and not sent: the run's object store has it.
+    """
 
     method: Literal["GET", "POST", "PUT"]
     path: str
@@ -60,6 +63,7 @@ class Request:
     body: bytes | Path = b""
     max_reply_bytes: int
     wait_seconds: float = 0.0
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +76,26 @@ class Reply:
 
 
 class Exchange:
-    """HTTP with one server; use as an async context manager."""
+    """HTTP with one server, from the first request until `close`. `in_flight` counts the requests under way."""
 
     def __init__(self, url: str, *, limits: ExchangeLimits) -> None:
         self.url = checked_url(url)
         self.limits = limits
+        self.in_flight = 0
         self._session: aiohttp.ClientSession | None = None
+        self._resolver: RememberingResolver | None = None
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_seconds),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity", "User-Agent": "veriswarm"},
-        )
-        return self
+    @property
+    def reach(self) -> Reach:
+        """How far away the server is, or seemed to be once."""
+        literal = reach_of(urlsplit(self.url).hostname or "")
+        if literal is not None:
+            return literal
+        farthest = self._resolver.farthest if self._resolver is not None else None
+        return Reach.INTERNET if farthest is None else farthest
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """End its connections; nothing can be sent any more."""
         if self._session is not None:
             await self._session.close()
 
@@ -98,17 +103,21 @@ class Exchange:
         """One attempt, no more; raises Unavailable or BadReply."""
         seconds = self.limits.reply_seconds + request.wait_seconds
         seconds += body_bytes / self.limits.least_upload_bytes_per_second
+        self.in_flight += 1
         try:
             async with asyncio.timeout(seconds):
                 return await self._send(request, body_bytes, headers)
         except TimeoutError as error:
             raise Unavailable(f"no answer within {seconds:.0f} s", code="timeout") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(_describe(error)) from error
+            raise Unavailable(describe(error)) from error
+        finally:
+            self.in_flight -= 1
 
     async def _send(self, request: Request, body_bytes: int, headers: Mapping[str, str]) -> Reply:
         if self._session is None:
-            raise RuntimeError("an Exchange is used inside `async with`")
+            self._resolver = RememberingResolver()
+            self._session = _session(self.limits, self._resolver)
         async with self._session.request(
             request.method,
             self.url + request.path,
@@ -116,7 +125,7 @@ class Exchange:
             data=_pieces(request.body) if body_bytes else None,
             headers={**headers, "Content-Length": str(body_bytes)} if body_bytes else headers,
             # A refusal then arrives before a body that nobody would read, instead of a reset connection.
-            expect100=request.method == "PUT",
+            expect100=body_bytes > 0 and request.method == "PUT",
             allow_redirects=False,
         ) as response:
             body = await self._read(response, request.max_reply_bytes)
@@ -135,6 +144,16 @@ class Exchange:
         if not (text.isascii() and text.isdigit()):
             return None
         return min(float(text[:9]), self.limits.max_retry_after_seconds)
+
+
+def _session(limits: ExchangeLimits, resolver: RememberingResolver) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(resolver=resolver),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_seconds),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        headers={"Accept-Encoding": "identity", "User-Agent": "veriswarm"},
+    )
 
 
 def checked_url(url: str) -> str:
@@ -181,7 +200,8 @@ async def _pieces(body: bytes | Path) -> AsyncIterator[bytes]:
         file.close()
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """What the network did, in a few words."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno).lower()

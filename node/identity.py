@@ -20,6 +20,8 @@ from shardcast.files import sync_folder
 _MAX_FILE_BYTES = 128
 _SEED = re.compile(rb"([0-9a-f]{64})\n?")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_OF_A_CREDENTIAL = stat.S_IWGRP | stat.S_IXGRP | stat.S_IRWXO
+"""The service reads it by an access control list, whose mask stands in the place of the group's rights."""
 
 
 def load_or_create_key(path: Path) -> Ed25519PrivateKey:
@@ -73,6 +75,12 @@ def node_id(key: Ed25519PrivateKey) -> str:
     return key.public_key().public_bytes_raw().hex()
 
 
+def _is_credential(path: Path) -> bool:
+    """Whether systemd handed the file to this service alone (LoadCredential=)."""
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
+    return folder is not None and path.parent == Path(folder)
+
+
 def _write_new(path: Path, data: bytes) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -103,7 +111,7 @@ def _read_private(path: Path) -> bytes:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise IdentityError(f"{path} is not a file; name the key file.", code="not_a_key")
-        if mode & _OTHERS:
+        if mode & (_OTHERS_OF_A_CREDENTIAL if _is_credential(path) else _OTHERS):
             raise IdentityError(
                 f"Other users can read or change the key file {path}; run: chmod 600 {path}", code="key_exposed"
             )

@@ -28,6 +28,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -38,6 +39,9 @@ from node.policy_errors import MalformedPolicy, UnreadablePolicy
 FORMAT = "policy/1"
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit; a tokenizer.json takes most of it (tens of MB for large vocabularies)."""
+MAX_CHARACTER_TOKENS = 16
+"""A character has at most four bytes, each of which may be a token."""
+
 _METADATA = frozenset({"format", "veriswarm", "config", "tokenizer", "tokenizer_config"})
 
 
@@ -121,6 +125,25 @@ def render_completion(policy: Blueprint, ids: list[int]) -> str:
     with _tokenizing():
         text: str = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
         return text
+
+
+def render_tokens(policy: Blueprint, ids: list[int]) -> list[str]:
+    """The text that each token of a completion adds, end marks included; "" for one that only begins a character, which
+    the next one completes, and for ids that the tokenizer has no entry for.
+
+    Raises MalformedPolicy where the tokenizer fails at it.
+    """
+    backend, found, waiting = policy.tokenizer.backend_tokenizer, list[str](), 0
+    with _tokenizing():
+        stream = DecodeStream(skip_special_tokens=False)
+        for token in ids:
+            # A stream takes all that it has not given back along: of tokens that never make a character, ever more.
+            if waiting >= MAX_CHARACTER_TOKENS:
+                stream, waiting = DecodeStream(skip_special_tokens=False), 0
+            text = stream.step(backend, token) if 0 <= token < policy.vocabulary else None
+            found.append(text or "")
+            waiting = 0 if text else waiting + 1
+    return found
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:

@@ -37,13 +37,14 @@ MAX_BATCH_TOKENS = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the prefill says of each rollout: the figures to judge, what they sum up to, and the log-probabilities to
-    train on.
+    """What the prefill says of each rollout: the figures to judge, what they sum up to, the log-probabilities to train
+    on, and the numbers that all of it was made of.
     """
 
     figures: list[Figures]
     totals: list[Totals]
     logprobs: list[list[float]]
+    deviations: list[Deviations]
 
 
 class Prefill(Protocol):
@@ -221,8 +222,8 @@ class Measuring:
         rows = [
             _joined(rollout, self._measured[group, row], limits=limits) for row, rollout in self._groups[group].items()
         ]
-        figures, totals, logprobs = (list(column) for column in zip(*rows, strict=True))
-        return Measured(figures=figures, totals=totals, logprobs=logprobs)
+        figures, totals, logprobs, deviations = (list(column) for column in zip(*rows, strict=True))
+        return Measured(figures=figures, totals=totals, logprobs=logprobs, deviations=deviations)
 
 
 def spans_of(rollout: Rollout, *, row: int, chunk_tokens: int) -> Iterator[tuple[int, Span]]:
@@ -261,8 +262,10 @@ def own_faults(what: str) -> Iterator[None]:
 
 def _joined(
     rollout: Rollout, measured: Mapping[int, SpanMeasured], *, limits: LimitsSpec
-) -> tuple[Figures, Totals, list[float]]:
-    """A rollout's figures, totals and recomputed log-probabilities, from its segments by their first positions."""
+) -> tuple[Figures, Totals, list[float], Deviations]:
+    """A rollout's figures, totals, recomputed log-probabilities and deviations, from its segments by their first
+    positions."""
     spans = [measured[position] for position in sorted(measured)]
     deviations = Deviations.of(spans, rollout.logprobs)
-    return deviations.figures(limits), deviations.totals(limits), [value for span in spans for value in span.logprobs]
+    logprobs = [value for span in spans for value in span.logprobs]
+    return deviations.figures(limits), deviations.totals(limits), logprobs, deviations

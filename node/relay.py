@@ -17,7 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.coordinator_client import CoordinatorClient
 from node.errors import CoordinatorFault
 from node.exchange import checked_url, sound_urls
+from node.joining import Entrance, Entry, entered
 from node.relay_advice import ANNOUNCE_SECONDS, announcement, serving_url, sources_of
+from node.signals import first_of
 from shardcast import Relay, ServerLimits, Watch, unwatched
 
 log = logging.getLogger(__name__)
@@ -29,8 +31,7 @@ FOR_EVER = float("inf")
 class RelaySettings:
     """One relay. Without `upstreams` it follows those that the coordinator's plan names."""
 
-    coordinator: str
-    run_id: str
+    entry: Entry
     state: Path
     host: str
     port: int
@@ -49,25 +50,32 @@ async def run_relay(
     """
     if settings.public_url is None:
         serving_url(settings.host, settings.port)
-    async with CoordinatorClient(settings.coordinator, run_id=settings.run_id, key=key) as client:
-        serving = asyncio.create_task(_serve(settings, client, watch))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+    serving = asyncio.create_task(_join(settings, key, watch))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
 
 
-async def _serve(settings: RelaySettings, client: CoordinatorClient, watch: Watch) -> None:
-    descriptor = await client.descriptor(patience_seconds=FOR_EVER)
-    if client.run_key is None:
-        raise RuntimeError("a verified descriptor leaves the run's key")
+async def _join(settings: RelaySettings, key: Ed25519PrivateKey, watch: Watch) -> None:
+    async with entered(settings.entry, key=key, state=settings.state) as entrance:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(entrance.follow())
+                group.create_task(_serve(settings, entrance, watch))
+        except BaseExceptionGroup as failures:
+            raise first_of(failures) from failures
+
+
+async def _serve(settings: RelaySettings, entrance: Entrance, watch: Watch) -> None:
+    descriptor, client = entrance.descriptor, entrance.client
     relay = Relay(
         settings.upstreams,
         store_dir=settings.state / "shardcast",
-        run_id=settings.run_id,
-        publisher_key=client.run_key,
+        run_id=settings.entry.run_id,
+        publisher_key=entrance.run_key,
         keep=descriptor.spec.broadcast.keep_versions,
         quota_bytes=settings.quota_bytes,
         server_limits=settings.server_limits,
@@ -76,7 +84,7 @@ async def _serve(settings: RelaySettings, client: CoordinatorClient, watch: Watc
     port = await relay.start(settings.host, settings.port)
     try:
         url = checked_url(settings.public_url or serving_url(settings.host, port))
-        log.info("relaying run %s… at %s", settings.run_id[:16], url)
+        log.info("relaying run %s… at %s", settings.entry.run_id[:16], url)
         if not settings.upstreams:
             relay.set_upstreams(known for known in sound_urls(descriptor.relays) if known != url)
         while True:
@@ -89,7 +97,8 @@ async def _serve(settings: RelaySettings, client: CoordinatorClient, watch: Watc
 async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, take_advice: bool) -> None:
     """Announce this relay, and learn whom to follow; it goes on serving whatever the coordinator says."""
     try:
-        advice = await client.announce(announcement(url, relay.upstreams()), patience_seconds=FOR_EVER)
+        said = announcement(url, relay.upstreams(), version=await asyncio.to_thread(relay.newest_whole))
+        advice = await client.announce(said, patience_seconds=FOR_EVER)
     except CoordinatorFault as error:
         log.warning("this relay is not announced: %s", error)
         return

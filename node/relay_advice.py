@@ -32,11 +32,12 @@ class Serving:
     public_url: str | None = None
 
 
-def announcement(url: str, sources: Iterable[Mapping[str, Any]]) -> RelayAnnouncement:
-    """That this node serves at `url`, and what it got from `sources` (rows of a client's or relay's status)."""
+def announcement(url: str, sources: Iterable[Mapping[str, Any]], *, version: int | None) -> RelayAnnouncement:
+    """That this node serves at `url`, of which policy it has everything, and what it got from `sources` (rows of a
+    client's or relay's status)."""
     known = [row for row in sources if row["bytes_per_s"] and _is_plain(row["url"])]
     received = [ReceivedFrom(url=row["url"], bytes_per_s=round(row["bytes_per_s"])) for row in known]
-    return RelayAnnouncement(url=url, received=tuple(received[:MAX_RECEIVED]))
+    return RelayAnnouncement(url=url, received=tuple(received[:MAX_RECEIVED]), version=version)
 
 
 def sources_of(advice: RelayList, *, own: str | None = None) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:

@@ -17,16 +17,24 @@ T = TypeVar("T")
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets; another one ends the process on the spot. Call it in the loop."""
+    """An event that SIGTERM or SIGINT sets; another one ends the process on the spot. Call it in the loop.
+
+    So does SIGHUP, unless it is ignored (nohup). A terminal that goes away may send it twice, which insists on nothing.
+    """
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
+            if number == signal.SIGHUP:
+                return
             os._exit(EXIT_AT_ONCE)
         log.info("%s: finishing; once more ends it at once", signal.Signals(number).name)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     return stop
 
@@ -51,3 +59,9 @@ async def race(
         stopper.cancel()
         task.cancel()
         await asyncio.gather(task, stopper, return_exceptions=True)
+
+
+def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that the others of a task group followed from."""
+    first = failures.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

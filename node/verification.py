@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from node.environments import Environment, Problem, check_rewards
+from node.measurement import Deviations
 from node.parquet_reader import ParquetReader, VerifierFailed
 from node.policy import Blueprint, render_completion, render_prompt
 from node.prefill import Measured, Measuring, Prefill, own_faults
@@ -50,7 +51,8 @@ class Verdict:
 
     `row_figures` are those of the rows that were measured, by row: of all, unless one that was measured first
     failed, or was enough (`spot`). `figures` is the worst of each over them, `totals` what they sum up to,
-    `row_totals` what each gives to that; all are None where a check that needs no model refused.
+    `row_totals` what each gives to that, `deviations` the numbers behind them; all are None where a check that needs no
+    model refused.
     `rollouts`, `logprobs` and `rewards` are there only for `admitted`. The log-probabilities are recomputed ones where
     a row was measured: the submitted are compared, then dropped.
     """
@@ -63,6 +65,7 @@ class Verdict:
     totals: Totals | None = None
     row_figures: Mapping[int, Figures] | None = None
     row_totals: Mapping[int, Totals] | None = None
+    deviations: Mapping[int, Deviations] | None = None
     spot: int | None = None
     rewards: tuple[float, ...] | None = None
     tokens: int = 0
@@ -244,7 +247,8 @@ async def _measure(measuring: Measuring, version: int, policies: Policies) -> No
 class _Case:
     """One claim on its way to a verdict; `ended` once it has one, or its policy cannot be had.
 
-    `due` are the rows to be measured next, `figures`, `totals` and `logprobs` what is known of the others, by row.
+    `due` are the rows to be measured next; `figures`, `totals`, `logprobs` and `deviations` are what is known of the
+    others, by row.
     """
 
     claim: Claim
@@ -255,6 +259,7 @@ class _Case:
     figures: dict[int, Figures] = field(default_factory=dict)
     totals: dict[int, Totals] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    deviations: dict[int, Deviations] = field(default_factory=dict)
 
     async def check(self, policies: Policies, published: Collection[int]) -> None:
         """Everything that needs no model."""
@@ -292,6 +297,7 @@ class _Case:
         self.figures.update(zip(self.due, measured.figures, strict=True))
         self.totals.update(zip(self.due, measured.totals, strict=True))
         self.logprobs.update(zip(self.due, measured.logprobs, strict=True))
+        self.deviations.update(zip(self.due, measured.deviations, strict=True))
         self.due = [row for row in range(len(self.claim.rollouts)) if row not in self.figures]
         enough = not self.due or not self.claim.full
         finding = self._finding(enough=enough)
@@ -321,6 +327,7 @@ class _Case:
             totals=self._together(),
             row_figures=self.figures,
             row_totals=self.totals,
+            deviations=self.deviations,
             tokens=self.claim.tokens,
         )
 
@@ -331,6 +338,7 @@ class _Case:
             totals=self._together(),
             row_figures=self.figures,
             row_totals=self.totals,
+            deviations=self.deviations,
             spot=min(self.figures) if self.due else None,
             rewards=tuple(self._rewards()),
             tokens=self.claim.tokens,

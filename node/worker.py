@@ -19,20 +19,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.coordinator_client import DEFAULT_BACKOFF, CoordinatorClient
+from node.coordinator_client import DEFAULT_BACKOFF
 from node.engines.base import DoesNotFit, Engine
 from node.errors import BadReply, EngineFailed, Refused
 from node.exchange import Backoff, sound_urls
 from node.identity import node_id
+from node.instance import instance_of
+from node.joining import Entrance, Entry, entered
+from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
-from node.protocol.run import Descriptor, RunSpec
+from node.protocol.run import RunSpec
 from node.relay_advice import Serving, announcement
-from node.signals import Stopped, race
+from node.signals import Stopped, first_of, race
+from node.worker_control import WorkerControl
 from node.worker_delivery import FOR_EVER, Delivery
 from node.worker_engine import EngineHost, UnusablePolicy
+from node.worker_events import NOBODY, Kind, Onlooker
 from node.worker_leases import (
     HAND_BACK_SECONDS,
     REFUSED_PAUSE_SECONDS,
@@ -41,17 +45,18 @@ from node.worker_leases import (
     LeaseDesk,
 )
 from node.worker_policies import PolicyFeed
-from node.worker_registration import Registrar
+from node.worker_registration import Registrar, software
 from node.worker_slots import SlotsUnderWay
+from node.worker_standing import StandingDesk
 from node.worker_state import WorkerState
+from node.worker_status import figures, save_status
 from shardcast import Client as BroadcastClient
-from shardcast import ServerLimits, Watch, unwatched
+from shardcast import ServerLimits
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 15.0
 STATUS_SECONDS: Final = 1.0
-SAY_SECONDS: Final = 30.0
 MAX_ENGINE_FAILURES: Final = 5
 MOST_OPEN: Final = 2
 """How many times --slots slots may be open, where all but a few completions of each have ended."""
@@ -64,17 +69,17 @@ class WorkerSettings:
     """One worker. `slots` is how many it has under way at most; `grace_seconds` what ending may take.
 
     `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches,
-    within `server_limits`. `backoff` paces whatever is tried again.
+    within `server_limits`. `control` is what the run's operator may ask of it. `backoff` paces whatever is tried again.
     """
 
-    coordinator: str
-    run_id: str
+    entry: Entry
     state: Path
     slots: int = 4
     grace_seconds: float = 10.0
     once: bool = False
     serving: Serving | None = None
     server_limits: ServerLimits = field(default_factory=ServerLimits)
+    control: frozenset[Purpose] = FREE_PURPOSES
     backoff: Backoff = DEFAULT_BACKOFF
 
 
@@ -84,41 +89,37 @@ async def run_worker(
     key: Ed25519PrivateKey,
     make_engine: MakeEngine,
     stop: asyncio.Event,
-    watch: Watch = unwatched,
+    onlooker: Onlooker = NOBODY,
 ) -> None:
-    """Work for a run until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal.
-
-    `watch` sees every policy while it is fetched.
-    """
+    """Work for a run until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal."""
+    onlooker.notice(Kind.STARTED, software=software(), coordinators=list(settings.entry.coordinators))
     with WorkerState(settings.state) as state:
-        async with CoordinatorClient(
-            settings.coordinator, run_id=settings.run_id, key=key, backoff=settings.backoff
-        ) as client:
-            log.info("node %s joins run %s…", node_id(key), settings.run_id[:16])
+        log.info("node %s joins run %s…", node_id(key), settings.entry.run_id[:16])
+        async with contextlib.AsyncExitStack() as stack:
+            coming = entered(settings.entry, key=key, state=settings.state, backoff=settings.backoff)
             try:
-                descriptor = await race(client.descriptor(patience_seconds=FOR_EVER), stop)
+                entrance = await race(stack.enter_async_context(coming), stop)
             except Stopped:
                 return
-            state.bind(settings.run_id, descriptor.spec.digest)
-            if client.run_key is None:
-                raise RuntimeError("a verified descriptor leaves the run's key")
-            async with BroadcastClient(
-                settings.run_id,
-                client.run_key,
+            descriptor = entrance.descriptor
+            state.bind(settings.entry.run_id, descriptor.spec.digest)
+            broadcast = BroadcastClient(
+                settings.entry.run_id,
+                entrance.run_key,
                 sound_urls(descriptor.relays),
                 settings.state / "shardcast",
                 keep=descriptor.spec.batch.max_async + 1,
-            ) as broadcast:
-                worker = Worker(
-                    settings,
-                    descriptor,
-                    state=state,
-                    client=client,
-                    broadcast=broadcast,
-                    engine=make_engine(descriptor.spec),
-                    watch=watch,
-                )
-                await worker.run(stop)
+            )
+            worker = Worker(
+                settings,
+                entrance,
+                key=key,
+                state=state,
+                broadcast=await stack.enter_async_context(broadcast),
+                engine=make_engine(descriptor.spec),
+                onlooker=onlooker,
+            )
+            await worker.run(stop)
 
 
 class Worker:
@@ -127,32 +128,46 @@ class Worker:
     def __init__(
         self,
         settings: WorkerSettings,
-        descriptor: Descriptor,
+        entrance: Entrance,
         *,
+        key: Ed25519PrivateKey,
         state: WorkerState,
-        client: CoordinatorClient,
         broadcast: BroadcastClient,
         engine: Engine,
-        watch: Watch = unwatched,
+        onlooker: Onlooker = NOBODY,
     ) -> None:
         self._settings = settings
+        self._entrance = entrance
+        descriptor, client = entrance.descriptor, entrance.client
         self._spec = descriptor.spec
         self._known_relays = sound_urls(descriptor.relays)
         self._state = state
         self._client = client
+        self._onlooker = onlooker
         self._changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed, watch=watch)
-        self._host = EngineHost(engine, self._feed, spec=descriptor.spec, run_id=settings.run_id)
-        self._registrar = Registrar(client, engine=self._host.name, backoff=settings.backoff)
+        self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed, onlooker=onlooker)
+        self._host = EngineHost(
+            engine, self._feed, spec=descriptor.spec, run_id=settings.entry.run_id, onlooker=onlooker
+        )
+        self._registrar = Registrar(
+            client,
+            engine=self._host.name,
+            instance=instance_of(state.folder),
+            backoff=settings.backoff,
+            changed=self._changed,
+        )
         self._desk = LeaseDesk(
             client,
             self._feed,
-            register=self._registrar.register_until_known,
+            registrar=self._registrar,
             last_step=descriptor.spec.training.steps,
             evidence=state.folder,
+            onlooker=onlooker,
         )
-        self._delivery = Delivery(client, state, register=self._registrar.register, backoff=settings.backoff)
+        self._delivery = Delivery(
+            client, state, register=self._registrar.register, backoff=settings.backoff, onlooker=onlooker
+        )
         self._slots = SlotsUnderWay(
             self._host,
             state,
@@ -160,6 +175,20 @@ class Worker:
             deliver=lambda pending: self._delivery.start(pending, self._group),
             give_back=self._desk.give_back,
             now=client.now,
+            changed=self._changed,
+            onlooker=onlooker,
+        )
+        self._standing = StandingDesk(client, node=node_id(key), tally=state.tally)
+        self._control = WorkerControl(
+            entrance,
+            key=key,
+            allowed=settings.control,
+            host=self._host,
+            desk=self._desk,
+            slots=self._slots,
+            delivery=self._delivery,
+            status=self.status,
+            room=self._room,
             changed=self._changed,
         )
         self._started_at = time.time()
@@ -169,41 +198,55 @@ class Worker:
         self._finished_before = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, then hand back what is not done. Raises Refused where the node is banned."""
+        """Work until `stop` is set, then hand back what is not done. Raises Refused where the node is dismissed."""
         try:
             async with self._group as group:
                 for pending in self._state.recover():
                     self._delivery.start(pending, group)
-                background = [
-                    group.create_task(task) for task in (self._feed.follow(), self._refresh(), self._write_status())
-                ]
-                with contextlib.suppress(Stopped):
+                self._onlooker.meet(self.status)
+                tasks = (
+                    self._feed.follow(),
+                    self._refresh(),
+                    self._write_status(),
+                    self._registrar.stay_known(),
+                    self._entrance.follow(),
+                )
+                background = [group.create_task(task) for task in tasks]
+                with contextlib.suppress(Stopped), self._control.listening():
+                    self._doing = "introducing this node to the coordinator"
                     await race(self._registrar.register_until_known(), stop)
+                    background.append(group.create_task(self._standing.follow()))
                     await self._work(stop)
                 self._doing = "stopping"
+                self._onlooker.notice(Kind.STOPPING)
                 await self._slots.finish(grace_seconds=self._settings.grace_seconds)
                 await self._delivery.finish(upload_seconds=self._settings.grace_seconds)
                 for task in background:
                     task.cancel()
-            if self._desk.ban is not None:
-                raise self._desk.ban
+            if self._registrar.dismissal is not None:
+                raise self._registrar.dismissal
         except BaseExceptionGroup as failures:
-            raise _first(failures) from failures
+            raise first_of(failures) from failures
         finally:
+            await self._control.interrupt()
             await self._host.close()
-            self._save_status()
-            log.info("ended: %d slots generated, %s", self._slots.finished, self._counts())
+            self._doing = "ended"
+            save_status(self._state.folder, self.status())
+            dismissal = self._registrar.dismissal
+            self._onlooker.notice(Kind.ENDED, dismissed=None if dismissal is None else str(dismissal))
 
     # -- policies and slots
 
     async def _work(self, stop: asyncio.Event) -> None:
         """Keep slots under way until the end, or until the coordinator wants no more of them; raises Stopped."""
-        while self._desk.ban is None:
+        while self._registrar.dismissal is None:
             self._changed.clear()
             try:
                 if self._slots.failure is not None:
                     raise self._slots.failure
                 self._note_success()
+                if self._control.take_restart():
+                    await self._end_engine()
                 if self._settings.once and self._slots.finished and not self._slots:
                     await race(self._delivery.settled(), stop)
                     return
@@ -234,7 +277,7 @@ class Worker:
         """Lease as many slots as there is room for, and start them; False if it is not time to ask."""
         held = [version for version in self._feed.versions() if not self._slots or self._host.serves(version)]
         room = self._room()
-        if not held or room < 1 or self._host.version is None or self._desk.pause_seconds > 0:
+        if not held or room < 1 or self._host.version is None or self._desk.pause_seconds > 0 or self._control.draining:
             return False
         leases = await race(self._desk.ask(held, room), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
         if leases:
@@ -282,9 +325,12 @@ class Worker:
 
     def _what(self) -> str:
         if self._slots:
-            return f"generating {len(self._slots)} slots with policy {self._host.version}"
+            slots = "1 slot" if len(self._slots) == 1 else f"{len(self._slots)} slots"
+            return f"generating {slots} with policy {self._host.version}"
         if not self._feed.versions():
             return "waiting for a policy"
+        if self._control.draining:
+            return "drained: takes no more work until it is invited"
         return "done: the run is over" if self._desk.is_over else "waiting for work"
 
     # -- the engine's failures
@@ -299,13 +345,17 @@ class Worker:
         if self._failures >= MAX_ENGINE_FAILURES or error.code == DoesNotFit.code:
             raise error  # a machine does not grow by trying again
 
-    async def _recover(self, error: EngineFailed, stop: asyncio.Event) -> None:
+    async def _end_engine(self) -> None:
         """Hand every slot back and end the engine; it is started again by the next turn."""
         self._doing = "restarting the engine"
-        slots = len(self._slots)
+        await self._control.interrupt()
         await self._slots.hand_back()
         self._slots.failure = None
         await self._host.restart()
+
+    async def _recover(self, error: EngineFailed, stop: asyncio.Event) -> None:
+        slots = len(self._slots)
+        await self._end_engine()
         self._count_failure(error)
         log.error(
             "%s %d slots went back; starting the engine again",
@@ -313,6 +363,7 @@ class Worker:
             slots,
             exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
         )
+        self._onlooker.notice(Kind.ENGINE_FAILED, why=str(error), slots=slots)
         await race(asyncio.sleep(self._settings.backoff.delay(self._failures)), stop)
 
     # -- the coordinator
@@ -326,7 +377,7 @@ class Worker:
                 if own is None:
                     advice = await self._client.relays(patience_seconds=FOR_EVER)
                 else:
-                    said = announcement(own, self._feed.sources())
+                    said = announcement(own, self._feed.sources(), version=max(self._feed.versions(), default=None))
                     advice = await self._client.announce(said, patience_seconds=FOR_EVER)
                 others = any(url != own for url in advice.relays)
                 self._feed.take_advice(advice if others else RelayList(relays=self._known_relays), own=own)
@@ -338,60 +389,26 @@ class Worker:
 
     def status(self) -> dict[str, Any]:
         """The worker at this moment, ready for JSON."""
-        tally, speed = self._state.tally, self._slots.speed
         return {
-            "run_id": self._settings.run_id,
-            "coordinator": self._settings.coordinator,
+            "run_id": self._settings.entry.run_id,
+            "run_name": self._spec.name,
+            "coordinator": self._client.url,
             "coordinator_away": self._client.away,
             "doing": self._doing,
+            "dismissed": None if self._registrar.dismissal is None else str(self._registrar.dismissal),
             "run_is_over": self._desk.is_over,
-            "version": self._host.version,
-            "held_versions": self._feed.versions(),
-            "slots": self._slots.status(),
-            "undelivered": len(self._delivery),
-            "tokens": speed.tokens,
-            "tokens_per_s": round(speed.tokens_per_second, 1),
-            "segments": self._host.segments,
-            "switches": self._host.switches,
-            "engine_restarts": self._host.restarts,
-            "admitted": tally.admitted,
-            "rejected": tally.rejected,
-            "indeterminate": tally.indeterminate,
-            "lost": self._delivery.lost,
-            "expired": self._slots.expired,
-            "admitted_tokens": tally.tokens,
-            "reasons": dict(tally.reasons),
-            "broadcast": self._feed.status(),
-            "broadcast_bytes": {"fetched": self._feed.fetched.bytes_in, "results": self._feed.fetched.result_bytes},
+            "draining": self._control.draining,
+            **figures(
+                tally=self._state.tally, slots=self._slots, host=self._host, feed=self._feed, delivery=self._delivery
+            ),
+            "standing": self._standing.status(),
+            **self._entrance.status(),
             "started_at": self._started_at,
             "updated_at": time.time(),
         }
 
     async def _write_status(self) -> None:
-        """The status file for programs, and now and then a line for people."""
-        said, finished = time.monotonic(), 0
+        """The status file, for programs."""
         while True:
-            self._save_status()
-            if time.monotonic() - said >= SAY_SECONDS and self._slots.finished > finished:
-                said, finished = time.monotonic(), self._slots.finished
-                log.info("%s, %.0f tokens/s; %s", self._what(), self._slots.speed.tokens_per_second, self._counts())
+            save_status(self._state.folder, self.status())
             await asyncio.sleep(STATUS_SECONDS)
-
-    def _counts(self) -> str:
-        tally = self._state.tally
-        undecided = f", {tally.indeterminate} undecided" if tally.indeterminate else ""
-        return f"{tally.admitted} slots admitted, {tally.rejected} rejected{undecided}"
-
-    def _save_status(self) -> None:
-        path = self._state.folder / "status.json"
-        temporary = path.with_suffix(".json.tmp")
-        # For observers only: a full disk must not end the worker.
-        with contextlib.suppress(OSError):
-            temporary.write_bytes(msgspec.json.encode(self.status()))
-            temporary.rename(path)
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that the others followed from."""
-    first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -14,9 +14,12 @@ from collections.abc import Awaitable, Callable
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, Refused
 from node.exchange import Backoff, printable
+from node.logs import bound
+from node.plain_reasons import PLAIN
 from node.protocol.admission import Outcome
 from node.protocol.messages import Receipt
-from node.protocol.reasons import ADVICE, Reason
+from node.protocol.reasons import Reason
+from node.worker_events import NOBODY, Kind, Onlooker, of_receipt
 from node.worker_state import Pending, WorkerState
 
 log = logging.getLogger(__name__)
@@ -36,27 +39,38 @@ class Delivery:
         *,
         register: Callable[[], Awaitable[None]],
         backoff: Backoff,
+        onlooker: Onlooker = NOBODY,
     ) -> None:
         self.lost = 0
         self._client = client
         self._state = state
         self._register = register
         self._backoff = backoff
+        self._onlooker = onlooker
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent: set[str] = set()
+        self._explained: set[Reason] = set()
+        self._left: tuple[int, int] | None = None
         self._all_sent = asyncio.Event()
         self._all_sent.set()
 
     def __len__(self) -> int:
-        """Slots on their way."""
-        return len(self._tasks)
+        """Slots on their way; after `finish`, those that the next start goes on with."""
+        return len(self._tasks) if self._left is None else self._left[0]
+
+    @property
+    def unsent(self) -> int:
+        """Of them, those that the coordinator does not have yet."""
+        return len(self._unsent) if self._left is None else self._left[1]
 
     def start(self, pending: Pending, group: asyncio.TaskGroup) -> None:
         """Deliver one slot in the background."""
         if pending.submission is None:
             self._unsent.add(pending.lease.lease_id)
             self._all_sent.clear()
-        task = group.create_task(self._deliver(pending))
+        lease = pending.lease
+        with bound(policy=lease.version, slot=lease.slot, lease=lease.lease_id):
+            task = group.create_task(self._deliver(pending))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -72,6 +86,7 @@ class Delivery:
                 await self._all_sent.wait()
         except TimeoutError:
             log.warning("%d submissions are not uploaded yet; the next start goes on with them", len(self._unsent))
+        self._left = len(self._tasks), len(self._unsent)
         for task in self._tasks:
             task.cancel()
 
@@ -86,7 +101,10 @@ class Delivery:
             if submission is None:
                 return
             pending = self._state.acknowledge(pending, submission)
-        await self._await_receipt(pending, str(pending.submission))
+            lease = pending.lease
+            self._onlooker.notice(Kind.SUBMITTED, policy=lease.version, slot=lease.slot, submission=submission)
+        with bound(submission=pending.submission):
+            await self._await_receipt(pending, str(pending.submission))
 
     async def _upload(self, pending: Pending) -> str | None:
         """The submission's id, or None if the coordinator does not take it any more."""
@@ -134,21 +152,27 @@ class Delivery:
             self._lose(pending, "the run signed a receipt for another slot under this submission's name")
             return
         self._state.settle(pending, receipt, envelope)
-        tally = self._state.tally
-        counts = f"{tally.admitted} admitted, {tally.rejected} rejected so far"
+        kind, keys = of_receipt(receipt, detail=printable(receipt.detail))
+        self._onlooker.notice(kind, **keys)
         if receipt.outcome is Outcome.ADMITTED:
-            log.debug(
-                "admitted: slot %d of policy %d, %d tokens; %s", receipt.slot, receipt.version, receipt.tokens, counts
-            )
+            log.debug("admitted: slot %d of policy %d, %d tokens", receipt.slot, receipt.version, receipt.tokens)
             return
-        why = (
-            "" if receipt.reason is None else f"{receipt.reason}: {printable(receipt.detail)} {ADVICE[receipt.reason]}"
-        )
-        log.warning("%s: slot %d of policy %d, %s; %s", receipt.outcome, receipt.slot, receipt.version, why, counts)
+        log.warning("%s: slot %d of policy %d, %s", receipt.outcome, receipt.slot, receipt.version, self._why(receipt))
+
+    def _why(self, receipt: Receipt) -> str:
+        """What was found, and for the first of its kind what that means and what to do."""
+        if receipt.reason is None:
+            return ""
+        found = f"{receipt.reason}: {printable(receipt.detail)}"
+        if receipt.reason in self._explained:
+            return found
+        self._explained.add(receipt.reason)
+        return f"{found} {PLAIN[receipt.reason].meaning} {PLAIN[receipt.reason].todo}"
 
     def _lose(self, pending: Pending, why: str) -> None:
         self.lost += 1
         log.warning("slot %d of policy %d comes to nothing: %s", pending.lease.slot, pending.lease.version, why)
+        self._onlooker.notice(Kind.LOST, policy=pending.lease.version, slot=pending.lease.slot, why=why)
         self._state.forget(pending)
 
     async def _wait_after(self, error: BadReply, failures: int) -> None:

@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterable
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest
 from node.environments import load_environment
 from node.errors import EngineFailed
+from node.parquet import write_rollouts
 from node.policy_errors import PolicyError
+from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
+from node.protocol.control import AskChallenge, ChallengeBody
 from node.protocol.messages import Lease
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts
 from node.verification import expected_of
+from node.worker_events import NOBODY, Kind, Onlooker
 from node.worker_policies import PolicyFeed
 
 log = logging.getLogger(__name__)
@@ -32,10 +36,16 @@ class UnusablePolicy(EngineFailed):
     code = "policy_unusable"
 
 
+class Unprepared(Exception):
+    """A challenge that cannot be met now, or not with this run's rules."""
+
+
 class EngineHost:
     """One engine and the rules for it. `switches` counts policies that took over while slots were under way."""
 
-    def __init__(self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str) -> None:
+    def __init__(
+        self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str, onlooker: Onlooker = NOBODY
+    ) -> None:
         self.name = engine.name
         self.switches = 0
         self.restarts = 0
@@ -45,6 +55,7 @@ class EngineHost:
         self._spec = spec
         self._run_id = run_id
         self._lead = spec.sampling.max_version_lead
+        self._onlooker = onlooker
         self._environments = [load_environment(environment) for environment in spec.environments]
 
     @property
@@ -83,12 +94,14 @@ class EngineHost:
                 self._feed.drop(version)
             raise _failed(f"did not take policy {version}", error) from error
         self.switches += slots > 0
+        seconds = time.monotonic() - started
         log.info(
             "policy %d is loaded, after %.1f s%s",
             version,
-            time.monotonic() - started,
+            seconds,
             f"; {slots} slots under way go on with it" if slots else "",
         )
+        self._onlooker.notice(Kind.LOADED, policy=version, seconds=round(seconds, 3), slots=slots)
 
     async def group(self, lease: Lease, *, ended: Callable[[], None]) -> list[Rollout]:
         """The rollouts of a lease's slot, checked; `ended` is called for each completion that has its last token.
@@ -112,6 +125,36 @@ class EngineHost:
             ) from refusal
         self.segments += sum(len(rollout.segment_versions) for rollout in rollouts)
         return rollouts
+
+    async def challenge(self, ask: AskChallenge, *, node: bytes, nonce: str) -> ChallengeBody | None:
+        """Draw what a challenge asks for with the policy that the engine holds; None where that changed on the way.
+
+        Raises Unprepared, and EngineError from the engine itself.
+        """
+        version = self.version
+        held = None if version is None else self._feed.get(version)
+        if version is None or held is None:
+            raise Unprepared("The engine holds no policy.")
+        rules = challenge_spec(self._spec, ask)
+        expected = expected_of(
+            rules,
+            self._engine.policy,
+            self._environments,
+            run_id=self._run_id,
+            version=version,
+            manifest_digest=challenge_manifest(
+                run_id=self._run_id, manifest_digest=held.manifest_digest, node=node, nonce=nonce
+            ),
+            slot=CHALLENGE_SLOT,
+        )
+        if not fits(rules, samples=ask.samples, prompt_tokens=len(expected.prompt_ids)):
+            raise Unprepared("The run's proofs make the answer too large; ask for fewer samples or tokens.")
+        most, prompt = rules.sampling.max_new_tokens, tuple(expected.prompt_ids)
+        rollouts = await self._engine.generate([SampleRequest(prompt, seed, most) for seed in expected.seeds])
+        if any(rollout.segment_versions != [version] for rollout in rollouts):
+            return None
+        file = await asyncio.to_thread(write_rollouts, rollouts)
+        return ChallengeBody(version=version, manifest_digest=held.manifest_digest, rollouts=file)
 
     async def restart(self) -> None:
         """End the engine after a failure; the next `load` starts it anew."""

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, CoordinatorFault, Refused
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason
 from node.worker_delivery import FOR_EVER
+from node.worker_events import NOBODY, Kind, Onlooker
 from node.worker_policies import PolicyFeed
+
+if TYPE_CHECKING:
+    from node.worker_registration import Registrar
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,9 @@ REFUSED_PAUSE_SECONDS: Final = 2.0
 UNSOUND_PAUSE_SECONDS: Final = 5.0
 LEAST_PAUSE_SECONDS: Final = 0.05
 MOST_PAUSE_SECONDS: Final = 60.0
+FINAL: Final = (Reason.BANNED, Reason.KEY_IN_USE)
+"""Refusals after which asking again is pointless."""
+
 IDLE_SECONDS: Final = 15.0
 """Without work for so long, the worker says why; then after twice as long, and so on."""
 
@@ -53,7 +60,7 @@ class Complaints:
 class LeaseDesk:
     """One worker's way to leases. `is_over` says that the run's last policy is published.
 
-    `register` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has.
+    `registrar` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has.
     """
 
     def __init__(
@@ -61,18 +68,19 @@ class LeaseDesk:
         client: CoordinatorClient,
         feed: PolicyFeed,
         *,
-        register: Callable[[], Awaitable[None]],
+        registrar: Registrar,
         last_step: int,
         evidence: Path,
+        onlooker: Onlooker = NOBODY,
     ) -> None:
         self.is_over = False
-        self.ban: Refused | None = None
         self.came_empty = False
         self._client = client
         self._feed = feed
-        self._register = register
+        self._registrar = registrar
         self._last_step = last_step
         self._evidence = evidence
+        self._onlooker = onlooker
         self._complaints = Complaints()
         self._ask_at = 0.0
         self._idle_since: float | None = None
@@ -92,18 +100,23 @@ class LeaseDesk:
 
         Leases that are not sound are handed back.
         """
-        request = LeaseRequest(held_versions=tuple(held[:MAX_HELD_VERSIONS]), slots=min(slots, MAX_SLOTS))
+        request = LeaseRequest(
+            held_versions=tuple(held[:MAX_HELD_VERSIONS]),
+            slots=min(slots, MAX_SLOTS),
+            instance=self._registrar.instance.id,
+        )
         try:
             reply = await self._client.lease(request, patience_seconds=FOR_EVER)
         except (Refused, BadReply) as error:
             self._complaints.note("no work", error)
             self.pause(REFUSED_PAUSE_SECONDS)
-            if isinstance(error, Refused) and error.code == Reason.BANNED:
-                self.ban = error
+            if isinstance(error, Refused) and error.code in FINAL:
+                self._registrar.dismiss(error)
             if isinstance(error, Refused) and error.code == Reason.UNKNOWN_IDENTITY:
-                await self._register()
+                await self._registrar.register_until_known()
             return []
         self._complaints.clear("no work")
+        self._registrar.heard()
         sound = [lease for lease in reply.leases if self._is_sound(lease, reply.leases[0].version)]
         self._note(reply, wanted=request.slots, sound=len(sound))
         await self.give_back([lease for lease in reply.leases if lease not in sound])
@@ -117,6 +130,7 @@ class LeaseDesk:
         try:
             await self._client.return_lease(lease.lease_id, patience_seconds=HAND_BACK_SECONDS)
             log.info("handed back slot %d of policy %d", lease.slot, lease.version)
+            self._onlooker.notice(Kind.RETURNED, policy=lease.version, slot=lease.slot)
         except CoordinatorFault as error:
             log.warning("slot %d of policy %d could not be handed back: %s", lease.slot, lease.version, error)
 

@@ -18,7 +18,8 @@ from node.exchange import Backoff, checked_url, printable
 from node.protocol.messages import RelayList
 from node.relay_advice import Serving, serving_url, sources_of
 from node.signals import Stopped, race
-from shardcast import Client, Fetched, Head, Progress, ServerLimits, Watch, unwatched
+from node.worker_events import NOBODY, Kind, Onlooker
+from shardcast import Client, Fetched, Head, Progress, ServerLimits
 from shardcast.errors import NoVersionYet, ShardcastError
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,11 @@ class PolicyFeed:
     """Downloads each new policy as it is announced, and sets `arrived` whenever one is complete."""
 
     def __init__(
-        self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event, watch: Watch = unwatched
+        self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event, onlooker: Onlooker = NOBODY
     ) -> None:
         self.downloading: tuple[int, Progress | None] | None = None
         self._arrived = arrived
-        self._broadcast, self._watch = broadcast, watch
+        self._broadcast, self._onlooker = broadcast, onlooker
         self._backoff = backoff
         self._held: dict[int, HeldPolicy] = {}
         self._away_since: float | None = None
@@ -134,7 +135,8 @@ class PolicyFeed:
         started, before = time.monotonic(), self.fetched.bytes_in
 
         self.downloading = head.version, None
-        with self._watch(head.version) as report:
+        self._onlooker.notice(Kind.FETCHING, policy=head.version)
+        with self._onlooker.fetching(head.version) as report:
 
             def note(progress: Progress) -> None:
                 self.downloading = head.version, progress
@@ -143,9 +145,14 @@ class PolicyFeed:
 
             path = await self._broadcast.fetch(head, progress=note)
         self._held[head.version] = HeldPolicy(manifest_digest=head.manifest_digest, path=path)
-        size_mb, seconds = path.stat().st_size / 1e6, time.monotonic() - started
-        got_mb = (self.fetched.bytes_in - before) / 1e6
-        log.info("policy %d is here: %.1f MB (%.1f MB transferred) in %.1f s", head.version, size_mb, got_mb, seconds)
+        size, got = path.stat().st_size, self.fetched.bytes_in - before
+        seconds = time.monotonic() - started
+        log.info(
+            "policy %d is here: %.1f MB (%.1f MB transferred) in %.1f s", head.version, size / 1e6, got / 1e6, seconds
+        )
+        self._onlooker.notice(
+            Kind.FETCHED, policy=head.version, bytes=size, transferred_bytes=got, seconds=round(seconds, 3)
+        )
         self._arrived.set()
 
     def _note_away(self, error: ShardcastError) -> None:

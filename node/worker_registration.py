@@ -1,34 +1,78 @@
-"""Introducing the node to the coordinator: at the start, and whenever the coordinator forgot it."""
+"""Introducing the node to the coordinator: at the start, whenever the coordinator forgot it, and to be heard.
+
+The coordinator lets one machine work with a key. So that no other takes this one's place while its slots take long, it
+registers again when nothing else was heard of it for a while; and where another one has the key, this one ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from importlib import metadata
+from typing import Final
 
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, Refused
 from node.exchange import Backoff
+from node.instance import Instance
 from node.protocol.messages import Registration
+from node.protocol.reasons import Reason
 from node.worker_delivery import FOR_EVER
 from node.worker_leases import Complaints
 
+HEARD_SECONDS: Final = 50.0
+"""An instance that was not heard for 120 s may be replaced (docs/protocol.md, 3.4)."""
+
 
 class Registrar:
-    """Registers one node that works with `engine`."""
+    """Registers one node that works with `engine` on one machine.
 
-    def __init__(self, client: CoordinatorClient, *, engine: str, backoff: Backoff) -> None:
+    `dismissal` is the refusal after which the coordinator wants nothing more of this worker: its node is banned, or
+    its key is at work elsewhere. `changed` is set when there is one.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        *,
+        engine: str,
+        instance: Instance,
+        backoff: Backoff,
+        changed: asyncio.Event,
+    ) -> None:
+        self.dismissal: Refused | None = None
+        self.instance = instance
         self._client = client
         self._engine = engine
         self._backoff = backoff
         self._complaints = Complaints()
+        self._changed = changed
+        self._heard_at = time.monotonic()
+
+    def heard(self) -> None:
+        """The coordinator has just answered a lease request."""
+        self._heard_at = time.monotonic()
+
+    def dismiss(self, refusal: Refused) -> None:
+        """Take a refusal for the last word."""
+        self.dismissal = self.dismissal or refusal
+        self._changed.set()
 
     async def register(self) -> None:
-        """Once, for as long as the coordinator is away. Raises Refused and BadReply."""
-        registration = Registration(software=_software(), engine=self._engine)
-        await self._client.register(registration, patience_seconds=FOR_EVER)
+        """Once, for as long as the coordinator is away. Raises Refused and BadReply, but for `dismissal`."""
+        registration = Registration(
+            software=software(), engine=self._engine, instance=self.instance.id, name=self.instance.name
+        )
+        try:
+            await self._client.register(registration, patience_seconds=FOR_EVER)
+        except Refused as error:
+            if error.code != Reason.KEY_IN_USE:
+                raise
+            self.dismiss(error)  # the node is known all the same: what is done can be delivered
+        self.heard()
 
     async def register_until_known(self) -> None:
-        """Again and again, until the coordinator takes it."""
+        """Again and again, until the coordinator takes it or dismisses this worker."""
         failures = 0
         while True:
             try:
@@ -39,8 +83,18 @@ class Registrar:
                 self._complaints.note("not registered", error)
                 await asyncio.sleep(self._backoff.delay(failures))
 
+    async def stay_known(self) -> None:
+        """Register again whenever nothing was heard of this worker for a while."""
+        while self.dismissal is None:
+            left = self._heard_at + HEARD_SECONDS - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self.register_until_known()
 
-def _software() -> str:
+
+def software() -> str:
+    """The name and version of this installation."""
     try:
         return f"veriswarm/{metadata.version('veriswarm')}"
     except metadata.PackageNotFoundError:

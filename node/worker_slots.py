@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any
 
 from node.errors import EngineFailed
+from node.logs import bound
 from node.parquet import write_rollouts
 from node.protocol.messages import Lease
 from node.protocol.submission import Rollout
 from node.worker_engine import EngineHost
+from node.worker_events import NOBODY, Kind, Onlooker
 from node.worker_speed import Mark, Speed
 from node.worker_state import Pending, WorkerState
 
@@ -53,6 +55,7 @@ class SlotsUnderWay:
         give_back: Callable[[Sequence[Lease]], Awaitable[None]],
         now: Callable[[], float],
         changed: asyncio.Event,
+        onlooker: Onlooker = NOBODY,
     ) -> None:
         self.speed = Speed()
         self.failure: EngineFailed | None = None
@@ -65,6 +68,7 @@ class SlotsUnderWay:
         self._give_back = give_back
         self._now = now
         self._changed = changed
+        self._onlooker = onlooker
         self._slots: dict[str, _Slot] = {}
 
     def __len__(self) -> int:
@@ -92,7 +96,11 @@ class SlotsUnderWay:
         """Generate a slot in the background."""
         slot = _Slot(lease, self.speed.begin(), left=self._group_size)
         self._slots[lease.lease_id] = slot
-        slot.task = group.create_task(self._run(slot))
+        self._onlooker.notice(
+            Kind.LEASED, policy=lease.version, slot=lease.slot, lease=lease.lease_id, expires_at=lease.expires_at
+        )
+        with bound(policy=lease.version, slot=lease.slot, lease=lease.lease_id):
+            slot.task = group.create_task(self._run(slot))
 
     async def hand_back(self) -> None:
         """Give up every slot under way, and return its lease."""
@@ -134,12 +142,14 @@ class SlotsUnderWay:
             self._deliver(await asyncio.to_thread(self._store, lease, rollouts))
         except TimeoutError:
             self.expired += 1
+            seconds = time.monotonic() - slot.mark.at
             log.warning(
                 "slot %d of policy %d is given up: its lease ended after %.0f s, before it was generated",
                 lease.slot,
                 lease.version,
-                time.monotonic() - slot.mark.at,
+                seconds,
             )
+            self._onlooker.notice(Kind.EXPIRED, policy=lease.version, slot=lease.slot, seconds=round(seconds, 3))
         except EngineFailed as error:
             self.failure = self.failure or error
             return
@@ -165,6 +175,13 @@ class SlotsUnderWay:
             tokens,
             seconds,
             self.speed.tokens_per_second,
+        )
+        self._onlooker.notice(
+            Kind.GENERATED,
+            policy=slot.lease.version,
+            slot=slot.lease.slot,
+            tokens=tokens,
+            seconds=round(seconds, 3),
         )
 
     def _store(self, lease: Lease, group: Sequence[Rollout]) -> Pending:

@@ -1,6 +1,7 @@
 """What a worker must not forget, in one folder that one process uses at a time.
 
     run.json                   which run the folder belongs to, and the digest of its rules
+    instance                   a secret by which the coordinator tells this machine from others (`node.instance`)
     pending/<lease>.json       a slot that was generated and has no receipt yet
     pending/<lease>.parquet    its submission, until the coordinator acknowledges it
     receipts.ndjson            every receipt, signed as it came: the worker's proof of what it is owed

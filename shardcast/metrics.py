@@ -43,11 +43,11 @@ class BoardCollector(Collector):
         done, total, rate, sources, left = (
             GaugeMetricFamily(f"shardcast_fetch_{name}", meaning, labels=["version"])
             for name, meaning in (
-                ("done_bytes", "bytes of a fetch that are here"),
-                ("total_bytes", "bytes that the fetch takes in all"),
-                ("bytes_per_second", "its rate since it began"),
-                ("sources", "how many it has requests at"),
-                ("seconds_left", "at this rate"),
+                ("done_bytes", "bytes of a fetch under way that are here"),
+                ("total_bytes", "bytes that a fetch under way takes in all"),
+                ("bytes_per_second", "rate of a fetch under way since it began"),
+                ("sources", "sources at which a fetch under way has requests"),
+                ("seconds_left", "until a fetch under way is done, at its rate so far"),
             )
         )
         for version, progress in list(self._board.fetched.under_way.items()):

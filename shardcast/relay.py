@@ -124,6 +124,10 @@ class Relay:
             self._watchers.pop(url).cancel()
         self._watch_upstreams()
 
+    def newest_whole(self) -> int | None:
+        """The newest version of which everything is here; None before the first."""
+        return next((signed.manifest.version for signed, _ in self._store.whole_results()), None)
+
     # -- heads
 
     def _head(self) -> Announced | None:

@@ -74,7 +74,7 @@ class Actors:
 
     def lease(self, node: str, *, held: tuple[int, ...], count: int = 1) -> list[work.Lease]:
         with self.home.database.write() as connection:
-            request = LeaseRequest(held_versions=held, slots=count)
+            request = LeaseRequest(held_versions=held, slots=count, instance="0" * 32)
             return list(
                 work.lease(connection, node=who(node), request=request, spec=self.home.spec, now=self.now).leases
             )

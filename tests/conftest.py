@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from postgresql import new_database, running_server
 
 from node.policy import save_policy
 from node.tiny import make_model, make_tokenizer
@@ -34,3 +37,22 @@ def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("policy") / "tiny.safetensors"
     save_policy(make_model(seed=20), make_tokenizer(), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Any]:
+    """A PostgreSQL server for the whole session."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def postgresql_url(postgresql: Any) -> str:
+    """An empty database on it."""
+    return new_database(postgresql)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    """Either kind of database: None is the default, SQLite in the data folder."""
+    return None if request.param == "sqlite" else request.getfixturevalue("postgresql_url")

@@ -60,6 +60,10 @@ from shardcast.manifest import SignedManifest
 from shardcast.wire import decode, digest, encode
 
 VERDICT_SECONDS = 60.0
+INSTANCE = "0" * 32
+"""The machine that every peer says it is on; each has a key of its own."""
+
+REGISTRATION = Registration(software="test", engine="torch", instance=INSTANCE, name="test")
 
 TIGHT = LimitsSpec(
     exponent_mismatches=8.0,
@@ -145,11 +149,11 @@ class Peer:
                 return Reply(error.code, error.read())
 
     def register(self) -> Reply:
-        return self.signed("POST", "/v1/nodes", encode(Registration(software="test", engine="torch")))
+        return self.signed("POST", "/v1/nodes", encode(REGISTRATION))
 
     def ask(self, *, held: tuple[int, ...] = (0,), slots: int = 1) -> LeaseReply:
         """Ask for leases, as a worker does."""
-        body = encode(LeaseRequest(held_versions=held, slots=slots))
+        body = encode(LeaseRequest(held_versions=held, slots=slots, instance=INSTANCE))
         reply = self.signed("POST", "/v1/leases", body)
         assert reply.status == 200, reply
         return decode(LeaseReply, reply.body, max_bytes=2**20)
@@ -275,10 +279,13 @@ def running(
     *,
     spec: RunSpec | None = None,
     make_prefills: MakePrefills = transformers_prefills,
+    key: Ed25519PrivateKey | None = None,
+    blobs_url: str | None = None,
 ) -> Iterator[Swarm]:
     """A run whose version 0 is the policy in `policy_path`; `make_prefills` as in VerifierSettings."""
-    key = Ed25519PrivateKey.generate()
-    home = create_home(folder / "data", public_key=key.public_key().public_bytes_raw(), spec=spec or small_spec())
+    key = key or Ed25519PrivateKey.generate()
+    public_key = key.public_key().public_bytes_raw()
+    home = create_home(folder / "data", public_key=public_key, spec=spec or small_spec(), blobs_url=blobs_url)
     origin = Origin(folder / "origin", key, home.run_id)
     server = OriginServer(origin)
     origin_url = f"http://127.0.0.1:{server.start()}"

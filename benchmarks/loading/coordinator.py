@@ -1,4 +1,4 @@
-"""A coordinator in a process of its own, and one that stands in for its verifiers."""
+"""Coordinators in processes of their own over one database, and one that stands in for their verifiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -56,34 +56,65 @@ logprob_error = 0.001
 
 @dataclass(frozen=True)
 class Served:
-    """A run whose coordinator answers at `port`."""
+    """A run whose coordinators answer at `ports`; `server` is PostgreSQL's first process."""
 
-    port: int
+    ports: Sequence[int]
     home: Home
-    process: psutil.Process
+    processes: Sequence[psutil.Process]
+    server: psutil.Process | None = None
+
+    @property
+    def port(self) -> int:
+        return self.ports[0]
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the coordinators so far."""
+        times = [process.cpu_times() for process in self.processes]
+        return sum(one.user + one.system for one in times)
+
+    def server_cpu_seconds(self) -> float:
+        """Processor time of PostgreSQL so far, of processes that have ended included; 0 without it."""
+        if self.server is None:
+            return 0.0
+        times = [one.cpu_times() for one in (self.server, *self.server.children())]
+        ended = self.server.cpu_times()
+        return sum(one.user + one.system for one in times) + ended.children_user + ended.children_system
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Served]:
-    """The command of an operator, on a new run with one policy."""
+def serving(folder: Path, *flags: str, apis: int = 1, database_url: str | None = None) -> Iterator[Served]:
+    """The commands of an operator, on a new run with one policy: one for all, or several APIs and a leader."""
     (folder / "run.toml").write_text(RUN_TOML, encoding="utf-8")
     create_key(folder / "run.key")
-    command = [sys.executable, "-m", "node.cli", "coordinator", "--run", "run.toml", "--key", "run.key"]
-    output = folder / "coordinator.txt"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, "--data", "data", "--port", "0", *flags], cwd=folder, stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
-        port = _port(output, process)
-        home = open_home(folder / "data")
+    shared = ["--data", "data", *(["--database-url", database_url] if database_url else [])]
+    command = ["coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--port", "0", *shared, *flags]
+    commands = [command] if apis == 1 else [[*command, "--role", "api"]] * apis
+    with contextlib.ExitStack() as running:
+        started = [running.enter_context(_running(folder, f"api-{n}", each)) for n, each in enumerate(commands)]
+        ports = [_port(output, process) for output, process in started]
+        if apis > 1:
+            running.enter_context(_running(folder, "leader", ["coordinator", "--role", "leader", *shared]))
+        home = open_home(folder / "data", database_url=database_url)
+        running.callback(home.database.close)
         policy = Published(
             version=0, manifest_digest=secrets.token_hex(32), result_digest=secrets.token_hex(32), manifest=b"load"
         )
         with home.database.write() as connection:
             training.record_policy(connection, policy, now=time.time())
-        yield Served(port=port, home=home, process=psutil.Process(process.pid))
-        home.database.close()
+        processes = [psutil.Process(process.pid) for _, process in started]
+        yield Served(ports=ports, home=home, processes=processes)
+
+
+@contextlib.contextmanager
+def _running(folder: Path, name: str, command: Sequence[str]) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A command of `veriswarm`, and the file that has its output."""
+    output = folder / f"{name}.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "node.cli", *command], cwd=folder, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        yield output, process
     finally:
         process.terminate()
         process.wait(30)
@@ -102,11 +133,11 @@ def _port(output: Path, process: subprocess.Popen[bytes]) -> int:
 
 
 @contextlib.contextmanager
-def judging(data: Path) -> Iterator[None]:
+def judging(data: Path, database_url: str | None = None) -> Iterator[None]:
     """Somebody who admits all that is submitted, with the verifier's own transactions but no prefill."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    process = context.Process(target=_judge, args=(data, stop), daemon=True)
+    process = context.Process(target=_judge, args=(data, database_url, stop), daemon=True)
     process.start()
     try:
         yield
@@ -115,8 +146,8 @@ def judging(data: Path) -> Iterator[None]:
         process.join(30)
 
 
-def _judge(data: Path, stop: Event) -> None:
-    home = open_home(data, wait_seconds=START_SECONDS)
+def _judge(data: Path, database_url: str | None, stop: Event) -> None:
+    home = open_home(data, database_url=database_url, wait_seconds=START_SECONDS)
     group = home.blobs.put(b"load")
     decision = Decision(
         outcome=Outcome.ADMITTED,

@@ -20,8 +20,11 @@ from shardcast.wire import decode, digest, encode
 MAX_REPLY_BYTES = 2**20
 STATUS_EVERY = 10
 WAIT_SECONDS = 20
-REGISTRATION = encode(Registration(software="load", engine="none"))
-LEASE_REQUEST = encode(LeaseRequest(held_versions=(0,), slots=1))
+INSTANCE = "0" * 32
+"""Each of these workers has a key of its own, so all may say that they are the same machine."""
+
+REGISTRATION = encode(Registration(software="load", engine="none", instance=INSTANCE, name="load"))
+LEASE_REQUEST = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE))
 
 
 @dataclass(slots=True)

@@ -1,6 +1,8 @@
 """Which processes a swarm on one machine has, where each listens, and which folder each keeps.
 
 coordinator, verifier, trainer (with the origin)  <-  root relay  <-  leaf relays  <-  workers
+
+Relays and honest workers are told one string, and find the coordinator by the peer that it runs.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from random import SystemRandom
 
 from coordinator.demo.errors import DemoError
 from coordinator.demo.supervisor import Command
+from coordinator.peer_child import PEER_FOLDER, PeerPlan, has_libp2p
 from coordinator.redteam.journal import read_nodes
 from node.identity import create_key, load_or_create_key, node_id
+from node.protocol.peers import Invitation
 from node.protocol.run import RunSpec, parse_run_toml, run_id_of
 
 HOST = "127.0.0.1"
@@ -118,22 +122,23 @@ def lay_out(
     (folder / "run.toml").write_text(run_toml, encoding="utf-8")
     run_id = run_id_of(create_key(folder / "run.key").public_key().public_bytes_raw())
     relay_names = ("relay-root", *(f"relay-leaf-{index}" for index in range(1, leaves + 1)))
-    coordinator, origin, bad, *relay_ports = free_ports(3 + len(relay_names))
+    coordinator, origin, bad, peer, *relay_ports = free_ports(4 + len(relay_names))
     coordinator_url, origin_url = _url(coordinator), _url(origin)
     relays = {name: _url(port) for name, port in zip(relay_names, relay_ports, strict=True)}
     released = [_place(folder, f"{HONEST}-{index}", HONEST) for index in range(1, honest + 1)]
     raiders = [_place(folder, f"hostile-{one.kind}", one.kind) for one in hostile]
-    join = ("--coordinator", coordinator_url, "--run-id", run_id)
+    url = ("--coordinator", coordinator_url, "--run-id", run_id)
+    join = _join(folder, run_id, peer) if has_libp2p() else url
     upstreams: dict[str, tuple[str, ...]] = dict.fromkeys(relay_names, (relays["relay-root"],))
     upstreams["relay-root"] = (origin_url,)
     if bad_relay:
         upstreams[relay_names[-1]] += (_url(bad),)
     commands = [
-        *_operator_commands(folder, coordinator=coordinator, origin=origin),
+        *_operator_commands(folder, coordinator=coordinator, origin=origin, peer=peer),
         *(_relay(name, url, upstreams[name], join, folder=folder) for name, url in relays.items()),
-        *([_bad_relay(_url(bad), origin_url, join, folder=folder)] if bad_relay else []),
+        *([_bad_relay(_url(bad), origin_url, url, folder=folder)] if bad_relay else []),
         *(_worker(place, join, (*_ENGINE_OPTIONS[engine], *worker_options), engine=engine) for place in released),
-        *(_raider(place, one, join) for place, one in zip(raiders, hostile, strict=True)),
+        *(_raider(place, one, url) for place, one in zip(raiders, hostile, strict=True)),
     ]
     return Swarm(
         folder=folder,
@@ -182,13 +187,29 @@ def _cli(name: str, *arguments: str, wave: int, health: str | None = None) -> Co
     return Command(name, ("-m", "node.cli", *arguments), health_url=health, wave=wave)
 
 
-def _operator_commands(folder: Path, *, coordinator: int, origin: int) -> list[Command]:
+def _join(folder: Path, run_id: str, port: int) -> tuple[str, ...]:
+    """How a contributor joins who knows one string, and nothing of where the coordinator is."""
+    addresses = PeerPlan(state=_peer_state(folder), host=HOST, port=port).addresses()
+    return "--join", str(Invitation(run_id, addresses)), "--peer-listen", f"{HOST}:0"
+
+
+def _peer_options(folder: Path, port: int) -> tuple[str, ...]:
+    return "--peer-port", str(port), "--peer-state", str(_peer_state(folder))
+
+
+def _peer_state(folder: Path) -> Path:
+    """Beside the data, which may be on a disk of its own that is mounted later."""
+    return folder / PEER_FOLDER
+
+
+def _operator_commands(folder: Path, *, coordinator: int, origin: int, peer: int) -> list[Command]:
     data, key = ("--data", str(folder / "data")), ("--key", str(folder / "run.key"))
     run = ("--run", str(folder / "run.toml"))
     return [
         _cli(
             "coordinator",
             *("coordinator", *run, *key, *data, "--host", HOST, "--port", str(coordinator)),
+            *_peer_options(folder, peer),
             wave=0,
             health=f"{_url(coordinator)}/health",
         ),

@@ -151,7 +151,8 @@ def read_audit(command: str, code: int | None, output: Path, errors: Path) -> Au
         result = json.loads(lines[-1]) if lines else None
     except ValueError:
         result = None
-    said = errors.read_text(errors="replace").strip().splitlines()
+    lines = errors.read_text(errors="replace").strip().splitlines()
+    said = [line for line in lines if not line.startswith("hint: ")]
     message = said[-1] if said and code != 0 else ""
     return AuditRow(
         command=command, exit_code=code, result=result if isinstance(result, dict) else None, message=message

@@ -68,6 +68,15 @@ class Identity:
         """The node's id."""
         return node_id(self.key)
 
+    @property
+    def registration(self) -> Registration:
+        """How it introduces itself: as on one machine, which its key names."""
+        return Registration(software="redteam", engine="torch", instance=self.node[:32], name="redteam")
+
+    def lease_request(self, *, held: tuple[int, ...], slots: int = 1) -> LeaseRequest:
+        """How it asks for work."""
+        return LeaseRequest(held_versions=held, slots=slots, instance=self.node[:32])
+
 
 class Door:
     """A coordinator, as its enemies see it; use as an async context manager.
@@ -160,14 +169,14 @@ class Door:
 
     async def register(self, identity: Identity) -> Answer:
         """Introduce a key."""
-        body = encode(Registration(software="redteam", engine="torch"))
+        body = encode(identity.registration)
         answer, _ = await self.signed(identity, "POST", "/v1/nodes", body)
         identity.is_known = answer.accepted
         return answer
 
     async def lease(self, identity: Identity, *, held: tuple[int, ...], slots: int = 1) -> tuple[Answer, list[Lease]]:
         """Ask for work."""
-        body = encode(LeaseRequest(held_versions=held[:64], slots=slots))
+        body = encode(identity.lease_request(held=held[:64], slots=slots))
         answer, _ = await self.signed(identity, "POST", "/v1/leases", body)
         if not answer.accepted:
             return answer, []

@@ -1,105 +1,107 @@
-"""Content-addressed blobs in a folder: submissions, their signed requests, admitted groups."""
+"""Content-addressed blobs: submissions, their signed requests, admitted groups. One port, two backends.
+
+A blob's name is its BLAKE3 digest, and exists only once the blob is complete. Nothing that was read is believed: it
+is checked against its name, and against a limit on its size. What is not there, or is damaged, is a StorageFault; a
+store that cannot be asked now is StoreAway, an OSError, for which every process waits.
+
+An `UploadStore` takes bodies from their senders itself, so that no process of the run carries them. An upload lies
+under its lease and its SHA-256, and whoever gets an `offer` can put nothing else there.
+"""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
-
-from blake3 import blake3
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from coordinator.errors import StorageFault
-from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import digest, is_digest
 
 
-class Incoming:
-    """A blob under way."""
+class BlobStore(abc.ABC):
+    """Blobs by their BLAKE3 digest. Every method may block, and raise OSError."""
 
-    def __init__(self, file: IO[bytes], *, max_bytes: int, place: Callable[[str], None]) -> None:
-        self._file = file
-        self._max_bytes = max_bytes
-        self._place = place
-        self._hasher = blake3()
-        self.size_bytes = 0
-
-    @property
-    def digest(self) -> str:
-        """BLAKE3 of what has arrived so far."""
-        return self._hasher.hexdigest()
-
-    def write(self, piece: bytes) -> None:
-        """Add `piece`; raises Refusal past the limit, before anything is written."""
-        self.size_bytes += len(piece)
-        if self.size_bytes > self._max_bytes:
-            raise Refusal(Reason.OVERSIZED_BODY, f"More than {self._max_bytes} bytes.")
-        self._hasher.update(piece)
-        self._file.write(piece)
-
-    def sync(self) -> None:
-        """Bring everything to disk, still under no name: what takes time, before a transaction."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def commit(self) -> None:
-        """Give the blob, after `sync`, its name."""
-        self._place(self.digest)
-
-
-class BlobStore:
-    """Blobs by their BLAKE3 digest. A blob is complete and on disk before its name exists."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._incoming = folder / "incoming"
-        self._incoming.mkdir(parents=True, exist_ok=True)
-
-    def path(self, name: str) -> Path:
-        """Where blob `name` lies; raises StorageFault for anything that is not a digest."""
-        if not is_digest(name):
-            raise StorageFault("not a blob's name")
-        return self._folder / name[:2] / name
-
+    @abc.abstractmethod
     def put(self, data: bytes) -> str:
         """Store `data`; return its digest."""
-        name = digest(data)
-        if not self.path(name).exists():
-            with self.incoming(max_bytes=len(data)) as incoming:
-                incoming.write(data)
-                incoming.sync()
-                incoming.commit()
-        return name
 
-    def get(self, name: str) -> bytes:
-        """The bytes of blob `name`, checked against it; raises StorageFault."""
-        try:
-            data = self.path(name).read_bytes()
-        except OSError as error:
-            raise StorageFault(f"blob {name} is missing") from error
-        if digest(data) != name:
-            raise StorageFault(f"blob {name} is damaged")
-        return data
+    @abc.abstractmethod
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """The bytes of blob `name`, checked against it; raises StorageFault, also for more than `max_bytes`."""
 
-    @contextmanager
-    def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:
-        """A blob that arrives in pieces; what is not committed is removed at the end of the block."""
-        descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
-        path = Path(temporary)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                yield Incoming(file, max_bytes=max_bytes, place=lambda name: self._place(path, name))
-        finally:
-            path.unlink(missing_ok=True)
+    def begin(self, data: bytes) -> None:
+        """Store a run's first blob; raises BadConfiguration where a setting keeps that from working."""
+        self.put(data)
 
-    def _place(self, temporary: Path, name: str) -> None:
-        target = self.path(name)
-        target.parent.mkdir(exist_ok=True)
-        temporary.replace(target)
+    def clear_leftovers(self) -> None:
+        """Remove what killed processes left half written; call before serving."""
+        return
 
-    def clear_incoming(self) -> None:
-        """Remove what a killed process left half written; call before serving."""
-        for leftover in self._incoming.iterdir():
-            leftover.unlink(missing_ok=True)  # a verifier may give one its name meanwhile
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A body that its sender puts into the store: BLAKE3 and SHA-256 (hexadecimal) as the sender claims them."""
+
+    lease: str
+    body: str
+    sha256: str
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A blob that is sent on as it is read; `read` blocks, and gives at most so many bytes, none at the end."""
+
+    size_bytes: int
+    read: Callable[[int], bytes]
+    close: Callable[[], None]
+
+
+class UploadStore(BlobStore):
+    """A store that senders can reach."""
+
+    url: str
+    """What names it, see `open_blobs`."""
+
+    @abc.abstractmethod
+    def reading(self, name: str) -> Reading | None:
+        """Blob `name` as it is stored, unchecked; None if there is none."""
+
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove blob `name`, if it is there."""
+
+    @abc.abstractmethod
+    def offer(self, upload: Upload, *, seconds: int) -> str:
+        """A URL at which exactly these bytes, and nothing else, may be PUT for so long. The sender's secret."""
+
+    @abc.abstractmethod
+    def holds(self, upload: Upload) -> bool:
+        """Whether the store has an object of that size and SHA-256 there."""
+
+    @abc.abstractmethod
+    def fetch(self, upload: Upload) -> bytes:
+        """The bytes that lie there, checked against size and SHA-256, not BLAKE3; raises StorageFault."""
+
+    @abc.abstractmethod
+    def keep(self, upload: Upload, name: str) -> None:
+        """Make a blob of what lies there, inside the store; raises StorageFault if nothing does."""
+
+    @abc.abstractmethod
+    def discard(self, upload: Upload) -> None:
+        """Remove what lies there, if anything does."""
+
+
+def check_name(name: str) -> None:
+    """Raise StorageFault for anything that is not a digest."""
+    if not is_digest(name):
+        raise StorageFault("not a blob's name")
+
+
+def checked_blob(data: bytes, name: str, *, max_bytes: int) -> bytes:
+    """`data` if it is blob `name`; raises StorageFault."""
+    if len(data) > max_bytes:
+        raise StorageFault(f"blob {name} has more than {max_bytes} bytes")
+    if digest(data) != name:
+        raise StorageFault(f"blob {name} is damaged")
+    return data

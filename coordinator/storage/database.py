@@ -1,35 +1,44 @@
-"""Opening the database: migrations, and two kinds of transaction.
+"""Opening the database: migrations, and two kinds of transaction, on SQLite (the default) or PostgreSQL.
 
-SQLite runs with a write-ahead log, and a writer takes its lock when it begins, so that two processes never
-deadlock on an upgrade. Every commit survives kill -9. A durable one, the default, is on disk before it returns,
-and so survives a power cut; for what may be forgotten then (nonces, leases) the wait for the disk is spared, and for
-what may be seen before it is durable (submissions) `sync` waits without the lock.
+Every commit survives kill -9. A durable one, the default, is on disk before it returns, and so survives a power cut;
+for what may be forgotten then (nonces, leases) the wait for the disk is spared, and for what may be seen before it is
+durable (submissions) `sync` waits without a lock.
+
+On SQLite one transaction writes at a time. On PostgreSQL many do, and what must not happen at once takes a lock of
+`locks`.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import sqlite3
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import Final
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy import URL, Connection, create_engine, make_url, text
+from sqlalchemy.exc import ArgumentError
 
-from coordinator.errors import BadConfiguration, StorageFault
+from coordinator.errors import BadConfiguration
+from coordinator.storage import locks, sqlite
+from coordinator.storage.leadership import Leadership, LockedFile, SessionLock
+from coordinator.storage.timings import Timed
 
-BUSY_TIMEOUT_MS = 30_000
-LOOK_SECONDS = 0.001
 POOL_SIZE = 48
 """More than the threads that serve requests, so that none of them waits for a connection."""
+
+POSTGRESQL_POOL_SIZE = 12
+"""Each connection is a process of the server's; with 100 of them, its default, several of ours find room."""
+
+POSTGRESQL_SETTINGS = {
+    "application_name": "veriswarm",
+    "lock_timeout": str(sqlite.BUSY_TIMEOUT_MS),
+    # A process that is stopped in the middle must not keep the others from working.
+    "idle_in_transaction_session_timeout": "60000",
+}
+_FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'veriswarm', '')")
+"""Writes a few bytes to the write-ahead log, whose commit waits for all that is before them."""
 
 
 class Database:
@@ -38,212 +47,121 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
-            _refuse_private(make_url(url))
-            self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
+            parsed = _checked(make_url(url))
+            if parsed.get_backend_name() == "sqlite":
+                self._open_sqlite(parsed)
+            else:
+                self._open_postgresql(parsed)
         except (ArgumentError, ImportError) as error:
-            raise BadConfiguration("--database-url is no SQLAlchemy URL whose driver is installed") from error
-        self._lazy = self._engine
-        self._wal: _SharedSync | None = None
-        self._turn: AbstractContextManager[None] = nullcontext()
-        if self._engine.dialect.name == "sqlite":
-            self._turn = _Turn()
-            self._wal = _SharedSync(Path(f"{self._engine.url.database}-wal"))
-            line = _Line(Path(f"{self._engine.url.database}-line"))
-            self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
-            _prepare_sqlite(self._engine, line, synchronous="FULL")
-            _prepare_sqlite(self._lazy, line, synchronous="NORMAL")
+            raise BadConfiguration(
+                "--database-url is no SQLAlchemy URL whose driver is installed; for postgresql+psycopg:// "
+                "pip install '.[postgresql]'"
+            ) from error
+
+    def _open_sqlite(self, url: URL) -> None:
+        self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
+        self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
+        self._turn: AbstractContextManager[None] = sqlite.Turn()
+        self._wal: sqlite.SharedSync | None = sqlite.SharedSync(Path(f"{url.database}-wal"))
+        line = sqlite.Line(Path(f"{url.database}-line"))
+        sqlite.prepare(self._engine, line, synchronous="FULL")
+        sqlite.prepare(self._lazy, line, synchronous="NORMAL")
+        self._snapshot: dict[str, object] = {}
+
+    def _open_postgresql(self, url: URL) -> None:
+        def settings(**more: str) -> dict[str, str]:
+            options = " ".join(f"-c {name}={value}" for name, value in (POSTGRESQL_SETTINGS | more).items())
+            return {"options": options, "connect_timeout": "10"}
+
+        durable, lazy = settings(synchronous_commit="on"), settings(synchronous_commit="off")
+        self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)
+        self._lazy = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=lazy)
+        self._turn, self._wal = nullcontext(), None
+        self._snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
     def migrate(self) -> None:
         """Bring the schema to this release's; does nothing when it is there already."""
-        config = Config()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-        config.set_main_option("path_separator", "os")
         with self.write() as connection:
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            locks.alone(connection)
+            upgrade(connection)
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
         """A transaction that may write: committed at the end of the block, rolled back on any exception."""
         engine = self._engine if durable else self._lazy
-        with self._turn, engine.connect().execution_options(veriswarm_write=True) as connection, connection.begin():
+        writing = {sqlite.WRITES: True}
+        with (
+            Timed("write") as timed,
+            self._turn,
+            engine.connect().execution_options(**writing) as connection,
+            connection.begin(),
+        ):
+            timed.begun()
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one state of the database and takes no lock."""
-        with self._engine.connect() as connection, connection.begin():
+        with (
+            Timed("read") as timed,
+            self._engine.connect().execution_options(**self._snapshot) as connection,
+            connection.begin(),
+        ):
+            timed.begun()
             yield connection
 
     def sync(self) -> None:
         """Return once all that was committed before is on disk; those who ask at the same time wait for it together.
 
-        For what others may see before it is durable, but its sender must not be told so: SQLite's write-ahead log is
-        one file, which is synced here as a durable commit syncs it, but without holding up other writers.
+        For what others may see before it is durable, but its sender must not be told so. SQLite's write-ahead log is
+        one file, which is synced here as a durable commit syncs it, but without holding up other writers; PostgreSQL's
+        is flushed up to a commit by this one.
         """
         if self._wal is not None:
             self._wal.sync()
+            return
+        with self.write() as connection:
+            connection.execute(_FLUSH)
+
+    def leadership(self) -> Leadership:
+        """A claim to lead among the processes that have this database."""
+        if self._engine.dialect.name == "sqlite":
+            return LockedFile(Path(f"{self._engine.url.database}-leader"))
+        return SessionLock(self._engine)
 
     def close(self) -> None:
+        """End its connections."""
         self._engine.dispose()
         self._lazy.dispose()
 
 
-class _Turn:
-    """One writer of this process at a time, in the order in which they came; not re-entrant, as SQLite's lock is not.
-
-    The threads of a process would else look for SQLite's lock one against the other, and some wait for seconds.
-    Whose turn does not come within BUSY_TIMEOUT_MS gets SQLite's own error.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._waiting: deque[threading.Event] = deque()
-        self._taken = False
-
-    def __enter__(self) -> None:
-        with self._mutex:
-            if not self._taken:
-                self._taken = True
-                return
-            called = threading.Event()
-            self._waiting.append(called)
-        came = False
-        try:
-            came = called.wait(BUSY_TIMEOUT_MS / 1000)
-        finally:
-            if not came:  # too late, or a signal's handler raised: the turn must not be left with nobody
-                self._leave(called)
-        if not came:
-            raise OperationalError("BEGIN IMMEDIATE", None, sqlite3.OperationalError("database is locked"))
-
-    def _leave(self, called: threading.Event) -> None:
-        with self._mutex:
-            if called in self._waiting:
-                self._waiting.remove(called)
-                return
-        self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        with self._mutex:
-            if self._waiting:
-                self._waiting.popleft().set()
-            else:
-                self._taken = False
+def upgrade(connection: Connection, revision: str = "head") -> None:
+    """Take the migrations up to `revision`, in the transaction of `connection`."""
+    config = migrations()
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)
 
 
-class _SharedSync:
-    """fsync of one file, once for all who asked before it began.
-
-    Once it has failed it fails for good: the kernel forgets what it could not write, and the next fsync succeeds.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._counting, self._syncing = threading.Lock(), threading.Lock()
-        self._asked = self._done = 0
-        self._failure: OSError | None = None
-
-    def sync(self) -> None:
-        """Raises StorageFault."""
-        with self._counting:
-            self._asked += 1
-            mine = self._asked
-        with self._syncing:
-            if self._done >= mine:
-                return
-            covered = self._asked
-            with self._path.open("rb") as file:
-                self._fsync(file)
-            self._done = covered
-
-    def _fsync(self, file: IO[bytes]) -> None:
-        try:
-            if self._failure is None:
-                os.fsync(file.fileno())
-        except OSError as error:
-            self._failure = error
-        if self._failure is not None:
-            raise StorageFault(f"{self._path} could not be written: see to the disk, and restart") from self._failure
+def migrations() -> Config:
+    """Where Alembic finds the steps of the schema."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    return config
 
 
-class _Line:
-    """Who of the processes writes next: whoever has the lock of a file beside the database.
-
-    SQLite has writers sleep up to 100 ms between two looks for its lock, and so lets one that comes and goes keep
-    others out for seconds. Here one process looks for it every millisecond, and the others for their place behind it,
-    so that who has just written is not next again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def begin(self, connection: Connection) -> None:
-        """BEGIN IMMEDIATE, which raises OperationalError when it gets no lock within BUSY_TIMEOUT_MS."""
-        raw: Any = connection.connection.dbapi_connection
-        until = time.monotonic() + BUSY_TIMEOUT_MS / 1000
-        raw.execute("PRAGMA busy_timeout=0")
-        try:
-            with self._path.open("a") as file:
-                # Who is never first, because a process that was stopped is, tries without.
-                _look_for(lambda: _is_first(file), until=until)
-                if not _look_for(lambda: _has_begun(raw), until=until):
-                    connection.exec_driver_sql("BEGIN IMMEDIATE")  # fails as SQLAlchemy's errors do
-        finally:
-            raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-
-
-def _is_first(file: IO[str]) -> bool:
-    """Whether this process has the lock of `file`, which goes with its being closed."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _has_begun(raw: Any) -> bool:
-    try:
-        raw.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-            return False
-        raise
-    return True
-
-
-def _look_for(done: Callable[[], bool], *, until: float) -> bool:
-    while not done():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(LOOK_SECONDS)
-    return True
-
-
-def _refuse_private(url: URL) -> None:
-    """Raise BadConfiguration for a database in memory: the run's other processes would each have their own."""
-    if url.get_backend_name() == "sqlite" and (url.database in {None, "", ":memory:"} or "uri" in url.query):
+def _checked(url: URL) -> URL:
+    """Raise BadConfiguration for what the run's processes cannot share, or was not tried."""
+    backend = url.get_backend_name()
+    if backend == "postgresql":
+        return url.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise BadConfiguration("--database-url must be sqlite:///FILE or postgresql://USER@HOST/NAME")
+    if url.database in {None, "", ":memory:"} or "uri" in url.query:
         raise BadConfiguration("--database-url must name a plain file: other processes have to find it")
+    return url
 
 
 def sqlite_url(folder: Path) -> str:
     """The default database of a data folder."""
     return f"sqlite:///{folder / 'veriswarm.sqlite3'}"
-
-
-def _prepare_sqlite(engine: Engine, line: _Line, *, synchronous: str) -> None:
-    @event.listens_for(engine, "connect")
-    def _connect(raw: Any, _record: Any) -> None:
-        raw.isolation_level = None  # BEGIN is ours, below
-        cursor = raw.cursor()
-        settings = ("journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON")
-        for setting in (*settings, f"busy_timeout={BUSY_TIMEOUT_MS}"):
-            cursor.execute(f"PRAGMA {setting}")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        if connection.get_execution_options().get("veriswarm_write", False):
-            line.begin(connection)
-        else:
-            connection.exec_driver_sql("BEGIN")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, func, insert, select
 
 from coordinator.errors import StorageFault
+from coordinator.storage import locks
 from coordinator.storage.schema import log_entries, log_nodes
 from node.protocol import merkle
 from node.protocol.messages import LogEntry
@@ -15,7 +16,8 @@ MAX_BYTES_PER_READ = 4 * 1024 * 1024
 
 
 def append(connection: Connection, entry: LogEntry) -> int:
-    """Append `entry`; return its index. The write transaction makes the index unique."""
+    """Append `entry`; return its index. Nobody else appends before the write transaction ends."""
+    locks.deciding(connection)
     leaf = encode(entry)
     index = size(connection)
     connection.execute(insert(log_entries).values(index=index, leaf=leaf))

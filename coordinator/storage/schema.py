@@ -5,7 +5,8 @@ Times are seconds since 1970 (UTC) as floating point. Digests and keys are lower
 A slot's life: open -> leased -> submitted -> admitted -> used; back to open when its lease ends or its
 submission is rejected; stale once no training step may take its policy version any more.
 A submission's life: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. Where only
-the row `spot` was measured, it is queued again when its node is caught (`recheck`: due, then the second outcome).
+the row `spot` was measured, it is queued again when its node is caught (`recheck`: due, then the second outcome); it
+is `void` once a rejection took the credit for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from sqlalchemy import (
+    BigInteger,
+    Boolean,
     Column,
     Double,
     ForeignKey,
@@ -23,6 +26,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 
 
@@ -51,6 +55,9 @@ class SubmissionState(StrEnum):
     DONE = "done"
 
 
+_Many = BigInteger().with_variant(Integer, "sqlite")
+"""What grows with a run, or comes from outside. SQLite's integers have 64 bits in any case."""
+
 metadata = MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -77,13 +84,29 @@ nodes = Table(
     Column("seen_at", Double, nullable=False),
     Column("admitted", Integer, nullable=False, default=0),
     Column("rejected", Integer, nullable=False, default=0),
-    Column("tokens", Integer, nullable=False, default=0),
+    Column("tokens", _Many, nullable=False, default=0),
     Column("rejected_streak", Integer, nullable=False, default=0),
     Column("not_before", Double, nullable=False, default=0.0),
     Column("drift", LargeBinary),
     Column("verified", Integer, nullable=False, server_default="0"),
     Column("strikes", Integer, nullable=False, server_default="0"),
     Column("address", Text, nullable=False, server_default=""),
+    Column("instance", Text, nullable=False, server_default=""),
+    Column("instance_name", Text, nullable=False, server_default=""),
+    Column("instance_seen_at", Double, nullable=False, server_default="0"),
+    Index(None, "tokens", "node"),
+    Index(None, "rejected", "node"),
+    Index(None, "seen_at", "node"),
+    Index(None, "strikes"),
+)
+
+descriptors = Table(
+    "descriptors",
+    metadata,
+    Column("version", _Many, primary_key=True, autoincrement=False),
+    Column("content", Text, nullable=False),
+    Column("envelope", LargeBinary, nullable=False),
+    Column("issued_at", Double, nullable=False),
 )
 
 stakes = Table(
@@ -91,7 +114,7 @@ stakes = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("node", Text, nullable=False, index=True),
-    Column("amount", Integer, nullable=False),
+    Column("amount", _Many, nullable=False),
     Column("why", Text, nullable=False),
     Column("at", Double, nullable=False),
     UniqueConstraint("node", "why"),
@@ -105,6 +128,7 @@ relays = Table(
     Column("seen_at", Double, nullable=False),
     Column("received", Text, nullable=False, server_default="[]"),
     Column("place", Text, nullable=False, server_default=""),
+    Column("version", BigInteger),
 )
 
 nonces = Table(
@@ -149,6 +173,17 @@ leases = Table(
     Index(None, "node", "state"),
 )
 
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("lease", Text, ForeignKey("leases.lease"), primary_key=True),
+    Column("body", Text, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("body_bytes", BigInteger, nullable=False),
+    Column("asked_at", Double, nullable=False, index=True),
+    Column("submission", Text, index=True),
+)
+
 submissions = Table(
     "submissions",
     metadata,
@@ -169,14 +204,33 @@ submissions = Table(
     Column("detail", Text),
     Column("figure", Text),
     Column("tokens", Integer),
-    Column("log_index", Integer),
+    Column("log_index", _Many),
     Column("decided_at", Double),
     Column("draw", Double, nullable=False, server_default="0"),
     Column("spot", Integer),
     Column("recheck", Text, index=True),
     Column("recheck_by", Double),
+    Column("recheck_index", _Many),
+    Column("void", Boolean, nullable=False, server_default=false()),
+    Column("evidence", Text),
     Index(None, "state", "received_at"),
     Index(None, "node", "state"),
+    Index(None, "node", "outcome", "log_index"),
+    Index(None, "node", "recheck", "recheck_index"),
+)
+
+verdict_tallies = Table(
+    "verdict_tallies",
+    metadata,
+    Column("width", Integer, primary_key=True, autoincrement=False),
+    Column("start", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", Text, primary_key=True),
+    Column("outcome", Text, primary_key=True),
+    Column("reason", Text, primary_key=True),
+    Column("verdicts", BigInteger, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("wait_seconds", Double, nullable=False),
+    Column("longest_wait", Double, nullable=False),
 )
 
 groups = Table(
@@ -203,7 +257,7 @@ steps = Table(
 log_entries = Table(
     "log_entries",
     metadata,
-    Column("index", Integer, primary_key=True, autoincrement=False),
+    Column("index", _Many, primary_key=True, autoincrement=False),
     Column("leaf", LargeBinary, nullable=False),
 )
 
@@ -211,6 +265,6 @@ log_nodes = Table(
     "log_nodes",
     metadata,
     Column("level", Integer, primary_key=True, autoincrement=False),
-    Column("index", Integer, primary_key=True, autoincrement=False),
+    Column("index", _Many, primary_key=True, autoincrement=False),
     Column("hash", LargeBinary, nullable=False),
 )

@@ -5,7 +5,7 @@ The rules are `node.protocol.standing`'s, which anybody follows in the log; here
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, not_, or_, select, update
 
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
 from coordinator.storage.stakes import StakeRegistry
@@ -52,10 +52,24 @@ def take_back(connection: Connection, node: str, outcome: Outcome, *, tokens: in
 
 def make_wait(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
     """Give a node no work for a while, twice as long each time in a row."""
-    streak = connection.execute(select(nodes.c.rejected_streak).where(nodes.c.node == node)).scalar_one()
+    streak = connection.execute(
+        select(nodes.c.rejected_streak).where(nodes.c.node == node).with_for_update()
+    ).scalar_one()
     wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
     row = update(nodes).where(nodes.c.node == node)
     connection.execute(row.values(rejected_streak=streak + 1, not_before=now + wait))
+
+
+def wait_seconds(not_before: float, *, batch: BatchSpec, now: float) -> float:
+    """For how long a node gets no work from now on."""
+    wait = max(0.0, not_before - now)
+    # Nobody waits longer: it was set while this machine's clock was wrong, or is set back now.
+    return wait if wait <= batch.rejection_backoff_max_seconds else 0.0
+
+
+def most_slots(standing: Standing, *, batch: BatchSpec) -> int:
+    """How many slots a node that is not banned may have in leases and submissions without a verdict."""
+    return min(batch.max_leases_per_node, standing.verified + 1)
 
 
 def punish(
@@ -63,7 +77,9 @@ def punish(
 ) -> int:
     """A node was caught: take its stake, and queue what it had admitted in part. Returns how many groups that is."""
     stakes.slash(connection, node, submission=submission, now=now)
-    return _require_rechecks(connection, _unvested(connection, node, rules=spec.standing), now=now)
+    unvested = _unvested(connection, node, rules=spec.standing)
+    connection.execute(update(submissions).where(is_pending(), unvested).values(void=True))
+    return _require_rechecks(connection, unvested, now=now)
 
 
 def settle(connection: Connection, *, spec: RunSpec, now: float) -> None:
@@ -101,6 +117,23 @@ def rechecks_due(connection: Connection) -> int:
     """How many second verdicts training waits for."""
     query = select(func.count()).where(submissions.c.recheck == RECHECK_DUE, is_waited_for())
     return int(connection.execute(query).scalar_one())
+
+
+def is_pending() -> ColumnElement[bool]:
+    """Submissions admitted by one row that no second verdict and no rejection has settled."""
+    return and_(
+        submissions.c.outcome == Outcome.ADMITTED,
+        submissions.c.spot.is_not(None),
+        or_(submissions.c.recheck.is_(None), submissions.c.recheck == RECHECK_DUE),
+        not_(submissions.c.void),
+    )
+
+
+def unvested_tokens(connection: Connection, node: str, *, rules: StandingSpec) -> int:
+    """Tokens that may still become the node's, or void."""
+    pending = select(func.coalesce(func.sum(submissions.c.tokens), 0))
+    pending = pending.where(is_pending(), _unvested(connection, node, rules=rules))
+    return int(connection.execute(pending).scalar_one())
 
 
 def _unvested(connection: Connection, node: str, *, rules: StandingSpec) -> ColumnElement[bool]:

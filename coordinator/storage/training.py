@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from coordinator.storage import log
+from coordinator.storage import locks, log
 from coordinator.storage.schema import SlotState, groups, policies, slots, steps
 from coordinator.storage.standing import rechecks_due, settle
 from coordinator.storage.work import Progress, progress
@@ -43,6 +43,7 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
     From here on, what is older than the step after may take is stale. With the last step's, everything that was
     measured in part is queued for a second verdict: what is left of the nodes' credit is settled.
     """
+    locks.alone(connection)
     at = progress(connection)
     chosen = _choose(connection, at, spec=spec)
     if chosen is None:
@@ -104,6 +105,11 @@ def batch(connection: Connection, step: int) -> list[BatchRow]:
     return [BatchRow(*row) for row in connection.execute(query)]
 
 
+def has_batch(connection: Connection, step: int) -> bool:
+    """Whether `step` was given its groups."""
+    return connection.execute(select(steps.c.step).where(steps.c.step == step)).first() is not None
+
+
 def unfinished_step(connection: Connection) -> int | None:
     """The step that has its batch but no result yet, if any."""
     return connection.execute(select(func.min(steps.c.step)).where(steps.c.finished_at.is_(None))).scalar()
@@ -147,6 +153,7 @@ def newest(connection: Connection) -> int | None:
 
 def record_policy(connection: Connection, policy: Published, *, now: float) -> None:
     """Make `policy` the run's newest; does nothing if it was recorded before."""
+    locks.deciding(connection)
     known = connection.execute(select(policies.c.version).where(policies.c.version == policy.version)).first()
     if known is not None:
         return

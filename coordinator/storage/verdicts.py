@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, not_, or_, select, update
 
-from coordinator.storage import log, standing
+from coordinator.storage import locks, log, standing, tallies
 from coordinator.storage.schema import (
     RECHECK_DUE,
     SlotState,
@@ -20,6 +20,7 @@ from coordinator.storage.schema import (
     submissions,
 )
 from coordinator.storage.stakes import LocalLedger, StakeRegistry
+from coordinator.storage.tallies import Kind
 from coordinator.storage.work import progress
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift
 from node.protocol.evidence import Drift, Totals, follow
@@ -59,7 +60,8 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A verdict as it is stored; `group` is the admitted group's blob and its mean reward."""
+    """A verdict as it is stored; `group` is the admitted group's blob and its mean reward, `evidence` the blob of what
+    was measured (`coordinator.evidence`)."""
 
     outcome: Outcome
     reason: Reason | None
@@ -71,6 +73,7 @@ class Decision:
     rewards: tuple[float, ...] | None = None
     group: str | None = None
     spot: int | None = None
+    evidence: str | None = None
 
 
 def claim(
@@ -174,8 +177,9 @@ def record(
     stakes: StakeRegistry = LOCAL_LEDGER,
 ) -> bool:
     """Store a decision once; False if another verifier was faster. One that does not decide may be queued again."""
-    query = select(submissions.c.state, submissions.c.recheck).where(submissions.c.submission == claimed.submission)
-    state, recheck = connection.execute(query).one()
+    locks.deciding(connection)
+    query = select(submissions.c.state, submissions.c.recheck, submissions.c.received_at)
+    state, recheck, received_at = connection.execute(query.where(submissions.c.submission == claimed.submission)).one()
     # A first verdict that comes late may find its submission waiting for the second.
     if state != SubmissionState.VERIFYING or (recheck == RECHECK_DUE) != claimed.recheck:
         return False
@@ -186,6 +190,16 @@ def record(
     else:
         decision = _after_drift(connection, claimed, decision, limits=spec.limits)
         _record_first(connection, claimed, decision, spec=spec, now=now)
+        kind = Kind.FULL if decision.spot is None else Kind.SPOT
+        tallies.count_verdict(
+            connection,
+            kind,
+            decision.outcome,
+            decision.reason,
+            tokens=decision.tokens,
+            waited_seconds=now - received_at,
+            now=now,
+        )
     if decision.outcome is Outcome.REJECTED:
         standing.punish(connection, claimed.node, submission=claimed.submission, spec=spec, stakes=stakes, now=now)
     return True
@@ -213,6 +227,7 @@ def _record_first(connection: Connection, claimed: Claimed, decision: Decision, 
         connection,
         claimed,
         state=SubmissionState.DONE,
+        body=claimed.body,  # by its true name, where another was signed
         outcome=decision.outcome,
         reason=decision.reason,
         detail=decision.detail,
@@ -221,6 +236,7 @@ def _record_first(connection: Connection, claimed: Claimed, decision: Decision, 
         log_index=index,
         decided_at=now,
         spot=decision.spot,
+        evidence=decision.evidence,
     )
     admitted = decision.outcome is Outcome.ADMITTED
     _update_slot(connection, claimed, SlotState.ADMITTED if admitted else SlotState.OPEN)
@@ -245,8 +261,12 @@ def _record_recheck(connection: Connection, claimed: Claimed, decision: Decision
     # A verdict that could not even read the file counted none.
     tokens = select(submissions.c.tokens).where(submissions.c.submission == claimed.submission)
     decision = replace(decision, tokens=connection.execute(tokens).scalar_one())
-    log.append(connection, _entry(claimed, decision, now=now))
-    _update_submission(connection, claimed, state=SubmissionState.DONE, recheck=decision.outcome)
+    index = log.append(connection, _entry(claimed, decision, now=now))
+    tallies.count_verdict(
+        connection, Kind.SECOND, decision.outcome, decision.reason, tokens=decision.tokens, waited_seconds=0.0, now=now
+    )
+    changed = {"state": SubmissionState.DONE, "recheck": decision.outcome, "recheck_index": index}
+    _update_submission(connection, claimed, **changed, **({"evidence": decision.evidence} if decision.evidence else {}))
     if decision.outcome is Outcome.ADMITTED:
         return
     unused = delete(groups).where(groups.c.slot_id == claimed.slot_id, groups.c.step.is_(None))

@@ -215,7 +215,7 @@ def _calm_logs(ctx: click.Context, *, but_warnings: bool = True) -> None:
 
 @contextlib.contextmanager
 def _advised(advice: Mapping[str, str]) -> Iterator[None]:
-    """Add to a failure of the broadcast what to do about it; what must not be trusted has an exit code of its own."""
+    """Note on a failure of the broadcast what to do about it; what must not be trusted has an exit code of its own."""
     from shardcast.errors import PeerFault, ShardcastError, Unreachable
 
     try:
@@ -223,7 +223,9 @@ def _advised(advice: Mapping[str, str]) -> Iterator[None]:
     except ShardcastError as error:
         # The addresses were given by whoever reads this; --verbose says what each of them did.
         what = "No source can be reached" if isinstance(error, Unreachable) else printable(str(error))
-        said = type(error)(f"{what}. {advice.get(error.code, '')}".rstrip(), code=error.code)
+        said = type(error)(f"{what}.", code=error.code)
+        if error.code in advice:
+            said.add_note(advice[error.code])  # shown as the hint
         if not isinstance(error, PeerFault):
             raise said from error
         with explained():

@@ -1,6 +1,7 @@
 """How far fetches are, for people: a line for each on a terminal, rewritten while it changes; log lines elsewhere.
 
-It goes to stderr, for `veriswarm fetch`, `worker` and `relay` alike.
+It goes to stderr, for `veriswarm fetch` and `relay`; on a terminal a worker has a view of its own
+(`node.worker_view`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TextIO
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn
 
+from node.logs import is_json
 from shardcast import Progress as Fetching
 from shardcast import Report
 
@@ -25,10 +28,14 @@ BAR_WIDTH = 24
 
 
 class FetchProgress:
-    """Any number of fetches at once, of one event loop. `say` writes a line where stderr is no terminal; None none."""
+    """Any number of fetches at once, of one event loop.
 
-    def __init__(self, say: Callable[[str], None] | None = log.info) -> None:
+    `say` writes a line where stderr is no terminal, or without `bars`; None writes none.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = log.info, *, bars: bool = True) -> None:
         self._say = say
+        self._has_bars = bars
         self._console = Console(stderr=True)
         self._bars: Progress | None = None
         self._shown = 0
@@ -38,7 +45,8 @@ class FetchProgress:
         """Gives what is to be called with the progress of a fetch."""
         if self._say is None:
             return nullcontext()
-        return self._bar(version) if self._console.is_interactive else _lines(version, self._say)
+        is_terminal = self._console.is_interactive and not is_json()
+        return self._bar(version) if is_terminal and self._has_bars else _lines(version, self._say)
 
     @contextmanager
     def _bar(self, version: int) -> Iterator[Report]:
@@ -70,7 +78,7 @@ class FetchProgress:
             columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), TextColumn("{task.fields[details]}"))
             bars = Progress(*columns, console=self._console, transient=True)
             self._bars = self._opened.enter_context(bars)
-            self._opened.enter_context(_logging_to_stderr())
+            self._opened.enter_context(logging_to(sys.stderr))
         self._shown += 1
         return self._bars
 
@@ -94,23 +102,24 @@ def _share(progress: Fetching) -> str:
 
 def _details(progress: Fetching) -> str:
     sources = f"{progress.sources} source{'' if progress.sources == 1 else 's'}"
-    left = "" if progress.seconds_left is None else f"  {_clock(progress.seconds_left)} left"
+    left = "" if progress.seconds_left is None else f"  {clock(progress.seconds_left)} left"
     return f"{decimal(int(progress.bytes_per_s))}/s  {sources}{left}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Hours where there are any, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 @contextmanager
-def _logging_to_stderr() -> Iterator[None]:
-    """Log to what sys.stderr is now, which rich has replaced, so that lines do not run into the bars."""
+def logging_to(stream: TextIO) -> Iterator[None]:
+    """Log there while the block is active, so that lines do not run into what is drawn over itself."""
     handlers = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
-    before = [handler.setStream(sys.stderr) for handler in handlers]
+    before = [handler.setStream(stream) for handler in handlers]
     try:
         yield
     finally:
-        for handler, stream in zip(handlers, before, strict=True):
-            if stream is not None:
-                handler.setStream(stream)
+        for handler, former in zip(handlers, before, strict=True):
+            if former is not None:
+                handler.setStream(former)

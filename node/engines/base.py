@@ -57,10 +57,19 @@ class Interrupted(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One completion to draw: the prompt's token ids, and the 16-byte seed that forces every choice."""
+    """One completion to draw: the prompt's token ids, and the 16-byte seed that forces every choice.
+
+    `max_tokens` ends it before the run's own limit does.
+    """
 
     prompt_ids: tuple[int, ...]
     seed: bytes
+    max_tokens: int | None = None
+
+    def cap(self, sampling: SamplingSpec) -> int:
+        """The most tokens that it may have."""
+        most = sampling.max_new_tokens
+        return most if self.max_tokens is None else min(most, self.max_tokens)
 
 
 class Engine(Protocol):

@@ -200,7 +200,7 @@ class Batch:
         logits: Tensor = self._recorder.sample(policy.logits(hidden))
         for row, token in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             row.tokens.append(token)
-            row.has_ended = token in policy.eos_ids or len(row.tokens) == self._spec.sampling.max_new_tokens
+            row.has_ended = token in policy.eos_ids or len(row.tokens) == row.request.cap(self._spec.sampling)
             if row.has_ended and row.call.ended is not None and not row.call.is_over:
                 row.call.ended()
 

@@ -128,7 +128,7 @@ class VllmEngine:
         vllm = importlib.import_module("vllm")
         return vllm.SamplingParams(
             temperature=0,
-            max_tokens=self._spec.sampling.max_new_tokens,
+            max_tokens=request.cap(self._spec.sampling),
             stop_token_ids=sorted(self.policy.eos_ids),
             ignore_eos=True,
             detokenize=False,

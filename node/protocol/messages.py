@@ -20,6 +20,7 @@ MESSAGE_VERSION = 1
 MAX_CLAIM_BYTES = 2048
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_ENTRY_BYTES = 1024 * 1024
+MAX_REJECTIONS = 10
 AUTHORIZATION_SCHEME = "Veriswarm"
 
 Text = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
@@ -31,6 +32,9 @@ PlainUrl = Annotated[
     ),
 ]
 """A web address without user name, query or fragment."""
+
+UploadUrl = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]{1,4000}\Z")]
+"""A web address with a query, which is as good as a password."""
 
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
@@ -48,10 +52,15 @@ class RequestClaim(Wire, frozen=True):
 
 
 class Registration(Wire, frozen=True):
-    """A node introduces itself; its key is the request's signer."""
+    """A node introduces itself; its key is the request's signer.
+
+    `instance` tells the machines apart that may have the key, `name` is what people call this one.
+    """
 
     software: Text
     engine: Text
+    instance: Nonce
+    name: Text
 
 
 class ReceivedFrom(Wire, frozen=True):
@@ -62,10 +71,14 @@ class ReceivedFrom(Wire, frozen=True):
 
 
 class RelayAnnouncement(Wire, frozen=True):
-    """A relay says where it serves, and how fast others served it; anybody may, since nothing served is trusted."""
+    """A relay says where it serves, and how fast others served it; anybody may, since nothing served is trusted.
+
+    `version`: the newest policy of which it has everything, null before the first.
+    """
 
     url: PlainUrl
     received: Annotated[tuple[ReceivedFrom, ...], Meta(max_length=32)] = ()
+    version: Count | None = None
 
 
 class RelayList(Wire, frozen=True):
@@ -80,10 +93,14 @@ class RelayList(Wire, frozen=True):
 
 
 class LeaseRequest(Wire, frozen=True):
-    """A worker asks for work: which policies it holds (verified, on disk), and how many slots it wants."""
+    """A worker asks for work: which policies it holds (verified, on disk), and how many slots it wants.
+
+    `instance` is that of its last Registration.
+    """
 
     held_versions: Annotated[tuple[Count, ...], Meta(max_length=64)]
     slots: Annotated[int, Meta(ge=1, le=1024)]
+    instance: Nonce
 
 
 class Lease(Wire, frozen=True):
@@ -102,6 +119,64 @@ class LeaseReply(Wire, frozen=True):
     leases: tuple[Lease, ...]
     head_version: int
     retry_after_seconds: float
+
+
+class Rejection(Wire, frozen=True):
+    """One verdict that counted against a node, as the log has it at `log_index`."""
+
+    submission: Digest
+    reason: Reason
+    detail: Text
+    decided_at: Count
+    log_index: Count
+
+
+class NodeStanding(Wire, frozen=True):
+    """What the log and the queue say about a node (section 7.6): anybody can sum up the same from the log.
+
+    `vested`, `unvested` and `void` are tokens of admitted groups that are the node's, may still become its own, and
+    never will. `wait_seconds` is for how long it gets no lease, `most_slots` how many it may have afterwards: `leases`
+    and submissions without a verdict (`unjudged`) together, 0 if it gets none at all. `full_rate` is the probability
+    that all of its next slot is measured. `banned_at` is null unless it is banned. `rejections` are the last ones, the
+    newest first.
+    """
+
+    node: PublicKey
+    known: bool
+    banned: bool
+    banned_at: Count | None
+    verified: Count
+    strikes: Count
+    probation: Count
+    ban_after: Count
+    admitted: Count
+    rejected: Count
+    indeterminate: Count
+    vested: Count
+    unvested: Count
+    void: Count
+    stake: Count
+    leases: Count
+    unjudged: Count
+    most_slots: Count
+    wait_seconds: Annotated[float, Meta(ge=0)]
+    full_rate: Annotated[float, Meta(ge=0, le=1)]
+    rejections: Annotated[tuple[Rejection, ...], Meta(max_length=MAX_REJECTIONS)]
+
+
+class UploadRequest(Wire, frozen=True):
+    """The holder of a lease announces what it is about to put into the run's object store, by its digests."""
+
+    body: Digest
+    body_bytes: Count
+    sha256: Digest
+
+
+class UploadReply(Wire, frozen=True):
+    """Where these bytes, and no others, may be PUT until `expires_at`; a secret between the store and the node."""
+
+    url: UploadUrl
+    expires_at: Count
 
 
 class SubmissionReply(Wire, frozen=True):

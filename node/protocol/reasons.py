@@ -22,15 +22,18 @@ class Reason(StrEnum):
     UNKNOWN_IDENTITY = "unknown_identity"
     UNKNOWN_LEASE = "unknown_lease"
     BANNED = "banned"
+    KEY_IN_USE = "key_in_use"
     FOREIGN_LEASE = "foreign_lease"
     EXPIRED_LEASE = "expired_lease"
     STALE_POLICY = "stale_policy"
     OVERSIZED_BODY = "oversized_body"
     BODY_MISMATCH = "body_mismatch"
+    UPLOAD_FIRST = "upload_first"
     DUPLICATE_SUBMISSION = "duplicate_submission"
     TOO_MANY_REQUESTS = "too_many_requests"
     NOT_FOUND = "not_found"
     # Verdicts, in the order in which they are decided.
+    WRONG_BODY = "wrong_body"
     NOT_PARQUET = "not_parquet"
     WRONG_SCHEMA = "wrong_schema"
     WRONG_GROUP_SIZE = "wrong_group_size"
@@ -61,15 +64,19 @@ ADVICE: dict[Reason, str] = {
     Reason.WRONG_RUN: "The request names another run; check --run-id.",
     Reason.UNKNOWN_IDENTITY: "This key is not registered with the run; register first.",
     Reason.UNKNOWN_LEASE: "No such lease; ask for a new one.",
-    Reason.BANNED: "Too many of this node's slots were rejected; its receipts say why, veriswarm doctor may say more.",
+    Reason.BANNED: "Too many of this node's slots were rejected; `veriswarm status` says which, and why.",
+    Reason.KEY_IN_USE: "One key works on one machine: stop the other, or make a new key with `veriswarm keys new`; "
+    "if that machine is gone, try again in 2 minutes.",
     Reason.FOREIGN_LEASE: "This lease belongs to another node; submit only work leased to this key.",
     Reason.EXPIRED_LEASE: "The lease has ended and the slot went to somebody else; ask for a new one.",
     Reason.STALE_POLICY: "The run has moved on and no longer takes work of that policy; fetch the newest policy.",
     Reason.OVERSIZED_BODY: "The body is larger than the run allows; see limits.max_submission_bytes.",
     Reason.BODY_MISMATCH: "The body is not the one that was signed for; send exactly those bytes.",
+    Reason.UPLOAD_FIRST: "This run takes bodies by its object store; announce it at /v1/uploads, put it there, submit.",
     Reason.DUPLICATE_SUBMISSION: "This lease or this file was used already; ask for new work.",
     Reason.TOO_MANY_REQUESTS: "Too much at once from this node or address; wait as Retry-After says.",
     Reason.NOT_FOUND: "Nothing is here under that name; check the address, or ask again later.",
+    Reason.WRONG_BODY: "What was uploaded has the SHA-256 but not the BLAKE3 that was signed; sign one file's digests.",
     Reason.NOT_PARQUET: "The file could not be read as Parquet within the limits; write it as section 6 says.",
     Reason.WRONG_SCHEMA: "The columns or their types are not those of section 6.",
     Reason.WRONG_GROUP_SIZE: "A slot is one whole group; send exactly sampling.group_size rows.",

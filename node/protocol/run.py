@@ -17,13 +17,14 @@ from shardcast.errors import Malformed, Stale
 from shardcast.wire import MAX_INTEGER, Count, Digest, PublicKey, Wire, decode, derive, digest, encode
 
 DESCRIPTOR_DOMAIN = "veriswarm/run"
-DESCRIPTOR_VERSION = 1
+DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 256 * 1024
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e9)]
 Url = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
+PeerAddress = Annotated[str, Meta(pattern=r"^/[!-~]{1,299}\Z")]
 
 Argument = (
     str | bool | Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)] | Annotated[float, Meta(ge=-1e15, le=1e15)]
@@ -218,12 +219,29 @@ class RunSpec(Wire, frozen=True):
         return digest(encode(self))
 
 
+class PolicyHead(Wire, frozen=True):
+    """The newest policy, as the run's key names it."""
+
+    version: Count
+    manifest_digest: Digest
+
+
 class Descriptor(Wire, frozen=True):
-    """What a node learns about a run from anybody, and checks against the run's id."""
+    """What a node learns about a run from anybody, and checks against the run's id.
+
+    The run's key signs each `version` once: the higher one holds, and two of one version are an equivocation.
+    `endpoints`: URLs of coordinators. `peers`: multiaddrs of peers to begin with, each ending in /p2p/<peer id>.
+    `revoked`: keys that the operator wants nobody to deal with any more, whatever it signed for them before.
+    """
 
     run_id: Digest
+    version: Count
     spec: RunSpec
+    endpoints: Annotated[tuple[Url, ...], Meta(max_length=16)]
     relays: Annotated[tuple[Url, ...], Meta(max_length=256)]
+    peers: Annotated[tuple[PeerAddress, ...], Meta(max_length=32)]
+    head: PolicyHead | None
+    revoked: Annotated[tuple[PublicKey, ...], Meta(max_length=256)]
     issued_at: Count
     expires_at: Count
 
@@ -266,6 +284,8 @@ __all__ = [
     "LevelSpec",
     "LimitsSpec",
     "ModelSpec",
+    "PeerAddress",
+    "PolicyHead",
     "ProofSpec",
     "PublicKey",
     "RunSpec",

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm import Peer, serve, small_spec
+from swarm import INSTANCE, REGISTRATION, Peer, serve, small_spec
 
 from coordinator.home import Home, create_home
 from coordinator.service import Coordinator
-from node.protocol.messages import LeaseRequest, Registration
+from node.protocol.messages import LeaseRequest
 from node.protocol.requests import sign_request
 from shardcast.wire import encode
 
@@ -74,7 +74,7 @@ def test_a_wait_that_never_ends_is_refused(home: tuple[Home, str], wait: str) ->
 def test_a_host_header_does_not_change_what_a_signature_is_for(home: tuple[Home, str]) -> None:
     """Whoever relays plain HTTP could else move a signed request to another endpoint by its Host header."""
     peer = Peer(home[1], home[0].run_id)
-    body = encode(Registration(software="x", engine="x"))
+    body = encode(REGISTRATION)
     for host in ("a/v1/leases?", "a/v1/leases#", "x@a/v1/leases?"):
         header, _ = sign_request(peer.claim("POST", "/v1/leases", body), key=peer.key)
         reply = peer.send("POST", "/v1/nodes", body, {"Authorization": header, "Host": host})
@@ -109,6 +109,7 @@ def test_an_upload_without_a_lease_leaves_nothing_on_disk(home: tuple[Home, str]
 def test_a_lease_asked_for_policies_that_do_not_exist_gives_no_work(home: tuple[Home, str]) -> None:
     peer = Peer(home[1], home[0].run_id)
     peer.register()
-    reply = peer.signed("POST", "/v1/leases", encode(LeaseRequest(held_versions=(0, 2**53 - 1), slots=1024)))
+    ask = LeaseRequest(held_versions=(0, 2**53 - 1), slots=1024, instance=INSTANCE)
+    reply = peer.signed("POST", "/v1/leases", encode(ask))
     assert reply.status == 200
     assert b'"leases":[]' in reply.body

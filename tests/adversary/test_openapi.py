@@ -96,7 +96,10 @@ def test_the_document_says_how_requests_are_signed(served: Served) -> None:
         ("post", "/v1/leases"),
         ("post", "/v1/leases/{lease_id}/return"),
         ("put", "/v1/submissions/{lease_id}"),
+        ("post", "/v1/uploads/{lease_id}"),
+        ("put", "/v1/submissions/{lease_id}/{sha256}"),
     }
     refused = document["paths"]["/v1/leases"]["post"]["responses"]
-    assert {"200", "400", "401", "403", "413", "422", "429", "500"} == set(refused)
+    assert {"200", "400", "401", "403", "409", "413", "422", "429", "500"} == set(refused)
     assert "banned" in refused["403"]["description"]
+    assert "key_in_use" in refused["409"]["description"]

@@ -9,18 +9,19 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm import Peer
+from swarm import INSTANCE, REGISTRATION, Peer
 
 from benchmarks.loading.coordinator import Served, serving
 from coordinator.connections import ConnectionLimits, Crowd, server_config
 from coordinator.limits import MAX_BUCKETS, AddressLimiter, RateLimiter, TooManyRequests, network_of
 from coordinator.refusals import STATUS
 from node.coordinator_client import CoordinatorClient
-from node.protocol.messages import LeaseRequest, Registration
+from node.protocol.messages import LeaseRequest
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from shardcast.wire import encode
@@ -28,7 +29,7 @@ from shardcast.wire import encode
 PER_ADDRESS, PER_NODE = 60, 20
 FLAGS = ("--requests-per-minute", str(PER_ADDRESS), "--node-requests-per-minute", str(PER_NODE))
 PROXY = "127.0.99.1"
-ASK = encode(LeaseRequest(held_versions=(), slots=1))
+ASK = encode(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE))
 
 
 class Reply(NamedTuple):
@@ -69,7 +70,7 @@ def signed(served: Served, peer: Peer, path: str, body: bytes, *, source: str) -
 
 def registered(served: Served, *, source: str) -> Peer:
     peer = Peer("", served.home.run_id)
-    body = encode(Registration(software="x", engine="x"))
+    body = encode(REGISTRATION)
     assert signed(served, peer, "/v1/nodes", body, source=source).status == 200
     return peer
 
@@ -117,6 +118,7 @@ async def test_a_proxy_is_known_on_a_socket_for_both_kinds_of_addresses(seen: st
         found.append(scope["client"][0])
 
     app: Any = note
+    app.state = SimpleNamespace()
     config = server_config(app, ConnectionLimits(proxies=("192.0.2.9",)))
     config.load()
     nothing: Any = None
@@ -166,10 +168,10 @@ async def test_an_honest_worker_waits_as_it_is_told(served: Served) -> None:
     """A limit must slow an honest node, and not stop it."""
     key = Ed25519PrivateKey.generate()
     async with CoordinatorClient(f"http://127.0.0.1:{served.port}", run_id=served.home.run_id, key=key) as client:
-        await client.register(Registration(software="x", engine="x"))
+        await client.register(REGISTRATION)
         began = time.monotonic()
         for _ in range(PER_NODE + 1):
-            await client.lease(LeaseRequest(held_versions=(), slots=1), patience_seconds=30)
+            await client.lease(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE), patience_seconds=30)
         assert 1 < time.monotonic() - began < 30
 
 
@@ -206,5 +208,5 @@ def test_who_asks_again_too_early_is_not_let_wait_longer() -> None:
 
 def test_every_refusal_at_the_door_has_a_status() -> None:
     """One without would be a 500."""
-    at_the_door = list(Reason)[: list(Reason).index(Reason.NOT_PARQUET)]
+    at_the_door = list(Reason)[: list(Reason).index(Reason.WRONG_BODY)]
     assert set(STATUS) == set(at_the_door)

@@ -18,6 +18,7 @@ from coordinator.storage.schema import groups, nodes
 from node.audit import run_audit
 from node.engines.torch import TorchEngine
 from node.errors import Refused
+from node.joining import Entry
 from node.protocol.admission import Outcome
 from node.protocol.messages import LogEntry, VerdictEntry
 from node.protocol.reasons import Reason
@@ -102,8 +103,10 @@ def test_a_banned_nodes_worker_ends_with_the_reason_and_does_not_knock_for_ever(
     with running(tmp_path / "run", tiny_policy_path, spec=SPEC) as swarm:
         peer = swarm.peer()
         with swarm.home.database.write() as connection:
-            connection.execute(update(nodes).where(nodes.c.node == peer.node).values(strikes=100))
-        settings = WorkerSettings(coordinator=swarm.url, run_id=swarm.home.run_id, state=tmp_path / "worker")
+            connection.execute(update(nodes).where(nodes.c.node == peer.node).values(strikes=100, instance=""))
+        settings = WorkerSettings(
+            entry=Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,)), state=tmp_path / "worker"
+        )
         joined = run_worker(settings, key=peer.key, make_engine=TorchEngine, stop=asyncio.Event())
         with pytest.raises(Refused, match="100 slots of node") as caught:
             asyncio.run(asyncio.wait_for(joined, 60))

@@ -21,8 +21,8 @@ from benchmarks.chaos import audit_complaints
 from benchmarks.faults.campaign import damage, kept_receipts
 from benchmarks.faults.checks import Evidence, judge
 from benchmarks.faults.kinds import KINDS, plan
-from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Database, sqlite_url
+from coordinator.storage.folder_blobs import FolderBlobs
 from node.audit_log import LeafTree
 from node.protocol.admission import Figures, Outcome
 from node.protocol.evidence import Totals
@@ -206,7 +206,7 @@ def test_what_an_audit_could_not_derive_again_is_a_complaint() -> None:
 
 
 def test_torn_blobs_and_a_damaged_database_are_found(tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path / "blobs")
+    blobs = FolderBlobs(tmp_path / "blobs")
     kept = blobs.put(b"a submission")
     database = Database(sqlite_url(tmp_path))
     database.migrate()

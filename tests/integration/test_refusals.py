@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from swarm import Swarm, running
+from swarm import INSTANCE, Swarm, running
 
 from node.parquet import write_rollouts
 from node.protocol.admission import Outcome
@@ -59,7 +59,7 @@ def test_garbage_for_a_signature(swarm: Swarm) -> None:
 
 def test_signature_of_another_key(swarm: Swarm) -> None:
     peer = swarm.peer()
-    body = encode(LeaseRequest(held_versions=(0,), slots=1))
+    body = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE))
     _, envelope = sign_request(peer.claim("POST", "/v1/leases", body), key=peer.key)
     forged = bytearray(envelope)
     forged[-1] ^= 1
@@ -72,7 +72,7 @@ def test_signature_of_another_key(swarm: Swarm) -> None:
 
 def test_signed_request_replayed(swarm: Swarm) -> None:
     peer = swarm.peer()
-    body = encode(LeaseRequest(held_versions=(), slots=1))
+    body = encode(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE))
     header, _ = sign_request(peer.claim("POST", "/v1/leases", body), key=peer.key)
     assert peer.send("POST", "/v1/leases", body, {"Authorization": header}).status == 200
     again = peer.send("POST", "/v1/leases", body, {"Authorization": header})
@@ -81,7 +81,7 @@ def test_signed_request_replayed(swarm: Swarm) -> None:
 
 def test_signed_request_moved_to_another_endpoint(swarm: Swarm) -> None:
     peer = swarm.peer()
-    body = encode(LeaseRequest(held_versions=(0,), slots=1))
+    body = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE))
     reply = peer.signed("POST", "/v1/leases", body, path="/v1/nodes")
     assert (reply.status, reply.code) == (401, "bad_signature")
 
@@ -99,16 +99,16 @@ def test_clock_far_off_is_told_the_time(swarm: Swarm) -> None:
 
 def test_unknown_identity(swarm: Swarm) -> None:
     stranger = swarm.peer(registered=False)
-    body = encode(LeaseRequest(held_versions=(0,), slots=1))
+    body = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE))
     assert stranger.signed("POST", "/v1/leases", body).code == "unknown_identity"
     assert stranger.submit("0" * 64, b"x").code == "unknown_identity"
 
 
 def test_body_swapped_after_signing(swarm: Swarm) -> None:
     peer = swarm.peer()
-    body = encode(LeaseRequest(held_versions=(0,), slots=1))
+    body = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE))
     header, _ = sign_request(peer.claim("POST", "/v1/leases", body), key=peer.key)
-    other = encode(LeaseRequest(held_versions=(0,), slots=9))
+    other = encode(LeaseRequest(held_versions=(0,), slots=9, instance=INSTANCE))
     reply = peer.send("POST", "/v1/leases", other, {"Authorization": header})
     assert (reply.status, reply.code) == (422, "body_mismatch")
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
-from sqlalchemy import insert, select
+from sqlalchemy import delete, insert, select
 
 from coordinator.errors import BadConfiguration
 from coordinator.home import Home, create_home
 from coordinator.storage import log, training
-from coordinator.storage.schema import SlotState, groups, leases, nodes, slots, submissions
+from coordinator.storage.schema import SlotState, groups, leases, nodes, policies, slots, steps, submissions
 from coordinator.storage.training import Published
 from coordinator.trainer import Trainer, TrainerSettings
 from coordinator.training import initial
@@ -277,6 +277,17 @@ def test_a_trainer_from_an_old_backup_does_not_sign_a_second_history(tmp_path: P
         train_to_the_end(home, tmp_path)
         for newer in checkpoints(tmp_path / "checkpoints")[1:]:
             newer.unlink()
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
+            trainer.run()
+
+
+def test_a_database_older_than_the_trainers_folder_gets_no_policy_without_its_batch(tmp_path: Path) -> None:
+    """The folder was copied after the backup that is restored: its next policy is of a step that the log lacks."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        with home.database.write() as connection:
+            connection.execute(delete(policies).where(policies.c.version == STEPS))
+            connection.execute(delete(steps).where(steps.c.step == STEPS - 1))
         with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
             trainer.run()
 

@@ -24,6 +24,7 @@ from swarm import Swarm, running, small_spec
 from coordinator.storage.schema import slots, submissions
 from node.engines.torch import Batch, TorchEngine
 from node.exchange import Backoff
+from node.joining import Entry
 from node.parquet_reader import ParquetReader
 from node.policy import save_policy
 from node.protocol.admission import Outcome
@@ -66,8 +67,7 @@ def working(swarm: Swarm, state: Path) -> Iterator[Callable[[], dict[str, object
     """A worker in a thread of its own; yields what reads its status."""
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
     settings = WorkerSettings(
-        coordinator=swarm.url,
-        run_id=swarm.home.run_id,
+        entry=Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,)),
         state=state,
         backoff=Backoff(first_seconds=0.02, max_seconds=0.1),
     )

@@ -34,7 +34,7 @@ from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import chunk_count
 from node.tiny import make_model, make_tokenizer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 SPEC = RunSpec(
     name="vllm",

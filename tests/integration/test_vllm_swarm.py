@@ -27,6 +27,7 @@ from node.engines.vllm import VllmEngine
 from node.engines.vllm_prefill import VllmVerifier
 from node.engines.vllm_settings import VllmSettings
 from node.exchange import Backoff
+from node.joining import Entry
 from node.parquet_reader import ParquetReader
 from node.policy import load_policy, save_policy
 from node.protocol.admission import Outcome
@@ -34,7 +35,7 @@ from node.protocol.reasons import Reason
 from node.protocol.run import TrainingSpec
 from node.worker import WorkerSettings, run_worker
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 SPEC = small_spec()
 SPEC = msgspec.structs.replace(
@@ -120,8 +121,7 @@ async def work(swarm, vllm, folder, *, verdicts=1, meanwhile=None):
     """Let the daemon work until the run has so many verdicts, or `meanwhile` is done."""
     stop = asyncio.Event()
     settings = WorkerSettings(
-        coordinator=swarm.url,
-        run_id=swarm.home.run_id,
+        entry=Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,)),
         state=folder / "worker",
         backoff=Backoff(first_seconds=0.02, max_seconds=0.1),
     )

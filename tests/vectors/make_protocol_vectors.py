@@ -18,8 +18,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.proofs import build_proofs
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Finding, Outcome, judge, judge_drift, judge_group, worst
+from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest
+from node.protocol.control import (
+    AskChallenge,
+    Authority,
+    ControlReason,
+    ControlReply,
+    ControlRequest,
+    DrainBody,
+    sign_authority,
+    sign_control,
+    sign_reply,
+)
 from node.protocol.evidence import Drift, Total, Totals, evidences, follow
 from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
+from node.protocol.peers import Address, Invitation, PeerRecord, peer_id_of, sign_peer
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import sign_request
 from node.protocol.run import (
@@ -30,13 +43,14 @@ from node.protocol.run import (
     HonestSpec,
     LevelSpec,
     LimitsSpec,
+    PolicyHead,
     ProofSpec,
     RunSpec,
     SamplingSpec,
     run_id_of,
 )
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
-from node.protocol.slots import group_seeds, slot_problem
+from node.protocol.slots import group_seeds, sample_seed, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
@@ -149,7 +163,7 @@ def log_entries() -> list[m.LogEntry]:
 def wire_vectors() -> dict[str, Any]:
     """Section 1: canonical values, digests, key derivation, envelopes."""
     values: list[msgspec.Struct] = [
-        m.Registration(software="veriswarm 0.1.0", engine="torch"),
+        m.Registration(software="veriswarm 0.1.0", engine="torch", instance="0f" * 16, name="gpu-7"),
         m.RelayAnnouncement(
             url="http://relay.example:8001",
             received=(m.ReceivedFrom(url="http://origin.example:8000", bytes_per_s=25_000_000),),
@@ -158,12 +172,45 @@ def wire_vectors() -> dict[str, Any]:
             relays=("http://origin.example:8000", "http://relay.example:8001"),
             stripes=(("http://relay.example:8001", "http://origin.example:8000"),),
         ),
-        m.LeaseRequest(held_versions=(3, 4), slots=2),
+        m.LeaseRequest(held_versions=(3, 4), slots=2, instance="0f" * 16),
         m.LeaseReply(
             leases=(m.Lease(lease_id=DIGEST_A, version=4, manifest_digest=DIGEST_B, slot=9, expires_at=1_760_000_060),),
             head_version=4,
             retry_after_seconds=0.5,
         ),
+        m.NodeStanding(
+            node=_public(NODE_KEY),
+            known=True,
+            banned=False,
+            banned_at=None,
+            verified=0,
+            strikes=1,
+            probation=8,
+            ban_after=3,
+            admitted=9,
+            rejected=1,
+            indeterminate=0,
+            vested=4096,
+            unvested=0,
+            void=512,
+            stake=0,
+            leases=1,
+            unjudged=0,
+            most_slots=1,
+            wait_seconds=2.5,
+            full_rate=1.0,
+            rejections=(
+                m.Rejection(
+                    submission=DIGEST_A,
+                    reason=Reason.WRONG_SEED,
+                    detail="Row 0 has another seed.",
+                    decided_at=1_760_000_000,
+                    log_index=17,
+                ),
+            ),
+        ),
+        m.UploadRequest(body=DIGEST_A, body_bytes=4096, sha256=DIGEST_B),
+        m.UploadReply(url="https://store.example/run/uploads/1?X-Amz-Expires=300", expires_at=1_760_000_300),
         m.SubmissionReply(submission=DIGEST_A),
         m.ErrorReply(code="clock_skew", message='Über "60 s"\n', server_time=1_760_000_000),
         claim(),
@@ -199,8 +246,13 @@ def run_vectors() -> dict[str, Any]:
     """Sections 2 and 3: a spec, its digest, the run's id, a descriptor and a signed request."""
     descriptor = Descriptor(
         run_id=RUN_ID,
+        version=1_760_000_000,
         spec=spec(),
+        endpoints=("https://run.example",),
         relays=("http://relay.example:8001",),
+        peers=(f"/ip4/192.0.2.1/tcp/8701/p2p/{peer_id_of(_key(NODE_KEY).public_key().public_bytes_raw())}",),
+        head=PolicyHead(version=7, manifest_digest="ab" * 32),
+        revoked=(),
         issued_at=1_760_000_000,
         expires_at=1_760_086_400,
     )
@@ -219,6 +271,93 @@ def run_vectors() -> dict[str, Any]:
             "claim": encode(claim()).decode(),
             "authorization": header,
             "submission": digest(envelope),
+        },
+    }
+
+
+def peer_vectors() -> dict[str, Any]:
+    """Section 13: the name of a key, addresses of each form, a string to join by, and what a peer says about itself."""
+    node, relay = (_key(seed).public_key().public_bytes_raw() for seed in (NODE_KEY, RUN_KEY))
+    addresses = (
+        Address("ip4", "192.0.2.1", 8701, node),
+        Address("ip6", "2001:db8::1", 8701, node),
+        Address("dns", "peer.example.org", 443, node),
+        Address("dns4", "localhost", 1, node),
+        Address("dns6", "a-1.example", 65535, node),
+        Address("ip4", "198.51.100.7", 8701, node, relay=relay),
+    )
+    record = PeerRecord(
+        run_id=RUN_ID,
+        addresses=(str(addresses[0]), str(addresses[-1])),
+        issued_at=1_760_000_000,
+        expires_at=1_760_003_600,
+    )
+    return {
+        "public_key": node.hex(),
+        "private_key": NODE_KEY.hex(),
+        "peer_id": peer_id_of(node),
+        "addresses": [
+            {
+                "address": str(one),
+                "kind": one.kind,
+                "host": one.host,
+                "port": one.port,
+                "public_key": one.node.hex(),
+                "relay_public_key": None if one.relay is None else one.relay.hex(),
+            }
+            for one in addresses
+        ],
+        "join": str(Invitation(RUN_ID, addresses[:2])),
+        "run_id": RUN_ID,
+        "record": encode(record).decode(),
+        "envelope": sign_peer(record, key=_key(NODE_KEY)).hex(),
+    }
+
+
+def control_vectors() -> dict[str, Any]:
+    """An asker with authority, what it asks, both answers, and the work of a challenge."""
+    asker, now = bytes(range(64, 96)), 1_760_000_000
+    granted = Authority(
+        run_id=RUN_ID,
+        node=_public(asker),
+        purposes=("status", "challenge"),
+        subject=None,
+        issued_at=now,
+        expires_at=now + 3600,
+    )
+    authority = sign_authority(granted, key=_key(RUN_KEY))
+    asked = ControlRequest(
+        run_id=RUN_ID,
+        to=_public(NODE_KEY),
+        ask=AskChallenge(samples=3, max_tokens=64),
+        nonce=DIGEST_B[:32],
+        issued_at=now + 60,
+        authority=authority,
+    )
+    request = sign_control(asked, key=_key(asker))
+    no = ControlReply(
+        run_id=RUN_ID,
+        request=digest(request),
+        reason=ControlReason.NOT_ALLOWED,
+        detail="",
+        answered_at=now + 61,
+        body=None,
+    )
+    yes = msgspec.structs.replace(no, reason=None, body=DrainBody(slots=2, undelivered=1))
+    node = bytes.fromhex(_public(NODE_KEY))
+    manifest = challenge_manifest(run_id=RUN_ID, manifest_digest=DIGEST_A, node=node, nonce=asked.nonce)
+    return {
+        "run_id": RUN_ID,
+        "authority": {"canonical": encode(granted).decode(), "envelope": authority.hex()},
+        "request": {"canonical": encode(asked).decode(), "envelope": request.hex()},
+        "replies": [
+            {"canonical": encode(reply).decode(), "envelope": sign_reply(reply, key=_key(NODE_KEY)).hex()}
+            for reply in (yes, no)
+        ],
+        "challenge": {
+            "manifest_digest": DIGEST_A,
+            "stands_for_it": manifest,
+            "first_seed": sample_seed(run_id=RUN_ID, manifest_digest=manifest, slot=CHALLENGE_SLOT, sample=0).hex(),
         },
     }
 
@@ -546,6 +685,8 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "admission": admission_vectors(),
         "evidence": evidence_vectors(),
         "log": log_vectors(),
+        "peers": peer_vectors(),
+        "control": control_vectors(),
     }
 
 

@@ -57,6 +57,7 @@ DOOR_PATHS = (
     *(f"/v1/receipts/{_ZEROS}?wait=1.5", f"/v1/receipts/{DIGEST}", f"/v1/blobs/{SPEC.digest}", f"/v1/blobs/{_ZEROS}"),
     *(
         "/v1/nodes",
+        f"/v1/nodes/{DIGEST}",
         "/v1/leases",
         f"/v1/leases/{DIGEST}/return",
         f"/v1/submissions/{DIGEST}",
@@ -124,7 +125,9 @@ class Door:
         with home.database.write() as connection:
             training.record_policy(connection, policy, now=time.time())
         coordinator = Coordinator(home, key=RUN_KEY)
-        coordinator.register(NODE_KEY.public_key().public_bytes_raw().hex(), REGISTRATIONS[0], now=time.time())
+        with home.database.write() as connection:
+            node = NODE_KEY.public_key().public_bytes_raw().hex()
+            coordinator.register(connection, node, REGISTRATIONS[0], now=time.time())
         # All of it comes from one address.
         limits = RequestLimits(**dict.fromkeys(RequestLimits.__dataclass_fields__, 10**9))
         connections = ConnectionLimits(connections_per_address=ConnectionLimits().connections)

@@ -20,12 +20,14 @@ from node.protocol.messages import (
     Lease,
     LeaseReply,
     LeaseRequest,
+    NodeStanding,
     Registration,
+    Rejection,
     RelayAnnouncement,
     RequestClaim,
     SubmissionReply,
 )
-from node.protocol.reasons import Refusal
+from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import check_claim, open_claim, read_authorization, sign_request
 from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
@@ -33,6 +35,7 @@ from node.protocol.run import (
     BatchSpec,
     Descriptor,
     EnvironmentSpec,
+    PolicyHead,
     RunSpec,
     open_descriptor,
     run_id_of,
@@ -65,15 +68,48 @@ CLAIM = RequestClaim(
     nonce="0f" * 16,
 )
 LEASE = Lease(lease_id=DIGEST, version=3, manifest_digest=OTHER_DIGEST, slot=7, expires_at=NOW + 60)
-REGISTRATIONS = (Registration(software="veriswarm 0.1.0", engine="torch"), Registration(software="", engine="é" * 200))
+INSTANCE = "0f" * 16
+REGISTRATIONS = (
+    Registration(software="veriswarm 0.1.0", engine="torch", instance=INSTANCE, name="gpu-7"),
+    Registration(software="", engine="é" * 200, instance=INSTANCE, name=""),
+)
 ANNOUNCEMENTS = (
     RelayAnnouncement(url="http://192.0.2.1:8720"),
     RelayAnnouncement(url="https://[2001:db8::1]:443/veriswarm/relay_1~x"),
 )
-LEASE_REQUESTS = (LeaseRequest(held_versions=(), slots=1), LeaseRequest(held_versions=(0, 1, 2**53 - 1), slots=1024))
+LEASE_REQUESTS = (
+    LeaseRequest(held_versions=(), slots=1, instance=INSTANCE),
+    LeaseRequest(held_versions=(0, 1, 2**53 - 1), slots=1024, instance=INSTANCE),
+)
 LEASE_REPLIES = (
     LeaseReply(leases=(), head_version=-1, retry_after_seconds=1e-6),
     LeaseReply(leases=(LEASE, LEASE), head_version=3, retry_after_seconds=0.0),
+)
+REJECTION = Rejection(
+    submission=DIGEST, reason=Reason.WRONG_TOKEN, detail="Row 3 has another token.", decided_at=NOW, log_index=17
+)
+STANDING = NodeStanding(
+    node=OTHER_DIGEST,
+    known=True,
+    banned=True,
+    banned_at=NOW,
+    verified=0,
+    strikes=3,
+    probation=8,
+    ban_after=3,
+    admitted=9,
+    rejected=3,
+    indeterminate=0,
+    vested=4096,
+    unvested=0,
+    void=512,
+    stake=0,
+    leases=1,
+    unjudged=0,
+    most_slots=0,
+    wait_seconds=2.5,
+    full_rate=1.0,
+    rejections=(REJECTION, REJECTION),
 )
 ERROR_REPLIES = (
     ErrorReply(code="clock_skew", message="Set the clock.\x1b[2J", server_time=NOW, submission=None),
@@ -135,7 +171,18 @@ def _descriptor(_: ExitStack) -> Harness:
         assert decode(RunSpec, encode(descriptor.spec), max_bytes=len(data)).digest == descriptor.spec.digest
 
     urls = tuple(announcement.url for announcement in ANNOUNCEMENTS)
-    described = Descriptor(run_id=RUN_ID, spec=SPEC, relays=urls, issued_at=NOW, expires_at=NOW + 3600)
+    described = Descriptor(
+        run_id=RUN_ID,
+        version=NOW,
+        spec=SPEC,
+        endpoints=urls[:1],
+        relays=urls,
+        peers=("/ip4/192.0.2.1/tcp/8701/p2p/12D3KooWBGofiw47QiCNCcskyT5V99sKjiTuqKE4f65WPQgjqq8w",),
+        head=PolicyHead(version=3, manifest_digest=DIGEST),
+        revoked=(OTHER_DIGEST,),
+        issued_at=NOW,
+        expires_at=NOW + 3600,
+    )
     return Harness([encode(described)], run, (PeerFault,), json_mutator())
 
 
@@ -177,6 +224,12 @@ TARGETS = (
         sender="whoever answers as the coordinator",
         share=40,
         prepare=_plain(LeaseReply, *LEASE_REPLIES, max_bytes=512 * 1024),
+    ),
+    Target(
+        name="messages.node_standing",
+        sender="whoever answers as the coordinator",
+        share=20,
+        prepare=_plain(NodeStanding, STANDING),
     ),
     Target(
         name="messages.submission_reply",

@@ -6,7 +6,6 @@ import time
 
 from coordinator.redteam.attack import DoorAttack
 from coordinator.redteam.raid import Raid
-from node.protocol.messages import LeaseRequest
 from shardcast.wire import encode
 
 SKEWS_SECONDS = (-86_400, -600, -90, 90, 600, 86_400)
@@ -23,7 +22,7 @@ class ClockSkew(DoorAttack):
     async def strike(self, raid: Raid) -> bool:
         """A few times."""
         identity = await raid.identity(self)
-        body = encode(LeaseRequest(held_versions=(0,), slots=1))
+        body = encode(identity.lease_request(held=(0,)))
         for skew in SKEWS_SECONDS:
             at = int(time.time()) + skew
             answer, _ = await raid.door.signed(identity, "POST", "/v1/leases", body, issued_at=at)

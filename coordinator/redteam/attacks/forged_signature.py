@@ -7,7 +7,7 @@ import base64
 from coordinator.redteam.attack import DoorAttack
 from coordinator.redteam.door import Identity
 from coordinator.redteam.raid import Raid
-from node.protocol.messages import AUTHORIZATION_SCHEME, LeaseRequest
+from node.protocol.messages import AUTHORIZATION_SCHEME
 from node.protocol.requests import sign_request
 from shardcast.wire import encode
 
@@ -27,7 +27,8 @@ class ForgedSignature(DoorAttack):
     async def strike(self, raid: Raid) -> bool:
         """Each once."""
         identity, stranger = await raid.identity(self), Identity()
-        path, body, more = "/v1/leases", *(encode(LeaseRequest(held_versions=(0,), slots=slots)) for slots in (1, 1024))
+        path, asks = "/v1/leases", (identity.lease_request(held=(0,), slots=slots) for slots in (1, 1024))
+        body, more = map(encode, asks)
         header, envelope = sign_request(raid.door.claim("POST", path, body), key=identity.key)
         foreign, theirs = sign_request(raid.door.claim("POST", path, body), key=stranger.key)
         other_run, _ = sign_request(raid.door.claim("POST", path, body, run_id="0" * 64), key=identity.key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from coordinator.redteam.attack import DoorAttack
 from coordinator.redteam.raid import Raid
-from node.protocol.messages import Registration
 from node.protocol.requests import sign_request
 from shardcast.wire import encode
 
@@ -20,7 +19,7 @@ class ReplayedRequest(DoorAttack):
     async def strike(self, raid: Raid) -> bool:
         """The first one is good."""
         identity = await raid.identity(self)
-        body = encode(Registration(software="redteam", engine="torch"))
+        body = encode(identity.registration)
         header, _ = sign_request(raid.door.claim("POST", "/v1/nodes", body), key=identity.key)
         await raid.door.send("POST", "/v1/nodes", body, header=header)
         for path in ("/v1/nodes", "/v1/nodes", "/v1/leases", "/v1/relays"):

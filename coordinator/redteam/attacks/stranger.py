@@ -7,7 +7,6 @@ import secrets
 from coordinator.redteam.attack import DoorAttack
 from coordinator.redteam.door import Identity
 from coordinator.redteam.raid import Raid
-from node.protocol.messages import LeaseRequest
 from shardcast.wire import encode
 
 NOTHING_TO_DO = "no_work"
@@ -24,7 +23,7 @@ class Stranger(DoorAttack):
     async def strike(self, raid: Raid) -> bool:
         """One of each."""
         nobody, known = Identity(), await raid.identity(self)
-        ask = encode(LeaseRequest(held_versions=(0,), slots=1))
+        ask = encode(nobody.lease_request(held=(0,)))
         nowhere = f"/v1/submissions/{secrets.token_hex(32)}"
         for identity, method, path, body in (
             (nobody, "POST", "/v1/leases", ask),

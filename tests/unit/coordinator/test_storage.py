@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from sqlalchemy import select
 from coordinator.errors import BadConfiguration, StorageFault
 from coordinator.home import Home, create_home, open_home
 from coordinator.storage import log, verdicts, work
-from coordinator.storage.blobs import BlobStore
+from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import SlotState, groups, metadata, slots, submissions
 from node.protocol import merkle
 from node.protocol.admission import Outcome
@@ -26,8 +27,8 @@ from shardcast.wire import decode
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of())
+def home(tmp_path: Path, database_url: str | None) -> Iterator[Home]:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
     yield home
     home.database.close()
 
@@ -46,11 +47,12 @@ def test_the_migrations_make_the_schema(home: Home) -> None:
 
 
 def test_another_key_or_spec_does_not_open_a_runs_folder(home: Home) -> None:
+    url = home.database.url
     with pytest.raises(BadConfiguration, match="another key"):
-        create_home(home.folder, public_key=bytes(32), spec=home.spec)
+        create_home(home.folder, public_key=bytes(32), spec=home.spec, database_url=url)
     with pytest.raises(BadConfiguration, match="differs"):
-        create_home(home.folder, public_key=PUBLIC_KEY, spec=spec_of(steps=99))
-    again = open_home(home.folder)
+        create_home(home.folder, public_key=PUBLIC_KEY, spec=spec_of(steps=99), database_url=url)
+    again = open_home(home.folder, database_url=url)
     assert (again.run_id, again.spec) == (home.run_id, home.spec)
     again.database.close()
 
@@ -125,9 +127,11 @@ def test_letting_a_lease_lapse_makes_a_node_wait(actors: Actors) -> None:
     assert actors.lease("a", held=(0,))
 
 
-def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path) -> None:
+def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path, database_url: str | None) -> None:
     """Otherwise junk for the oldest slots, submitted again and again, would keep the trainer waiting for verdicts."""
-    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(groups_per_step=2, max_async=1))
+    home = create_home(
+        tmp_path, public_key=PUBLIC_KEY, spec=spec_of(groups_per_step=2, max_async=1), database_url=database_url
+    )
     actors = Actors(home)
     actors.register("a", "b", "c")
     actors.publish(0)
@@ -224,9 +228,13 @@ def test_doubt_is_nobodys_fault(actors: Actors) -> None:
 
 @pytest.mark.parametrize("max_async", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_events_loses_and_repeats_nothing(tmp_path: Path, max_async: int, seed: int) -> None:
+def test_any_order_of_events_loses_and_repeats_nothing(
+    tmp_path: Path, database_url: str | None, max_async: int, seed: int
+) -> None:
     """Workers that are slow, die, cheat or race, in a random order, until the run's last step."""
-    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(max_async=max_async, steps=6))
+    home = create_home(
+        tmp_path, public_key=PUBLIC_KEY, spec=spec_of(max_async=max_async, steps=6), database_url=database_url
+    )
     actors, rng = Actors(home), random.Random(seed)
     names = [f"n{i}" for i in range(5)]
     actors.register(*names, admitted=0)
@@ -339,22 +347,24 @@ def test_a_transaction_that_fails_leaves_nothing(actors: Actors) -> None:
 
 
 def test_a_damaged_blob_is_noticed(tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path)
+    blobs = FolderBlobs(tmp_path)
     name = blobs.put(b"evidence")
-    assert blobs.get(name) == b"evidence"
+    assert blobs.get(name, max_bytes=8) == b"evidence"
     blobs.path(name).write_bytes(b"evidencf")
     with pytest.raises(StorageFault, match="damaged"):
-        blobs.get(name)
+        blobs.get(name, max_bytes=8)
+    with pytest.raises(StorageFault, match="more than 7 bytes"):
+        blobs.get(name, max_bytes=7)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, "0" * 63, "0" * 64 + "\n"])
 def test_a_blobs_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(StorageFault):
-        BlobStore(tmp_path).path(name)
+        FolderBlobs(tmp_path).path(name)
 
 
 def test_half_an_upload_leaves_nothing(tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path)
+    blobs = FolderBlobs(tmp_path)
     with pytest.raises(ConnectionError), blobs.incoming(max_bytes=100) as incoming:
         incoming.write(b"half")
         raise ConnectionError
@@ -365,10 +375,13 @@ def test_half_an_upload_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "incoming").mkdir()
-    (tmp_path / "incoming" / "half").write_bytes(b"x")
-    blobs = BlobStore(tmp_path)
-    blobs.clear_incoming()
-    assert list((tmp_path / "incoming").iterdir()) == []
+    old, under_way = tmp_path / "incoming" / "half", tmp_path / "incoming" / "another process writes this"
+    for path in (old, under_way):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    blobs = FolderBlobs(tmp_path)
+    blobs.clear_leftovers()
+    assert list((tmp_path / "incoming").iterdir()) == [under_way]
 
 
 def test_submissions_table_is_what_receipts_read(actors: Actors) -> None:

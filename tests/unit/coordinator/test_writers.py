@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import BadConfiguration, StorageFault
-from coordinator.storage import database as storage
+from coordinator.storage import sqlite as storage
 from coordinator.storage.database import Database, sqlite_url
 
 HOLD_SECONDS = 0.002

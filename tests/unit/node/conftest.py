@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.engines.torch import TorchEngine
 from node.exchange import Backoff
 from node.identity import node_id
+from node.joining import Entry
 from node.protocol.admission import Outcome
 from node.protocol.messages import (
     MESSAGE_VERSION,
@@ -96,7 +97,18 @@ class SmallCoordinator:
 
     async def run(self, _request):
         now = int(time.time())
-        descriptor = Descriptor(run_id=RUN_ID, spec=self.spec, relays=self.relays, issued_at=now, expires_at=now + 3600)
+        descriptor = Descriptor(
+            run_id=RUN_ID,
+            version=time.time_ns() // 1000,
+            spec=self.spec,
+            endpoints=(),
+            relays=self.relays,
+            peers=(),
+            head=None,
+            revoked=(),
+            issued_at=now,
+            expires_at=now + 3600,
+        )
         sealed = seal(encode(descriptor), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=self.key)
         return web.Response(body=sealed)
 
@@ -234,7 +246,7 @@ class Swarm(Serving):
     async def work(self, stop, *, produce=None, make_engine=None, **changes):
         quick = Backoff(first_seconds=0.02, max_seconds=0.1)
         changes = {"slots": 2, "backoff": quick} | changes
-        settings = WorkerSettings(coordinator=self.url, run_id=RUN_ID, state=self.state, **changes)
+        settings = WorkerSettings(entry=Entry(run_id=RUN_ID, coordinators=(self.url,)), state=self.state, **changes)
         if make_engine is None:
             make_engine = TorchEngine if produce is None else producing(produce)
         await run_worker(settings, key=NODE_KEY, make_engine=make_engine, stop=stop)

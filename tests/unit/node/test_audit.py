@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 import shutil
@@ -22,9 +23,11 @@ from sqlalchemy import delete, update
 from verifying import InMemory, Part, drawn
 
 from coordinator.app import create_app
-from coordinator.home import Home, create_home
+from coordinator.home import create_home
 from coordinator.service import Coordinator
 from coordinator.storage import log
+from coordinator.storage.blobs import BlobStore
+from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import log_entries, log_nodes
 from node.audit import run_audit
 from node.engines.base import SampleRequest
@@ -89,20 +92,23 @@ class Audited:
     ADMITTED, ALSO_ADMITTED, WRONG_TOKEN, NOT_PARQUET, UNDECIDED, BATCH, SECOND_POLICY, SWITCHED = range(2, 10)
 
 
-def evidence(home: Home, body: bytes) -> dict[str, str]:
-    """Store what a node sent, as the coordinator does, and return what the log says of it."""
+def evidence(blobs: BlobStore, body: bytes, *, sha256: str | None = None) -> dict[str, str]:
+    """Store what a node sent, as the coordinator does, and return what the log says of it.
+
+    With `sha256` the node put the body into the run's object store.
+    """
     claim = RequestClaim(
         run_id=RUN,
         method="PUT",
-        path=f"/v1/submissions/{secrets.token_hex(32)}",
+        path=f"/v1/submissions/{secrets.token_hex(32)}" + ("" if sha256 is None else f"/{sha256}"),
         body_digest=digest(body),
         body_bytes=len(body),
         issued_at=int(time.time()),
         nonce=secrets.token_hex(16),
     )
     _, envelope = sign_request(claim, key=NODE)
-    request = home.blobs.put(envelope)
-    return {"submission": request, "request": request, "body": home.blobs.put(body), "node": node_id(NODE)}
+    request = blobs.put(envelope)
+    return {"submission": request, "request": request, "body": blobs.put(body), "node": node_id(NODE)}
 
 
 def next_policy(path: Path) -> None:
@@ -182,7 +188,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
                 )
             )
             entry = VerdictEntry(
-                **evidence(home, body),
+                **evidence(home.blobs, body),
                 version=0,
                 manifest_digest=manifest_digest,
                 slot=slot,
@@ -480,6 +486,27 @@ def test_a_body_the_node_did_not_sign_is_found(run: Audited, audit: Callable[...
     with serving(forged(run, tmp_path / "forged", swap), run.origin_url) as url:
         outcome = audit(url)
     assert (outcome.code, outcome.problems) == (1, [("evidence_mismatch", run.NOT_PARQUET)])
+
+
+@pytest.mark.parametrize("by_store", [True, False])
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_rejection_for_signing_for_two_files_that_the_node_did_not_sign_for_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path, *, by_store: bool, swapped: bool
+) -> None:
+    """The operator says that a file came with another BLAKE3 than was signed, with a file of his own or without."""
+    signed, other = b"what the node sent", b"what nobody signed"
+
+    def frame(entries: list[LogEntry]) -> list[LogEntry]:
+        blobs = FolderBlobs(tmp_path / "forged" / "blobs")
+        said = evidence(blobs, signed, sha256=hashlib.sha256(signed).hexdigest() if by_store else None)
+        if swapped:
+            said["body"] = blobs.put(other)
+        return with_entry(run.NOT_PARQUET, **said, reason=Reason.WRONG_BODY)(entries)
+
+    with serving(forged(run, tmp_path / "forged", frame), run.origin_url) as url:
+        outcome = audit(url)
+    code = "evidence_mismatch" if swapped else "verdict_differs"
+    assert (outcome.code, outcome.problems) == (1, [(code, run.NOT_PARQUET)])
 
 
 def test_a_policy_file_other_than_the_logged_one_is_found(

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from node import cli
-from node.command_line import Commands, Unrepeated
+from node.command_line import Commands
 from node.errors import ConfigError
 from node.identity import load_key, node_id
+from node.logs import Unrepeated
 from node.protocol.run import run_id_of
 
 RUN_ID = "ab" * 32
@@ -80,7 +81,7 @@ def test_the_help_of_the_whole_names_the_ways_to_take_part():
     result = veriswarm("--help")
     assert result.exit_code == 0
     for line in (
-        "veriswarm worker --coordinator URL --run-id ID",
+        "veriswarm worker --join veriswarm://...",
         "veriswarm audit URL --run-id ID",
         "VERISWARM_WORKER_",
     ):
@@ -136,7 +137,7 @@ def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path, se
     result = veriswarm("--config", str(config), "worker", *flag, **environment)
     assert result.exit_code == 0, result.output
     assert seen["settings"].slots == expected
-    assert seen["settings"].run_id == RUN_ID
+    assert seen["settings"].entry.run_id == RUN_ID
 
 
 def test_everything_can_come_from_the_environment(tmp_path, seen):
@@ -165,8 +166,26 @@ def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
     )
     result = veriswarm("--config", str(config), "relay")
     assert result.exit_code == 0, result.output
+    assert seen["settings"].entry.coordinators == ("http://h:1",)
     assert seen["settings"].upstreams == ("http://a:1", "http://b:2")
     assert seen["settings"].quota_bytes == 1_500_000_000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (("--coordinator", "http://a:1", "--coordinator", "http://b:2"), {}, ""),
+        ((), {"VERISWARM_WORKER_COORDINATOR": "http://a:1 http://b:2"}, ""),
+        ((), {}, 'coordinator = ["http://a:1", "http://b:2"]'),
+    ],
+)
+def test_a_worker_may_be_told_of_several_coordinators(tmp_path, seen, given):
+    flags, environment, toml = given
+    config = tmp_path / "config.toml"
+    config.write_text(f'[worker]\nrun-id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n{toml}\n')
+    result = veriswarm("--config", str(config), "worker", *flags, **environment)
+    assert result.exit_code == 0, result.output
+    assert seen["settings"].entry.coordinators == ("http://a:1", "http://b:2")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +199,7 @@ def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
         ("[worker]\nonce = 'yes'", "worker.once must be true or false"),
         ("[worker]\nslots = true", "worker.slots must be a string or a number"),
         ("[worker]\nslots = [3]", "worker.slots must be a string or a number"),
-        ("[relay]\nupstream = 'http://a'", "relay.upstream must be a list"),
+        ("[relay]\nupstream = [true]", "relay.upstream must be a string or a number"),
         ("[worker", "is not a TOML file"),
         ("[worker]\nslots = 1\nslots = 2", "is not a TOML file"),
     ],
@@ -210,8 +229,7 @@ def test_a_file_that_is_no_configuration_is_one_sentence(tmp_path, content):
         config.write_bytes(content)
     result = veriswarm("--config", str(config), "keys", "show", "x")
     assert result.exit_code == 1
-    assert result.output.startswith("Error: ")
-    assert result.output.count("\n") == 1
+    assert [line.partition(":")[0] for line in result.output.splitlines()] == ["Error", "hint"]
 
 
 # -- mistakes
@@ -256,8 +274,7 @@ def test_a_state_folder_that_cannot_be_made_is_one_sentence(tmp_path):
         "worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--state", str(tmp_path / "file" / "state")
     )
     assert result.exit_code == 1
-    assert result.output.startswith("Error: ")
-    assert result.output.count("\n") == 1
+    assert [line.partition(":")[0] for line in result.output.splitlines()] == ["Error", "hint"]
 
 
 def test_the_unexpected_has_a_traceback_only_with_debug(monkeypatch, tmp_path):
@@ -267,10 +284,12 @@ def test_the_unexpected_has_a_traceback_only_with_debug(monkeypatch, tmp_path):
     monkeypatch.setattr("node.worker.run_worker", broken)
     arguments = ("worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--state", str(tmp_path))
     plain = veriswarm(*arguments)
-    assert plain.exit_code == 1
-    assert "run again with --debug" in plain.output
+    assert plain.exit_code == 70
+    assert "Something unexpected happened: ZeroDivisionError: by nothing." in plain.output
+    assert "with --debug (or VERISWARM_DEBUG=1)" in plain.output.splitlines()[-1]
     assert "Traceback" not in plain.output
     assert isinstance(veriswarm("--debug", *arguments).exception, ZeroDivisionError)
+    assert isinstance(veriswarm(*arguments, VERISWARM_DEBUG="1").exception, ZeroDivisionError)
 
 
 # -- audit's exit codes

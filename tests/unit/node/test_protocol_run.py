@@ -29,7 +29,18 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))
 RUN = run_id_of(KEY.public_key().public_bytes_raw())
 SPEC = RunSpec(name="t", environments=(EnvironmentSpec(name="arithmetic"),))
-DESCRIPTOR = Descriptor(run_id=RUN, spec=SPEC, relays=("http://127.0.0.1:1",), issued_at=100, expires_at=200)
+DESCRIPTOR = Descriptor(
+    run_id=RUN,
+    version=1,
+    spec=SPEC,
+    endpoints=("http://127.0.0.1:2",),
+    relays=("http://127.0.0.1:1",),
+    peers=(),
+    head=None,
+    revoked=(),
+    issued_at=100,
+    expires_at=200,
+)
 SMALLEST = 'name = "t"\n[[environments]]\nname = "arithmetic"\n'
 
 

@@ -14,15 +14,16 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from node.protocol import messages
+from node.protocol import control, messages
 from node.protocol.messages import CHECKPOINT_DOMAIN, MESSAGE_VERSION, Checkpoint, LogEntry
+from node.protocol.peers import open_peer, parse_address, parse_join
 from node.protocol.requests import open_claim, read_authorization
 from node.protocol.run import RunSpec, open_descriptor, run_id_of
 from shardcast.envelope import open_envelope
 from shardcast.wire import decode, derive, digest, encode
 
 VECTORS = Path(__file__).parents[2] / "vectors"
-NAMES = ["admission", "evidence", "log", "proofs", "run", "sampling", "segments", "slots", "wire"]
+NAMES = ["admission", "control", "evidence", "log", "peers", "proofs", "run", "sampling", "segments", "slots", "wire"]
 
 
 def load(name: str) -> dict:
@@ -125,6 +126,71 @@ def test_the_run_vectors_open_and_bind_to_one_another() -> None:
     envelope = read_authorization(vector["request"]["authorization"])
     assert digest(envelope) == vector["request"]["submission"]
     assert encode(open_claim(envelope)[1]).decode() == vector["request"]["claim"]
+
+
+def test_a_reader_of_the_document_finds_the_name_of_a_key() -> None:
+    """Worked out from the page alone: base58 of six fixed bytes and the key."""
+    vector = load("peers")
+    number = int.from_bytes(bytes.fromhex("002408011220") + bytes.fromhex(vector["public_key"]))
+    digits = ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"[digit] + digits
+    assert "1" + digits == vector["peer_id"]
+    assert len(vector["peer_id"]) == 52
+    assert vector["peer_id"].startswith("12D3KooW")
+
+
+@pytest.mark.parametrize("vector", load("peers")["addresses"], ids=lambda vector: vector["address"][:25])
+def test_the_address_vectors_name_hosts_ports_and_keys(vector: dict) -> None:
+    address = parse_address(vector["address"])
+    relay = None if address.relay is None else address.relay.hex()
+    assert (address.kind, address.host, address.port) == (vector["kind"], vector["host"], vector["port"])
+    assert (address.node.hex(), relay) == (vector["public_key"], vector["relay_public_key"])
+
+
+def test_the_peer_vectors_open_and_bind_to_one_another() -> None:
+    vector = load("peers")
+    invitation = parse_join(vector["join"])
+    assert invitation.run_id == vector["run_id"] == load("run")["run_id"]
+    assert [str(peer) for peer in invitation.peers] == [one["address"] for one in vector["addresses"][:2]]
+    peer = open_peer(bytes.fromhex(vector["envelope"]), run_id=vector["run_id"], now=1_760_000_001.0)
+    assert peer.node.hex() == vector["public_key"]
+    assert [str(address) for address in peer.addresses] == json.loads(vector["record"])["addresses"]
+    assert vector["record"].encode() in peer.envelope
+
+
+def test_the_control_vectors_open_and_bind_to_one_another() -> None:
+    vector = load("control")
+    granter, granted = control.open_authority(bytes.fromhex(vector["authority"]["envelope"]))
+    assert run_id_of(granter) == granted.run_id == vector["run_id"] == load("run")["run_id"]
+    data = bytes.fromhex(vector["request"]["envelope"])
+    asker, asked = control.open_control(data)
+    assert (asker.hex(), asked.authority.hex()) == (granted.node, vector["authority"]["envelope"])
+    assert (vector["request"]["canonical"].encode() in data, asked.to) == (True, load("peers")["public_key"])
+    for reply in vector["replies"]:
+        opened = open_envelope(
+            bytes.fromhex(reply["envelope"]), domain=control.REPLY_DOMAIN, versions=(1,), max_payload_bytes=2**16
+        )
+        said = decode(control.ControlReply, opened.payload, max_bytes=2**16)
+        assert (opened.signer.hex(), said.request) == (asked.to, digest(data))
+        assert opened.payload == reply["canonical"].encode()
+
+
+def test_a_reader_of_the_document_derives_the_work_of_a_challenge() -> None:
+    """Worked out from the page alone: slot 0 of a manifest whose digest is derived from four parts."""
+    vector, (_, asked) = load("control"), control.open_control(bytes.fromhex(load("control")["request"]["envelope"]))
+    challenge = vector["challenge"]
+    parts = [bytes.fromhex(x) for x in (vector["run_id"], challenge["manifest_digest"], asked.to, asked.nonce)]
+
+    def derived(context: str, *parts: bytes) -> bytes:
+        told = b"".join(struct.pack(">I", len(part)) + part for part in parts)
+        return blake3(told, derive_key_context=context).digest()
+
+    manifest = derived("veriswarm/1 challenge", *parts)
+    assert manifest.hex() == challenge["stands_for_it"]
+    seed = derived("veriswarm/1 sample seed", parts[0], manifest, bytes(8), bytes(4))
+    assert seed[:16].hex() == challenge["first_seed"]
 
 
 @pytest.mark.parametrize("case", load("segments")["cases"], ids=lambda case: str(case["segment_versions"]))

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node import cli
+from node.joining import Entry
 from node.relay import RelaySettings, run_relay
 from node.relay_advice import Serving
 from shardcast import ServerLimits
@@ -82,8 +83,7 @@ def accepted(url):
 async def test_relays_and_workers_that_serve_keep_to_them(swarm, tmp_path):
     limits = ServerLimits(max_connections_per_address=1)
     settings = RelaySettings(
-        coordinator=swarm.url,
-        run_id=swarm.run_id,
+        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
         state=tmp_path / "relay",
         host="127.0.0.1",
         port=0,

@@ -15,12 +15,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 from verifying import InMemory
 
+from node import joining
 from node.environments import load_environment
 from node.errors import BadReply, StateError
+from node.joining import Entry
 from node.parquet_reader import ParquetReader
+from node.plain_reasons import PLAIN
 from node.policy import load_policy
 from node.protocol.admission import Outcome
-from node.protocol.reasons import ADVICE, Reason
+from node.protocol.reasons import Reason
 from node.relay import RelaySettings, run_relay
 from node.relay_advice import Serving
 from node.verification import Rules, verify
@@ -79,7 +82,8 @@ async def test_a_rejection_is_counted_by_reason_and_comes_with_advice(swarm, cap
     status = swarm.status()
     assert (status["admitted"], status["rejected"]) == (0, 1)
     assert status["reasons"] == {"proof_mismatch": 1}
-    assert ADVICE[Reason.PROOF_MISMATCH] in caplog.text
+    assert PLAIN[Reason.PROOF_MISMATCH].meaning in caplog.text
+    assert PLAIN[Reason.PROOF_MISMATCH].todo in caplog.text
 
 
 async def test_another_producer_can_take_the_engines_place(swarm):
@@ -221,8 +225,7 @@ async def test_a_relay_announces_itself_and_workers_fetch_through_it(swarm, tmp_
     stop = asyncio.Event()
     swarm.coordinator.relays = ()
     settings = RelaySettings(
-        coordinator=swarm.url,
-        run_id=swarm.run_id,
+        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
         state=tmp_path / "relay",
         host="127.0.0.1",
         port=0,
@@ -235,6 +238,25 @@ async def test_a_relay_announces_itself_and_workers_fetch_through_it(swarm, tmp_
     assert swarm.status()["admitted"] == 1
     stop.set()
     await asyncio.wait_for(relay, 5)
+
+
+async def test_attack_rules_that_change_under_a_running_relay_end_it_with_the_reason(swarm, tmp_path, monkeypatch):
+    """It would go on serving, else, and hear of no new coordinator any more without a word."""
+    monkeypatch.setattr(joining, "REFRESH_SECONDS", 0.2)
+    swarm.coordinator.relays = ()
+    settings = RelaySettings(
+        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
+        state=tmp_path / "relay",
+        host="127.0.0.1",
+        port=0,
+        upstreams=(swarm.origin_url,),
+    )
+    relay = asyncio.create_task(run_relay(settings, key=OTHER_KEY, stop=asyncio.Event()))
+    await swarm.until(lambda: swarm.coordinator.relays)
+    swarm.coordinator.spec = structs.replace(swarm.spec, seed=1)
+    with pytest.raises(StateError) as caught:
+        await asyncio.wait_for(relay, 10)
+    assert caught.value.code == "spec_changed"
 
 
 async def test_a_worker_that_serves_announces_itself_and_passes_policies_on(swarm, tmp_path):

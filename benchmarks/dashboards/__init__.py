@@ -1,0 +1,1 @@
+"""What benchmarks.dashboard is made of."""

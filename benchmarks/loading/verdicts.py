@@ -1,0 +1,218 @@
+"""Verdicts per second where the engine costs nothing: real verifiers on groups that a stub calls perfect.
+
+The submissions are files as workers send them: groups of 8, with the slot's own prompts and seeds, invented tokens and
+proofs of invented states. All that a verifier does is done: claims, the Parquet reader in its sandbox, every check, the
+environment's rewards, the stored group, the verdict with its log entry. Only instead of a prefill the numbers of a
+perfect one come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+import time
+from collections.abc import Sequence
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import func, insert, select
+
+from coordinator.home import Home, create_home, open_home
+from coordinator.storage import training, work
+from coordinator.storage.schema import nodes, submissions
+from coordinator.storage.training import Published
+from coordinator.storage.work import Arrival
+from coordinator.verifier import Verifier, VerifierSettings
+from node.environments import load_environment
+from node.measurement import Span, SpanMeasured
+from node.parquet import write_rollouts
+from node.policy import Blueprint, Policy, load_policy, save_policy
+from node.proofs import build_proofs
+from node.protocol.messages import LeaseRequest
+from node.protocol.reasons import Refusal
+from node.protocol.run import BatchSpec, EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
+from node.protocol.submission import Rollout, chunk_count
+from node.tiny import make_model, make_tokenizer
+from node.verification import expected_of
+from shardcast import Origin, OriginServer
+from shardcast.manifest import SignedManifest
+from shardcast.wire import digest
+
+TOKENS, LOGPROB = 32, -1.0
+WARM = 16
+"""Verdicts before the clock starts: the policy's fetch is among them."""
+
+PATIENCE_SECONDS = 300.0
+SPEC = RunSpec(
+    name="verdicts",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    sampling=SamplingSpec(max_new_tokens=TOKENS),
+    proofs=ProofSpec(scheme="toploc/1"),
+    batch=BatchSpec(groups_per_step=1_000_000, max_leases_per_node=1_000_000),
+)
+
+
+class PerfectPrefill:
+    """A `Prefill` that finds every span as it should be, and computes nothing."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.blueprint: Blueprint = policy
+
+    def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:  # noqa: ARG002
+        return [
+            SpanMeasured(
+                exponent_mismatches=[0.0] * len(span.proofs),
+                mantissa_means=[0.0] * len(span.proofs),
+                mantissa_medians=[0.0] * len(span.proofs),
+                sketch_errors=[],
+                logprobs=[LOGPROB] * len(span.token_ids),
+                margins=[0.0] * len(span.token_ids),
+            )
+            for span in spans
+        ]
+
+
+class PerfectPrefills:
+    """`Prefills` of those."""
+
+    async def prefill(self, path: Path, *, version: int) -> PerfectPrefill:  # noqa: ARG002
+        return PerfectPrefill(load_policy(path, dtype=torch.float32))
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+def perfect_prefills(_spec: RunSpec, _share: float) -> PerfectPrefills:
+    """As `MakePrefills`."""
+    return PerfectPrefills()
+
+
+def verdicts_per_s(folder: Path, *, groups: int, verifiers: int = 1, database_url: str | None = None) -> float:
+    """How many of `groups` submissions that wait `verifiers` processes judge in a second."""
+    key = Ed25519PrivateKey.generate()
+    home = create_home(
+        folder / "data", public_key=key.public_key().public_bytes_raw(), spec=SPEC, database_url=database_url
+    )
+    origin = Origin(folder / "origin", key, home.run_id)
+    server = OriginServer(origin, "127.0.0.1", 0)
+    source = f"http://127.0.0.1:{server.start()}"
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    started = [
+        context.Process(target=_verify, args=(folder, f"verifier-{n}", source, database_url, stop), daemon=True)
+        for n in range(verifiers)
+    ]
+    try:
+        _submit(home, _published(home, server, folder), groups=groups)
+        for process in started:
+            process.start()
+        return _rate(home, groups)
+    finally:
+        stop.set()
+        for process in started:
+            process.join(30)
+        server.stop()
+        origin.close()
+        home.database.close()
+
+
+def _published(home: Home, server: OriginServer, folder: Path) -> tuple[Policy, str]:
+    path = folder / "policy.safetensors"
+    save_policy(make_model(seed=1), make_tokenizer(), path)
+
+    def record(signed: SignedManifest) -> None:
+        policy = Published(0, signed.digest, signed.manifest.result_digest, signed.envelope)
+        with home.database.write() as connection:
+            training.record_policy(connection, policy, now=time.time())
+        digests.append(signed.digest)
+
+    digests: list[str] = []
+    server.publish(path, version=0, before_announcing=record)
+    return load_policy(path, dtype=torch.float32), digests[0]
+
+
+def _submit(home: Home, published: tuple[Policy, str], *, groups: int) -> None:
+    policy, manifest_digest = published
+    environments = [load_environment(environment) for environment in home.spec.environments]
+    node, now = digest(b"node"), time.time()
+    with home.database.write() as connection:
+        values = {"node": node, "software": "", "engine": "", "registered_at": now, "seen_at": now}
+        # Of so many verified groups that all that it asks for is given.
+        connection.execute(insert(nodes).values(**values, admitted=groups, verified=groups))
+        asked = LeaseRequest(held_versions=(0,), slots=64, instance="0" * 32)
+        leases = [
+            lease
+            for _ in range(-(-groups // asked.slots))
+            for lease in work.lease(connection, node=node, request=asked, spec=home.spec, now=now).leases
+        ][:groups]
+    rng = random.Random(1)
+    states = torch.randn(SPEC.proofs.chunk_tokens, policy.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (proof,) = build_proofs([states], [bytes(16)], spec=SPEC.proofs)
+    for lease in leases:
+        wanted = expected_of(
+            home.spec,
+            policy,
+            environments,
+            run_id=home.run_id,
+            version=0,
+            manifest_digest=manifest_digest,
+            slot=lease.slot,
+            published=(0,),
+        )
+        allowed = [token for token in range(wanted.vocabulary) if token not in wanted.eos_ids]
+        rollouts = [
+            _rollout(seed, list(wanted.prompt_ids), rng.choices(allowed, k=TOKENS), proof) for seed in wanted.seeds
+        ]
+        body = home.blobs.put(write_rollouts(rollouts))
+        arrival = Arrival(submission=body, request=body, body=body, body_bytes=1)
+        with home.database.write(durable=False) as connection:
+            work.submit(connection, arrival, node=node, lease_id=lease.lease_id, spec=home.spec, now=now)
+
+
+def _rollout(seed: bytes, prompt: list[int], completion: list[int], proof: bytes) -> Rollout:
+    chunks = chunk_count([TOKENS], chunk_tokens=SPEC.proofs.chunk_tokens)
+    return Rollout(
+        seed=seed,
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[LOGPROB] * TOKENS,
+        segment_versions=[0],
+        segment_tokens=[TOKENS],
+        proofs=[proof] * chunks,
+    )
+
+
+def _rate(home: Home, groups: int) -> float:
+    """From the warm-up's last verdict to the last of all, by the times in the database."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    done = select(func.count()).where(submissions.c.outcome.is_not(None))
+    while time.monotonic() < deadline:
+        with home.database.read() as connection:
+            if connection.execute(done).scalar_one() >= groups:
+                break
+        time.sleep(0.2)
+    with home.database.read() as connection:
+        at = list(connection.execute(select(submissions.c.decided_at).order_by(submissions.c.decided_at)).scalars())
+        refused = select(submissions.c.detail).where(submissions.c.outcome != "admitted").limit(1)
+        why = connection.execute(refused).scalar()
+    if None in at or why is not None:
+        raise SystemExit(f"not all of {groups} groups were admitted: {why}")
+    return (groups - WARM) / (at[-1] - at[WARM - 1])
+
+
+def _verify(folder: Path, name: str, source: str, database_url: str | None, stop: Event) -> None:
+    home = open_home(folder / "data", database_url=database_url)
+    settings = VerifierSettings(name=name, state=folder / name, sources=(source,), make_prefills=perfect_prefills)
+
+    async def work_until_told() -> None:
+        stopped = asyncio.Event()
+        working = asyncio.create_task(Verifier(home, settings).run(stopped))
+        await asyncio.to_thread(stop.wait)
+        stopped.set()
+        await working
+
+    asyncio.run(work_until_told())
+    home.database.close()

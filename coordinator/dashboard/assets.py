@@ -1,0 +1,74 @@
+"""What the pages load: each file under a name with its digest, compressed once, and kept by browsers for ever.
+
+Plotly's own script lies in its Python package, so that nothing is asked of anybody but this coordinator.
+"""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final
+
+from coordinator.errors import StorageFault
+from shardcast.wire import digest
+
+PREFIX: Final = "/assets"
+IMMUTABLE: Final = "public, max-age=31536000, immutable"
+_DIGEST_DIGITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file as it is sent: `plain`, or `compressed` to who takes gzip."""
+
+    media_type: str
+    plain: bytes
+    compressed: bytes
+
+
+def _own(name: str) -> Callable[[], bytes]:
+    return lambda: files("coordinator.dashboard").joinpath("static", name).read_bytes()
+
+
+def _plotly() -> bytes:
+    return files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+
+
+_SOURCES: Final = {
+    "dashboard.css": ("text/css; charset=utf-8", _own("dashboard.css")),
+    "run.js": ("text/javascript; charset=utf-8", _own("run.js")),
+    "submission.js": ("text/javascript; charset=utf-8", _own("submission.js")),
+    "icon.svg": ("image/svg+xml", _own("icon.svg")),
+    "plotly.min.js": ("text/javascript; charset=utf-8", _plotly),
+}
+
+
+class Assets:
+    """The files of one process, read and compressed when they are first asked for (Plotly's takes 0.3 s)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._urls = {
+            name: f"{PREFIX}/{digest(read())[:_DIGEST_DIGITS]}/{name}" for name, (_, read) in _SOURCES.items()
+        }
+        self._held: dict[str, Asset] = {}
+
+    def url(self, name: str) -> str:
+        """Where the file is; another path once its bytes are others. Raises StorageFault for what is not served."""
+        if name not in self._urls:
+            raise StorageFault(f"{name} is no asset")
+        return self._urls[name]
+
+    def get(self, version: str, name: str) -> Asset | None:
+        """The file, if that is its digest."""
+        if self._urls.get(name) != f"{PREFIX}/{version}/{name}":
+            return None
+        with self._lock:
+            if name not in self._held:
+                media_type, read = _SOURCES[name]
+                plain = read()
+                self._held[name] = Asset(media_type, plain, gzip.compress(plain, 6, mtime=0))
+            return self._held[name]

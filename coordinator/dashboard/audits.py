@@ -1,0 +1,99 @@
+"""The auditor's page: what the coordinator signs of its log, the log's end, and how to check all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.dashboard.figures import read_entry
+from coordinator.dashboard.words import name_of
+from coordinator.service import Coordinator
+from coordinator.storage import log
+from coordinator.storage.log import MAX_ENTRIES_PER_READ
+from node.protocol.messages import (
+    CHECKPOINT_DOMAIN,
+    MAX_MESSAGE_BYTES,
+    MESSAGE_VERSION,
+    BatchEntry,
+    Checkpoint,
+    PolicyEntry,
+    RunEntry,
+    VerdictEntry,
+)
+from shardcast.envelope import SIGNATURE_BYTES, open_envelope
+from shardcast.wire import decode
+
+ENTRIES: Final = 25
+PARTS: Final = 6
+MAX_LINE: Final = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the log: what it says, and the submission that it is about."""
+
+    index: int
+    kind: str
+    text: str
+    submission: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditView:
+    """Everything on the page. `parts` are the newest pages of the log, (first, beyond the last); `first` asks where the
+    shown entries begin."""
+
+    checkpoint: Checkpoint
+    signature: str
+    public_key: str
+    spec_digest: str
+    entries: Sequence[Entry]
+    first: int
+    older: int | None
+    newer: int | None
+    parts: Sequence[tuple[int, int]]
+    earlier_parts: int
+
+
+def read_audit(coordinator: Coordinator, *, at: int | None, now: float) -> AuditView:
+    """The page, with the entries that end before `at`; the newest by default."""
+    envelope = coordinator.checkpoint(now=now)
+    opened = open_envelope(
+        envelope, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=MAX_MESSAGE_BYTES
+    )
+    checkpoint = decode(Checkpoint, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+    end = checkpoint.size if at is None else max(1, min(at, checkpoint.size))
+    first = max(0, end - ENTRIES)
+    with coordinator.home.database.read() as connection:
+        leaves = log.leaves(connection, first, end)
+    starts = range(0, checkpoint.size, MAX_ENTRIES_PER_READ)
+    return AuditView(
+        checkpoint=checkpoint,
+        signature=envelope[-SIGNATURE_BYTES:].hex(),
+        public_key=opened.signer.hex(),
+        spec_digest=coordinator.home.spec.digest,
+        entries=[_entry(first + offset, leaf) for offset, leaf in enumerate(leaves)][::-1],
+        first=first,
+        older=first or None,
+        newer=min(checkpoint.size, end + ENTRIES) if end < checkpoint.size else None,
+        parts=[(start, min(start + MAX_ENTRIES_PER_READ, checkpoint.size)) for start in starts[-PARTS:]][::-1],
+        earlier_parts=max(0, len(starts) - PARTS),
+    )
+
+
+def _entry(index: int, leaf: bytes) -> Entry:
+    entry = read_entry(leaf)
+    match entry:
+        case RunEntry():
+            return Entry(index, "run", f"rules {entry.spec_digest[:16]}…", "")
+        case PolicyEntry():
+            return Entry(index, "policy", f"policy {entry.version}, manifest {entry.manifest_digest[:16]}…", "")
+        case BatchEntry():
+            return Entry(index, "batch", f"step {entry.step + 1} uses {len(entry.submissions):,} groups", "")
+        case VerdictEntry():
+            why = f", {name_of(entry.reason)}" if entry.reason is not None else ""
+            again = ", second verdict" if entry.recheck else ""
+            text = f"slot {entry.version}/{entry.slot} {entry.outcome.value}{why}{again}"
+            return Entry(index, "verdict", text, entry.submission)
+    return Entry(index, "unknown", leaf[:MAX_LINE].decode(errors="replace"), "")

@@ -1,0 +1,244 @@
+"""What the run's page shows, read in one transaction: every query is bounded, however long the run has been going."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from sqlalchemy import Connection, and_, func, select
+
+from coordinator.dashboard.history import History, PublishedPolicy, Step
+from coordinator.dashboard.relay_tree import RelayView, relay_view
+from coordinator.relays import RelayRegistry
+from coordinator.status import banned_nodes, finished_steps, slot_counts
+from coordinator.storage import log, tallies, work
+from coordinator.storage.schema import SubmissionState, nodes, submissions, verdict_tallies
+from coordinator.storage.tallies import DAY, HOUR, MINUTE, Kind, Tally
+from node.protocol.admission import Outcome
+from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
+from node.protocol.reasons import Reason
+from node.protocol.run import RunSpec
+from shardcast.errors import Malformed
+from shardcast.wire import decode
+
+RECENT_SECONDS: Final = 600
+AT_WORK_SECONDS: Final = 120.0
+"""Seen within it, a worker counts as being there: it asks for work or relays more often than that."""
+
+LATEST: Final = 12
+_LOG_TAIL: Final = 40
+_MOST_BUCKETS: Final = {MINUTE: 180, HOUR: 192, DAY: 400}
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The last RECENT_SECONDS, or what there is of them: first verdicts and tokens a minute, seconds to a verdict."""
+
+    slots_per_minute: float
+    tokens_per_minute: float
+    mean_wait: float | None
+    longest_wait: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Submissions without a verdict, and how long the oldest has been waiting; `rechecks` are second verdicts due."""
+
+    depth: int
+    oldest_seconds: float
+    rechecks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Registered nodes: how many in all, seen lately, and banned."""
+
+    registered: int
+    at_work: int
+    banned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """A verdict from the end of the log."""
+
+    index: int
+    submission: str
+    node: str
+    version: int
+    slot: int
+    outcome: Outcome
+    reason: Reason | None
+    tokens: int
+    reward: float | None
+    decided_at: int
+    second: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Everything on the run's page but its table of workers."""
+
+    now: float
+    head: int
+    next_step: int
+    total_steps: int
+    finished_steps: int
+    ready_groups: int
+    steps: Sequence[Step]
+    policies: Sequence[PublishedPolicy]
+    admitted: int
+    rejected: int
+    undecided: int
+    taken_back: int
+    tokens: int
+    reasons: Sequence[tuple[Reason, int]]
+    width: int
+    buckets: Sequence[Tally]
+    recent: Recent
+    queue: Queue
+    workers: Workers
+    relays: RelayView
+    slots: dict[str, int]
+    log_size: int
+    latest: Sequence[Latest]
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished_steps >= self.total_steps
+
+
+def read_figures(
+    connection: Connection, registry: RelayRegistry, history: History, *, spec: RunSpec, now: float
+) -> Figures:
+    """The run as it is at this moment."""
+    at = work.progress(connection)
+    whole = tallies.whole_run(connection)
+    first = [tally for tally in whole if tally.kind is not Kind.SECOND]
+    slots = slot_counts(connection)
+    width, buckets = _over_time(connection, now=now)
+    log_size = log.size(connection)
+    return Figures(
+        now=now,
+        head=at.head,
+        next_step=at.next_step,
+        total_steps=spec.training.steps,
+        finished_steps=finished_steps(connection),
+        ready_groups=slots["admitted"],
+        steps=history.steps(connection),
+        policies=history.policies(connection),
+        admitted=_count(first, Outcome.ADMITTED),
+        rejected=_count(first, Outcome.REJECTED),
+        undecided=_count(first, Outcome.INDETERMINATE),
+        taken_back=sum(t.verdicts for t in whole if t.kind is Kind.SECOND and t.outcome is not Outcome.ADMITTED),
+        tokens=tallies.admitted_tokens(whole),
+        reasons=reasons_of(first),
+        width=width,
+        buckets=buckets,
+        recent=_recent(tallies.since(connection, width=MINUTE, start=int(now) - RECENT_SECONDS - MINUTE), now=now),
+        queue=_queue(connection, now=now),
+        workers=_workers(connection, spec=spec, now=now),
+        relays=relay_view(connection, registry, head=at.head, now=now),
+        slots=slots,
+        log_size=log_size,
+        latest=_latest(connection, log_size),
+    )
+
+
+def reasons_of(counted: Sequence[Tally]) -> list[tuple[Reason, int]]:
+    """Why submissions were rejected, the most frequent reason first."""
+    found = Counter[Reason]()
+    for tally in counted:
+        if tally.outcome is Outcome.REJECTED and tally.reason is not None:
+            found[tally.reason] += tally.verdicts
+    return found.most_common()
+
+
+def _count(counted: Sequence[Tally], outcome: Outcome) -> int:
+    return sum(tally.verdicts for tally in counted if tally.outcome is outcome)
+
+
+def _over_time(connection: Connection, *, now: float) -> tuple[int, list[Tally]]:
+    """First verdicts by the finest width in which the whole run fits on the page."""
+    begun = select(func.min(verdict_tallies.c.start)).where(verdict_tallies.c.width == MINUTE)
+    start = connection.execute(begun).scalar()
+    age = 0.0 if start is None else now - start
+    width = next((width for width in (MINUTE, HOUR) if age <= width * (_MOST_BUCKETS[width] - 1)), DAY)
+    since = int(now) // width * width - width * (_MOST_BUCKETS[width] - 1)
+    found = tallies.since(connection, width=width, start=since)
+    return width, [tally for tally in found if tally.kind is not Kind.SECOND]
+
+
+def _recent(counted: Sequence[Tally], *, now: float) -> Recent:
+    first = [tally for tally in counted if tally.kind is not Kind.SECOND]
+    if not first:
+        return Recent(0.0, 0.0, None, None)
+    begun = min(tally.start for tally in first)
+    minutes = max(1.0, (now - begun) / MINUTE)
+    slots = sum(tally.verdicts for tally in first)
+    return Recent(
+        slots_per_minute=slots / minutes,
+        tokens_per_minute=sum(tally.tokens for tally in first) / minutes,
+        mean_wait=sum(tally.wait_seconds for tally in first) / slots,
+        longest_wait=max(tally.longest_wait for tally in first),
+    )
+
+
+def _queue(connection: Connection, *, now: float) -> Queue:
+    waiting = submissions.c.state.in_((SubmissionState.QUEUED, SubmissionState.VERIFYING))
+    # Not `recheck IS NULL`, of which there is an index: nearly all submissions are in it.
+    first = and_(waiting, func.coalesce(submissions.c.recheck, "") == "")
+    depth, oldest = connection.execute(select(func.count(), func.min(submissions.c.received_at)).where(first)).one()
+    all_waiting = connection.execute(select(func.count()).where(waiting)).scalar_one()
+    age = 0.0 if oldest is None else max(0.0, now - oldest)
+    return Queue(depth=int(depth), oldest_seconds=age, rechecks=int(all_waiting) - int(depth))
+
+
+def _workers(connection: Connection, *, spec: RunSpec, now: float) -> Workers:
+    registered = connection.execute(select(func.count()).select_from(nodes)).scalar_one()
+    lately = select(func.count()).where(nodes.c.seen_at >= now - AT_WORK_SECONDS)
+    return Workers(
+        registered=int(registered),
+        at_work=int(connection.execute(lately).scalar_one()),
+        banned=banned_nodes(connection, rules=spec.standing),
+    )
+
+
+def _latest(connection: Connection, size: int) -> list[Latest]:
+    """The newest verdicts among the last entries of the log."""
+    found = []
+    for index, leaf in enumerate(log.leaves(connection, max(0, size - _LOG_TAIL), size), max(0, size - _LOG_TAIL)):
+        if not leaf.startswith(b'{"type":"verdict"'):
+            continue  # a batch names all its submissions, and may be long
+        entry = read_entry(leaf)
+        if isinstance(entry, VerdictEntry):
+            found.append(_latest_of(index, entry))
+    return found[-LATEST:][::-1]
+
+
+def read_entry(leaf: bytes) -> LogEntry | None:
+    """An entry of the log; None for what another release has written."""
+    try:
+        entry: LogEntry = decode(LogEntry, leaf, max_bytes=MAX_ENTRY_BYTES)  # type: ignore[arg-type]
+    except (Malformed, msgspec.ValidationError):
+        return None
+    return entry
+
+
+def _latest_of(index: int, entry: VerdictEntry) -> Latest:
+    return Latest(
+        index=index,
+        submission=entry.submission,
+        node=entry.node,
+        version=entry.version,
+        slot=entry.slot,
+        outcome=entry.outcome,
+        reason=entry.reason,
+        tokens=entry.tokens,
+        reward=sum(entry.rewards) / len(entry.rewards) if entry.rewards else None,
+        decided_at=entry.decided_at,
+        second=entry.recheck,
+    )

@@ -1,0 +1,160 @@
+"""The pages' addresses. Everything is public and read-only, and comes from this coordinator alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Final
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.dashboard.assets import IMMUTABLE, PREFIX, Asset, Assets
+from coordinator.dashboard.audits import read_audit
+from coordinator.dashboard.events import DEFAULT_STREAM_LIMITS, EventHub, Seat, StreamLimits
+from coordinator.dashboard.pages import Pages
+from coordinator.dashboard.submissions import read_record, view_of
+from coordinator.dashboard.workers import read_asked
+from coordinator.door import address_of
+from coordinator.service import Coordinator
+from node.protocol.reasons import Reason, Refusal
+from shardcast.wire import MAX_INTEGER, is_digest
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+NO_STYLE: Final = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+"""Of the empty text: Plotly makes a <style> element without any, and adds its rules through the CSSOM."""
+
+MAP_STYLE: Final = "'sha256-ji27qzEtxXZW+7dun6UwjHXJ18e6WAin1VvNtkzIE/o='"
+"""Of the style sheet for maps that plotly.js 4.1 brings. Another version's is not applied, and nothing here misses it;
+the browser then says so in its console."""
+
+SECURITY: Final = {
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            f"style-src 'self' {NO_STYLE} {MAP_STYLE}",
+            "img-src 'self'",
+            "connect-src 'self'",
+            "form-action 'self'",
+            "base-uri 'none'",
+            "frame-ancestors 'none'",
+        )
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_HTML: Final = "text/html; charset=utf-8"
+_LEAST_COMPRESSED: Final = 1024
+_Text = Annotated[str, Query(max_length=100)]
+
+
+def add_dashboard(app: FastAPI, coordinator: Coordinator, *, limits: StreamLimits = DEFAULT_STREAM_LIMITS) -> None:
+    """Serve the pages of `coordinator` from `app`."""
+    assets = Assets()
+    pages = Pages(coordinator, assets)
+
+    async def read_sections() -> dict[str, str]:
+        return await run_in_threadpool(pages.sections)
+
+    hub = EventHub(read_sections, limits=limits, ending=app.state.ending)
+    _page_routes(app, coordinator, pages)
+    _live_routes(app, hub)
+
+    @app.get(PREFIX + "/{version}/{name}", include_in_schema=False)
+    def asset(request: Request, version: str, name: str) -> Response:
+        found = assets.get(version, name)
+        if found is None:
+            raise Refusal(Reason.NOT_FOUND, "No such file.")
+        return _file(request, found)
+
+
+def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
+    @app.get("/", include_in_schema=False)
+    def run(request: Request, sort: _Text = "credit", after: _Text = "", find: _Text = "") -> Response:
+        try:
+            asked = read_asked(sort, after, find)
+        except Refusal as refusal:
+            return _page(request, pages.missing(refusal.detail), status=400)
+        return _page(request, pages.run(asked))
+
+    @app.get("/audit", include_in_schema=False)
+    def audit(request: Request, at: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None) -> Response:
+        return _page(request, pages.audit(read_audit(coordinator, at=at, now=time.time())))
+
+    @app.get("/submissions", include_in_schema=False)
+    def find_submission(request: Request, id: _Text = "") -> Response:  # noqa: A002  (a field of the form)
+        wanted = id.strip().lower()
+        if not is_digest(wanted):
+            return _page(request, pages.missing("A submission's id has 64 hexadecimal digits."), status=400)
+        return RedirectResponse(f"/submissions/{wanted}", status_code=303, headers=SECURITY)
+
+    @app.get("/submissions/{submission}", include_in_schema=False)
+    def submission(
+        request: Request, submission: str, row: Annotated[int | None, Query(ge=0, le=1023)] = None
+    ) -> Response:
+        view = None
+        if is_digest(submission):
+            home = coordinator.home
+            with home.database.read() as connection:
+                record = read_record(connection, submission, spec=home.spec)
+            view = None if record is None else view_of(record, home.blobs, spec=home.spec, row=row)
+        if view is None:
+            return _page(request, pages.missing("Nobody sent a submission with this id."), status=404)
+        return _page(request, pages.submission(view))
+
+
+def _live_routes(app: FastAPI, hub: EventHub) -> None:
+    @app.get("/v1/events", include_in_schema=False)
+    async def events(request: Request) -> Response:
+        seat = hub.enter(address_of(request.scope))
+        return _EventStream(hub, seat, mark=request.headers.get("last-event-id", "")[:40])
+
+    @app.get("/v1/events/now", include_in_schema=False)
+    async def events_now(request: Request, mark: Annotated[str, Query(max_length=40)] = "") -> Response:
+        body = json.dumps(await hub.now(mark), separators=(",", ":")).encode()
+        return _answer(request, body, "application/json", {"Cache-Control": "no-store"})
+
+
+class _EventStream(StreamingResponse):
+    """A stream that gives its seat back however it ends, even before its first byte."""
+
+    def __init__(self, hub: EventHub, seat: Seat, *, mark: str) -> None:
+        headers = {**SECURITY, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(hub.stream(seat, mark=mark), media_type="text/event-stream", headers=headers)
+        self._hub, self._seat = hub, seat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._hub.leave(self._seat)
+
+
+def _page(request: Request, html: bytes, *, status: int = 200) -> Response:
+    return _answer(request, html, _HTML, {**SECURITY, "Cache-Control": "no-cache"}, status=status)
+
+
+def _file(request: Request, asset: Asset) -> Response:
+    headers = {**SECURITY, "Cache-Control": IMMUTABLE, "Vary": "Accept-Encoding"}
+    if _takes_gzip(request):
+        return Response(asset.compressed, media_type=asset.media_type, headers=headers | {"Content-Encoding": "gzip"})
+    return Response(asset.plain, media_type=asset.media_type, headers=headers)
+
+
+def _answer(request: Request, body: bytes, media_type: str, headers: dict[str, str], *, status: int = 200) -> Response:
+    headers = {**SECURITY, **headers, "Vary": "Accept-Encoding"}
+    if len(body) >= _LEAST_COMPRESSED and _takes_gzip(request):
+        body = gzip.compress(body, 5, mtime=0)
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, status_code=status, media_type=media_type, headers=headers)
+
+
+def _takes_gzip(request: Request) -> bool:
+    return "gzip" in request.headers.get("accept-encoding", "")[:200]

@@ -1,0 +1,62 @@
+"""Text of strangers made visible: no character hides, turns the line round, piles up or goes on for ever.
+
+This is not escaping, which the templates do to all that they are given: it is for what is harmless to a browser, and
+misleads a person. Control characters and those of bidirectional text (Trojan Source, CVE-2021-42574), zero-width and
+other format characters are named; of combining marks a few are left on each letter.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Final
+
+MAX_MARKS: Final = 2
+"""Combining marks on one character; Vietnamese and pointed Hebrew have as many."""
+
+_PLAIN_BLANKS: Final = frozenset(" \n")
+_NAMED: Final = {"\n": "↵\n", "\t": "⇥", "\r": "␍", "\x00": "␀", "\x1b": "␛", "\x7f": "␡"}
+_HIDDEN: Final = frozenset(("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"))
+_MARKS: Final = frozenset(("Mn", "Me", "Mc"))
+_BLANK_LETTERS: Final = frozenset("\u115f\u1160\u3164\uffa0\u2800")
+"""They have a letter's category and no shape."""
+
+
+def visible(text: str, *, most: int = 200, lines: bool = False) -> str:
+    """`text` with what would hide in it named as ⟨U+202E⟩, and cut after `most` characters with a word of how many more
+    there are. With `lines`, a line's end is kept behind its mark."""
+    shown: list[str] = []
+    marks = 0
+    for character in text[:most]:
+        if unicodedata.category(character) in _MARKS:
+            marks += 1
+            if marks <= MAX_MARKS:
+                shown.append(character if shown else f"\u25cc{character}")
+            continue
+        _close_pile(shown, marks)
+        marks = 0
+        shown.append(_shown(character, lines=lines))
+    _close_pile(shown, marks)
+    if len(text) > most:
+        shown.append(f"… ({len(text) - most:,} more)")
+    return "".join(shown)
+
+
+def _close_pile(shown: list[str], marks: int) -> None:
+    if marks > MAX_MARKS:
+        shown.append(f"⟨+{marks - MAX_MARKS} marks⟩")
+
+
+def _shown(character: str, *, lines: bool) -> str:
+    if character == "\n":
+        return _NAMED["\n"] if lines else "↵"
+    if character in _NAMED:
+        return _NAMED[character]
+    blank = character.isspace() and character not in _PLAIN_BLANKS
+    if blank or character in _BLANK_LETTERS or unicodedata.category(character) in _HIDDEN:
+        return f"⟨U+{ord(character):04X}⟩"
+    return character
+
+
+def short(digest: str) -> str:
+    """A digest or a key as people compare them."""
+    return f"{digest[:8]}…{digest[-4:]}" if len(digest) > 16 else visible(digest)

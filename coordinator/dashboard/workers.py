@@ -1,0 +1,124 @@
+"""The table of workers: a page of it at a time, by indices, in any of its orders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, literal, select, tuple_
+
+from coordinator.dashboard.figures import AT_WORK_SECONDS
+from coordinator.storage.schema import nodes
+from coordinator.storage.standing import wait_seconds
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import RunSpec
+from node.protocol.standing import Standing
+
+ROWS: Final = 25
+SORTS: Final = {"credit": nodes.c.tokens, "seen": nodes.c.seen_at, "rejected": nodes.c.rejected}
+_PREFIX: Final = re.compile(r"[0-9a-f]{0,64}")
+_AFTER: Final = re.compile(r"([0-9.]{1,20}):([0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What part of the table is wanted: in which order, after which row, of whose id begins with what."""
+
+    sort: str = "credit"
+    after: tuple[float, str] | None = None
+    find: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    node: str
+    engine: str
+    state: str
+    said: str
+    admitted: int
+    rejected: int
+    tokens: int
+    verified: int
+    strikes: int
+    full_rate: float
+    probation: bool
+    seen_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTable:
+    """At most ROWS of them, and where the next ones begin."""
+
+    asked: Asked
+    rows: Sequence[Worker]
+    next_after: str
+
+
+def read_asked(sort: str, after: str, find: str) -> Asked:
+    """From an address. Raises Refusal."""
+    find = find.strip().lower()
+    if sort not in SORTS or not _PREFIX.fullmatch(find):
+        raise Refusal(Reason.BAD_REQUEST, "Sort by credit, seen or rejected; an id has hexadecimal digits.")
+    if not after:
+        return Asked(sort, None, find)
+    parts = _AFTER.fullmatch(after)
+    try:
+        return Asked(sort, (float(parts[1]), parts[2]), find) if parts else Asked(sort, None, find)
+    except ValueError as error:
+        raise Refusal(Reason.BAD_REQUEST, "Not a place in this table.") from error
+
+
+def read_workers(connection: Connection, asked: Asked, *, spec: RunSpec, now: float) -> WorkerTable:
+    """The rows that were asked for. Whoever registered and did nothing comes last, or as it was seen."""
+    columns, by = nodes.c, SORTS[asked.sort]
+    names = ("node", "engine", "admitted", "rejected", "tokens", "verified", "strikes", "not_before", "seen_at")
+    query = select(*(columns[name] for name in names))
+    if asked.find:
+        # Hexadecimal digits sort before "g", in every collation.
+        query = query.where(columns.node >= asked.find, columns.node < f"{asked.find}g").order_by(columns.node)
+        if asked.after is not None:
+            query = query.where(columns.node > asked.after[1])
+    else:
+        query = query.order_by(by.desc(), columns.node.desc())
+        if asked.after is not None:
+            value = asked.after[0] if asked.sort == "seen" else int(asked.after[0])
+            query = query.where(tuple_(by, columns.node) < tuple_(literal(value, by.type), literal(asked.after[1])))
+    rows = connection.execute(query.limit(ROWS + 1)).all()
+    shown = [_worker(row, spec=spec, now=now) for row in rows[:ROWS]]
+    last = rows[ROWS - 1] if len(rows) > ROWS else None
+    return WorkerTable(asked, shown, "" if last is None else f"{_value(last, asked.sort)}:{last.node}")
+
+
+def _value(row: Any, sort: str) -> str:
+    return {"credit": str(row.tokens), "seen": repr(row.seen_at), "rejected": str(row.rejected)}[sort]
+
+
+def _worker(row: Any, *, spec: RunSpec, now: float) -> Worker:
+    standing = Standing(row.verified, row.strikes)
+    state, said = _state(row, standing, spec=spec, now=now)
+    return Worker(
+        node=row.node,
+        engine=row.engine,
+        state=state,
+        said=said,
+        admitted=row.admitted,
+        rejected=row.rejected,
+        tokens=row.tokens,
+        verified=row.verified,
+        strikes=row.strikes,
+        full_rate=standing.full_rate(spec.standing),
+        probation=row.verified < spec.standing.probation,
+        seen_at=row.seen_at,
+    )
+
+
+def _state(row: Any, standing: Standing, *, spec: RunSpec, now: float) -> tuple[str, str]:
+    if standing.is_banned(spec.standing):
+        return "banned", "gets no more work"
+    if wait_seconds(row.not_before, batch=spec.batch, now=now) > 0:
+        return "waiting", "gets no work for a while, after a rejection or a lease that ran out"
+    if now - row.seen_at <= AT_WORK_SECONDS:
+        return "at work", "was heard of within two minutes"
+    return "away", "was not heard of for two minutes"

@@ -1,0 +1,226 @@
+"""Blobs in an object store that speaks Amazon's S3: `blobs/DIGEST` and `uploads/LEASE/SHA256` under the URL's prefix.
+
+Endpoint, region and credentials come from where boto3 looks for them (AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID, a
+profile, the machine's role); none of them is written to a log, and no offered URL is. An offer is a presigned PUT
+(Signature Version 4) whose signature covers the object's key, Content-Length and x-amz-checksum-sha256: the store
+refuses other lengths, and compares the bytes with the checksum. An offer's bytes are thus fixed, also against its
+sender, who may repeat it and change nothing.
+
+Not guaranteed: anything about a store that does not compare. One that keeps no checksum is found when an upload is
+looked for, one that keeps a wrong one when it is read; both are the store's fault, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from urllib3.exceptions import HTTPError
+
+from coordinator.errors import BadConfiguration, StorageFault, StoreAway
+from coordinator.storage.blobs import Reading, Upload, UploadStore, check_name, checked_blob
+from coordinator.storage.timings import metered
+from shardcast.wire import digest
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+CONNECT_SECONDS: Final = 3.0
+READ_SECONDS: Final = 20.0
+ATTEMPTS: Final = 2
+MAX_CONNECTIONS: Final = 32
+
+_URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9._-]{1,100})*)/?")
+_MISSING: Final = frozenset({"404", "NoSuchKey", "NotFound"})
+_SETTINGS: Final = frozenset(
+    {
+        *("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket"),
+        *("NoCredentialsError", "PartialCredentialsError"),
+    }
+)
+"""What waiting does not heal: codes of the store's answers, and errors of boto3."""
+
+
+class S3Blobs(UploadStore):
+    """The store at `url`, s3://BUCKET/PREFIX. Safe to share between threads."""
+
+    def __init__(self, url: str) -> None:
+        found = _URL.fullmatch(url)
+        if found is None or "/.." in url:
+            raise BadConfiguration(
+                "--blobs must be s3://BUCKET or s3://BUCKET/PREFIX, of letters, digits, '.', '_', '-'"
+            )
+        self.url = url.rstrip("/")
+        self._bucket, prefix = found[1], found[2].strip("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client = _client()
+
+    @metered("put")
+    def put(self, data: bytes) -> str:
+        name = digest(data)
+        with _asking(f"put blob {name}"):
+            self._client.put_object(
+                Bucket=self._bucket,
+                Key=self._blob(name),
+                Body=data,
+                ChecksumSHA256=_base64(hashlib.sha256(data).hexdigest()),
+            )
+        return name
+
+    @metered("get")
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        return checked_blob(self._read(self._blob(name), max_bytes=max_bytes), name, max_bytes=max_bytes)
+
+    def reading(self, name: str) -> Reading | None:
+        try:
+            with _asking(f"get blob {name}"):
+                found = self._client.get_object(Bucket=self._bucket, Key=self._blob(name))
+        except StorageFault:
+            return None
+        body = found["Body"]
+
+        def read(most: int) -> bytes:
+            with _asking(f"read blob {name}"):
+                return body.read(most)
+
+        return Reading(found["ContentLength"], read, body.close)
+
+    def remove(self, name: str) -> None:
+        self._delete(self._blob(name))
+
+    def offer(self, upload: Upload, *, seconds: int) -> str:
+        with _asking("sign an offer"):
+            return self._client.generate_presigned_url(
+                "put_object",
+                Params={
+                    "Bucket": self._bucket,
+                    "Key": self._upload(upload),
+                    "ContentLength": upload.body_bytes,
+                    "ChecksumAlgorithm": "SHA256",
+                    "ChecksumSHA256": _base64(upload.sha256),
+                },
+                ExpiresIn=seconds,
+                HttpMethod="PUT",
+            )
+
+    @metered("look")
+    def holds(self, upload: Upload) -> bool:
+        try:
+            with _asking(f"look for the upload of lease {upload.lease}"):
+                head = self._client.head_object(Bucket=self._bucket, Key=self._upload(upload), ChecksumMode="ENABLED")
+        except StorageFault:
+            return False
+        if "ChecksumSHA256" not in head:
+            raise StoreAway("the object store keeps no SHA-256 checksums of what is uploaded, which this run needs")
+        return head["ContentLength"] == upload.body_bytes and head["ChecksumSHA256"] == _base64(upload.sha256)
+
+    @metered("fetch")
+    def fetch(self, upload: Upload) -> bytes:
+        data = self._read(self._upload(upload), max_bytes=upload.body_bytes)
+        if len(data) != upload.body_bytes or hashlib.sha256(data).hexdigest() != upload.sha256:
+            raise StorageFault(f"the store holds other bytes for lease {upload.lease} than it let be uploaded")
+        return data
+
+    @metered("keep")
+    def keep(self, upload: Upload, name: str) -> None:
+        with _asking(f"keep the upload of lease {upload.lease}"):
+            self._client.copy_object(
+                Bucket=self._bucket,
+                Key=self._blob(name),
+                CopySource={"Bucket": self._bucket, "Key": self._upload(upload)},
+            )
+
+    def discard(self, upload: Upload) -> None:
+        self._delete(self._upload(upload))
+
+    def begin(self, data: bytes) -> None:
+        try:
+            self.put(data)
+        except StoreAway as error:
+            said = error.__cause__
+            code = _code(said) if isinstance(said, ClientError) else type(said).__name__
+            if code in _SETTINGS:
+                raise BadConfiguration(
+                    f"the object store does not let this process write to {self.url} ({code}); see to the bucket, "
+                    "AWS_ENDPOINT_URL_S3 and the credentials"
+                ) from error
+            raise
+
+    def _blob(self, name: str) -> str:
+        check_name(name)
+        return f"{self._prefix}blobs/{name}"
+
+    def _upload(self, upload: Upload) -> str:
+        check_name(upload.lease)
+        check_name(upload.sha256)
+        return f"{self._prefix}uploads/{upload.lease}/{upload.sha256}"
+
+    def _read(self, key: str, *, max_bytes: int) -> bytes:
+        with _asking(f"get {key}"):
+            found = self._client.get_object(Bucket=self._bucket, Key=key)
+            with found["Body"] as body:
+                if found["ContentLength"] > max_bytes:
+                    raise StorageFault(f"{key} has more than {max_bytes} bytes")
+                data = body.read(max_bytes + 1)
+        if len(data) != found["ContentLength"]:
+            raise StoreAway(f"the object store broke off in {key}")
+        return data
+
+    def _delete(self, key: str) -> None:
+        with _asking(f"remove {key}"):
+            self._client.delete_object(Bucket=self._bucket, Key=key)
+
+
+def _client() -> S3Client:
+    settings = Config(
+        signature_version="s3v4",  # the older ones sign no length
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=READ_SECONDS,
+        max_pool_connections=MAX_CONNECTIONS,
+        retries={"total_max_attempts": ATTEMPTS, "mode": "standard"},
+        # Stores other than Amazon's do not know what boto3 would add; what matters here is asked for by name.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path"} if _has_own_endpoint() else None,
+    )
+    try:
+        client: S3Client = boto3.session.Session().client("s3", config=settings)
+    except (BotoCoreError, ValueError) as error:
+        raise BadConfiguration(f"the settings of the object store are not complete: {error}") from error
+    return client
+
+
+def _has_own_endpoint() -> bool:
+    """Whether the store is not Amazon's: others seldom have a host name for each bucket."""
+    return bool(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
+
+
+@contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """Raise StorageFault for what is not there, StoreAway for every other failure of the store."""
+    try:
+        yield
+    except ClientError as error:
+        if _code(error) in _MISSING:
+            raise StorageFault(f"the object store has nothing there: {what}") from error
+        raise StoreAway(f"the object store refuses to {what}: {_code(error)}") from error
+    except (BotoCoreError, HTTPClientError, HTTPError, OSError) as error:
+        raise StoreAway(f"the object store cannot be asked to {what}: {type(error).__name__}") from error
+
+
+def _code(error: Exception) -> str:
+    """A ClientError's code: of the store's making, and so cut to what codes are made of."""
+    said = getattr(error, "response", {}).get("Error", {}).get("Code", "")
+    return re.sub(r"[^A-Za-z0-9]", "", str(said))[:64]
+
+
+def _base64(hexadecimal: str) -> str:
+    return base64.b64encode(bytes.fromhex(hexadecimal)).decode()

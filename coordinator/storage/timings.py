@@ -1,0 +1,104 @@
+"""How long this process waits for the database and the store of blobs: metrics that every role shows with its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Final, Literal, ParamSpec, Self, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from node.metrics import WAIT_BUCKETS
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Transaction = Literal["read", "write"]
+Operation = Literal["put", "get", "fetch", "look", "keep"]
+
+_WAIT: Final = Histogram(
+    "veriswarm_database_wait_seconds",
+    "From asking for a transaction to its begin: for a connection of the pool and, to write to SQLite, for the lock.",
+    ("kind",),
+    buckets=WAIT_BUCKETS,
+    registry=None,
+)
+_TRANSACTION: Final = Histogram(
+    "veriswarm_database_transaction_seconds",
+    "From the begin of a transaction to the end of its commit or rollback.",
+    ("kind",),
+    buckets=WAIT_BUCKETS,
+    registry=None,
+)
+_BLOB_SECONDS: Final = Histogram(
+    "veriswarm_blob_seconds",
+    "Time that the store of blobs took for one.",
+    ("operation",),
+    buckets=WAIT_BUCKETS,
+    registry=None,
+)
+_BLOB_BYTES: Final = Counter(
+    "veriswarm_blob_bytes", "Bytes of blobs that this process wrote and read.", ("operation",), registry=None
+)
+_BLOB_ERRORS: Final = Counter(
+    "veriswarm_blob_errors",
+    "Blobs that could not be written or read, were missing or damaged.",
+    ("operation",),
+    registry=None,
+)
+_BEGUN = {kind: (_WAIT.labels(kind), _TRANSACTION.labels(kind)) for kind in ("read", "write")}
+
+
+def register_timings(registry: CollectorRegistry) -> None:
+    """Have `registry` show them."""
+    for metric in (_WAIT, _TRANSACTION, _BLOB_SECONDS, _BLOB_BYTES, _BLOB_ERRORS):
+        registry.register(metric)
+
+
+class Timed:
+    """Around one transaction; `begun` is to be called as soon as it has begun."""
+
+    __slots__ = ("_asked", "_begun", "_kind")
+
+    def __init__(self, kind: Transaction) -> None:
+        self._kind, self._begun = kind, 0.0
+        self._asked = time.perf_counter()
+
+    def begun(self) -> None:
+        """End of the wait."""
+        self._begun = time.perf_counter()
+        _BEGUN[self._kind][0].observe(self._begun - self._asked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._begun:
+            _BEGUN[self._kind][1].observe(time.perf_counter() - self._begun)
+
+
+def metered(operation: Operation) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Measure a method of a store; `bytes` among its arguments, or what it returns, count as those of the blob."""
+    seconds, errors = _BLOB_SECONDS.labels(operation), _BLOB_ERRORS.labels(operation)
+    moved = _BLOB_BYTES.labels(operation)
+
+    def around(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def measured(*args: P.args, **kwargs: P.kwargs) -> T:
+            started = time.perf_counter()
+            try:
+                result = method(*args, **kwargs)
+            except Exception:
+                errors.inc()
+                raise
+            finally:
+                seconds.observe(time.perf_counter() - started)
+            moved.inc(sum(len(value) for value in (*args, result) if isinstance(value, bytes)))
+            return result
+
+        return measured
+
+    return around

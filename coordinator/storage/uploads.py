@@ -1,0 +1,98 @@
+"""Bodies that their senders put into the object store: announced for a lease, submitted, judged, removed.
+
+A lease has one upload: whatever else is announced for it is refused, so that no node fills the store. An upload is
+removed by the verifier that gave its body a name, or by `sweep`, if nothing came of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from sqlalchemy import Connection, and_, bindparam, delete, insert, or_, select, update
+
+from coordinator.storage.blobs import Upload, UploadStore
+from coordinator.storage.database import Database
+from coordinator.storage.schema import LeaseState, SubmissionState, leases, submissions, uploads
+from node.protocol.reasons import Reason, Refusal
+
+log = logging.getLogger(__name__)
+
+OFFER_SECONDS: Final = 300
+"""How long an offer may be taken up; an upload that was begun in time may take longer."""
+
+SWEPT_AFTER_SECONDS: Final = 3600.0
+SWEPT_AT_ONCE: Final = 100
+
+_COLUMNS = (uploads.c.lease, uploads.c.body, uploads.c.sha256, uploads.c.body_bytes)
+_OF_LEASE = select(*_COLUMNS).where(uploads.c.lease == bindparam("of_lease"))
+_LOCK = select(leases.c.lease).where(leases.c.lease == bindparam("of_lease")).with_for_update()
+_ASKED = update(uploads).where(uploads.c.lease == bindparam("of_lease")).values(asked_at=bindparam("now"))
+_SUBMITTED = update(uploads).where(uploads.c.lease == bindparam("of_lease")).values(submission=bindparam("taken"))
+
+
+def announce(connection: Connection, upload: Upload, *, now: float) -> None:
+    """Note what the holder of a lease is about to upload; raises Refusal for a second body of the same lease."""
+    connection.execute(_LOCK, {"of_lease": upload.lease})
+    known = of_lease(connection, upload.lease)
+    if known is None:
+        values = {"lease": upload.lease, "body": upload.body, "sha256": upload.sha256, "body_bytes": upload.body_bytes}
+        connection.execute(insert(uploads).values(**values, asked_at=now))
+        return
+    if known != upload:
+        raise Refusal(Reason.BODY_MISMATCH, f"Another body was announced for lease {upload.lease[:16]}….")
+    connection.execute(_ASKED, {"of_lease": upload.lease, "now": now})
+
+
+def of_lease(connection: Connection, lease: str) -> Upload | None:
+    """What was announced for a lease."""
+    row = connection.execute(_OF_LEASE, {"of_lease": lease}).first()
+    return None if row is None else Upload(*row)
+
+
+def submitted(connection: Connection, upload: Upload, submission: str) -> None:
+    """From now on the upload is evidence, until the submission is judged."""
+    connection.execute(_SUBMITTED, {"of_lease": upload.lease, "taken": submission})
+
+
+def of_submissions(connection: Connection, names: Iterable[str]) -> dict[str, Upload]:
+    """The uploads of those submissions whose body has no name yet, by submission."""
+    query = select(uploads.c.submission, *_COLUMNS).where(uploads.c.submission.in_(list(names)))
+    return {row[0]: Upload(*row[1:]) for row in connection.execute(query)}
+
+
+def forget(connection: Connection, upload: Upload) -> None:
+    """The upload is removed."""
+    connection.execute(delete(uploads).where(uploads.c.lease == upload.lease))
+
+
+def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWEPT_AT_ONCE) -> int:
+    """Remove at most `most` uploads that nobody will look at any more; how many. Any process may, at any time.
+
+    What waits for a verdict stays, however long. What is uploaded after its removal, by an offer that was taken up in
+    time and took an hour, is left to a rule of the bucket (docs/operating.md).
+    """
+    ended = or_(
+        leases.c.state.in_([LeaseState.EXPIRED, LeaseState.RETURNED]), leases.c.expires_at <= now - OFFER_SECONDS
+    )
+    abandoned = and_(uploads.c.submission.is_(None), ended)
+    query = (
+        select(*_COLUMNS)
+        .join(leases, leases.c.lease == uploads.c.lease)
+        .outerjoin(submissions, submissions.c.submission == uploads.c.submission)
+        .where(
+            uploads.c.asked_at <= now - SWEPT_AFTER_SECONDS,
+            or_(abandoned, submissions.c.state == SubmissionState.DONE),
+        )
+        .limit(most)
+    )
+    with database.read() as connection:
+        found = [Upload(*row) for row in connection.execute(query)]
+    for upload in found:
+        store.discard(upload)
+        with database.write(durable=False) as connection:
+            forget(connection, upload)
+    if found:
+        log.info("removed %d uploads that came to nothing", len(found))
+    return len(found)

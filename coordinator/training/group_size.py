@@ -1,0 +1,15 @@
+"""How large an admitted group may be: apart from `groups`, for those who handle its blob and need no torch."""
+
+from __future__ import annotations
+
+from node.protocol.run import RunSpec
+
+_NUMBER_BYTES = 9
+_OTHER_BYTES = 64
+
+
+def max_group_bytes(spec: RunSpec) -> int:
+    """An upper bound of an admitted group's blob: a number takes at most 9 bytes in MessagePack."""
+    sampling = spec.sampling
+    row = _NUMBER_BYTES * (1 + sampling.max_prompt_tokens + 2 * sampling.max_new_tokens) + _OTHER_BYTES
+    return sampling.group_size * row + _OTHER_BYTES

@@ -1,0 +1,130 @@
+"""What to do about an error: one sentence for each `code`, shown below the error's own as `hint:`.
+
+An error's sentence says what is wrong here; its hint says where to go on. A class of errors has one, its codes may have
+their own. Errors of every package are in one table, by code, because whoever reads them has one command line.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from node.plain_reasons import PLAIN, plain
+from node.protocol.control import CONTROL_ADVICE, ControlRefusal
+from node.protocol.reasons import Refusal
+
+DOCTOR: Final = "`veriswarm doctor` looks at this machine and says what to mend."
+REPORT: Final = "Run it again with --debug (or VERISWARM_DEBUG=1) for the traceback, and report that."
+_ADDRESS: Final = "Compare the address and the run's id with what the run's operator gave you."
+_UPDATE: Final = "Update veriswarm here; if it stays, tell whoever runs the other side."
+_OTHER_SOURCE: Final = "Try again, or name another source: nothing of what was sent was used."
+_ASK: Final = "Ask the run's operator; `veriswarm audit` checks what the run says of itself."
+_LOGS: Final = "The log above says what came before; `veriswarm -v …` says more."
+
+HINTS: Final[dict[str, str]] = {
+    # node.errors
+    "node_error": _LOGS,
+    "identity_error": "`veriswarm keys new FILE` makes a key, `veriswarm keys restore` brings one back from a backup.",
+    "key_exposed": "A key that others could read may have been copied: if you share this machine, make a new one.",
+    "config_error": "`veriswarm COMMAND --help` shows every setting, and what its values look like.",
+    "config_malformed": "Write a table per command, such as [worker], and below it lines like: slots = 8",
+    "no_libp2p": "Without peers everything works as well: join with --coordinator and --run-id.",
+    "engine_not_installed": DOCTOR,
+    "state_error": "One process uses one state folder: give each its own with --state.",
+    "spec_changed": "`veriswarm audit URL --run-id ID` says what the run's log has to say about it.",
+    "damaged_state": "Keep what you moved away: its receipts prove what the run owes this node.",
+    "in_use": "End the other process first, or give this one another folder with --state.",
+    "engine_failed": DOCTOR,
+    "does_not_fit": "Take a smaller --max-num-seqs or --max-model-len, free memory, or use a larger machine.",
+    "policy_unusable": f"{DOCTOR} With --policy FILE it looks at whether the policy fits.",
+    "network_down": "See whether this machine reaches the internet, and ask the operator for a newer --join string; "
+    "--coordinator and --run-id work without peers.",
+    "coordinator_fault": _ADDRESS,
+    "unavailable": "See whether the address is right and the network is up; `veriswarm doctor --coordinator URL` asks "
+    "it, and compares clocks.",
+    "timeout": "See whether the address is right and the network is up; `veriswarm doctor --coordinator URL` asks it, "
+    "and compares clocks.",
+    "refused": f"{_ADDRESS} `veriswarm status` says where this node stands.",
+    "bad_reply": _ADDRESS,
+    # node's parts
+    "environment_fault": f"{_UPDATE} The run says which environments it needs.",
+    "package_missing": "Install the named package where veriswarm is installed, then start again.",
+    "package_version": "Install the named version where veriswarm is installed, then start again.",
+    "sandbox_broken": "`veriswarm doctor` says what keeps programs from being run in isolation here.",
+    "sandbox_missing": "Install bubblewrap (on Debian: apt install bubblewrap), then start again.",
+    "verifier_failed": "Nobody is blamed for it; start again, and look at memory and disk if it stays.",
+    "policy_away": "Start again when the origin or a relay serves that policy; --source names another one.",
+    "policy_error": DOCTOR,
+    "malformed_policy": "Have the operator publish a policy that this version can build, or update veriswarm.",
+    "unreadable": "See that the file is there and readable, and that memory and disk are free.",
+    "engine_error": DOCTOR,
+    "no_policy": "Start again: the engine was asked for tokens before it had a policy.",
+    "broken_policy": "Nothing on this machine is at fault: the operator has to publish another policy.",
+    "engine_died": DOCTOR,
+    "interrupted": "Start again: what was drawn so far is not used.",
+    # shardcast.errors
+    "shardcast_error": _LOGS,
+    "peer_fault": _OTHER_SOURCE,
+    "malformed": _OTHER_SOURCE,
+    "bad_signature": f"{_OTHER_SOURCE} {_ADDRESS}",
+    "wrong_run": _ADDRESS,
+    "wrong_signer": _ADDRESS,
+    "stale": "Try again, or another source: this one is behind. Compare clocks.",
+    "expired": "Try again, or another source: this one is behind. Compare clocks.",
+    "rollback": "Try again, or another source: this one is behind.",
+    "equivocation": f"Keep the state folder: it has the proof that two policies were signed as one. {_ASK}",
+    "corrupt_chunk": _OTHER_SOURCE,
+    "network_fault": "Try again when the network is up, or name another source.",
+    "unreachable": "See whether the other side runs, and whether its address can be reached from here.",
+    "not_served": "Ask a source that still has it: the origin keeps every version, relays only the last ones.",
+    "no_head": "Try again when something is published.",
+    "too_slow": "Try again, or name a source that is nearer.",
+    "local_fault": "See that disk, folder and rights are in order, then start again: it goes on where it stopped.",
+    "disk_full": "Free some disk, or name a folder on another one with --state.",
+    "cannot_bind": "End what listens there, or take another port; 0 takes a free one.",
+    # toploc.errors
+    "toploc_error": REPORT,
+    "bad_proof": _OTHER_SOURCE,
+    "caller_fault": REPORT,
+    "bad_activations": DOCTOR,
+    "bad_argument": REPORT,
+    # coordinator.errors
+    "coordinator_error": _LOGS,
+    "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
+    "storage_fault": "Stop every process of the run, keep a copy of its data folder, and restore the last backup.",
+    "store_away": "See that the object store runs and can be reached from here, then start again.",
+    "bad_backup": "Take another backup, and leave this one as it is; nothing here was changed.",
+    "bad_checkpoint": "Move the named checkpoint away: the trainer goes on from the one before it.",
+    "stopped": "Start it again: it goes on from the last finished step.",
+    "demo_error": "The log folder that is named above says more; `veriswarm demo` starts anew.",
+    "coordinator:too_slow": f"Leave the machine to the demonstration, and start it anew. {DOCTOR}",
+    "keeps_dying": f"Read the end of that process's log. {DOCTOR}",
+}
+"""By code. For codes that are not here the class's own counts, then its bases'.
+
+`coordinator:` before a code says that it is of that package's error, where another one's has the same.
+"""
+
+
+def hint_for(error: BaseException) -> str:
+    """What to do about `error`: what was noted on it on the way, else by its code, else by its class."""
+    notes = getattr(error, "__notes__", [])
+    if notes:
+        return str(notes[-1])
+    if isinstance(error, Refusal):
+        return PLAIN[error.reason].todo
+    if isinstance(error, ControlRefusal):
+        return CONTROL_ADVICE[error.reason]
+    code = getattr(error, "code", None)
+    from_coordinator = plain(code) if isinstance(code, str) and hasattr(error, "server_time") else None
+    if from_coordinator is not None:
+        return from_coordinator.todo
+    known = [code, *(vars(cls).get("code") for cls in type(error).__mro__)]
+    package = type(error).__module__.partition(".")[0]
+    keys = [key for each in known for key in (f"{package}:{each}", each)]
+    return next((HINTS[key] for key in keys if key in HINTS), _unforeseen(error))
+
+
+def _unforeseen(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return "See that the file, its folder and its rights, and the disk are as the command needs them."
+    return REPORT

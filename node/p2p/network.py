@@ -1,0 +1,305 @@
+"""A node's part in the peer-to-peer network of a run, for the asyncio side.
+
+It keeps a few neighbours (`node.p2p.links`), finds others through them, and brings what they say of the run to the
+node's `Board`. It needs one peer to begin with, and none of them later: whom it met is kept in its state folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.abc import IHost, INetStream
+from libp2p.custom_types import TProtocol
+
+from node.board import Board, Posted
+from node.errors import NetworkDown
+from node.own_hosts import is_loopback, reachable_hosts
+from node.p2p.caller import Caller
+from node.p2p.circuits import HOP, STOP, is_relayed
+from node.p2p.control import PROTOCOL as CONTROL
+from node.p2p.control import ControlServer, Handler, ask
+from node.p2p.host import HostLimits, Unreachable, listening_port, reset, running_host, verify
+from node.p2p.links import PROTOCOL, LinkLimits, Links
+from node.p2p.peers_file import load_peers, save_peers
+from node.p2p.relaying import Relay, RelayLimits
+from node.p2p.reserving import Reservations
+from node.p2p.thread import TrioThread
+from node.peer_book import PeerBook, crowd_of, is_plausible, reach_of
+from node.protocol.peers import MAX_ADDRESSES, MAX_VALID_SECONDS, Address, Peer, PeerRecord, peer_id_of, sign_peer
+
+log = logging.getLogger(__name__)
+
+RECORD_SECONDS: Final = MAX_VALID_SECONDS
+RENEW_SECONDS: Final = MAX_VALID_SECONDS / 2
+GOSSIP_SECONDS: Final = 30.0
+SAMPLE: Final = 8
+PROBE_SECONDS: Final = 3.0
+MAX_PROBES: Final = 8
+MOST_REMEMBERED: Final = 16
+"""Peers whose records have expired since this node's last start, which it calls all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings:
+    """One node in the network.
+
+    `bootstrap`: peers to begin with. `listen`: host and port (0 takes a free one). `addresses`: where others reach it,
+    if that is not where it listens. `announced`: whether others are told of it at all. `state`: where it remembers whom
+    it met. `relay`: what it does for those whom nobody can call, if anything.
+    """
+
+    bootstrap: tuple[Address, ...]
+    state: Path
+    host: str = "0.0.0.0"  # noqa: S104  (who wants to be found is found; what comes is nobody's to trust)
+    port: int = 0
+    addresses: tuple[Address, ...] = ()
+    announced: bool = True
+    links: LinkLimits = field(default_factory=LinkLimits)
+    limits: HostLimits = field(default_factory=HostLimits)
+    relay: RelayLimits | None = None
+
+
+class PeerNetwork:
+    """Use as an async context manager; it comes back by itself from whatever happens to it."""
+
+    def __init__(self, settings: PeerSettings, *, key: Ed25519PrivateKey, board: Board) -> None:
+        self._settings, self._key, self._board = settings, key, board
+        self.node = key.public_key().public_bytes_raw()
+        self.book = PeerBook(self.node, clock=time.time)
+        self._thread = TrioThread(self._main, name="p2p")
+        self._started = time.time()
+        self._host: IHost | None = None
+        self._links: Links | None = None
+        self._caller: Caller | None = None
+        self._relay: Relay | None = None
+        self._reservations: Reservations | None = None
+        self._called = False
+        self._port = settings.port
+        self._record: tuple[float, bytes] | None = None
+        self._issued_at = 0
+        self._twin_said = False
+        self._probing = 0
+        self._control = ControlServer()
+        self._remembered: list[Address] = []
+        for peer in load_peers(settings.state, run_id=board.run_id, now=time.time()):
+            if peer.expires_at > time.time():
+                self.book.add(peer)
+            elif len(self._remembered) < MOST_REMEMBERED:
+                self._remembered += peer.addresses[:1]
+        board.listen(self._posted)
+
+    async def __aenter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._thread.stop()
+        if len(self.book):  # who met nobody remembers those of before
+            await asyncio.to_thread(save_peers, self._settings.state, self.book.envelopes())
+
+    async def ready(self, *, timeout_seconds: float = 20.0) -> tuple[Address, ...]:
+        """Where this node listens, once it does; raises TimeoutError."""
+        await self._thread.wait_up(timeout_seconds)
+        return self.addresses()
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Where others may reach this node; none where it cannot know, or wants nobody to."""
+        if not self._settings.announced:
+            return ()
+        if self._settings.addresses:
+            return self._settings.addresses
+        if self._port == 0:
+            return ()
+        hosts = reachable_hosts(self._settings.host)
+        direct = tuple(Address("ip6" if ":" in one else "ip4", one, self._port, self.node) for one in hosts)
+        relayed = () if self._reservations is None else self._reservations.addresses()
+        return (*direct[: MAX_ADDRESSES - len(relayed)], *relayed)
+
+    def status(self) -> dict[str, Any]:
+        """The network as this node sees it, ready for JSON."""
+        links = self._links
+        return {
+            "peer_id": peer_id_of(self.node),
+            "up": self._thread.is_up,
+            "addresses": [str(address) for address in self.addresses()],
+            "neighbours": [] if links is None else [peer_id_of(node) for node in sorted(links.nodes)],
+            "known": len(self.book),
+            "restarts": self._thread.restarts,
+            "frames": {} if links is None else dict(links.frames),
+            "relay": None if self._relay is None else self._relay.status(),
+        }
+
+    def set_handler(self, handler: Handler | None) -> None:
+        """Who answers what others ask this node (`node.p2p.control`), on the asyncio loop that runs now."""
+        self._control.set_handler(handler, asyncio.get_running_loop())
+
+    async def request(
+        self, node: bytes, data: bytes, *, address: Address | None = None, timeout_seconds: float
+    ) -> tuple[bytes, float]:
+        """What the node with this public key answers to `data`, and after how many seconds; raises NetworkDown.
+
+        Without an `address` it is called wherever it is known to be.
+        """
+
+        async def asking() -> tuple[bytes, float]:
+            if self._host is None:
+                raise NetworkDown("The peer-to-peer network is not up yet.")
+            known = self.book.addresses(node) if address is None else (address,)
+            return await ask(self._host, node, data, addresses=known, dial_seconds=self._settings.limits.dial_seconds)
+
+        return await self._thread.call(asking, timeout_seconds=timeout_seconds)
+
+    # -- on the trio thread
+
+    async def _main(self, ready: Callable[[], None]) -> None:
+        settings = self._settings
+        listen = f"/{'ip6' if ':' in settings.host else 'ip4'}/{settings.host}/tcp/{self._port}"
+        async with running_host(self._key, listen, settings.limits) as host, trio.open_nursery() as nursery:
+            self._host, self._port = host, listening_port(host)
+            links = Links(
+                self._board,
+                self.book,
+                own=self.node,
+                limits=settings.links,
+                own_record=self._own_record,
+                heard=lambda peer, remote: self._heard(nursery, peer, remote),
+            )
+            self._links = links
+            self._caller = Caller(
+                host,
+                links,
+                self.book,
+                self._board,
+                bootstrap=(*settings.bootstrap, *self._remembered),
+                wanted=settings.links.wanted,
+                limits=settings.limits,
+            )
+            self._reservations = Reservations(
+                host,
+                self.node,
+                relays=self._caller.seeds,
+                needed=self._needs_relay,
+                changed=lambda: self._announce(links),
+                unwanted=links.is_unwanted,
+            )
+            host.set_stream_handler(TProtocol(PROTOCOL), lambda stream: self._take_call(links, stream))
+            host.set_stream_handler(STOP, self._reservations.serve)
+            if settings.relay is not None:
+                self._relay = Relay(host, settings.relay, unwanted=links.is_unwanted)
+                host.set_stream_handler(HOP, self._relay.serve)
+            host.set_stream_handler(TProtocol(CONTROL), self._control.serve)
+            ready()
+            nursery.start_soon(self._caller.run)
+            nursery.start_soon(self._reservations.run)
+            nursery.start_soon(self._gossip_peers, links)
+            await trio.sleep_forever()
+
+    async def _take_call(self, links: Links, stream: INetStream) -> None:
+        """A neighbour calls; through a relay it cannot, since a circuit does not last."""
+        if is_relayed(stream):
+            await reset(stream)
+            return
+        remote = stream.get_remote_address()
+        self._called = self._called or (remote is not None and reach_of(remote[0]) == 2)
+        await links.serve(stream)
+
+    def _needs_relay(self) -> bool:
+        """Whether it has to take it that nobody can call it: nobody far has yet, and nobody said that they can."""
+        settings = self._settings
+        if not settings.announced or settings.addresses or self._called:
+            return False
+        return not all(map(is_loopback, reachable_hosts(settings.host)))
+
+    def _announce(self, links: Links) -> None:
+        """Tell the neighbours where this node is reached now."""
+        self._record = None
+        own = self._own_record()
+        if own is not None:
+            links.spread(own)
+
+    def _posted(self, _posted: Posted) -> None:
+        """A newer descriptor has arrived, on whatever thread: the links pass it on."""
+        self._thread.soon(lambda: None if self._links is None else self._links.news())
+
+    async def _gossip_peers(self, links: Links) -> None:
+        """Now and then tell the neighbours who else is there, and remember it."""
+        while True:
+            await trio.sleep(GOSSIP_SECONDS * random.uniform(0.5, 1.0))
+            own = self._own_record()
+            for record in ([] if own is None else [own]) + self.book.sample(SAMPLE):
+                links.spread(record)
+            await trio.to_thread.run_sync(save_peers, self._settings.state, self.book.envelopes())
+
+    def _own_record(self) -> bytes | None:
+        addresses = self.addresses()
+        if not addresses:
+            return None
+        now = time.time()
+        if self._record is None or now - self._record[0] > RENEW_SECONDS:
+            # Of two records the later holds, and a second may have two.
+            self._issued_at = issued_at = max(int(now), self._issued_at + 1)
+            record = PeerRecord(
+                run_id=self._board.run_id,
+                addresses=tuple(map(str, addresses)),
+                issued_at=issued_at,
+                expires_at=issued_at + RECORD_SECONDS,
+            )
+            self._record = now, sign_peer(record, key=self._key)
+        return self._record[1]
+
+    def _heard(self, nursery: trio.Nursery, peer: Peer, remote: str) -> None:
+        """A neighbour's record about itself, or one that this node's own key has signed."""
+        if peer.node == self.node:
+            self._note_twin(peer)
+            return
+        news = is_plausible(peer, teller=remote) and self.book.add(peer, teller=crowd_of(remote) if remote else "")
+        if news and self._probing < MAX_PROBES:
+            self._probing += 1
+            nursery.start_soon(self._probe, peer, remote)
+
+    async def _probe(self, peer: Peer, remote: str) -> None:
+        """See whether it listens at the host that it called from, or has reserved here: then others may hear of it."""
+        try:
+            if self._is_relay_of(peer) or await self._listens(peer, remote):
+                self.book.answered(peer.node)
+                if self._links is not None:
+                    self._links.spread(peer.envelope)
+        finally:
+            self._probing -= 1
+
+    def _is_relay_of(self, peer: Peer) -> bool:
+        said = any(address.relay == self.node for address in peer.addresses)
+        return said and self._relay is not None and self._relay.holds(peer.node)
+
+    async def _listens(self, peer: Peer, remote: str) -> bool:
+        """Whether this very peer answers at its first address, which others call: on its own host, not a victim's."""
+        if self._host is None:
+            return False
+        try:
+            await verify(self._host, peer.addresses[0], at=remote, seconds=PROBE_SECONDS)
+            return True
+        except Unreachable as error:
+            log.debug("peer %s does not listen at %s: %s", peer_id_of(peer.node), remote, error)
+            return False
+
+    def _note_twin(self, peer: Peer) -> None:
+        """Somebody else signs with this node's key, elsewhere and after this node began."""
+        ours = {(address.host, address.port) for address in self.addresses() if address.relay is None}
+        theirs = {(address.host, address.port) for address in peer.addresses if address.relay is None}
+        if self._twin_said or peer.issued_at <= self._started or theirs & ours:
+            return
+        self._twin_said = True
+        where = ", ".join(f"{host}:{port}" for host, port in sorted(theirs))
+        log.warning("this node's key is at work at %s, too: one key belongs to one machine", where)

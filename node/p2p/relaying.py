@@ -1,0 +1,200 @@
+"""The relay's side of circuits (`node.p2p.circuits`): reservations, and circuits to those who have one.
+
+What goes through it is control, never bulk, so circuits are few, short and small. A relay sees who talks to whom and
+how much, reads nothing, and can pose as neither.
+
+py-libp2p 0.8.1 has a relay, which is not used: it takes reservations in any peer's name, so that one stream fills its
+table for an hour; its circuits end only when something is sent; and of two to one peer, the end of one ends the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from libp2p.abc import IHost, INetStream
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, Reservation, Status, StopMessage
+
+from node.p2p.circuits import MESSAGE_SECONDS, STOP, is_relayed, named, node_in, part, read_message, write_message
+from node.p2p.frames import FRAME_SECONDS
+from node.p2p.host import node_of, peer_of, reset
+from node.p2p.thread import describe
+from node.peer_book import crowd_of
+from node.protocol.peers import peer_id_of
+from shardcast.errors import Malformed
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 2**14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """What a relay gives, to all, to one crowd (`crowd_of`) and to one peer; a request lasts as long as its stream.
+
+    A circuit ends after `circuit_seconds`, or `circuit_bytes` of both directions together, whichever is first.
+    """
+
+    reservations: int = 64
+    reservations_per_crowd: int = 16
+    reservation_seconds: int = 1800
+    circuits: int = 16
+    circuits_per_peer: int = 4
+    circuit_seconds: int = 120
+    circuit_bytes: int = 2**20
+    requests: int = 64
+    requests_per_peer: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    ends_at: int
+    crowd: str
+
+
+class Relay:
+    """Serves HOP. `unwanted` says of a public key that nothing is to be had with it, at neither end of a circuit."""
+
+    def __init__(self, host: IHost, limits: RelayLimits, *, unwanted: Callable[[bytes], bool]) -> None:
+        self._host, self._limits, self._unwanted = host, limits, unwanted
+        self._reserved: dict[bytes, _Reserved] = {}
+        self._circuits: Counter[bytes] = Counter()
+        self._requests: Counter[bytes] = Counter()
+
+    def status(self) -> dict[str, int]:
+        """How much of it is in use, ready for JSON."""
+        return {"reservations": len(self._reserved), "circuits": self._circuits.total() // 2}
+
+    def holds(self, node: bytes) -> bool:
+        """Whether the peer has reserved, and the connection without which that is of no use."""
+        reserved = self._reserved.get(node)
+        return reserved is not None and reserved.ends_at > time.time() and _is_connected(self._host, node)
+
+    async def serve(self, stream: INetStream) -> None:
+        """One request: a reservation, or a circuit to a peer that has one."""
+        source, limits = node_of(stream), self._limits
+        if self._requests.total() >= limits.requests or self._requests[source] >= limits.requests_per_peer:
+            await reset(stream)
+            return
+        with _counted(self._requests, source):
+            try:
+                reply = await self._reply(source, stream, await read_message(stream, HopMessage))
+            except Malformed as error:
+                log.debug("peer %s asked for a circuit with garbage: %s", peer_id_of(source), error)
+                reply = _status(Status.MALFORMED_MESSAGE)
+            if reply is not None:
+                await part(stream, reply)
+
+    async def _reply(self, source: bytes, stream: INetStream, asked: HopMessage) -> HopMessage | None:
+        """What to answer, if the stream was not used up for a circuit."""
+        if is_relayed(stream) or self._unwanted(source):
+            return _status(Status.PERMISSION_DENIED)
+        if asked.type == HopMessage.RESERVE:
+            return self._reserve(source, stream)
+        if asked.type == HopMessage.CONNECT:
+            return await self._connect(source, stream, node_in(asked.peer))
+        return _status(Status.UNEXPECTED_MESSAGE)
+
+    def _reserve(self, source: bytes, stream: INetStream) -> HopMessage:
+        """For whoever has shaken hands, whatever name the message has in it; again for one that has a reservation."""
+        self._forget()
+        remote = stream.get_remote_address()
+        crowd, limits = "" if remote is None else crowd_of(remote[0]), self._limits
+        others = [each.crowd for node, each in self._reserved.items() if node != source]
+        if len(others) >= limits.reservations or others.count(crowd) >= limits.reservations_per_crowd:
+            return _status(Status.RESERVATION_REFUSED)
+        ends_at = int(time.time()) + limits.reservation_seconds
+        self._reserved[source] = _Reserved(ends_at, crowd)
+        reply = _status(Status.OK, self._limit())
+        reply.reservation.CopyFrom(Reservation(expire=ends_at))
+        return reply
+
+    async def _connect(self, source: bytes, stream: INetStream, target: bytes) -> HopMessage | None:
+        limits, taken = self._limits, self._circuits
+        if self._unwanted(target):
+            return _status(Status.PERMISSION_DENIED)
+        if not self.holds(target):
+            return _status(Status.NO_RESERVATION)
+        if taken.total() >= 2 * limits.circuits or max(taken[source], taken[target]) >= limits.circuits_per_peer:
+            return _status(Status.RESOURCE_LIMIT_EXCEEDED)
+        with _counted(taken, source), _counted(taken, target):
+            onward = await self._reach(source, target)
+            if onward is None:
+                return _status(Status.CONNECTION_FAILED)
+            try:
+                await write_message(stream, _status(Status.OK, self._limit()))
+                await self._carry(stream, onward)
+            finally:
+                await reset(onward)
+                await reset(stream)
+        return None
+
+    async def _reach(self, source: bytes, target: bytes) -> INetStream | None:
+        """A stream on which the target has agreed to hear the source."""
+        stream = None
+        try:
+            with trio.fail_after(MESSAGE_SECONDS):
+                stream = await self._host.new_stream(peer_of(target), [STOP])
+            await write_message(stream, StopMessage(type=StopMessage.CONNECT, peer=named(source), limit=self._limit()))
+            answer = await read_message(stream, StopMessage)
+            if answer.type == StopMessage.STATUS and answer.status == Status.OK:
+                return stream
+            log.debug("peer %s takes no circuit: status %d", peer_id_of(target), answer.status)
+        except Exception as error:  # noqa: BLE001  (whatever the target or its connection does is no fault of ours)
+            log.debug("no circuit to %s: %s", peer_id_of(target), describe(error))
+        if stream is not None:
+            await reset(stream)
+        return None
+
+    async def _carry(self, one: INetStream, other: INetStream) -> None:
+        """Copy both ways until either end has enough, or the limits are reached."""
+        left = self._limits.circuit_bytes
+
+        async def copy(source: INetStream, sink: INetStream) -> None:
+            nonlocal left
+            try:
+                while (piece := await source.read(PIECE_BYTES)) and len(piece) <= left:
+                    left -= len(piece)
+                    # A write that is cut off breaks the connection below, with all else that goes over it.
+                    with trio.CancelScope(deadline=trio.current_time() + FRAME_SECONDS, shield=True):
+                        await sink.write(piece)
+            except Exception as error:  # noqa: BLE001  (an end of a circuit, however it is told)
+                log.debug("a circuit ended: %s", describe(error))
+            nursery.cancel_scope.cancel()
+
+        with trio.move_on_after(self._limits.circuit_seconds):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(copy, one, other)
+                nursery.start_soon(copy, other, one)
+
+    def _limit(self) -> Limit:
+        return Limit(duration=self._limits.circuit_seconds, data=self._limits.circuit_bytes)
+
+    def _forget(self) -> None:
+        for node in [node for node in self._reserved if not self.holds(node) or self._unwanted(node)]:
+            del self._reserved[node]
+
+
+@contextlib.contextmanager
+def _counted(counter: Counter[bytes], node: bytes) -> Iterator[None]:
+    counter[node] += 1
+    try:
+        yield
+    finally:
+        counter[node] -= 1
+        if not counter[node]:
+            del counter[node]
+
+
+def _status(status: Status.ValueType, limit: Limit | None = None) -> HopMessage:
+    return HopMessage(type=HopMessage.STATUS, status=status, limit=limit)
+
+
+def _is_connected(host: IHost, node: bytes) -> bool:
+    return bool(host.get_network().get_connections(peer_of(node)))

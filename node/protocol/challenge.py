@@ -1,0 +1,47 @@
+"""The work that a challenge asks for: never that of a slot (docs/protocol.md, section 14.4).
+
+A challenge is slot 0 of a policy that no run has: of one whose manifest would have a digest that is derived from the
+node's key and from a nonce that the asker has just made. So nobody can have the answer beforehand, and what a challenge
+yields fits no slot, however its nonce is chosen: that would take a manifest with a digest known in advance.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from node.protocol.control import MAX_CHALLENGE_BYTES, AskChallenge
+from node.protocol.run import RunSpec
+from node.protocol.submission import chunk_count, proof_bytes
+from shardcast.wire import derive
+
+CHALLENGE_SLOT: Final = 0
+_FILE_BYTES: Final = 32 * 1024
+"""What a Parquet file of a few rows has besides its values."""
+
+
+def challenge_manifest(*, run_id: str, manifest_digest: str, node: bytes, nonce: str) -> str:
+    """What stands for the manifest's digest in a challenge of the node with this public key (32 bytes)."""
+    parts = bytes.fromhex(run_id), bytes.fromhex(manifest_digest), node, bytes.fromhex(nonce)
+    return derive("veriswarm/1 challenge", *parts).hex()
+
+
+def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:
+    """The run's rules for a challenge: as many rows and tokens as it asks for, all drawn by one policy."""
+    sampling = msgspec.structs.replace(
+        spec.sampling,
+        group_size=ask.samples,
+        max_new_tokens=min(ask.max_tokens, spec.sampling.max_new_tokens),
+        max_version_lead=0,
+    )
+    limits = msgspec.structs.replace(spec.limits, max_submission_bytes=MAX_CHALLENGE_BYTES)
+    return msgspec.structs.replace(spec, sampling=sampling, limits=limits)
+
+
+def fits(spec: RunSpec, *, samples: int, prompt_tokens: int) -> bool:
+    """Whether the answer to a challenge of rules `spec` (`challenge_spec`) cannot exceed MAX_CHALLENGE_BYTES."""
+    tokens, proofs = spec.sampling.max_new_tokens, spec.proofs
+    chunks = chunk_count([tokens], chunk_tokens=proofs.chunk_tokens)
+    proved = chunks * (4 + proof_bytes(proofs, tokens=min(proofs.chunk_tokens, tokens)))
+    return _FILE_BYTES + samples * (proved + 4 * prompt_tokens + 8 * tokens + 64) <= MAX_CHALLENGE_BYTES

@@ -1,0 +1,388 @@
+"""Control: what an operator asks of a node, by which right, and what it answers (docs/protocol.md, section 14).
+
+A right is an `Authority` that the run's key signed: for one key, for purposes, for a while. A request is for one node,
+one purpose and one minute, and its signer is the peer that brings it; a reply is to one request. So nothing that is
+signed here is worth anything elsewhere, later, or in somebody else's hands. Pure: the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+from typing import Annotated, Final, Literal, TypeAlias, get_args
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
+
+from node.protocol.messages import Nonce, Text
+from node.protocol.reasons import Reason
+from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
+from node.protocol.run import Url
+from shardcast.envelope import open_envelope, seal
+from shardcast.errors import BadSignature, Malformed, PeerFault
+from shardcast.wire import Count, Digest, PublicKey, Wire, decode, encode
+
+AUTHORITY_DOMAIN: Final = "veriswarm/authority"
+CONTROL_DOMAIN: Final = "veriswarm/control"
+REPLY_DOMAIN: Final = "veriswarm/control-reply"
+CONTROL_VERSION: Final = 1
+
+MAX_AUTHORITY_BYTES: Final = 2048
+MAX_REQUEST_BYTES: Final = 16 * 1024
+MAX_REPLY_BYTES: Final = 1024 * 1024
+MAX_AUTHORITY_SECONDS: Final = 30 * 24 * 3600
+MAX_LOG_LINES: Final = 200
+MAX_LOG_LINE: Final = 300
+MAX_LOG_BYTES: Final = 64 * 1024
+MAX_SAMPLES: Final = 8
+MAX_SAMPLE_TOKENS: Final = 128
+MAX_CHALLENGE_BYTES: Final = 512 * 1024
+
+Purpose: TypeAlias = Literal["status", "invite", "challenge", "drain", "restart", "logs"]
+PURPOSES: Final[tuple[Purpose, ...]] = get_args(Purpose)
+FREE_PURPOSES: Final[frozenset[Purpose]] = frozenset({"status", "invite"})
+"""What costs a contributor nothing, and tells nothing about the machine: answered unless it says otherwise."""
+
+_ENVELOPE_BYTES: Final = 512
+"""More than what an envelope adds to its payload."""
+
+
+class ControlReason(StrEnum):
+    """Why a request came to nothing: stable codes, in the order in which they are decided."""
+
+    TOO_MANY_REQUESTS = "too_many_requests"
+    BAD_REQUEST = "bad_request"
+    BAD_SIGNATURE = "bad_signature"
+    WRONG_PEER = "wrong_peer"
+    WRONG_NODE = "wrong_node"
+    WRONG_RUN = "wrong_run"
+    CLOCK_SKEW = "clock_skew"
+    NO_AUTHORITY = "no_authority"
+    BAD_AUTHORITY = "bad_authority"
+    EXPIRED_AUTHORITY = "expired_authority"
+    FOREIGN_AUTHORITY = "foreign_authority"
+    WRONG_PURPOSE = "wrong_purpose"
+    WRONG_SUBJECT = "wrong_subject"
+    STALE_RUN = "stale_run"
+    REVOKED = "revoked"
+    REPLAYED_REQUEST = "replayed_request"
+    NOT_ALLOWED = "not_allowed"
+    # By an asker who may ask, of a node that would do it.
+    BUSY = "busy"
+    UNAVAILABLE = "unavailable"
+    UNKNOWN_ENDPOINT = "unknown_endpoint"
+    FAILED = "failed"
+
+
+CONTROL_ADVICE: Final[dict[ControlReason, str]] = {
+    ControlReason.TOO_MANY_REQUESTS: "Too much at once from this asker, or from all; wait a minute.",
+    ControlReason.BAD_REQUEST: "The request is not what the node takes; update veriswarm on the asking side.",
+    ControlReason.BAD_SIGNATURE: "The signature does not match what was sent; sign the exact bytes.",
+    ControlReason.WRONG_PEER: "The signer is not the peer that brought it; ask with the key that signs.",
+    ControlReason.WRONG_NODE: "The request is for another node; sign one for each node.",
+    ControlReason.WRONG_RUN: "The node takes part in another run; check --join.",
+    ControlReason.CLOCK_SKEW: "The request's time is too far from the node's; set the clocks (NTP) and retry.",
+    ControlReason.NO_AUTHORITY: "Only who holds an authority of the run may ask: `veriswarm authority` makes one.",
+    ControlReason.BAD_AUTHORITY: "The authority is not one that this run's key signed; make one with `veriswarm "
+    "authority` and the run's key.",
+    ControlReason.EXPIRED_AUTHORITY: "The authority does not hold now; have a new one made.",
+    ControlReason.FOREIGN_AUTHORITY: "The authority was given to another key; ask with that one.",
+    ControlReason.WRONG_PURPOSE: "The authority does not cover this purpose; have one made that does.",
+    ControlReason.WRONG_SUBJECT: "The authority is for another node; have one made for this one, or for any.",
+    ControlReason.STALE_RUN: "The node has no current descriptor of the run, and cannot know what is revoked; see that "
+    "it reaches a coordinator or a peer.",
+    ControlReason.REVOKED: "The run's operator has revoked this key; use another.",
+    ControlReason.REPLAYED_REQUEST: "This signed request was seen before; sign every request anew.",
+    ControlReason.NOT_ALLOWED: "The contributor does not allow this; they would have to give --allow-control.",
+    ControlReason.BUSY: "The node has no room for it now; ask again later, or drain it first.",
+    ControlReason.UNAVAILABLE: "The node has nothing to do it with yet; ask again once it holds a policy.",
+    ControlReason.UNKNOWN_ENDPOINT: "The run's descriptor does not name that coordinator; name one that it does.",
+    ControlReason.FAILED: "The node tried and failed; its own log says why.",
+}
+"""What the asker should do, one sentence for each code."""
+
+
+class ControlRefusal(Exception):
+    """A request came to nothing for a stable reason; `detail` says what was seen, without secrets."""
+
+    def __init__(self, reason: ControlReason, detail: str = "") -> None:
+        super().__init__(" ".join(filter(None, (f"{reason.value}:", detail, CONTROL_ADVICE[reason]))))
+        self.reason, self.code, self.detail = reason, reason.value, detail
+
+
+class Authority(Wire, frozen=True):
+    """The run lets `node` ask for `purposes`, of `subject` or, where that is null, of any node, for a while."""
+
+    run_id: Digest
+    node: PublicKey
+    purposes: Annotated[tuple[Purpose, ...], Meta(min_length=1, max_length=len(PURPOSES))]
+    subject: PublicKey | None
+    issued_at: Count
+    expires_at: Count
+
+    def __post_init__(self) -> None:
+        """Refuse what no operator means; msgspec turns the ValueError into its own error."""
+        if len(set(self.purposes)) < len(self.purposes):
+            raise ValueError("a purpose is named twice")
+        if not self.issued_at < self.expires_at <= self.issued_at + MAX_AUTHORITY_SECONDS:
+            raise ValueError("it must end after it began, and within 30 days")
+
+
+# -- what is asked; the tag is the purpose
+
+
+class AskStatus(Wire, frozen=True, tag_field="purpose", tag="status"):
+    """How are you?"""
+
+
+class AskInvite(Wire, frozen=True, tag_field="purpose", tag="invite"):
+    """There is work: ask the coordinator `endpoint`, or the one in use, now. What work it is, the coordinator says."""
+
+    endpoint: Url | None
+
+
+class AskChallenge(Wire, frozen=True, tag_field="purpose", tag="challenge"):
+    """Draw so many completions of at most so many tokens, of a problem that the request's nonce decides."""
+
+    samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_SAMPLE_TOKENS)]
+
+
+class AskDrain(Wire, frozen=True, tag_field="purpose", tag="drain"):
+    """Finish what is under way, take no more work, and stay."""
+
+
+class AskRestart(Wire, frozen=True, tag_field="purpose", tag="restart"):
+    """Hand back what is under way, and start the engine anew."""
+
+
+class AskLogs(Wire, frozen=True, tag_field="purpose", tag="logs"):
+    """The last lines of the log."""
+
+    lines: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)]
+
+
+Ask: TypeAlias = AskStatus | AskInvite | AskChallenge | AskDrain | AskRestart | AskLogs
+
+
+class ControlRequest(Wire, frozen=True):
+    """One request to the node `to`, signed by the peer that brings it.
+
+    `authority` is the envelope of an Authority, or null where the signer is the run's own key.
+    """
+
+    run_id: Digest
+    to: PublicKey
+    ask: Ask
+    nonce: Nonce
+    issued_at: Count
+    authority: Annotated[bytes, Meta(max_length=MAX_AUTHORITY_BYTES + _ENVELOPE_BYTES)] | None
+
+
+# -- what is answered
+
+LogLine = Annotated[str, Meta(max_length=MAX_LOG_LINE, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+
+
+class StatusBody(Wire, frozen=True, tag_field="purpose", tag="status"):
+    """A worker at this moment. Nothing in it names a path, an address or a person.
+
+    Versions are -1 where there is none; `seconds` is how long it has run.
+    """
+
+    software: Text
+    engine: Text
+    doing: Text
+    draining: bool
+    run_is_over: bool
+    dismissed: bool
+    coordinator_away: bool
+    version: Annotated[int, Meta(ge=-1, le=2**53 - 1)]
+    held_versions: Annotated[tuple[Count, ...], Meta(max_length=64)]
+    descriptor_version: Annotated[int, Meta(ge=-1, le=2**53 - 1)]
+    head_version: Annotated[int, Meta(ge=-1, le=2**53 - 1)]
+    slots: Count
+    undelivered: Count
+    neighbours: Count
+    tokens: Count
+    tokens_per_s: Annotated[float, Meta(ge=0, le=1e12)]
+    switches: Count
+    engine_restarts: Count
+    admitted: Count
+    rejected: Count
+    indeterminate: Count
+    lost: Count
+    expired: Count
+    admitted_tokens: Count
+    reasons: Annotated[dict[Reason, Count], Meta(max_length=len(Reason))]
+    seconds: Count
+
+
+class InviteBody(Wire, frozen=True, tag_field="purpose", tag="invite"):
+    """It asks for work next, if it has `room` for slots."""
+
+    room: Count
+
+
+class ChallengeBody(Wire, frozen=True, tag_field="purpose", tag="challenge"):
+    """What it drew, as a submission's Parquet file (section 6.1), with the policy `version` of that manifest."""
+
+    version: Count
+    manifest_digest: Digest
+    rollouts: Annotated[bytes, Meta(max_length=MAX_CHALLENGE_BYTES)]
+
+
+class DrainBody(Wire, frozen=True, tag_field="purpose", tag="drain"):
+    """It takes no more work; `slots` are still under way, `undelivered` have no receipt yet."""
+
+    slots: Count
+    undelivered: Count
+
+
+class RestartBody(Wire, frozen=True, tag_field="purpose", tag="restart"):
+    """It hands back `slots` slots, and starts its engine anew."""
+
+    slots: Count
+
+
+class LogsBody(Wire, frozen=True, tag_field="purpose", tag="logs"):
+    """The last lines, the oldest first."""
+
+    lines: Annotated[tuple[LogLine, ...], Meta(max_length=MAX_LOG_LINES)]
+
+
+Body: TypeAlias = StatusBody | InviteBody | ChallengeBody | DrainBody | RestartBody | LogsBody
+
+
+class ControlReply(Wire, frozen=True):
+    """The answer to the request whose envelope has the digest `request`, signed by the node that was asked.
+
+    Exactly one of `reason` and `body` is there. `answered_at` is the node's clock.
+    """
+
+    run_id: Digest
+    request: Digest
+    reason: ControlReason | None
+    detail: Text
+    answered_at: Count
+    body: Body | None
+
+    def __post_init__(self) -> None:
+        """Refuse an answer that says yes and no."""
+        if (self.reason is None) == (self.body is None):
+            raise ValueError("a reply has a reason or a body, and never both")
+
+
+def purpose_of(value: Ask | Body) -> Purpose:
+    """What it is for."""
+    purpose: Purpose = value.__struct_config__.tag  # type: ignore[assignment]
+    return purpose
+
+
+# -- signing and opening
+
+
+def sign_authority(authority: Authority, *, key: Ed25519PrivateKey) -> bytes:
+    """The authority in an envelope of the run's key."""
+    return seal(encode(authority), domain=AUTHORITY_DOMAIN, version=CONTROL_VERSION, key=key)
+
+
+def open_authority(data: bytes) -> tuple[bytes, Authority]:
+    """Who signed an authority, and what it says; raises PeerFault. Whether it holds is for `check_authority`."""
+    opened = open_envelope(
+        data, domain=AUTHORITY_DOMAIN, versions=(CONTROL_VERSION,), max_payload_bytes=MAX_AUTHORITY_BYTES
+    )
+    return opened.signer, decode(Authority, opened.payload, max_bytes=MAX_AUTHORITY_BYTES)
+
+
+def sign_control(request: ControlRequest, *, key: Ed25519PrivateKey) -> bytes:
+    """The request in an envelope of the asker's key."""
+    return seal(encode(request), domain=CONTROL_DOMAIN, version=CONTROL_VERSION, key=key)
+
+
+def open_control(data: bytes) -> tuple[bytes, ControlRequest]:
+    """Who signed a request, and what it asks; raises ControlRefusal."""
+    limit = MAX_REQUEST_BYTES - _ENVELOPE_BYTES
+    try:
+        opened = open_envelope(data, domain=CONTROL_DOMAIN, versions=(CONTROL_VERSION,), max_payload_bytes=limit)
+        return opened.signer, decode(ControlRequest, opened.payload, max_bytes=limit)
+    except BadSignature as error:
+        raise ControlRefusal(ControlReason.BAD_SIGNATURE, f"{error}.") from error
+    except PeerFault as error:
+        raise ControlRefusal(ControlReason.BAD_REQUEST, f"{error.code}.") from error
+
+
+def sign_reply(reply: ControlReply, *, key: Ed25519PrivateKey) -> bytes:
+    """The reply in an envelope of the node's key."""
+    return seal(encode(reply), domain=REPLY_DOMAIN, version=CONTROL_VERSION, key=key)
+
+
+def open_reply(data: bytes, *, node: bytes, run_id: str, request: str, purpose: Purpose) -> Body:
+    """What `node` (its public key) answers to the request with that digest.
+
+    Raises PeerFault for what is no such answer, ControlRefusal for a no.
+    """
+    limit = MAX_REPLY_BYTES - _ENVELOPE_BYTES
+    opened = open_envelope(data, domain=REPLY_DOMAIN, versions=(CONTROL_VERSION,), max_payload_bytes=limit, signer=node)
+    reply = decode(ControlReply, opened.payload, max_bytes=limit)
+    if reply.run_id != run_id:
+        raise Malformed("an answer in another run", code="wrong_run")
+    if reply.request != request:
+        raise Malformed("an answer to another request", code="wrong_request")
+    if reply.reason is not None:
+        raise ControlRefusal(reply.reason, reply.detail)
+    if reply.body is None or purpose_of(reply.body) != purpose:
+        raise Malformed("an answer to something else than was asked", code="wrong_purpose")
+    return reply.body
+
+
+# -- the checks
+
+
+def check_request(request: ControlRequest, *, signer: bytes, peer: bytes, node: bytes, run_id: str, now: float) -> None:
+    """Raise ControlRefusal unless `peer`, with whom Noise shook hands, asks this node, of this run, this minute."""
+    if signer != peer:
+        raise ControlRefusal(ControlReason.WRONG_PEER, f"Signed by {signer.hex()[:16]}….")
+    if request.to != node.hex():
+        raise ControlRefusal(ControlReason.WRONG_NODE, f"Signed for {request.to[:16]}….")
+    if request.run_id != run_id:
+        raise ControlRefusal(ControlReason.WRONG_RUN, f"Signed for run {request.run_id[:16]}….")
+    if abs(now - request.issued_at) > MAX_CLOCK_SKEW_SECONDS:
+        raise ControlRefusal(ControlReason.CLOCK_SKEW, f"Signed {now - request.issued_at:+.0f} s ago by this clock.")
+
+
+def check_authority(
+    request: ControlRequest,
+    *,
+    signer: bytes,
+    run_key: bytes,
+    node: bytes,
+    now: float,
+    revoked: Collection[str] | None,
+) -> None:
+    """Raise ControlRefusal unless the run lets the signer ask this.
+
+    `revoked` are the keys of the run's current descriptor; None where the node has none, and so cannot know.
+    """
+    if signer == run_key:
+        return
+    if request.authority is None:
+        raise ControlRefusal(ControlReason.NO_AUTHORITY)
+    try:
+        granter, authority = open_authority(request.authority)
+    except PeerFault as error:
+        raise ControlRefusal(ControlReason.BAD_AUTHORITY, f"{error.code}.") from error
+    if granter != run_key or authority.run_id != request.run_id:
+        raise ControlRefusal(ControlReason.BAD_AUTHORITY, f"Signed by {granter.hex()[:16]}….")
+    if not authority.issued_at - MAX_CLOCK_SKEW_SECONDS <= now < authority.expires_at:
+        raise ControlRefusal(ControlReason.EXPIRED_AUTHORITY)
+    if authority.node != signer.hex():
+        raise ControlRefusal(ControlReason.FOREIGN_AUTHORITY, f"Given to {authority.node[:16]}….")
+    if purpose_of(request.ask) not in authority.purposes:
+        raise ControlRefusal(ControlReason.WRONG_PURPOSE, f"It covers {', '.join(authority.purposes)}.")
+    if authority.subject is not None and authority.subject != node.hex():
+        raise ControlRefusal(ControlReason.WRONG_SUBJECT, f"It is for {authority.subject[:16]}….")
+    if revoked is None:
+        raise ControlRefusal(ControlReason.STALE_RUN)
+    if authority.node in revoked:
+        raise ControlRefusal(ControlReason.REVOKED)

@@ -1,0 +1,219 @@
+"""deploy/one-host/supervisord.conf as an operator starts it, with an API and a verifier killed in the middle.
+
+What is at stake is the promise that an operator scales out for: that no process matters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import psutil
+import pytest
+from postgresql import binaries
+
+from coordinator.demo.local_http import get, get_json
+from node.protocol.admission import Outcome
+from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
+from shardcast.wire import decode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "deploy" / "one-host"
+BIN = Path(sys.executable).parent
+STEPS, GROUPS_PER_STEP = 8, 4
+RUN_TOML = f"""
+name = "many processes"
+
+[model]
+initial = "random-tiny"
+
+[[environments]]
+name = "reverse"
+
+[sampling]
+group_size = 2
+max_new_tokens = 12
+
+[batch]
+groups_per_step = {GROUPS_PER_STEP}
+lease_seconds = 8.0
+
+[limits]
+exponent_mismatches = 4.0
+token_margin = 0.001
+rollout_margin_mean = 0.0001
+logprob_error = 0.001
+
+[training]
+steps = {STEPS}
+
+[broadcast]
+"""
+
+
+def free_tens() -> int:
+    """A tenth of a port number, such that it is free with a 0 and with a 1 behind it."""
+    for tens in range(2000 + os.getpid() % 500, 3000):
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", 10 * tens))
+                second.bind(("127.0.0.1", 10 * tens + 1))
+            except OSError:
+                continue
+            return tens
+    raise AssertionError("no free ports")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Host:
+    """The processes of one host, and what they say."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.ports = home, free_tens()
+        names = pwd.getpwuid(os.getuid()).pw_name, "pgserver"
+        self.postgres_user = names[os.geteuid() == 0]  # it refuses to run as root
+        (home / "log").mkdir()
+        (home / "run.toml").write_text(RUN_TOML)
+        self.environment = os.environ | {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "RUN_HOME": str(home),
+            "API_PORTS": str(self.ports),
+            "ORIGIN_PORT": str(free_port()),
+            "RELAY_PORT": str(free_port()),
+            "POSTGRES_BIN": str(binaries()),
+            "POSTGRES_USER": self.postgres_user,
+            "OMP_NUM_THREADS": "1",
+        }
+        self.do("veriswarm", "keys", "new", str(home / "run.key"))
+        self.run_id = self.do("veriswarm", "keys", "run-id", str(home / "run.key")).strip()
+        folder = home / "postgresql"
+        folder.mkdir()
+        user = {"user": self.postgres_user} if os.geteuid() == 0 else {}
+        shutil.chown(folder, self.postgres_user)
+        initdb = [binaries() / "initdb", "-U", "postgres", "--auth=trust", "-D", folder]
+        subprocess.run(initdb, check=True, capture_output=True, cwd=folder, **user)
+
+    @property
+    def urls(self) -> tuple[str, str]:
+        return f"http://127.0.0.1:{self.ports}0", f"http://127.0.0.1:{self.ports}1"
+
+    def shell(self, command: str) -> list[str]:
+        """As the page has it: run.env, then the command."""
+        return ["bash", "-c", f'set -a; . "{HERE}/run.env"; set +a; exec {command}']
+
+    def do(self, *command: str) -> str:
+        ran = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, cwd=self.home)
+        assert ran.returncode == 0, f"{command}: {ran.stdout}{ran.stderr}"
+        return ran.stdout
+
+    def worker(self, index: int, url: str) -> subprocess.Popen[bytes]:
+        command = f"veriswarm worker --coordinator {url} --run-id {self.run_id} --state {self.home}/worker-{index}"
+        with (self.home / "log" / f"worker-{index}.log").open("wb") as output:
+            return subprocess.Popen(self.shell(command), env=self.environment, stdout=output, stderr=output)
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Those of supervisord's children whose command line has `name`."""
+        return [
+            process for process in psutil.Process(self.supervisor.pid).children() if name in " ".join(process.cmdline())
+        ]
+
+    def until(self, condition: Callable[[], bool], *, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.supervisor.poll() is None, "supervisord ended"
+            assert time.monotonic() < deadline, f"not in {seconds} s:\n{self.logs()}"
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        return "\n".join(f"-- {path.name}\n{path.read_text()[-1500:]}" for path in (self.home / "log").glob("*.log"))
+
+    def steps(self) -> int:
+        status = get_json(f"{self.urls[1]}/v1/status", seconds=5.0) or {}
+        return sum(step["finished_at"] is not None for step in status.get("steps", []))
+
+    def answers(self, url: str) -> bool:
+        try:
+            with urlopen(f"{url}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with tempfile.TemporaryDirectory(prefix="host-") as folder:
+        Path(folder).chmod(0o755)
+        host = Host(Path(folder))
+        with (Path(folder) / "log" / "supervisord.txt").open("wb") as output:
+            command = host.shell(f'supervisord -c "{HERE}/supervisord.conf"')
+            host.supervisor = subprocess.Popen(command, env=host.environment, stdout=output, stderr=output)
+        try:
+            yield host
+        finally:
+            children = psutil.Process(host.supervisor.pid).children(recursive=True)
+            host.supervisor.terminate()
+            host.supervisor.wait(120)
+            _, left = psutil.wait_procs(children, timeout=10)
+            for process in left:
+                process.kill()
+            assert not left, f"supervisord left {left}"
+
+
+def test_an_api_and_a_verifier_that_are_killed_cost_nothing(host: Host) -> None:
+    host.until(lambda: all(map(host.answers, host.urls)), seconds=120)
+    workers = [host.worker(index, url) for index, url in enumerate(host.urls)]
+    try:
+        host.until(lambda: host.steps() >= 2, seconds=180)
+        (api,) = host.processes(f"--port {host.ports}0")
+        (verifier,) = host.processes("--name verifier-1")
+        for victim in (api, verifier):
+            victim.send_signal(signal.SIGKILL)
+        # The first worker knows the second API by the run's descriptor alone.
+        host.until(lambda: host.steps() == STEPS, seconds=240)
+        host.until(lambda: host.answers(host.urls[0]), seconds=60)
+        assert host.processes(f"--port {host.ports}0")[0].pid != api.pid
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait(60)
+    check_the_log(host)
+    audit = ["veriswarm", "audit", host.urls[0], "--run-id", host.run_id, "--sample", "8", "--json"]
+    audit += ["--state", str(host.home / "audit"), "--source", f"http://127.0.0.1:{host.environment['ORIGIN_PORT']}"]
+    report = json.loads(host.do(*audit))
+    assert (report["problems"], report["error"]) == ([], None)
+
+
+def check_the_log(host: Host) -> None:
+    """Each API serves the same, each submission was judged once, and each step has its batch."""
+    leaves: list[bytes] = []
+    while page := get(f"{host.urls[0]}/v1/log/entries?start={len(leaves)}&end=100000", seconds=5.0):
+        leaves += page.splitlines()
+    assert leaves == get(f"{host.urls[1]}/v1/log/entries?start=0&end=1000", seconds=5.0).splitlines()[: len(leaves)]
+    entries = [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
+    verdicts = [entry for entry in entries if isinstance(entry, VerdictEntry)]
+    assert {entry.outcome for entry in verdicts} == {Outcome.ADMITTED}
+    assert max(Counter(entry.submission for entry in verdicts).values()) == 1
+    assert max(Counter((entry.version, entry.slot) for entry in verdicts).values()) == 1
+    batches = [entry for entry in entries if isinstance(entry, BatchEntry)]
+    assert [batch.step for batch in batches] == list(range(STEPS))
+    assert max(Counter(one for batch in batches for one in batch.submissions).values()) == 1
