@@ -12,39 +12,36 @@ from pathlib import Path
 from typing import Any
 
 import click
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.backup_command import backup, restore
 from coordinator.calibration.command import calibrate
 from coordinator.demo.command import demo
-from coordinator.errors import BadConfiguration
-from coordinator.home import Home, create_home, open_home
+from coordinator.home import create_home, open_home
 from coordinator.opening import open_to_peers
 from coordinator.options import (
+    HOME_WAIT_SECONDS,
     contact_options,
     data_options,
     key_option,
     limit_options,
     listen_options,
     state_option,
-    threads_option,
 )
 from coordinator.redteam.command import redteam
 from coordinator.roles import ByRole, role_option
 from coordinator.run_file import read_run_file
 from coordinator.stakes_command import stakes
+from coordinator.trainer_command import trainer
 from node.engine_options import check_engine, engine_options, prefills_maker
 from node.exchange import checked_url
 from node.identity import load_key
 from node.logs import name_process
 from node.metrics_options import MetricsPlace, metrics_options
-from node.protocol.run import HonestSpec, RunSpec, run_id_of
-from node.serving_options import server_limits, serving_options
+from node.protocol.run import HonestSpec, RunSpec
 from node.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
 
-HOME_WAIT_SECONDS = 60.0
 SWITCH_SECONDS = 0.0005
 
 
@@ -250,76 +247,6 @@ def coordinator(
     sys.setswitchinterval(SWITCH_SECONDS)
     with opened.peer, leading(offering) if role == "all" else contextlib.nullcontext():
         Server(config, app.state.ending).serve_on(listening)
-
-
-@click.command()
-@data_options
-@key_option
-@state_option
-@listen_options(8710)
-@threads_option
-@serving_options
-@metrics_options
-def trainer(
-    *,
-    data: Path,
-    database_url: str | None,
-    key: Path,
-    state: Path,
-    host: str,
-    port: int,
-    threads: int,
-    metrics_host: str,
-    metrics_port: int | None,
-    **serving: Any,
-) -> None:
-    """Train on what was admitted, and publish each policy.
-
-    \b
-    Example:
-      veriswarm trainer --data run/ --key run.key --state trainer/ --port 8710
-
-    It serves the policies, too, as the run's origin. Relays take that as their upstream:
-    veriswarm relay --upstream http://HOST:8710 ...
-    """
-    from coordinator.metrics import TrainerMetrics, role_registry
-    from coordinator.storage.training import newest
-    from coordinator.trainer import Trainer, TrainerSettings
-    from node.metrics import serving_metrics
-    from shardcast import Origin, OriginServer
-
-    home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
-    run_key = _run_key(home, key)
-    with home.database.read() as connection:
-        recorded = newest(connection)
-    origin = Origin(
-        state / "origin",
-        run_key,
-        home.run_id,
-        # A policy that is stored but not in the log yet must not be heard of.
-        announced=-1 if recorded is None else recorded,
-    )
-    server = OriginServer(origin, host, port, limits=server_limits(**serving))
-    click.echo(f"origin  http://{host}:{server.start()}")
-    name_process(run=home.run_id, name="trainer")
-    registry = role_registry("trainer", home, state=state)
-    settings = TrainerSettings(state=state, threads=threads)
-    work = Trainer(home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: work.stop())
-    try:
-        with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
-            work.run()
-    finally:
-        server.stop()
-        origin.close()
-
-
-def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
-    key = load_key(path)
-    if run_id_of(key.public_key().public_bytes_raw()) != home.run_id:
-        raise BadConfiguration(f"{path} is not the key of the run in {home.folder}")
-    return key
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes, backup, restore]

@@ -13,6 +13,9 @@ from shardcast.wire import is_digest
 
 F = TypeVar("F", bound=Callable[..., object])
 
+HOME_WAIT_SECONDS = 60.0
+"""How long a process waits for a run's data folder or database to be made."""
+
 
 def data_options(function: F) -> F:
     """Where a run is."""
@@ -163,3 +166,29 @@ threads_option = click.option(
     show_default=True,
     help="CPU threads for torch.",
 )
+
+
+def execution_options(function: F) -> F:
+    """How the trainer computes; a run does not depend on it, but for rounding."""
+    row_tokens = click.option(
+        "--row-tokens",
+        type=click.IntRange(1, 2**20),
+        metavar="TOKENS",
+        default=512,
+        show_default=True,
+        help="Samples are packed into rows of so many tokens; memory grows with it.",
+    )
+    recompute = click.option(
+        "--recompute",
+        is_flag=True,
+        help="Compute activations again in the backward pass instead of keeping them: less memory, a third more work.",
+    )
+    device = click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model is."
+    )
+    autocast = click.option(
+        "--autocast",
+        type=click.Choice(["bfloat16"]),
+        help="The dtype of matrix products; weights and optimizer stay float32.  [default: float32]",
+    )
+    return row_tokens(recompute(device(autocast(function))))

@@ -76,14 +76,14 @@ def banned_nodes(connection: Connection, *, rules: StandingSpec) -> int:
 
 @dataclass(slots=True)
 class _Settled:
-    """Used and stale slots of the versions before `before`, of which no slot will change its state any more."""
+    """Slots in a final state of the versions before `before`, of which no slot will change its state any more."""
 
     before: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_FINAL = (SlotState.USED, SlotState.STALE)
+_FINAL = (SlotState.USED, SlotState.STALE, SlotState.SET_ASIDE)
 _LIVE = tuple(state for state in SlotState if state not in _FINAL)
 _settled: WeakKeyDictionary[Engine, _Settled] = WeakKeyDictionary()
 
@@ -91,8 +91,8 @@ _settled: WeakKeyDictionary[Engine, _Settled] = WeakKeyDictionary()
 def slot_counts(connection: Connection) -> dict[str, int]:
     """How many slots are in each state.
 
-    What is settled is counted once for each process: slots are opened of the newest version only, and one that is used
-    or stale stays so.
+    What is settled is counted once for each process: slots are opened of the newest version only, and one that is used,
+    stale or set aside stays so.
     """
     counts = Counter[str]()
     live = select(slots.c.state, func.count(), func.min(slots.c.version)).where(slots.c.state.in_(_LIVE))

@@ -1,4 +1,4 @@
-"""The trainer process: takes admitted groups, makes the next policy, and publishes it from its origin.
+"""The trainer: takes admitted groups, makes the next policy, and publishes it from its origin.
 
 A step is: give it its batch (one transaction, logged), train, write the checkpoint, publish. Each is durable
 before the next begins, and each can be done again with the same result, so a trainer that is killed anywhere
@@ -8,17 +8,16 @@ resumes at the same step, with the same batch and the same optimizer state. So d
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import torch
 from sqlalchemy.exc import OperationalError
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.home import Home
@@ -26,13 +25,13 @@ from coordinator.metrics import TrainerMetrics
 from coordinator.storage import training
 from coordinator.storage.training import Published
 from coordinator.storage.verdicts import clock
-from coordinator.training.checkpoint import TrainerState, checkpoints, load_checkpoint, save_checkpoint
 from coordinator.training.group_size import max_group_bytes
 from coordinator.training.groups import decode_group
-from coordinator.training.grpo import make_optimizer, train_step
+from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
+from coordinator.training.team import Learner, Team
 from node.logs import bound
-from node.policy import load_policy, save_policy
+from node.policy import save_policy
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
 from shardcast.manifest import SignedManifest
@@ -41,7 +40,6 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
 RETRY_SECONDS = 1.0
-CHECKPOINTS_KEPT = 3
 _PROGRESS_SECONDS = 0.2
 
 
@@ -57,17 +55,7 @@ class TrainerSettings:
 
     state: Path
     threads: int = 1
-
-
-@dataclass
-class Learner:
-    """What training changes: `step` counts finished steps, and is the version of the policy in `model`."""
-
-    step: int
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
-    optimizer: torch.optim.Optimizer
-    stats: dict[str, float]
+    execution: Execution = field(default_factory=Execution)
 
 
 class Trainer:
@@ -88,8 +76,7 @@ class Trainer:
         self._server = server
         self._state = settings.state
         self._threads = settings.threads
-        self._checkpoints = settings.state / "checkpoints"
-        self._first_policy = settings.state / "policy-0.safetensors"
+        self._team = Team(settings.state, settings.execution)
         self._stop = threading.Event()
 
     def stop(self) -> None:
@@ -99,6 +86,12 @@ class Trainer:
     def run(self) -> None:
         """Train until the run's last step, serve until `stop`; waits for room on the disk, and for the database."""
         torch.set_num_threads(self._threads)
+        try:
+            self._run()
+        finally:
+            self._team.end()
+
+    def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 self._work()
@@ -136,7 +129,7 @@ class Trainer:
         """The newest checkpoint, or the run's first policy."""
         for leftover in self._state.glob(".*.tmp"):
             leftover.unlink()  # of a policy that was being saved by a trainer that was killed
-        if not self._first_policy.exists():
+        if not self._team.first_policy.exists():
             with self._home.database.read() as connection:
                 if training.recorded(connection):
                     raise BadConfiguration(
@@ -144,19 +137,9 @@ class Trainer:
                         "folder; name the right --state, or restore it from a backup"
                     )
             model, tokenizer = initial_policy(self._home.spec, progress=self._note_progress)
-            save_policy(_cast(model, self._dtype), tokenizer, self._first_policy)
-        # Read back even when just written, so that a restart begins with the same bits.
-        policy = load_policy(self._first_policy, dtype=torch.float32)
-        least = self._home.spec.proofs.min_hidden
-        if policy.hidden < least:
-            raise BadConfiguration(f"the proofs need {least} hidden units, but the model has only {policy.hidden}")
-        optimizer = make_optimizer(policy.model, self._home.spec.training)
-        learner = Learner(0, policy.model, policy.tokenizer, optimizer, {})
-        found = checkpoints(self._checkpoints)
-        if found:
-            state = load_checkpoint(found[-1], model=policy.model, optimizer=optimizer)
-            learner.step = state.step
-            learner.stats = json.loads(str(state.counters["stats"]))
+            save_policy(_cast(model, self._dtype), tokenizer, self._team.first_policy)
+        learner = self._team.restore(self._home.spec)
+        if learner.step:
             log.info("resuming at step %d", learner.step)
         self._note("training", learner.step, self._home.spec.training.steps)
         return learner
@@ -206,21 +189,10 @@ class Trainer:
             rows = training.batch(connection, learner.step)
         most = max_group_bytes(self._home.spec)
         groups = [decode_group(self._home.blobs.get(row.blob, max_bytes=most)) for row in rows]
-        learner.model.train()
-        stats = train_step(learner.model, learner.optimizer, groups, spec=self._home.spec, step=learner.step)
-        learner.model.train(mode=False)
+        stats = self._team.train(groups)
         seconds = time.monotonic() - started
         self._metrics.step_seconds.observe(seconds)
-        learner.stats = stats | {"wait_seconds": waited, "train_seconds": seconds}
-        learner.step += 1
-        state = TrainerState(step=learner.step, counters={"stats": json.dumps(learner.stats)})
-        save_checkpoint(
-            self._checkpoints,
-            model=learner.model,
-            optimizer=learner.optimizer,
-            state=state,
-            keep=CHECKPOINTS_KEPT,
-        )
+        self._team.save(stats | {"wait_seconds": waited, "train_seconds": seconds})
 
     def _publish(self, learner: Learner) -> None:
         """Record and announce policy `learner.step`, and finish the step that made it; the second time, nothing.
@@ -252,9 +224,9 @@ class Trainer:
     def _policy_file(self, learner: Learner) -> Path:
         """The policy in the run's dtype."""
         if learner.step == 0:
-            return self._first_policy
+            return self._team.first_policy
         path = self._state / "policy.safetensors"
-        save_policy(_cast(learner.model, self._dtype), learner.tokenizer, path)
+        save_policy(_cast(self._team.gather(), self._dtype), learner.tokenizer, path)
         return path
 
     def _note_progress(self, done: int, total: int, loss: float) -> None:

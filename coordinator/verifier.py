@@ -24,8 +24,7 @@ from coordinator.metrics import VerifierMetrics
 from coordinator.policy_shelf import PolicyShelf
 from coordinator.storage import locks, training, verdicts
 from coordinator.storage.verdicts import Claimed, Decision
-from coordinator.training.groups import encode_group
-from coordinator.training.grpo import Group, Sample
+from coordinator.training.groups import Group, Sample, encode_group
 from node.environments import load_environment
 from node.logs import bound
 from node.parquet_reader import ParquetReader
@@ -264,6 +263,7 @@ def _group(claimed: Claimed, verdict: Verdict) -> Group:
             prompt_ids=tuple(rollout.prompt_ids),
             completion_ids=tuple(rollout.completion_ids),
             logprobs=tuple(logprobs),
+            segments=tuple(zip(rollout.segment_versions, rollout.segment_tokens, strict=True)),
         )
         for rollout, logprobs in zip(verdict.rollouts or (), verdict.logprobs or (), strict=True)
     )

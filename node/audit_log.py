@@ -21,6 +21,7 @@ from node.protocol.admission import (
     Figures,
     Finding,
     Outcome,
+    has_signal,
     judge,
     judge_drift,
     judge_group,
@@ -152,6 +153,7 @@ class _Checker:
         self._drifts: dict[str, Drift] = {}
         self._taken: set[tuple[int, int]] = set()
         self._admitted: dict[str, int] = {}
+        self._dull: set[str] = set()
         self._used: dict[str, int] = {}
         self._spots: dict[str, VerdictEntry] = {}
         self._owed: dict[str, int] = {}
@@ -204,6 +206,8 @@ class _Checker:
                 self._note(index, "duplicate_admission", f"Slot {entry.version}/{entry.slot} was admitted before.")
             self._taken.add((entry.version, entry.slot))
             self._admitted[entry.submission] = entry.version
+            if self._spec.batch.only_signal and not has_signal(entry.rewards or ()):
+                self._dull.add(entry.submission)
 
     def _check_recheck(self, index: int, entry: VerdictEntry) -> None:
         """A second verdict follows a first that left rows unmeasured, and takes back what it does not bear out."""
@@ -295,6 +299,8 @@ class _Checker:
                 self._note(index, "batch_not_admitted", f"Submission {submission[:16]}… was not admitted before.")
             elif not entry.step - self._spec.batch.max_async <= version <= entry.step:
                 self._note(index, "batch_stale", f"Step {entry.step} uses work of policy {version}.")
+            if submission in self._dull:
+                self._note(index, "batch_without_signal", f"Submission {submission[:16]}… has equal rewards.")
             if submission in self._used:
                 self._note(index, "batch_reuse", f"Submission {submission[:16]}… is used twice.")
             self._used[submission] = entry.step

@@ -95,13 +95,16 @@ class Actors:
             taken = verdicts.claim(connection, verifier=verifier, spec=self.home.spec, now=self.now, seconds=seconds)
         return taken[0] if taken else None
 
-    def decide(self, claimed: verdicts.Claimed, outcome: Outcome) -> bool:
-        """A verdict; admitted is what the claim asks for: all rows, or the first as the only one that was measured."""
+    def decide(self, claimed: verdicts.Claimed, outcome: Outcome, *, best: float = 0.5) -> bool:
+        """A verdict; admitted is what the claim asks for: all rows, or the first as the only one that was measured.
+
+        Rewards are 0.5, and `best` for one of the rows.
+        """
         reason = {Outcome.REJECTED: Reason.WRONG_SEED, Outcome.INDETERMINATE: Reason.VERIFIER_FAILED}.get(outcome)
         decision = Decision(outcome, reason, "", tokens=5)
         if outcome is Outcome.ADMITTED:
             spot = None if claimed.full else 0
-            rewards = (0.5,) * self.home.spec.sampling.group_size
+            rewards = (best, *[0.5] * (self.home.spec.sampling.group_size - 1))
             measured = {"figures": ZERO, "totals": Totals(), "rewards": rewards}
             decision = replace(decision, **measured, group=claimed.body, spot=spot)
         with self.home.database.write() as connection:

@@ -37,6 +37,8 @@ class SlotState(StrEnum):
     ADMITTED = "admitted"
     USED = "used"
     STALE = "stale"
+    SET_ASIDE = "set_aside"
+    """Admitted and credited, and never trained on: it would teach nothing (`batch.only_signal`)."""
 
 
 class LeaseState(StrEnum):

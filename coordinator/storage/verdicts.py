@@ -22,7 +22,7 @@ from coordinator.storage.schema import (
 from coordinator.storage.stakes import LocalLedger, StakeRegistry
 from coordinator.storage.tallies import Kind
 from coordinator.storage.work import progress
-from node.protocol.admission import Figures, Finding, Outcome, judge_drift
+from node.protocol.admission import Figures, Finding, Outcome, has_signal, judge_drift
 from node.protocol.evidence import Drift, Totals, follow
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
@@ -238,9 +238,12 @@ def _record_first(connection: Connection, claimed: Claimed, decision: Decision, 
         spot=decision.spot,
         evidence=decision.evidence,
     )
-    admitted = decision.outcome is Outcome.ADMITTED
-    _update_slot(connection, claimed, SlotState.ADMITTED if admitted else SlotState.OPEN)
-    if admitted:
+    if decision.outcome is not Outcome.ADMITTED:
+        _update_slot(connection, claimed, SlotState.OPEN)
+    elif spec.batch.only_signal and not has_signal(decision.rewards or ()):
+        _update_slot(connection, claimed, SlotState.SET_ASIDE)
+    else:
+        _update_slot(connection, claimed, SlotState.ADMITTED)
         _store_group(connection, claimed, decision)
     standing.follow(
         connection,

@@ -1,35 +1,49 @@
-"""Checkpoints: a killed trainer resumes at the same step, with the same bits.
+"""Checkpoints: a killed trainer resumes at the same step, with the same bits, and with as many processes as it likes.
 
-One safetensors file holds all of it, so that no crash leaves half a checkpoint:
+A checkpoint is a folder that appears under its name when it is complete, so that no crash leaves half of one:
 
-    model/<name>               each parameter and persistent buffer; shared weights once
-    optimizer/<slot>/<name>    each tensor the optimizer keeps for that parameter (exp_avg, exp_avg_sq, step)
-    __metadata__               "veriswarm": "checkpoint/1", "state": the TrainerState as JSON
+    checkpoint-00000012/
+        shard-*.safetensors    each process's parts, as torch.distributed.checkpoint writes and finds them, of
+                                 model/<name>               each parameter and persistent buffer; shared weights once
+                                 optimizer/<slot>/<name>    each tensor that is kept for that parameter
+        checkpoint.json        "format", the TrainerState, and each file's size
 
-The optimizer's settings are not here: they are the run's. A file is the operator's own, so it is checked for
-damage and for belonging to this model, not for malice. The newest checkpoint is never passed over for an
-older one: the versions after it are published, and training them anew would contradict the log.
+The optimizer's settings are not here: they are the run's. The files are the operator's own, so they are checked for
+damage and for belonging to this model, not for malice. The newest checkpoint is never passed over for an older one:
+the versions after it are published, and training them anew would contradict the log.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
 from coordinator.errors import CoordinatorError
+from coordinator.training.optimizers import Optimizers
+from coordinator.training.world import ALONE, World
 
-FORMAT = "checkpoint/1"
-_NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
+FORMAT = "checkpoint/2"
+INDEX = "checkpoint.json"
+_NAME = re.compile(r"checkpoint-(\d{8,})")
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointError(CoordinatorError):
@@ -45,30 +59,60 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counters: dict[str, int | str] = {}
 
 
+class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: str
+    state: TrainerState
+    files: dict[str, int]
+    tensors: dict[str, list[int]]
+
+
 def save_checkpoint(
-    folder: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer, state: TrainerState, keep: int
+    folder: Path,
+    *,
+    model: PreTrainedModel,
+    optimizer: Optimizers,
+    state: TrainerState,
+    keep: int,
+    world: World = ALONE,
 ) -> Path:
     """Write the checkpoint of `state.step`, then delete all but the newest `keep`. When it returns, it is on disk.
 
-    Raises OSError, and leaves then what was there before.
+    All processes of `world` call it, over one file system. Raises OSError, and leaves then what was there before.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"checkpoint-{state.step:08d}.safetensors"
-    partial = folder / ".checkpoint.partial"
-    tensors = {_MODEL + name: tensor for name, tensor in _weights(model).items()} | _moments(model, optimizer)
-    metadata = {"veriswarm": FORMAT, "state": msgspec.json.encode(state).decode()}
+    path, partial = folder / f"checkpoint-{state.step:08d}", folder / ".checkpoint.partial"
+    if world.is_first:
+        # What a killed trainer left. The others make the folder, too, but nobody writes before this process has.
+        shutil.rmtree(partial, ignore_errors=True)
+    tensors = _tensors(model, optimizer)
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
-        _sync(partial)
-        partial.replace(path)
-    except SafetensorError as error:  # how its Rust part says what the disk said
-        raise OSError(f"{partial} cannot be written: {error}") from error
+        with _own_errors(partial, world):
+            save(
+                tensors,
+                storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+                no_dist=world.mesh is None,
+            )
+        if world.is_first:
+            _complete(partial, path, state, tensors)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
     finally:
-        partial.unlink(missing_ok=True)  # on a full disk, room for others
-    _sync(folder)
-    for old in checkpoints(folder)[:-keep]:
-        old.unlink()
+        if world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk, room for others
     return path
+
+
+def _complete(partial: Path, path: Path, state: TrainerState, tensors: Mapping[str, Tensor]) -> None:
+    """Put what is written on disk, and under its name."""
+    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    for name in files:
+        _sync(partial / name)
+    index = _Index(FORMAT, state, files, {name: list(tensor.shape) for name, tensor in tensors.items()})
+    (partial / INDEX).write_bytes(msgspec.json.encode(index))
+    _sync(partial / INDEX)
+    _sync(partial)
+    shutil.rmtree(path, ignore_errors=True)  # of a trainer whose newest policy was not announced
+    partial.rename(path)
+    _sync(path.parent)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -77,69 +121,81 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
-def load_checkpoint(path: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Put the checkpoint's bits into `model` and `optimizer`; raise CheckpointError and change nothing otherwise."""
-    tensors, state = _read(path)
-    weights = _weights(model)
-    stored = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}
-    if _shapes(stored) != _shapes(weights):
-        raise CheckpointError(f"{path} is a checkpoint of another model")
-    moments = _optimizer_state(path, tensors, model, optimizer)
-    optimizer.load_state_dict(moments)
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor.copy_(stored[name])
-    return state
+def load_checkpoint(path: Path, *, model: PreTrainedModel, optimizer: Optimizers, world: World = ALONE) -> TrainerState:
+    """Put the checkpoint's bits into `model` and `optimizer`, however many processes wrote it.
 
-
-def _read(path: Path) -> tuple[dict[str, Tensor], TrainerState]:
+    All processes of `world` call it. Raises CheckpointError and changes nothing where the checkpoint is not whole, or
+    not of this model; after a disk that fails while it is read, neither is of any more use.
+    """
+    index = _read_index(path)
+    if any(name.startswith(_OPTIMIZER) for name in index.tensors) and not optimizer.has_state:
+        _prepare(optimizer)
+    tensors = _tensors(model, optimizer)
+    if index.tensors != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+        raise CheckpointError(f"{path} is a checkpoint of another model, or of another optimizer")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("veriswarm") != FORMAT:
-                raise CheckpointError(f"{path} is not a {FORMAT} file")
-            state = msgspec.json.decode(metadata.get("state", ""), type=TrainerState)
-            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118  (not a mapping)
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+        with _own_errors(path, world):
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=world.mesh is None)
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return index.state
 
 
-def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def _prepare(optimizer: Optimizers) -> None:
+    """Have the optimizer make its state, zero as before any step: a step without gradients changes no weight."""
+    for part in optimizer.parts:
+        before = [(group["lr"], group["weight_decay"]) for group in part.param_groups]
+        for group in part.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        part.step()
+        part.zero_grad()
+        for group, (rate, decay) in zip(part.param_groups, before, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+
+
+def _read_index(path: Path) -> _Index:
+    try:
+        index = msgspec.json.decode((path / INDEX).read_bytes(), type=_Index)
+        sizes = {name: (path / name).stat().st_size for name in index.files}
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if index.format != FORMAT:
+        raise CheckpointError(f"{path} is not a {FORMAT} folder")
+    if sizes != index.files:
+        raise CheckpointError(f"{path} is damaged: its files have other sizes than when they were written")
+    return index
+
+
+def _tensors(model: PreTrainedModel, optimizer: Optimizers) -> dict[str, Tensor]:
+    """Everything that a checkpoint holds, by its name there; tensors that are sharded are this process's parts."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return dict(model.named_parameters()) | buffers
-
-
-def _moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
+    weights = {_MODEL + name: tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
+    return weights | {
         f"{_OPTIMIZER}{slot}/{name}": tensor
         for name, parameter in model.named_parameters()
-        for slot, tensor in optimizer.state.get(parameter, {}).items()
+        for slot, tensor in optimizer.state_of(parameter).items()
     }
 
 
-def _optimizer_state(
-    path: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel, optimizer: torch.optim.Optimizer
-) -> dict[str, object]:
-    """What `optimizer.load_state_dict` takes: states by the parameter's place in the parameter groups."""
-    places: dict[Tensor, int] = {}
-    for group in optimizer.param_groups:
-        places |= {parameter: len(places) + place for place, parameter in enumerate(group["params"])}
-    parameters = dict(model.named_parameters())
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if not key.startswith(_OPTIMIZER):
-            continue
-        slot, _, name = key.removeprefix(_OPTIMIZER).partition("/")
-        parameter = parameters.get(name)
-        if parameter is None or parameter not in places or tensor.shape not in (parameter.shape, torch.Size([])):
-            raise CheckpointError(f"{path} holds {key}, which this model's optimizer does not")
-        state.setdefault(places[parameter], {})[slot] = tensor
-    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+@contextmanager
+def _own_errors(path: Path, world: World) -> Iterator[None]:
+    """Raise OSError or CheckpointError for what torch wraps into an exception that passes every handler."""
+    with warnings.catch_warnings():
+        if world.mesh is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            faults = [cause for cause in causes if isinstance(cause, OSError)]
+            if faults:
+                raise faults[0] from error
+            if any(isinstance(cause, SafetensorError) for cause in causes):
+                raise OSError(f"{path}: {causes[0]}") from error  # how its Rust part says what the disk said
+            raise CheckpointError(f"{path}: {causes[0]}") from error
 
 
 def _sync(path: Path) -> None:

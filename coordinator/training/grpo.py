@@ -1,12 +1,9 @@
-"""GRPO: one step of reinforcement learning from groups of verified rollouts, read top to bottom.
+"""One training step: groups of verified rollouts in, changed weights and the step's statistics out.
 
-Group-relative advantages and the clipped objective are DeepSeekMath's (arXiv 2402.03300); the second, outer
-bound on the ratio, the loss per token and the dropping of groups without signal are as in INTELLECT-2
-(arXiv 2505.07291). There is no KL term and no value model.
-
-A rollout may come from a policy that is a few versions older than the one being trained (`max_async`): the
-ratio is against the log-probabilities with which the tokens were sampled. Log-probabilities are of
-`logits.float() / temperature` throughout. Shapes: B samples, T positions (predicting tokens 1..T), V ids.
+What is optimised is `coordinator.training.recipe`'s; here it meets a model. Groups without signal are dropped as in
+INTELLECT-2 (arXiv 2505.07291). Log-probabilities are of `logits.float() / temperature` throughout. Every process of a
+world calls this with the same groups; each works on its share of the rows, and all end with the same weights.
+Shapes: N tokens that the policy drew, V ids.
 """
 
 from __future__ import annotations
@@ -21,217 +18,229 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coordinator.training import recipe
+from coordinator.training.groups import Group, Sample
+from coordinator.training.optimizers import Optimizers
+from coordinator.training.packing import ROW_TOKENS, Row, Scored, pack, share
+from coordinator.training.world import ALONE, World, whole
 from node.protocol.run import RunSpec, TrainingSpec
 
 log = logging.getLogger(__name__)
 
-STD_FLOOR = 1e-4
-"""Keeps the advantages of a group with nearly equal rewards finite."""
-
-MAX_LOG_RATIO = 20.0
-"""A ratio above e**20 is far beyond every bound, and its exponential would make 0 * inf in the gradient."""
-
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion and the natural logarithms of the probabilities with which its tokens were sampled."""
+class Execution:
+    """How a step is computed, on which a run does not depend but for rounding.
 
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The completions of one problem by policy `version`, with one reward each."""
-
-    version: int
-    rewards: tuple[float, ...]
-    rollouts: tuple[Sample, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """`ids` [B, T + 1], padded on the right; `mask` and `behaviour` [B, T], of tokens 1..T; `advantage` [B, 1]."""
-
-    ids: Tensor
-    mask: Tensor
-    behaviour: Tensor
-    advantage: Tensor
-
-
-def group_advantages(rewards: Sequence[float], *, normalize: bool) -> list[float]:
-    """How much better each reward is than its group's mean, in the group's standard deviations (n - 1) if asked."""
-    if min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    deviations = [reward - mean for reward in rewards]
-    if not normalize:
-        return deviations
-    std = math.sqrt(math.fsum(deviation**2 for deviation in deviations) / (len(rewards) - 1))
-    return [deviation / (std + STD_FLOOR) for deviation in deviations]
-
-
-def grpo_loss(
-    logp_BT: Tensor, behaviour_BT: Tensor, advantage_B1: Tensor, mask_BT: Tensor, *, epsilon: float, delta: float
-) -> Tensor:
-    """The mean over tokens of -min(min(ratio, delta) * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A).
-
-    Without delta a token with a negative advantage and a large ratio has an unbounded loss, and one such token
-    can wreck a policy.
+    `row_tokens`: tokens of a packed row. `autocast`: the dtype of matrix products, None for that of the weights.
+    `recompute`: activations are computed again in the backward pass instead of kept (arXiv 1604.06174).
     """
-    ratio_BT = token_ratios(logp_BT, behaviour_BT, mask_BT)
-    bounded_BT = ratio_BT.clamp(max=delta) * advantage_B1
-    clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + epsilon) * advantage_B1
-    objective_BT = torch.minimum(bounded_BT, clipped_BT)
-    return -(objective_BT * mask_BT).sum() / mask_BT.sum()
 
-
-def token_ratios(logp_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Probability now over probability when sampled [B, T]; 1 where the mask is off."""
-    return (logp_BT - behaviour_BT).masked_fill(~mask_BT, 0.0).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def make_optimizer(model: PreTrainedModel, training: TrainingSpec) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) with the run's settings."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        weight_decay=training.weight_decay,
-    )
-
-
-def learning_rate(training: TrainingSpec, step: int) -> float:
-    """The rate of step `step` (from 0): linear over `warmup_steps`, then constant."""
-    return training.learning_rate * min(1.0, (step + 1) / max(1, training.warmup_steps))
+    world: World = ALONE
+    row_tokens: int = ROW_TOKENS
+    autocast: torch.dtype | None = None
+    recompute: bool = False
 
 
 def train_step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, groups: Sequence[Group], *, spec: RunSpec, step: int
+    model: PreTrainedModel,
+    optimizer: Optimizers,
+    groups: Sequence[Group],
+    *,
+    spec: RunSpec,
+    step: int,
+    reference: PreTrainedModel | None = None,
+    execution: Execution = Execution(),
 ) -> dict[str, float]:
     """Train on `groups` in `training.minibatches` sequential updates; returns statistics, means over tokens.
 
-    `step` counts finished steps from 0 and sets the learning rate alone. Groups whose rewards are all equal
-    teach nothing and are dropped; where that leaves none, the weights stay as they are. A minibatch whose
-    gradient is not finite is skipped and counted. Same input, same bits, for a fixed number of threads.
+    `step` counts finished steps from 0, sets the learning rate, and is the version that staleness is counted from.
+    `reference` is the policy that `kl_coefficient` pulls towards. Groups whose rewards are all equal teach nothing and
+    are dropped; where that leaves none, the weights stay as they are. A minibatch whose gradient is not finite is
+    skipped and counted. Same input, same bits, for a fixed number of threads and processes.
     """
     training = spec.training
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = learning_rate(training, step)
-    scored = [pair for group in groups for pair in score(group, normalize=training.normalize_advantage)]
-    kept = sum(1 for group in groups if min(group.rewards) != max(group.rewards))
+    optimizer.set_learning_rate(recipe.learning_rate(training, step))
+    scored = [each for group in groups for each in score(group, normalize=training.normalize_advantage, step=step)]
+    kept = sum(1 for group in groups if group.has_signal)
     stats = Statistics()
     model.train()
+    updates = Updates(model, reference, spec, execution, stats)
     for samples in split(scored, training.minibatches):
-        update(model, optimizer, collate(samples, device=model.device), spec=spec, stats=stats)
+        updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens))
     rewards = [reward for group in groups for reward in group.rewards]
     return {
-        **stats.means(),
+        **stats.means(execution.world),
         "reward": math.fsum(rewards) / max(1, len(rewards)),
-        "learning_rate": learning_rate(training, step),
+        "learning_rate": recipe.learning_rate(training, step),
         "groups_kept": float(kept),
         "groups_dropped": float(len(groups) - kept),
         "samples": float(len(scored)),
     }
 
 
-def score(group: Group, *, normalize: bool) -> list[tuple[Sample, float]]:
+def score(group: Group, *, normalize: bool, step: int) -> list[Scored]:
     """The group's samples with their advantages; none where every advantage is zero."""
-    advantages = group_advantages(group.rewards, normalize=normalize)
-    return list(zip(group.rollouts, advantages, strict=True)) if any(advantages) else []
+    advantages = recipe.group_advantages(group.rewards, normalize=normalize)
+    if not any(advantages):
+        return []
+    return [
+        Scored(sample, advantage, staleness(sample, leased=group.version, step=step))
+        for sample, advantage in zip(group.rollouts, advantages, strict=True)
+    ]
 
 
-def split(scored: Sequence[tuple[Sample, float]], minibatches: int) -> list[Sequence[tuple[Sample, float]]]:
+def staleness(sample: Sample, *, leased: int, step: int) -> tuple[int, ...]:
+    """How many versions before `step` each token's policy was."""
+    segments = sample.segments or ((leased, len(sample.completion_ids)),)
+    return tuple(step - version for version, tokens in segments for _ in range(tokens))
+
+
+def split(scored: Sequence[Scored], minibatches: int) -> list[Sequence[Scored]]:
     """At most `minibatches` runs of consecutive samples whose lengths differ by at most one."""
     count = min(minibatches, len(scored))
     bounds = [len(scored) * part // count for part in range(count + 1)] if count else [0]
     return [scored[start:end] for start, end in pairwise(bounds)]
 
 
-def collate(scored: Sequence[tuple[Sample, float]], *, device: torch.device | str = "cpu") -> Minibatch:
-    """Tensors of `scored`. Padding is on the right, where causal attention never looks at it."""
-    width = max(len(sample.prompt_ids) + len(sample.completion_ids) for sample, _ in scored)
-    ids_BL = torch.zeros(len(scored), width, dtype=torch.long)
-    mask_BL = torch.zeros(len(scored), width, dtype=torch.bool)
-    behaviour_BL = torch.zeros(len(scored), width)
-    for row, (sample, _) in enumerate(scored):
-        start, end = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.completion_ids)
-        ids_BL[row, :end] = torch.tensor(sample.prompt_ids + sample.completion_ids)
-        mask_BL[row, start:end] = True
-        behaviour_BL[row, start:end] = torch.tensor(sample.logprobs)
-    advantage_B1 = torch.tensor([[advantage] for _, advantage in scored])
-    return Minibatch(
-        ids_BL.to(device), mask_BL[:, 1:].to(device), behaviour_BL[:, 1:].to(device), advantage_B1.to(device)
+def read(model: PreTrainedModel, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all ids at a row's drawn tokens [N, V], and of those drawn [N]."""
+    logits_NV = model(
+        input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=row.predicts
+    ).logits[0]
+    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
+    return logprobs_NV, logprobs_NV.gather(-1, row.targets[:, None]).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """The updates of one step."""
+
+    model: PreTrainedModel
+    reference: PreTrainedModel | None
+    spec: RunSpec
+    execution: Execution
+    stats: Statistics
+
+    def update(self, optimizer: Optimizers, rows: Sequence[Row]) -> None:
+        """Forward and backward passes over a minibatch, row by row, then one optimizer step."""
+        tokens, world = sum(len(row.targets) for row in rows), self.execution.world
+        optimizer.zero_grad()
+        own = share(rows, rank=world.rank, size=world.size)
+        sums = [self._backward(row.to(world.device), tokens=tokens) for row in own]
+        clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.training.gradient_clip)
+        grad_norm = whole(clipped).item()
+        if not math.isfinite(grad_norm):
+            log.warning("skipped a minibatch of %d tokens: its gradient is not finite", tokens)
+            self.stats.skipped += 1
+            return
+        optimizer.step()
+        self.stats.updates += 1
+        self.stats.grad_norm += grad_norm
+        for each in sums:
+            self.stats.add(each)
+
+    def _backward(self, row: Row, *, tokens: int) -> RowSums:
+        """Add a row's part of the gradient of the minibatch's mean loss over its `tokens`."""
+        training, temperature = self.spec.training, self.spec.sampling.temperature
+        world, dtype = self.execution.world, self.execution.autocast
+        with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+            logprobs_NV, logp_N = read(self.model, row, temperature=temperature)
+            kl_N = None
+            if self.reference is not None:
+                with torch.no_grad():
+                    _, reference_N = read(self.reference, row, temperature=temperature)
+                kl_N = recipe.kl_penalty(logp_N, reference_N)
+        ratio_N = recipe.token_ratios(logp_N, row.behaviour)
+        entropy_N = recipe.entropies(logprobs_NV if training.entropy_coefficient else logprobs_NV.detach())
+        loss_N = recipe.token_losses(ratio_N, row.advantage, training=training, kl_N=kl_N, entropy_N=entropy_N)
+        # FSDP means gradients over the processes; what is wanted is their sum.
+        ((loss_N * row.weight).sum() * (world.size / tokens)).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            return RowSums.of(row, logp_N, loss_N, entropy_N, kl_N, training=training)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """Sums over a row's drawn tokens, in the order of `NAMES`, and the extremes of its ratios and its staleness."""
+
+    values: Tensor
+    extremes: Tensor
+
+    NAMES = (
+        "tokens",
+        "loss",
+        "entropy",
+        "clip_fraction",
+        "logprob_gap",
+        "mismatch_kl",
+        "ratio_mean",
+        "kl",
+        "staleness_mean",
     )
+    EXTREMES = ("ratio_max", "ratio_min", "staleness_max")
+
+    @staticmethod
+    def of(
+        row: Row,
+        logp_N: Tensor,
+        loss_N: Tensor,
+        entropy_N: Tensor,
+        kl_N: Tensor | None,
+        *,
+        training: TrainingSpec,
+    ) -> RowSums:
+        """What a row that counts adds up to; nothing for one that only fills up."""
+        if not row.weight.any():
+            return RowSums(torch.zeros(len(RowSums.NAMES), dtype=torch.float64), torch.full((3,), -torch.inf).double())
+        # Where one is beyond e**-20 or e**20, a mean would say nothing of the others.
+        log_ratio_N = (logp_N - row.behaviour).clamp(-recipe.MAX_LOG_RATIO, recipe.MAX_LOG_RATIO)
+        ratio_N = log_ratio_N.exp()
+        per_token = (
+            torch.ones_like(ratio_N),
+            loss_N,
+            entropy_N,
+            recipe.held_back(ratio_N, training=training),
+            log_ratio_N.abs(),
+            ratio_N - log_ratio_N - 1,
+            ratio_N,
+            torch.zeros_like(ratio_N) if kl_N is None else kl_N,
+            row.staleness,
+        )
+        sums = torch.stack([values.double().sum() for values in per_token])
+        extremes = torch.stack([ratio_N.max().double(), -ratio_N.min().double(), row.staleness.max().double()])
+        return RowSums(sums.cpu(), extremes.cpu())
 
 
-def update(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Minibatch, *, spec: RunSpec, stats: Statistics
-) -> None:
-    """One forward pass, one backward pass, one optimizer step."""
-    training = spec.training
-    logits_BLV = model(input_ids=batch.ids, use_cache=False).logits
-    logprobs_BTV = torch.log_softmax(logits_BLV[:, :-1].float() / spec.sampling.temperature, dim=-1)
-    logp_BT = logprobs_BTV.gather(-1, batch.ids[:, 1:, None]).squeeze(-1)
-    loss = grpo_loss(
-        logp_BT,
-        batch.behaviour,
-        batch.advantage,
-        batch.mask,
-        epsilon=training.clip_epsilon,
-        delta=training.clip_delta,
-    )
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip).item()
-    if not math.isfinite(grad_norm):
-        log.warning("skipped a minibatch of %d samples: its gradient is not finite", len(batch.ids))
-        stats.skipped += 1
-        return
-    optimizer.step()
-    stats.add(batch, logprobs_BTV.detach(), logp_BT.detach(), loss.item(), grad_norm, epsilon=training.clip_epsilon)
-
-
-@dataclass(slots=True)
 class Statistics:
-    """Sums over the tokens of a step's minibatches."""
+    """A step's sums over its minibatches, and of this process's rows."""
 
-    tokens: int = 0
-    updates: int = 0
-    skipped: int = 0
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    gap: float = 0.0
-    grad_norm: float = 0.0
-    ratio_max: float = 0.0
+    def __init__(self) -> None:
+        self.updates = 0
+        self.skipped = 0
+        self.grad_norm = 0.0
+        self._values = torch.zeros(len(RowSums.NAMES), dtype=torch.float64)
+        self._extremes = torch.full((len(RowSums.EXTREMES),), -torch.inf, dtype=torch.float64)
 
-    def add(
-        self, batch: Minibatch, logprobs_BTV: Tensor, logp_BT: Tensor, loss: float, grad_norm: float, *, epsilon: float
-    ) -> None:
-        """Count one minibatch's tokens; the prompt and the padding are not among them."""
-        ratio_N = token_ratios(logp_BT, batch.behaviour, batch.mask)[batch.mask]
-        logprobs_NV = logprobs_BTV[batch.mask]
-        self.tokens += ratio_N.numel()
-        self.updates += 1
-        self.loss += loss * ratio_N.numel()
-        self.entropy += torch.special.entr(logprobs_NV.exp()).sum().item()
-        self.clipped += ((ratio_N - 1).abs() > epsilon).sum().item()
-        self.gap += (logp_BT - batch.behaviour)[batch.mask].abs().sum().item()
-        self.grad_norm += grad_norm
-        self.ratio_max = max(self.ratio_max, ratio_N.max().item())
+    def add(self, sums: RowSums) -> None:
+        """Count one row's tokens; prompts and replies are not among them."""
+        self._values += sums.values
+        self._extremes = torch.maximum(self._extremes, sums.extremes)
 
-    def means(self) -> dict[str, float]:
-        """Loss, entropy (nats), share of ratios beyond epsilon and |log-probability change|; 0 without tokens."""
-        tokens = max(1, self.tokens)
+    def means(self, world: World) -> dict[str, float]:
+        """Means over the tokens of all processes, 0 without tokens; units are nats, versions, or none.
+
+        `clip_fraction` is the share of ratios beyond the objective's bounds, `logprob_gap` the mean |log ratio|,
+        `mismatch_kl` the mean of ratio - log ratio - 1, an estimate of KL(sampled from || policy now).
+        """
+        tokens, *sums = world.total(self._values).tolist()
+        ratio_max, ratio_min, staleness_max = world.largest(self._extremes).tolist() if tokens else (0.0, 0.0, 0.0)
         return {
-            "loss": self.loss / tokens,
-            "entropy": self.entropy / tokens,
-            "clip_fraction": self.clipped / tokens,
-            "logprob_gap": self.gap / tokens,
-            "ratio_max": self.ratio_max,
+            **{name: value / max(1.0, tokens) for name, value in zip(RowSums.NAMES[1:], sums, strict=True)},
+            "ratio_max": ratio_max,
+            "ratio_min": -ratio_min,
+            "staleness_max": staleness_max,
             "grad_norm": self.grad_norm / max(1, self.updates),
-            "tokens": float(self.tokens),
+            "tokens": tokens,
             "minibatches_skipped": float(self.skipped),
         }

@@ -85,6 +85,11 @@ class Finding(Wire, frozen=True):
     limit: float
 
 
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether a group teaches anything: where its rewards are all equal, so are its advantages, and zero (8.1)."""
+    return bool(rewards) and min(rewards) != max(rewards)
+
+
 def worst(figures: Sequence[Figures]) -> Figures:
     """The largest of each figure over a group: what the log records as a verdict's evidence."""
     return Figures(**{name: max(_finite(getattr(f, name)) for f in figures) for name in Figures.__struct_fields__})

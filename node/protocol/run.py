@@ -87,9 +87,13 @@ class ProofSpec(Wire, frozen=True):
 
 
 class BatchSpec(Wire, frozen=True):
-    """How much work is in flight."""
+    """How much work is in flight.
+
+    `only_signal`: groups whose rewards are all equal are admitted and credited, but no step takes them.
+    """
 
     groups_per_step: Positive = 16
+    only_signal: bool = False
     max_async: Annotated[int, Meta(ge=0, le=64)] = 2
     lease_seconds: PositiveFloat = 60.0
     max_leases_per_node: Positive = 8
@@ -172,17 +176,29 @@ class StandingSpec(Wire, frozen=True):
 
 
 class TrainingSpec(Wire, frozen=True):
-    """GRPO as in INTELLECT-2 (arXiv 2505.07291)."""
+    """GRPO as in INTELLECT-2 (arXiv 2505.07291), with the choices of docs/training.md.
+
+    `objective`: "clipped" bounds ratios by `clip_epsilon` and `clip_delta`, "masked" leaves out tokens whose ratio is
+    beyond `mask_low` and `mask_high`. `kl_coefficient` pulls towards the first policy, `entropy_coefficient` away from
+    certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
+    """
 
     steps: Positive = 30
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: PositiveFloat = 2e-4
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
+    muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 4
     minibatches: Positive = 4
+    objective: Literal["clipped", "masked"] = "clipped"
     clip_epsilon: PositiveFloat = 0.2
     clip_delta: PositiveFloat = 4.0
+    mask_low: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    mask_high: Annotated[float, Meta(ge=1, le=1e9)] = 5.0
+    kl_coefficient: NonNegativeFloat = 0.0
+    entropy_coefficient: NonNegativeFloat = 0.0
     gradient_clip: PositiveFloat = 1.0
     normalize_advantage: bool = True
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.peers import PeerUnavailable
 from benchmarks.toploc import PEER_KEYS, beyond_published_limits
-from benchmarks.toploc_peer import VERSION, Peer, PeerUnavailable, installed
+from benchmarks.toploc_peer import VERSION, Peer, installed
 
 ROOT = Path(__file__).parents[2]
 

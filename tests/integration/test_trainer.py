@@ -2,138 +2,42 @@
 
 from __future__ import annotations
 
-import random
 import resource
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete
+from trainers import (
+    STEPS,
+    finished_steps,
+    outcome_of,
+    run_in,
+    spec_of,
+    train_to_the_end,
+    trainer_of,
+)
 
 from coordinator.errors import BadConfiguration
-from coordinator.home import Home, create_home
-from coordinator.storage import log, training
-from coordinator.storage.schema import SlotState, groups, leases, nodes, policies, slots, steps, submissions
+from coordinator.storage import training
+from coordinator.storage.schema import policies, steps
 from coordinator.storage.training import Published
-from coordinator.trainer import Trainer, TrainerSettings
+from coordinator.trainer import Trainer
 from coordinator.training import initial
 from coordinator.training.checkpoint import checkpoints
-from coordinator.training.groups import encode_group
-from coordinator.training.grpo import Group, Sample
 from node.policy import load_policy
-from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
-from node.protocol.run import EnvironmentSpec, RunSpec
 from node.tiny import make_model, make_tokenizer
-from shardcast import Origin, OriginServer
-from shardcast.wire import decode, digest
-
-KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-STEPS = 3
-GROUPS = 2
-
-
-def spec_of(**model: str) -> RunSpec:
-    spec = RunSpec(name="trainer", environments=(EnvironmentSpec(name="arithmetic"),))
-    return msgspec.structs.replace(
-        spec,
-        model=msgspec.structs.replace(spec.model, **({"initial": "random-tiny"} | model)),
-        batch=msgspec.structs.replace(spec.batch, groups_per_step=GROUPS, max_async=STEPS),
-        training=msgspec.structs.replace(spec.training, steps=STEPS, minibatches=2),
-    )
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing after it runs, and no handler catches it."""
-
-
-def admit(home: Home) -> None:
-    """Admit enough groups of policy 0 for every step, as a verifier leaves them."""
-    rng = random.Random(1)
-    with home.database.write() as connection:
-        connection.execute(insert(nodes).values(node="n", software="", engine="", registered_at=0.0, seen_at=0.0))
-        for number in range(GROUPS * STEPS):
-            name = digest(str(number).encode())
-            values = {"version": 0, "number": number, "state": SlotState.ADMITTED, "opened_at": 0.0}
-            slot = connection.execute(insert(slots).values(**values).returning(slots.c.id)).scalar_one()
-            lease = {"lease": name, "slot_id": slot, "node": "n", "state": "submitted"}
-            connection.execute(insert(leases).values(**lease, issued_at=0.0, expires_at=0.0))
-            work = {"submission": name, "lease": name, "slot_id": slot, "node": "n", "request": name, "body": name}
-            connection.execute(
-                insert(submissions).values(**work, body_bytes=1, received_at=0.0, state="done", outcome="admitted")
-            )
-            samples = tuple(
-                Sample((5, 6, 7), tuple(rng.randrange(5, 100) for _ in range(6)), (-4.0,) * 6) for _ in range(4)
-            )
-            blob = home.blobs.put(encode_group(Group(0, (1.0, 0.0, 0.0, 1.0), samples)))
-            connection.execute(insert(groups).values(slot_id=slot, submission=name, blob=blob, reward_mean=0.5))
-
-
-@contextmanager
-def trainer_of(home: Home, folder: Path) -> Iterator[Trainer]:
-    """A freshly started trainer process, as far as its state goes."""
-    with home.database.read() as connection:
-        recorded = training.newest(connection)
-    origin = Origin(folder / "origin", KEY, home.run_id, announced=-1 if recorded is None else recorded)
-    server = OriginServer(origin)
-    server.start()
-    try:
-        yield Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=folder))
-    finally:
-        server.stop()
-        origin.close()
-
-
-def finished_steps(home: Home) -> int:
-    with home.database.read() as connection:
-        return sum(isinstance(entry, PolicyEntry) for entry in entries(home, connection)) - 1
-
-
-def entries(home: Home, connection: object) -> list[LogEntry]:
-    leaves = log.leaves(connection, 0, log.size(connection))  # type: ignore[arg-type]
-    return [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
-
-
-def train_to_the_end(home: Home, folder: Path) -> None:
-    with trainer_of(home, folder) as trainer:
-
-        def stop_at_the_end() -> None:
-            deadline = time.monotonic() + 60
-            while finished_steps(home) < STEPS and time.monotonic() < deadline:
-                time.sleep(0.02)
-            trainer.stop()
-
-        watcher = threading.Thread(target=stop_at_the_end)
-        watcher.start()
-        trainer.run()
-        watcher.join()
-    assert finished_steps(home) == STEPS
-
-
-def outcome_of(home: Home) -> tuple[list[str], list[tuple[int, tuple[str, ...]]]]:
-    """What others see of a run: the digests of its policies, and which groups made each."""
-    with home.database.read() as connection:
-        logged = entries(home, connection)
-        used = connection.execute(select(groups.c.step)).scalars().all()
-    assert sorted(used) == sorted(step for step in range(STEPS) for _ in range(GROUPS))
-    policies = [entry.result_digest for entry in logged if isinstance(entry, PolicyEntry)]
-    return policies, [(entry.step, entry.submissions) for entry in logged if isinstance(entry, BatchEntry)]
-
-
-@contextmanager
-def run_in(folder: Path, spec: RunSpec | None = None) -> Iterator[Home]:
-    public = KEY.public_key().public_bytes_raw()
-    home = create_home(folder / "data", public_key=public, spec=spec or spec_of())
-    admit(home)
-    yield home
-    home.database.close()
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +56,8 @@ def test_an_undisturbed_run_changes_the_policy_every_step(undisturbed: tuple[lis
 
 POINTS: dict[str, Callable[[pytest.MonkeyPatch, Callable[..., None]], None]] = {
     "before the first policy is saved": lambda patch, die: patch.setattr("coordinator.trainer.save_policy", die),
-    "before a step is trained": lambda patch, die: patch.setattr("coordinator.trainer.train_step", die),
-    "before the checkpoint": lambda patch, die: patch.setattr("coordinator.trainer.save_checkpoint", die),
+    "before a step is trained": lambda patch, die: patch.setattr("coordinator.training.team.train_step", die),
+    "before the checkpoint": lambda patch, die: patch.setattr("coordinator.training.team.save_checkpoint", die),
     "before the policy is published": lambda patch, die: patch.setattr(Trainer, "_policy_file", die),
     "before the policy is recorded": lambda patch, die: patch.setattr(training, "record_policy", die),
     "before the step is finished": lambda patch, die: patch.setattr(training, "finish_step", die),
@@ -242,11 +146,12 @@ def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
 def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[..., object]:
     """Something that works until it is called for the `occasion`th time, and then the process is dead."""
     from coordinator import trainer as module
+    from coordinator.training import team
 
     originals = {
         "before the first policy is saved": module.save_policy,
-        "before a step is trained": module.train_step,
-        "before the checkpoint": module.save_checkpoint,
+        "before a step is trained": team.train_step,
+        "before the checkpoint": team.save_checkpoint,
         "before the policy is published": Trainer._policy_file,
         "before the policy is recorded": training.record_policy,
         "before the step is finished": training.finish_step,
@@ -276,7 +181,7 @@ def test_a_trainer_from_an_old_backup_does_not_sign_a_second_history(tmp_path: P
     with run_in(tmp_path) as home:
         train_to_the_end(home, tmp_path)
         for newer in checkpoints(tmp_path / "checkpoints")[1:]:
-            newer.unlink()
+            shutil.rmtree(newer)
         with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
             trainer.run()
 
@@ -307,7 +212,7 @@ def test_a_half_precision_run_trains_in_single_precision(tmp_path: Path) -> None
         train_to_the_end(home, tmp_path)
     published = load_policy(tmp_path / "policy.safetensors", dtype=torch.bfloat16)
     assert published.model.dtype == torch.bfloat16
-    newest = checkpoints(tmp_path / "checkpoints")[-1]
+    (newest,) = checkpoints(tmp_path / "checkpoints")[-1].glob("*.safetensors")
     with safe_open(newest, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith("model/")}  # noqa: SIM118
     assert {weight.dtype for weight in weights.values()} == {torch.float32}

@@ -20,7 +20,9 @@ from sqlalchemy import select
 from swarm import running, small_spec
 
 from coordinator.storage.schema import slots, submissions
-from coordinator.training.grpo import Group, Sample, make_optimizer, train_step
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import train_step
+from coordinator.training.optimizers import make_optimizer
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coordinator.training.checkpoint import CheckpointError, TrainerState, checkpoints, load_checkpoint, save_checkpoint
-from coordinator.training.grpo import Group, Sample, make_optimizer, train_step
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import train_step
+from coordinator.training.optimizers import make_optimizer
 from node.protocol.run import EnvironmentSpec, RunSpec, TrainingSpec
 
 SPEC = RunSpec(
@@ -42,7 +45,9 @@ def groups_of(step: int) -> list[Group]:
 
 
 def bits(model, optimizer):
-    moments = [tensor for parameter in model.parameters() for _, tensor in sorted(optimizer.state[parameter].items())]
+    moments = [
+        tensor for parameter in model.parameters() for _, tensor in sorted(optimizer.state_of(parameter).items())
+    ]
     return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
 
 
@@ -71,6 +76,26 @@ model, optimizer = test.started(seed=99)
 state = test.load_checkpoint(test.checkpoints(folder)[-1], model=model, optimizer=optimizer)
 test.train(model, optimizer, [state.step])
 test.save_checkpoint(folder, model=model, optimizer=optimizer, state=test.TrainerState(state.step + 1), keep=9)
+"""
+
+FULL_DISK = """
+import importlib.util, resource, signal, torch
+from pathlib import Path
+torch.set_num_threads(1)
+spec = importlib.util.spec_from_file_location("full", {test!r})
+test = importlib.util.module_from_spec(spec); spec.loader.exec_module(test)
+model, optimizer = test.started()
+test.train(model, optimizer, [0])
+def save(step):
+    test.save_checkpoint(Path({folder!r}), model=model, optimizer=optimizer, state=test.TrainerState(step), keep=9)
+save(1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+try:
+    save(2)
+except OSError:
+    raise SystemExit(0)
+raise SystemExit(1)
 """
 
 
@@ -115,7 +140,7 @@ def test_counters_and_untied_weights_come_back(tmp_path):
     other, fresh = started(seed=3, tie=False)
     assert load_checkpoint(path, model=other, optimizer=fresh) == state
     assert equal(list(model.parameters()), list(other.parameters()))
-    assert not fresh.state
+    assert not fresh.has_state
 
 
 def test_only_the_newest_are_kept_and_in_the_order_of_steps(tmp_path):
@@ -124,8 +149,8 @@ def test_only_the_newest_are_kept_and_in_the_order_of_steps(tmp_path):
     for step in (8, 9, 10, 99_999_999, 100_000_000):
         save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=TrainerState(step), keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == [
-        "checkpoint-99999999.safetensors",
-        "checkpoint-100000000.safetensors",
+        "checkpoint-99999999",
+        "checkpoint-100000000",
     ]
     assert (tmp_path / "checkpoint-notes.txt").exists()
 
@@ -133,26 +158,69 @@ def test_only_the_newest_are_kept_and_in_the_order_of_steps(tmp_path):
 def test_a_write_cut_short_leaves_the_last_checkpoint_in_charge(tmp_path):
     model, optimizer = started()
     save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=TrainerState(1), keep=2)
-    (tmp_path / ".checkpoint.partial").write_bytes(b"half of step two")
+    half = tmp_path / ".checkpoint.partial"
+    half.mkdir()
+    (half / "shard-00007-model-00001-of-00001.safetensors").write_bytes(b"half of step two")
     assert load_checkpoint(checkpoints(tmp_path)[-1], model=model, optimizer=optimizer).step == 1
     save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=TrainerState(2), keep=2)
     assert load_checkpoint(checkpoints(tmp_path)[-1], model=model, optimizer=optimizer).step == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "another format", "another model", "tied"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit_with_either_optimizer(tmp_path, name):
+    spec = msgspec.structs.replace(SPEC, training=msgspec.structs.replace(SPEC.training, optimizer=name))
+    model = small_model()
+    optimizer = make_optimizer(model, spec.training)
+    train_step(model, optimizer, groups_of(0), spec=spec, step=0)
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=TrainerState(1), keep=1)
+    resumed = small_model(seed=7)
+    its = make_optimizer(resumed, spec.training)
+    load_checkpoint(checkpoints(tmp_path)[-1], model=resumed, optimizer=its)
+    for each, with_ in ((model, optimizer), (resumed, its)):
+        train_step(each, with_, groups_of(1), spec=spec, step=1)
+    assert equal(bits(model, optimizer), bits(resumed, its))
+
+
+def test_a_checkpoint_of_one_optimizer_is_refused_by_another(tmp_path):
+    model, optimizer = started()
+    train(model, optimizer, [0])
+    path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=TrainerState(1), keep=1)
+    other = make_optimizer(model, TrainingSpec(optimizer="muon"))
+    with pytest.raises(CheckpointError, match="optimizer"):
+        load_checkpoint(path, model=model, optimizer=other)
+
+
+def test_a_full_disk_is_said_as_such_and_leaves_the_last_checkpoint(tmp_path):
+    """torch wraps it into an exception that is none of Exception's kind, and would end the trainer."""
+    script = FULL_DISK.format(test=__file__, folder=str(tmp_path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", script], timeout=120, env=environment, check=False)
+    assert ended.returncode == 0
+    model, optimizer = started(seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
+    assert load_checkpoint(checkpoints(tmp_path)[-1], model=model, optimizer=optimizer).step == 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "missing", "no index", "another format", "another model", "tied"]
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changes(tmp_path, damage):
     """Half-loaded weights would be published as the next version."""
     source, its_optimizer = started(seed=4, hidden=32 if damage == "another model" else 16, tie=damage != "tied")
     train(source, its_optimizer, [0])
     path = save_checkpoint(tmp_path, model=source, optimizer=its_optimizer, state=TrainerState(1), keep=1)
+    (shard,) = path.glob("*.safetensors")
     if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
+        shard.write_bytes(shard.read_bytes()[:-100])
     elif damage == "empty":
-        path.write_bytes(b"")
+        shard.write_bytes(b"")
     elif damage == "missing":
-        path.unlink()
+        shard.unlink()
+    elif damage == "no index":
+        (path / "checkpoint.json").unlink()
     elif damage == "another format":
-        path.write_bytes(path.read_bytes().replace(b"checkpoint/1", b"checkpoint/2"))
+        index = path / "checkpoint.json"
+        index.write_bytes(index.read_bytes().replace(b"checkpoint/2", b"checkpoint/3"))
     model, optimizer = started()
     train(model, optimizer, [0])
     before = bits(model, optimizer)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coordinator.training.grpo import (
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import split, train_step
+from coordinator.training.optimizers import Optimizers, make_optimizer
+from coordinator.training.packing import Scored
+from coordinator.training.recipe import (
     STD_FLOOR,
-    Group,
-    Sample,
-    collate,
+    clipped_objective,
+    entropies,
     group_advantages,
-    grpo_loss,
+    held_back,
+    kl_penalty,
     learning_rate,
-    make_optimizer,
-    split,
-    train_step,
+    masked_objective,
+    token_losses,
+    token_ratios,
 )
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
@@ -118,85 +124,79 @@ TOKENS = [  # ratio, advantage, objective, d objective / d log-probability
 ]
 
 
-def loss_of(ratios, advantages, mask=None, **bounds):
+def objective_of(ratios, advantages, objective=clipped_objective, **bounds):
+    """Each token's objective, and its slope along the log-probability."""
     logp = torch.tensor(ratios, dtype=torch.float64).log().sub(2.0).requires_grad_()
-    mask_BT = torch.ones(logp.shape, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    loss = grpo_loss(
-        logp,
-        torch.full_like(logp, -2.0),
-        torch.tensor(advantages, dtype=torch.float64)[:, None],
-        mask_BT,
-        **{"epsilon": 0.2, "delta": 4.0, **bounds},
-    )
-    loss.backward()
-    return loss.item(), logp.grad
+    ratio = token_ratios(logp, torch.full_like(logp, -2.0))
+    found = objective(ratio, torch.tensor(advantages, dtype=torch.float64), **bounds)
+    found.sum().backward()
+    return found.tolist(), logp.grad.tolist()
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "objective", "slope"), TOKENS)
 def test_two_sided_clipping(ratio, advantage, objective, slope):
-    loss, gradient = loss_of([[ratio]], [advantage])
-    assert loss == pytest.approx(-objective, rel=1e-12)
-    assert gradient.item() == pytest.approx(-slope, rel=1e-12, abs=1e-15)
-
-
-def test_the_loss_is_a_mean_over_tokens_and_not_over_completions():
-    """A mean of means would make each token of a long wrong answer count less."""
-    loss, gradient = loss_of([[1.1, 9.0, 9.0], [1.0, 0.9, 0.8]], [1.0, -1.0], [[True, False, False], [True] * 3])
-    assert loss == pytest.approx(-(1.1 - 1.0 - 0.9 - 0.8) / 4, rel=1e-12)
-    assert gradient[0, 1:].tolist() == [0.0, 0.0]
+    found, gradient = objective_of([ratio], [advantage], epsilon=0.2, delta=4.0)
+    assert found == pytest.approx([objective], rel=1e-12)
+    assert gradient == pytest.approx([slope], rel=1e-12, abs=1e-15)
 
 
 def test_one_token_that_became_very_likely_cannot_wreck_the_policy():
     """Without delta, a wrong answer whose probability rose since it was sampled has a loss without bound."""
-    ratio = math.exp(300)
-    loss, gradient = loss_of([[ratio, 1.0]], [-1.0])
-    assert loss == pytest.approx((4.0 + 1.0) / 2)
-    assert gradient.tolist() == [[0.0, 0.5]]
-    unbounded, _ = loss_of([[100.0, 1.0]], [-1.0], delta=1e9)
-    assert unbounded == pytest.approx(101 / 2)
+    found, gradient = objective_of([math.exp(300), 1.0], [-1.0, -1.0], epsilon=0.2, delta=4.0)
+    assert found == pytest.approx([-4.0, -1.0])
+    assert gradient == [0.0, -1.0]
+    unbounded, _ = objective_of([100.0], [-1.0], epsilon=0.2, delta=1e9)
+    assert unbounded == pytest.approx([-100.0])
 
 
-def test_what_stands_at_a_masked_position_does_not_matter():
-    """Padding and prompts have no behaviour log-probability; infinity times zero is NaN."""
-    mask = [[True, False]]
-    reference, _ = loss_of([[1.1, 1.0]], [1.0], mask)
-    for junk in (0.0, math.inf, 1e300):
-        loss, gradient = loss_of([[1.1, junk]], [1.0], mask)
-        assert loss == reference
-        assert gradient[0, 0].item() == pytest.approx(-1.1)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective"),
+    [
+        (1.0, 2.0, 2.0),
+        (0.5, -1.0, -0.5),
+        (5.0, 1.0, 5.0),
+        (0.49, 1.0, 0.0),
+        (5.01, -1.0, 0.0),
+        (math.exp(300), -1, 0.0),
+    ],
+)
+def test_tokens_whose_ratio_leaves_the_range_are_masked(ratio, advantage, objective):
+    """INTELLECT-3's range. The slope along the log-probability of ratio * A is ratio * A itself."""
+    found, gradient = objective_of([ratio], [advantage], masked_objective, low=0.5, high=5.0)
+    assert found == pytest.approx([objective], rel=1e-12)
+    assert gradient == pytest.approx([objective], rel=1e-12)
 
 
-# Batches.
+def test_the_penalty_is_zero_at_the_reference_and_else_positive():
+    """exp(d) - d - 1 for d = log 2 and -log 2, by hand: 2 - 0.6931 - 1 and 0.5 + 0.6931 - 1."""
+    logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    reference = logp + torch.tensor([0.0, math.log(2), -math.log(2)], dtype=torch.float64)
+    assert kl_penalty(logp, reference).tolist() == pytest.approx([0.0, 0.3068528194, 0.1931471806])
 
 
-def test_a_padded_batch_has_the_loss_and_gradient_of_its_samples_alone(model):
-    """Otherwise a rollout's weight would depend on the length of its neighbours."""
-    scored = [
-        (Sample(prompt, completion, tuple(-1.0 - 0.25 * at for at in range(len(completion)))), advantage)
-        for prompt, completion, advantage in zip(PROMPTS, COMPLETIONS, (1.0, -0.5, 2.0), strict=False)
-    ]
+def test_entropy_by_hand():
+    """Of a fair coin, and of 1/2, 1/4, 1/4; an id that is impossible adds nothing, and no NaN."""
+    distributions = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]], dtype=torch.float64)
+    assert entropies(distributions.log()).tolist() == pytest.approx([math.log(2), 1.5 * math.log(2)])
 
-    def token_sum(samples):
-        minibatch = collate(samples)
-        logits = model(input_ids=minibatch.ids).logits[:, :-1]
-        logp = torch.log_softmax(logits, -1).gather(-1, minibatch.ids[:, 1:, None]).squeeze(-1)
-        loss = grpo_loss(logp, minibatch.behaviour, minibatch.advantage, minibatch.mask, epsilon=0.2, delta=4.0)
-        return loss * minibatch.mask.sum(), minibatch.mask.sum()
 
-    def gradients():
-        found = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        return found
+def test_the_terms_of_the_loss_add_up_and_those_that_are_off_have_no_part():
+    ratio, advantage = torch.tensor([1.1, 0.7]), torch.tensor([1.0, -1.0])
+    kl, entropy = torch.tensor([0.5, 0.25]), torch.tensor([2.0, 1.0])
+    plain = token_losses(ratio, advantage, training=TrainingSpec(), kl_N=None, entropy_N=entropy)
+    assert plain.tolist() == pytest.approx([-1.1, 0.8])
+    both = TrainingSpec(objective="masked", kl_coefficient=0.1, entropy_coefficient=0.01)
+    found = token_losses(ratio, advantage, training=both, kl_N=kl, entropy_N=entropy)
+    assert found.tolist() == pytest.approx([-1.1 + 0.05 - 0.02, 0.7 + 0.025 - 0.01])
 
-    together, tokens = token_sum(scored)
-    together.backward()
-    padded = gradients()
-    alone = [token_sum([each]) for each in scored]
-    torch.stack([loss for loss, _ in alone]).sum().backward()
-    assert tokens == sum(count for _, count in alone) == 3 + 2 + 5
-    assert together.item() == pytest.approx(sum(loss.item() for loss, _ in alone), rel=1e-5)
-    for left, right in zip(padded, gradients(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+def test_what_counts_as_held_back():
+    ratio = torch.tensor([0.4, 0.79, 0.9, 1.21, 6.0])
+    assert held_back(ratio, training=TrainingSpec()).tolist() == [True, True, False, True, True]
+    assert held_back(ratio, training=TrainingSpec(objective="masked")).tolist() == [True, False, False, False, True]
+
+
+# Steps in numbers.
 
 
 def test_a_step_agrees_with_plain_arithmetic(model):
@@ -224,7 +224,7 @@ def test_a_step_agrees_with_plain_arithmetic(model):
 
 @pytest.mark.parametrize(("samples", "parts"), [(128, [32] * 4), (10, [2, 3, 2, 3]), (3, [1, 1, 1]), (0, [])])
 def test_minibatches_are_even_and_in_order(samples, parts):
-    scored = [(Sample((1,), (at,), (-1.0,)), 1.0) for at in range(samples)]
+    scored = [Scored(Sample((1,), (at,), (-1.0,)), 1.0, (0,)) for at in range(samples)]
     found = split(scored, 4)
     assert [len(part) for part in found] == parts
     assert [pair for part in found for pair in part] == scored
@@ -273,7 +273,7 @@ def test_a_batch_without_signal_is_a_step_that_changes_nothing(model):
     stats = train_step(model, optimizer, groups, spec=spec, step=1)
     assert same(before, weights(model))
     assert (stats["groups_kept"], stats["groups_dropped"], stats["tokens"], stats["loss"]) == (0, 3, 0, 0)
-    assert all(state["step"] == 1 for state in optimizer.state.values())
+    assert all(state["step"] == 1 for state in optimizer.parts[0].state.values())
 
 
 def test_groups_without_signal_do_not_dilute_the_others(model):
@@ -309,7 +309,7 @@ def test_the_same_rollouts_give_the_same_bits(model):
 
 def test_the_gradient_is_clipped_to_its_norm(model):
     spec = run_spec(gradient_clip=0.01, learning_rate=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = Optimizers([torch.optim.SGD(model.parameters(), lr=1.0)])
     before = weights(model)
     stats = train_step(model, optimizer, batch(model), spec=spec, step=0)
     moved = math.sqrt(sum((a - b).pow(2).sum().item() for a, b in zip(before, weights(model), strict=True)))
@@ -339,4 +339,52 @@ def test_the_learning_rate_rises_over_the_warm_up_and_then_stays(model):
     spec = run_spec(warmup_steps=4)
     optimizer = make_optimizer(model, spec.training)
     train_step(model, optimizer, batch(model), spec=spec, step=1)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+    assert optimizer.parts[0].param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_the_penalty_holds_a_policy_near_its_reference(model):
+    """And is not there, in the loss or in the statistics, where its coefficient is 0."""
+    reference = copy.deepcopy(model).requires_grad_(False)
+    moved = []
+    for coefficient in (0.0, 5.0):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
+                parameter.copy_(value)
+        spec = run_spec(learning_rate=3e-3, kl_coefficient=coefficient)
+        optimizer = make_optimizer(model, spec.training)
+        groups = batch(model)
+        for step in range(6):
+            stats = train_step(model, optimizer, groups, spec=spec, step=step, reference=reference)
+        moved.append(stats["kl"])
+    assert 0 < moved[1] < moved[0] / 2
+
+
+def test_staleness_is_counted_for_each_token(model):
+    """A completion that two policies drew is as old as its parts: 3 tokens of version 5, 2 of version 6, at step 7."""
+    samples = tuple(Sample((1, 2), tuple(range(3, 3 + 5)), (-3.0,) * 5, segments=((5, 3), (6, 2))) for _ in range(2))
+    spec = run_spec()
+    stats = train_step(model, make_optimizer(model, spec.training), [Group(5, (0.0, 1.0), samples)], spec=spec, step=7)
+    assert stats["staleness_mean"] == pytest.approx((3 * 2 + 2 * 1) / 5)
+    assert stats["staleness_max"] == 2
+
+
+def test_the_mismatch_between_the_policies_is_estimated(model):
+    """Of ratios 1/2 and 2: r - log r - 1 is 0.1931 and 0.3069; both are beyond 1 +- 0.2, one is beyond [0.5, 5]."""
+    found = batch(model)[0]
+    shift = (math.log(2), -math.log(2))
+    samples = tuple(
+        replace(
+            sample,
+            completion_ids=sample.completion_ids[:2],
+            logprobs=tuple(logprob + by for logprob, by in zip(sample.logprobs[:2], shift, strict=True)),
+        )
+        for sample in found.rollouts
+        if len(sample.completion_ids) >= 2
+    )
+    group = Group(0, tuple(float(at) for at in range(len(samples))), samples)
+    spec = run_spec()
+    stats = train_step(model, make_optimizer(model, spec.training), [group], spec=spec, step=0)
+    assert stats["mismatch_kl"] == pytest.approx((0.1931471806 + 0.3068528194) / 2, rel=1e-3)
+    assert (stats["ratio_min"], stats["ratio_max"]) == pytest.approx((0.5, 2.0), rel=1e-3)
+    assert stats["ratio_mean"] == pytest.approx(1.25, rel=1e-3)
+    assert stats["clip_fraction"] == 1.0

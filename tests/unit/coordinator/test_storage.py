@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
 from alembic.autogenerate import compare_metadata
@@ -18,7 +19,7 @@ from coordinator.errors import BadConfiguration, StorageFault
 from coordinator.home import Home, create_home, open_home
 from coordinator.storage import log, verdicts, work
 from coordinator.storage.folder_blobs import FolderBlobs
-from coordinator.storage.schema import SlotState, groups, metadata, slots, submissions
+from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
 from node.protocol import merkle
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
@@ -151,6 +152,33 @@ def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path
     actors.decide(actors.claim(), Outcome.REJECTED)
     assert all(lease.version == 1 for lease in actors.lease("c", held=(0, 1), count=3))
     assert actors.assign() == 1
+    home.database.close()
+
+
+def test_groups_without_signal_are_credited_and_a_step_waits_for_others(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    """Online filtering: else a step would learn from whatever few of its groups are neither all right nor all wrong."""
+    spec = spec_of(groups_per_step=2, max_async=0)
+    spec = msgspec.structs.replace(spec, batch=msgspec.structs.replace(spec.batch, only_signal=True))
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec, database_url=database_url)
+    actors = Actors(home)
+    actors.register("a")
+    actors.publish(0)
+    useful = []
+    for best in (0.5, 1.0, 0.5, 0.5, 1.0):
+        assert actors.assign() is None
+        (lease,) = actors.lease("a", held=(0,))
+        submission = actors.submit("a", lease.lease_id)
+        actors.decide(actors.claim(), Outcome.ADMITTED, best=best)
+        useful += [submission] if best == 1.0 else []
+    assert actors.assign() == 0
+    with home.database.read() as connection:
+        entry = decode(LogEntry, log.leaves(connection, 0, log.size(connection))[-1], max_bytes=2**20)
+        (admitted,) = connection.execute(select(nodes.c.admitted).where(nodes.c.node == who("a"))).scalars()
+    assert set(entry.submissions) == set(useful)
+    assert admitted == 105
+    assert actors.reading().problems == []
     home.database.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from logged import (
     FOUND,
@@ -52,6 +53,20 @@ HONEST: list[LogEntry] = [
 
 def codes(entries: list[LogEntry | None]) -> list[tuple[str, int | None]]:
     return [(problem.code, problem.log_index) for problem in check_log(entries, run_id=RUN, spec=SPEC)]
+
+
+def test_a_step_that_took_a_group_without_signal_is_seen() -> None:
+    """Where the run's rules leave such groups out, an operator could dilute a step with them."""
+    spec = msgspec.structs.replace(SPEC, batch=msgspec.structs.replace(SPEC.batch, only_signal=True))
+    rules = RunEntry(run_id=RUN, spec_digest=spec.digest)
+    dull, mixed = admitted(1, rewards=(1.0, 1.0)), admitted(2, slot=2, rewards=(1.0, 0.0))
+    assert SPEC.sampling.group_size == 2
+    for entries, wanted in (
+        ([rules, policy(0), dull, mixed, batch(0, 2)], []),
+        ([rules, policy(0), dull, mixed, batch(0, 1, 2)], [("batch_without_signal", 4)]),
+    ):
+        problems = check_log(entries, run_id=RUN, spec=spec)
+        assert [(problem.code, problem.log_index) for problem in problems] == wanted
 
 
 def edited(index: int, entry: LogEntry | None) -> list[LogEntry | None]:

@@ -1,0 +1,137 @@
+"""`veriswarm trainer`: one process, or several that `torchrun` started."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.errors import BadConfiguration
+from coordinator.home import Home, open_home
+from coordinator.options import (
+    HOME_WAIT_SECONDS,
+    data_options,
+    execution_options,
+    key_option,
+    listen_options,
+    state_option,
+    threads_option,
+)
+from node.identity import load_key
+from node.logs import name_process
+from node.metrics_options import MetricsPlace, metrics_options
+from node.protocol.run import run_id_of
+from node.serving_options import server_limits, serving_options
+
+if TYPE_CHECKING:
+    from coordinator.training.grpo import Execution
+
+
+@click.command()
+@data_options
+@key_option
+@state_option
+@listen_options(8710)
+@threads_option
+@execution_options
+@serving_options
+@metrics_options
+def trainer(
+    *,
+    data: Path,
+    database_url: str | None,
+    key: Path,
+    state: Path,
+    threads: int,
+    metrics_host: str,
+    metrics_port: int | None,
+    row_tokens: int,
+    recompute: bool,
+    device: str,
+    autocast: str | None,
+    **serving: Any,
+) -> None:
+    """Train on what was admitted, and publish each policy.
+
+    \b
+    Example:
+      veriswarm trainer --data run/ --key run.key --state trainer/ --port 8710
+
+    It serves the policies, too, as the run's origin. Relays take that as their upstream:
+    veriswarm relay --upstream http://HOST:8710 ...
+
+    \b
+    Several processes hold a model and its optimizer together (FSDP2):
+      torchrun --nproc-per-node 4 -m node.cli trainer --data run/ ...
+    """
+    import torch
+
+    from coordinator.training.grpo import Execution
+    from coordinator.training.team import Team
+    from coordinator.training.world import open_world
+
+    with open_world(device=device) as world:
+        dtype = torch.bfloat16 if autocast else None
+        execution = Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute)
+        if world.is_first:
+            home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+            place = MetricsPlace(metrics_host, metrics_port)
+            _train(home, _run_key(home, key), state, execution=execution, threads=threads, place=place, serving=serving)
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # the first process says when it is over
+        torch.set_num_threads(threads)
+        Team(state, execution).follow()
+
+
+def _train(
+    home: Home,
+    run_key: Ed25519PrivateKey,
+    state: Path,
+    *,
+    execution: Execution,
+    threads: int,
+    place: MetricsPlace,
+    serving: dict[str, Any],
+) -> None:
+    """Train, and serve what is trained, until SIGTERM or SIGINT."""
+    from coordinator.metrics import TrainerMetrics, role_registry
+    from coordinator.storage.training import newest
+    from coordinator.trainer import Trainer, TrainerSettings
+    from node.metrics import serving_metrics
+    from shardcast import Origin, OriginServer
+
+    with home.database.read() as connection:
+        recorded = newest(connection)
+    origin = Origin(
+        state / "origin",
+        run_key,
+        home.run_id,
+        # A policy that is stored but not in the log yet must not be heard of.
+        announced=-1 if recorded is None else recorded,
+    )
+    host, port = serving.pop("host"), serving.pop("port")
+    server = OriginServer(origin, host, port, limits=server_limits(**serving))
+    click.echo(f"origin  http://{host}:{server.start()}")
+    name_process(run=home.run_id, name="trainer")
+    registry = role_registry("trainer", home, state=state)
+    settings = TrainerSettings(state=state, threads=threads, execution=execution)
+    work = Trainer(home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: work.stop())
+    try:
+        with serving_metrics(registry, place):
+            work.run()
+    finally:
+        server.stop()
+        origin.close()
+
+
+def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
+    key = load_key(path)
+    if run_id_of(key.public_key().public_bytes_raw()) != home.run_id:
+        raise BadConfiguration(f"{path} is not the key of the run in {home.folder}")
+    return key

@@ -1,0 +1,79 @@
+"""The optimizers of a run: AdamW, or Muon for the matrices of the layers and AdamW for all else.
+
+Muon orthogonalises each update (Jordan et al. 2024); INTELLECT-3 trains with it. It is torch's own, scaled so that its
+updates are as large as AdamW's (arXiv 2502.16982, section 2.2), so that one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from node.protocol.run import TrainingSpec
+
+_NOT_LAYERS = ("embed", "lm_head")
+"""Parts of the names of matrices that are tables, of which Muon's authors want none."""
+
+
+class Optimizers:
+    """One or two optimizers that divide a model's parameters among them, used as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a step was taken."""
+        return any(part.state for part in self.parts)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """For the steps to come."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """What is kept for a parameter; empty before the first step."""
+        return next((part.state[parameter] for part in self.parts if parameter in part.state), {})
+
+
+def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
+    """What the run's settings ask for, over all of the model's parameters."""
+    named = list(model.named_parameters())
+    if training.optimizer == "adamw":
+        return Optimizers([_adamw([parameter for _, parameter in named], training)])
+    matrices = [parameter for name, parameter in named if _is_layer_matrix(name, parameter)]
+    others = [parameter for name, parameter in named if not _is_layer_matrix(name, parameter)]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=training.learning_rate,
+        momentum=training.muon_momentum,
+        weight_decay=training.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Optimizers([muon, _adamw(others, training)])
+
+
+def _adamw(parameters: list[nn.Parameter], training: TrainingSpec) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101)."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        weight_decay=training.weight_decay,
+    )
+
+
+def _is_layer_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and not any(part in name for part in _NOT_LAYERS)

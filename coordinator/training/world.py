@@ -1,0 +1,110 @@
+"""The processes that train one policy together: who they are, and how they split tensors and meet.
+
+One process is a world of its own, and needs none of torch's distributed machinery. Several are started by `torchrun`,
+which tells each its rank. Parameters, gradients and optimizer state are sharded over all of them by FSDP2
+(arXiv 2304.11277; torch.distributed.fsdp.fully_shard), over NCCL on GPUs and gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+_PATIENCE = timedelta(days=365)
+"""Processes wait for work together, however long that takes; one that ended is noticed by its closed connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """`size` processes, of which this is number `rank`; `mesh` is None where there is only one."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that talks with the rest of the run."""
+        return self.rank == 0
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Move `model` to this process's device, and keep only its part of each parameter."""
+        model.to(self.device)  # type: ignore[arg-type]  # transformers' stub
+        if self.mesh is None:
+            return
+        for layer in _layers(model):
+            fully_shard(layer, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all processes of a tensor that each has."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The maximum over all processes of a tensor that each has."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def say(self, data: bytes | None) -> bytes:
+        """What the first process says, to all of them; the others pass None, and wait for it."""
+        if self.size == 1:
+            return data or b""
+        length = torch.tensor([len(data or b"")], device=self.device)
+        dist.broadcast(length, src=0)
+        if self.is_first:
+            content = torch.frombuffer(bytearray(data or b""), dtype=torch.uint8).to(self.device)
+        else:
+            content = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if content.numel():
+            dist.broadcast(content, src=0)
+        return content.cpu().numpy().tobytes()
+
+    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size == 1:
+            return values
+        reduced = values.to(self.device)
+        dist.all_reduce(reduced, op=operation)
+        return reduced.cpu()
+
+
+ALONE = World()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; every process has to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def open_world(*, device: str) -> Iterator[World]:
+    """The world that `torchrun` made, or that of this process alone; `device` is "cpu" or "cuda"."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
+    if size == 1:
+        yield World(device=local)
+        return
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The decoder's layers: each is gathered, used and dropped as one."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from module
