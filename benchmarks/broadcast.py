@@ -21,7 +21,7 @@ from benchmarks.broadcasting import bad_relay, egress, full, hops, idle, peer, s
 from benchmarks.broadcasting.delivery import Payload
 from benchmarks.broadcasting.processes import NodeEnded
 from benchmarks.broadcasting.trees import NotServed
-from benchmarks.toploc_peer import FOLDER, PeerUnavailable
+from benchmarks.peers import FOLDER, PeerUnavailable
 
 MIB = 2**20
 

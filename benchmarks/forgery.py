@@ -36,12 +36,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, toploc_peer
+from benchmarks import machine
 from benchmarks.forging import judging, stages
 from benchmarks.forging.policies import FAMILIES
 from benchmarks.forging.stages import FULL, LENGTHS, RUNGS, Counted, Prepared, Settings
+from benchmarks.peers import FOLDER, PeerUnavailable
 from benchmarks.toploc import find_peer
-from benchmarks.toploc_peer import PeerUnavailable
 from benchmarks.workload import say, usable_cores
 
 RECOMMENDED = judging.BOTH
@@ -227,7 +227,7 @@ def arguments() -> argparse.Namespace:
     peer.add_argument("--no-peer", action="store_true", help="measure without toploc 0.1.6")
     peer.add_argument("--peer-python", type=Path, help="an interpreter that has toploc 0.1.6 and this torch")
     peer.add_argument(
-        "--peer-folder", type=Path, default=toploc_peer.FOLDER, help="where to build and keep one (default build/peers)"
+        "--peer-folder", type=Path, default=FOLDER, help="where to build and keep one (default build/peers)"
     )
     return parser.parse_args()
 

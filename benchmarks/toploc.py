@@ -25,7 +25,8 @@ from torch import Tensor
 
 import toploc
 from benchmarks import machine, toploc_peer
-from benchmarks.toploc_peer import Peer, PeerUnavailable
+from benchmarks.peers import FOLDER, PeerUnavailable
+from benchmarks.toploc_peer import Peer
 from toploc import VerificationResult
 
 TOKENS, TOPK = 32, 128
@@ -239,7 +240,7 @@ def arguments() -> argparse.Namespace:
     peer.add_argument("--no-peer", action="store_true", help="measure without toploc 0.1.6")
     peer.add_argument("--peer-python", type=Path, help="an interpreter that has toploc 0.1.6 and this torch")
     peer.add_argument(
-        "--peer-folder", type=Path, default=toploc_peer.FOLDER, help="where to build and keep one (default build/peers)"
+        "--peer-folder", type=Path, default=FOLDER, help="where to build and keep one (default build/peers)"
     )
     return parser.parse_args()
 

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers import FOLDER, PeerUnavailable, environment
+
 VERSION = "0.1.6"
-FOLDER = Path(__file__).parents[1] / "build" / "peers"
 WORKER = Path(__file__).with_name("toploc_peer_worker.py")
-
-_INSTALL_SECONDS = 3600
-_REASON_CHARACTERS = 300
-
-
-class PeerUnavailable(Exception):
-    """There is no peer to compare with; the message says why."""
 
 
 def torch_version() -> str:
@@ -38,41 +31,13 @@ def torch_version() -> str:
 
 def installed(folder: Path = FOLDER) -> Path:
     """The interpreter of the peer's environment within `folder`, made on first use. Raises `PeerUnavailable`."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    environment = folder.absolute() / f"toploc-{VERSION}-torch-{torch_version()}-python-{version}"
-    python, stamp = environment / "bin" / "python", environment / ".installed"
-    if stamp.exists():
-        return python
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         raise PeerUnavailable(f"building toploc {VERSION} needs the C++ compiler {compiler}")
-    print(f"building toploc {VERSION} in {environment}: takes minutes, once", file=sys.stderr)
-    _run([sys.executable, "-m", "venv", "--clear", str(environment)])
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, f"torch=={torch_version()}", "numpy", "setuptools", "wheel", "ninja"])
+    before = [f"torch=={torch_version()}", "numpy", "setuptools", "wheel", "ninja"]
     # pip's cache may have it, built against another torch.
     source = ["--no-cache-dir", "--no-build-isolation", "--no-binary", "toploc", f"toploc=={VERSION}"]
-    _run([*pip, *source], path=environment / "bin")
-    stamp.touch()
-    return python
-
-
-def _run(command: list[str], path: Path | None = None) -> None:
-    variables = dict(os.environ)
-    if path is not None:
-        # torch's build looks for ninja there.
-        variables["PATH"] = f"{path}{os.pathsep}{variables.get('PATH', os.defpath)}"
-    try:
-        ended = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerUnavailable(f"toploc {VERSION} could not be installed: {error}") from error
-    if ended.returncode:
-        print(ended.stderr, file=sys.stderr)
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
-        errors = [line for line in said if line.lstrip().lower().startswith("error")] or said[-1:]
-        raise PeerUnavailable(f"toploc {VERSION} could not be installed: {' '.join(errors)[:_REASON_CHARACTERS]}")
+    return environment(f"toploc-{VERSION}-torch-{torch_version()}", [before, source], folder=folder) / "bin" / "python"
 
 
 class Peer:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.broadcasting.processes import Node, Swarm
-from benchmarks.toploc_peer import FOLDER, PeerUnavailable
+from benchmarks.peers import FOLDER, PeerUnavailable, environment
 
 VERSION = "0.3.2"
 WORKER = Path(__file__).with_name("peer_node.py")
@@ -24,36 +23,13 @@ WORKER = Path(__file__).with_name("peer_node.py")
 # The relay's own default, and what its users' workers do (PRIME-RL's shardcast downloader).
 RELAY_INTERVAL_S, WORKER_INTERVAL_S = 30, 5
 
-_INSTALL_SECONDS = 600
-_REASON_CHARACTERS = 300
-
 
 def installed(folder: Path = FOLDER) -> Path:
     """The environment within `folder` that has the peer, made on first use. Raises `PeerUnavailable`."""
     # Where this command finds no wget, the peer installs one on the machine.
     if subprocess.run(["which", "wget"], env={}, capture_output=True, check=False).returncode:
         raise PeerUnavailable(f"shardcast {VERSION} needs wget")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    environment = folder.absolute() / f"shardcast-{VERSION}-python-{version}"
-    stamp = environment / ".installed"
-    if not stamp.exists():
-        print(f"installing shardcast {VERSION} in {environment}", file=sys.stderr)
-        _run([sys.executable, "-m", "venv", "--clear", str(environment)])
-        pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, f"shardcast=={VERSION}"])
-        stamp.touch()
-    return environment
-
-
-def _run(command: list[str]) -> None:
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerUnavailable(f"shardcast {VERSION} could not be installed: {error}") from error
-    if ended.returncode:
-        print(ended.stderr, file=sys.stderr)
-        said = [line for line in ended.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise PeerUnavailable(f"shardcast {VERSION} could not be installed: {said[-1][:_REASON_CHARACTERS]}")
+    return environment(f"shardcast-{VERSION}", [[f"shardcast=={VERSION}"]], folder=folder)
 
 
 @dataclass(frozen=True, slots=True)
