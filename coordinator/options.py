@@ -133,6 +133,25 @@ def contact_options(function: F) -> F:
     return function
 
 
+def watching_options(function: F) -> F:
+    """Where the trainer's statistics go; `coordinator.training.watching.chosen_watchers` takes them."""
+    options = [
+        click.option(
+            "--tensorboard",
+            type=click.Path(path_type=Path, file_okay=False),
+            metavar="FOLDER",
+            help="Where each step's statistics go for TensorBoard.  [default: tensorboard/ in --state]",
+        ),
+        click.option("--no-tensorboard", is_flag=True, help="Write nothing for TensorBoard."),
+        click.option(
+            "--wandb", metavar="PROJECT", help="Send each step's statistics to this project of Weights & Biases, too."
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
 def _public_key(text: str) -> str:
     if not is_digest(text):
         raise click.BadParameter(f"{text!r} is no node's id, which has 64 hexadecimal digits")

@@ -171,14 +171,15 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path
     _sync_folder(path.parent)
 
 
-def load_policy(path: Path, *, dtype: torch.dtype) -> Policy:
-    """Build the policy in `path` on the CPU, in `dtype`, in evaluation mode.
+def load_policy(path: Path, *, dtype: torch.dtype | None) -> Policy:
+    """Build the policy in `path` on the CPU, in `dtype` (None: the file's own), in evaluation mode.
 
     Raises MalformedPolicy for whatever is wrong with the file and UnreadablePolicy where the disk is at fault.
     """
     with _opened(path) as file:
         blueprint, skeleton = _read_blueprint(file)
         model: Any = skeleton
+        dtype = dtype or skeleton.dtype
         _fill(model.to(dtype), {name: file.get_tensor(name).to(dtype, copy=True) for name in _stored(skeleton)})
         _probe(model)
         return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)

@@ -153,11 +153,12 @@ def open_head(data: bytes, *, run_id: str, publisher_key: bytes, limits: Limits 
 
 
 def open_manifest(
-    data: bytes, *, run_id: str, publisher_key: bytes | None, limits: Limits = DEFAULT_LIMITS
+    data: bytes, *, run_id: str | None, publisher_key: bytes | None, limits: Limits = DEFAULT_LIMITS
 ) -> SignedManifest:
     """Check signature, form, run and inner consistency of a manifest; its time is for `TrustedState` to judge.
 
-    `publisher_key` None accepts any signer: only for manifests that were checked before they were stored.
+    `publisher_key` None accepts any signer, `run_id` None any run: only for manifests that were checked before they
+    were stored.
     """
     opened = open_envelope(
         data,
@@ -167,7 +168,8 @@ def open_manifest(
         signer=publisher_key,
     )
     manifest = wire.decode(Manifest, opened.payload, max_bytes=limits.max_manifest_bytes)
-    _check_run(manifest.run_id, run_id)
+    if run_id is not None:
+        _check_run(manifest.run_id, run_id)
     check_consistency(manifest, limits)
     return SignedManifest(manifest=manifest, digest=wire.digest(opened.payload), envelope=data)
 

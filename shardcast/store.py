@@ -24,10 +24,9 @@ from shardcast.files import FolderLock, as_local_fault, read_bounded, write_atom
 from shardcast.held import Held
 from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest, open_manifest
 from shardcast.payload_file import PayloadFile
+from shardcast.stored import DELTAS, ENVELOPE_OVERHEAD_BYTES, MANIFESTS, VERSIONS, payload_path
 
 logger = logging.getLogger(__name__)
-
-_ENVELOPE_OVERHEAD_BYTES = 1024
 
 KEPT_DELTAS = 16
 """Versions whose deltas stay by default: as far behind may a worker be that catches up by them."""
@@ -59,7 +58,7 @@ class Store:
         self._lock_file = FolderLock(root)
         self._root, self._run_id, self._limits = root, run_id, limits
         self._keep, self.keep_deltas, self._quota_bytes = keep, keep_deltas, quota_bytes
-        self._manifests, self._versions, self._deltas = root / "manifests", root / "versions", root / "deltas"
+        self._manifests, self._versions, self._deltas = root / MANIFESTS, root / VERSIONS, root / DELTAS
         self._downloads, self.incoming = root / "downloads", root / "incoming"
         self._lock = threading.RLock()
         self._held: dict[int, Held] = {}
@@ -248,10 +247,7 @@ class Store:
         return held.files[name]
 
     def _final(self, signed: SignedManifest, payload: Payload) -> Path:
-        version = signed.manifest.version
-        if payload is signed.manifest.full:
-            return self._versions / f"{version}-{signed.digest[:16]}.bin"
-        return self._deltas / f"{version}-{payload.digest[:16]}.delta"
+        return payload_path(self._root, signed, payload)
 
     def _need(self, signed: SignedManifest) -> Held:
         held = self._held.get(signed.manifest.version)
@@ -355,7 +351,7 @@ class Store:
 
     def _recovered(self, path: Path) -> SignedManifest | None:
         try:
-            data = read_bounded(path, max_bytes=self._limits.max_manifest_bytes + _ENVELOPE_OVERHEAD_BYTES)
+            data = read_bounded(path, max_bytes=self._limits.max_manifest_bytes + ENVELOPE_OVERHEAD_BYTES)
             signed = open_manifest(data, run_id=self._run_id, publisher_key=None, limits=self._limits)
         except PeerFault as error:
             if error.code == "wrong_run":

@@ -6,6 +6,8 @@ are drawn with a fixed seed.
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -201,8 +203,20 @@ def _step(shelf: _Shelf, step: int, ready: list[str], *, at: float, rng: random.
         row["step"] = step
     mean = sum(row["reward_mean"] for row in own) / len(own)
     values = {"assigned_at": at, "finished_at": at + 1, "reward_mean": mean, "staleness_mean": rng.random()}
-    shelf.put(steps, step=step, stats="{}", **values)
+    shelf.put(steps, step=step, stats=json.dumps(_statistics(step)), **values)
     shelf.append(BatchEntry(step=step, submissions=tuple(ready)))
+
+
+def _statistics(step: int) -> dict[str, float]:
+    """What a trainer says of a step, in the sizes of the demonstration's."""
+    wave = math.sin(step / 3) + math.sin(step * 1.7)
+    return {
+        "entropy": 0.25 * math.exp(-step / 40) + 0.01 * wave + 0.04,
+        "clip_fraction": 0.004 + 0.001 * wave,
+        "logprob_gap": 0.02 + 0.004 * wave,
+        "grad_norm": 0.3 + 0.08 * wave,
+        "train_seconds": 1.0,
+    }
 
 
 def _policy(shelf: _Shelf, version: int, *, at: float) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from sqlalchemy import Connection, func, select
 
+from coordinator.curves import kept_stats
 from coordinator.storage.schema import groups, policies, steps
 
 READ_AT_ONCE: Final = 500
@@ -18,7 +20,10 @@ REREAD: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step: the mean over its groups' mean rewards, and their standard deviation, lowest and highest."""
+    """A training step: the mean over its groups' mean rewards, and their standard deviation, lowest and highest.
+
+    `stats` are those of which there are curves.
+    """
 
     step: int
     reward: float
@@ -28,6 +33,7 @@ class Step:
     staleness: float
     assigned_at: float
     finished_at: float | None
+    stats: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class History:
                 staleness=row.staleness_mean,
                 assigned_at=row.assigned_at,
                 finished_at=row.finished_at,
+                stats={**kept_stats(row.stats), "staleness": row.staleness_mean},
             )
         return len(rows)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coordinator.curves import KINDS, Curve, Kind, curves, mean_stats, round_up
 from coordinator.dashboard.figures import Figures
 from coordinator.dashboard.history import Step
 from coordinator.dashboard.words import minute, name_of, number, seconds
@@ -15,6 +16,9 @@ from node.protocol.admission import Outcome
 
 MOST_POINTS: Final = 300
 MOST_REASONS: Final = 5
+APART: Final = frozenset({"reward"})
+"""Of the curves of training, those that have a plot of their own."""
+
 LEAST_PART: Final = 20.0
 """Seconds of the bucket that is still being counted from which on it has a rate."""
 
@@ -37,10 +41,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Plots:
-    """All of them; `data` is what the script gets."""
+    """All of them; `data` is what the script gets. `training` has a picture for each of KINDS, the reward apart."""
 
     data: dict[str, Any]
     reward: Picture | None
+    training: tuple[tuple[Kind, Picture | None], ...]
     verdicts: Picture | None
     tokens: Picture | None
     wait: Picture | None
@@ -49,10 +54,12 @@ class Plots:
 def plots_of(figures: Figures) -> Plots:
     """What there is to draw; a plot without a value is None."""
     rewards = _rewards(figures.steps)
+    trained = curves([mean_stats([step.stats for step in part]) for part in _parts(figures.steps)], but=APART)
     starts, verdicts = _verdicts(figures)
     rates, slots, means, longest = _rates(figures, starts)
     data = {
         "reward": rewards,
+        "training": {curve.kind.key: [_significant(value) for value in curve.values] for curve in trained},
         "over": {"width": figures.width, "start": starts, "verdicts": verdicts},
         "rate": {"tokens": rates, "slots": slots},
         "wait": {"mean": means, "longest": longest},
@@ -61,6 +68,7 @@ def plots_of(figures: Figures) -> Plots:
     return Plots(
         data=data,
         reward=_reward_picture(rewards),
+        training=_training_pictures(trained, rewards["step"]),
         verdicts=_bars(verdicts, along) if starts else None,
         tokens=_area(rates, along, said="tokens a minute", shown=number),
         wait=_area(means, along, said="time from arrival to verdict", shown=seconds, other=longest),
@@ -69,8 +77,7 @@ def plots_of(figures: Figures) -> Plots:
 
 def _rewards(steps: Sequence[Step]) -> dict[str, list[float]]:
     """Each step, or the mean of as many neighbours as make MOST_POINTS points of them."""
-    stride = max(1, -(-len(steps) // MOST_POINTS))
-    parts = [steps[start : start + stride] for start in range(0, len(steps), stride)]
+    parts = _parts(steps)
     return {
         "step": [part[-1].step + 1 for part in parts],
         "mean": [_rounded(sum(step.reward for step in part) / len(part)) for part in parts],
@@ -80,8 +87,18 @@ def _rewards(steps: Sequence[Step]) -> dict[str, list[float]]:
     }
 
 
+def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
+    """As many neighbours together as make MOST_POINTS points of all of them."""
+    stride = max(1, -(-len(steps) // MOST_POINTS))
+    return [steps[start : start + stride] for start in range(0, len(steps), stride)]
+
+
 def _rounded(value: float) -> float:
     return round(value, 4)
+
+
+def _significant(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
 
 
 def _verdicts(figures: Figures) -> tuple[list[int], list[dict[str, Any]]]:
@@ -153,19 +170,37 @@ def _reward_picture(rewards: dict[str, list[float]]) -> Picture | None:
     upper = [min(1.0, mean + spread) for mean, spread in zip(means, spreads, strict=True)]
     lower = [max(0.0, mean - spread) for mean, spread in zip(means, spreads, strict=True)]
     band = _path(upper, 1.0) + _path(lower, 1.0, back=True) + "Z"
-    shown = sorted({0, len(steps) // 2, len(steps) - 1})
     return Picture(
         bars=(("band", band),),
         lines=(("mark", _path(means, 1.0)),),
         up=("1", "0.5", "0"),
-        along=tuple(f"step {steps[at]:g}" if at == 0 else f"{steps[at]:g}" for at in shown),
+        along=_along_steps(steps),
         said=f"Mean reward of {len(means)} points: from {means[0]:.2f} to {means[-1]:.2f}.",
     )
 
 
+def _along_steps(steps: Sequence[float]) -> tuple[str, ...]:
+    shown = sorted({0, len(steps) // 2, len(steps) - 1})
+    return tuple(f"step {steps[at]:g}" if at == 0 else f"{steps[at]:g}" for at in shown)
+
+
+def _training_pictures(drawn: Sequence[Curve], steps: Sequence[float]) -> tuple[tuple[Kind, Picture | None], ...]:
+    """Each of KINDS has a place on the page, since a statistic may come with a later step."""
+    found = {curve.kind: curve for curve in drawn}
+    return tuple((kind, _curve_picture(found.get(kind), steps)) for kind in KINDS if kind.key not in APART)
+
+
+def _curve_picture(curve: Curve | None, steps: Sequence[float]) -> Picture | None:
+    if curve is None:
+        return None
+    middle = (curve.top + curve.bottom) / 2
+    words = tuple(f"{value:.3g}" for value in (curve.top, middle, curve.bottom))
+    return Picture((), (("mark", curve.path),), words, _along_steps(steps), curve.said)
+
+
 def _bars(verdicts: Sequence[dict[str, Any]], along: tuple[str, ...]) -> Picture:
     totals = [sum(column) for column in zip(*(one["count"] for one in verdicts), strict=True)]
-    top = _round_up(max(totals))
+    top = round_up(max(totals), least=1e-3)
     each = 100 / len(totals)
     below = [0] * len(totals)
     bars = []
@@ -192,7 +227,7 @@ def _area(
     known = [value for value in (*values, *(other or ())) if value is not None]
     if not known:
         return None
-    top = _round_up(max(known))
+    top = round_up(max(known), least=1e-3)
     newest = next(value for value in reversed(values) if value is not None)
     lines = [("mark", _path(values, top))]
     if other is not None:
@@ -209,11 +244,3 @@ def _path(values: Sequence[float | None], top: float, *, back: bool = False) -> 
         points = [(0.0, points[0][1]), (100.0, points[0][1])]
     text = "L".join(f"{x:.2f} {y:.1f}" for x, y in (reversed(points) if back else points))
     return f"{'L' if back else 'M'}{text}" if points else ""
-
-
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5 and 5 times a power of ten."""
-    size = 1e-3
-    while size * 10 < value:
-        size *= 10
-    return next((step * size for step in (1, 2, 2.5, 5, 10) if step * size >= value), 10 * size)

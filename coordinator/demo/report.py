@@ -14,12 +14,15 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from coordinator.curves import curves
 from coordinator.demo.summary import END_STEPS, NodeRow, StepRow, Summary
 from node.protocol.run import RunSpec
 
 COLOURS = 6
 """How many colours the chart of verdicts has; the first is for what was admitted."""
 _ADMITTED = "admitted"
+_APART = frozenset({"reward"})
+"""It has a chart of its own."""
 _PHASE_COLOURS = (5, 3, 2, 0, 4, 6)
 
 
@@ -74,6 +77,7 @@ def render_report(summary: Summary, spec: RunSpec) -> str:
         last=statistics.fmean(rewards[-END_STEPS:]) if rewards else None,
         end_steps=END_STEPS,
         curve=reward_curve(summary.steps),
+        training=curves([{**step.stats, "staleness": step.staleness_mean} for step in summary.steps], but=_APART),
         verdicts=verdict_bars(summary.nodes),
         legend=verdict_legend(summary.nodes),
         phases=phase_bar(summary.phases),

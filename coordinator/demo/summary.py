@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,10 @@ END_STEPS = 5
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """A training step. It waits until its batch is complete, trains, and publishes the next policy."""
+    """A training step. It waits until its batch is complete, trains, and publishes the next policy.
+
+    `stats` are those of the trainer that are finite.
+    """
 
     step: int
     reward_mean: float
@@ -28,6 +32,7 @@ class StepRow(msgspec.Struct, frozen=True):
     waiting_seconds: float
     training_seconds: float
     publishing_seconds: float
+    stats: dict[str, float] = {}
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -180,6 +185,7 @@ def _step_rows(status: Mapping[str, Any]) -> list[StepRow]:
                 waiting_seconds=max(0.0, step["assigned_at"] - before),
                 training_seconds=trained,
                 publishing_seconds=max(0.0, step["finished_at"] - step["assigned_at"] - trained),
+                stats={name: value for name, value in step["stats"].items() if math.isfinite(value)},
             )
         )
         before = step["finished_at"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from node.tiny import make_model, make_tokenizer
 
 WARM_STARTED = "tiny"
 RANDOM = "random-tiny"
+
+_AS_IT_IS = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Tokenizers that tokenizer.json says all of. AutoTokenizer would make one of the model's family of some."""
 
 
 def initial_policy(
@@ -39,9 +43,15 @@ def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer_class = PreTrainedTokenizerFast if _names_no_family(folder) else AutoTokenizer
+        tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise BadConfiguration(f"model.initial: {folder} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise BadConfiguration(f"model.initial: {folder} has no fast tokenizer (tokenizer.json)")
     return model, tokenizer
+
+
+def _names_no_family(folder: Path) -> bool:
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and json.loads(path.read_bytes()).get("tokenizer_class") in _AS_IT_IS

@@ -70,6 +70,19 @@ def warm_start(
     The same `seed`, torch release, kind of CPU and number of torch threads give the same weights bit for bit.
     """
     model, tokenizer, rng = make_model(seed), make_tokenizer(), Random(seed)
+    learn(model, tokenizer, stages, lambda stage: demonstration(rng, stage), progress=progress)
+    return model, tokenizer
+
+
+def learn(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    stages: Sequence[Stage],
+    demonstrate: Callable[[Stage], tuple[str, str]],
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Train `model` on prompts and completions that `demonstrate` makes, BATCH of them a step; leaves it evaluating."""
     total, done = sum(stage.steps for stage in stages), 0
     model.train()
     for stage in stages:
@@ -79,12 +92,11 @@ def warm_start(
         for step in range(stage.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(stage, step)
-            loss = _update(model, optimizer, *collate(tokenizer, [demonstration(rng, stage) for _ in range(BATCH)]))
+            loss = _update(model, optimizer, *collate(tokenizer, [demonstrate(stage) for _ in range(BATCH)]))
             done += 1
             if progress is not None:
                 progress(done, total, loss)
     model.eval()  # type: ignore[no-untyped-call]
-    return model, tokenizer
 
 
 def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids_BT: Tensor, labels_BT: Tensor) -> float:

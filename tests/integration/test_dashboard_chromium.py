@@ -190,6 +190,13 @@ def test_the_main_figures_are_there_without_javascript(browser: Browser, run: Ru
         assert box["height"] > 100
 
 
+def test_a_curve_of_training_can_be_read_off(browser: Browser, run: Run) -> None:
+    with tab(browser, run) as found:
+        found.open("/")
+        found.page.wait_for_selector("#plot-entropy .main-svg", timeout=60_000)
+        assert found.page.locator(".panel:visible .drawn").count() == 5
+
+
 CARD_HAS_CHANGED = r"""before => [...document.querySelectorAll('.card')]
   .find(card => card.textContent.includes('slots admitted')).querySelector('dd').textContent.trim()
   .split(/\s/)[0] !== before"""

@@ -173,15 +173,38 @@ const DRAWN = {
   },
 };
 
+// One for each statistic of the trainer that there is: `plots.training` has them by the names of their places.
+function trained(name, palette) {
+  const { step } = plots.reward;
+  const line = { color: palette.mark, width: 2 };
+  const mode = step.length > 1 ? "lines" : "markers";
+  return [
+    [{ x: step, y: plots.training[name], mode, line, hovertemplate: "%{y:.4g}<extra></extra>" }],
+    { yaxis: { nticks: 4 } },
+  ];
+}
+
+function drawings() {
+  const training = Object.keys(plots.training).map((name) => [name, (palette) => trained(name, palette)]);
+  return [...Object.entries(DRAWN), ...training];
+}
+
+function heightOf(place) {
+  if (place.classList.contains("small")) return 140;
+  return place.classList.contains("low") ? 200 : 260;
+}
+
 let drawing = false;
 
 function draw() {
   if (!window.Plotly || !drawing) return;
   const palette = colours();
-  for (const [name, make] of Object.entries(DRAWN)) {
+  for (const [name, make] of drawings()) {
     const place = document.getElementById(`plot-${name}`);
     const made = make(palette);
-    if (!made) continue;
+    if (!made || !place) continue;
+    // A statistic that came with a later step has had no place until now.
+    place.closest("[hidden]")?.removeAttribute("hidden");
     let box = place.querySelector(".drawn");
     if (!box) {
       const said = place.querySelector("svg[role=img]")?.getAttribute("aria-label") || name;
@@ -191,9 +214,8 @@ function draw() {
       box.setAttribute("aria-label", said);
       place.replaceChildren(box);
     }
-    const height = place.classList.contains("low") ? 200 : 260;
     const config = { displayModeBar: false, responsive: true, showTips: false };
-    window.Plotly.react(box, made[0], layout(palette, height, made[1]), config);
+    window.Plotly.react(box, made[0], layout(palette, heightOf(place), made[1]), config);
   }
 }
 

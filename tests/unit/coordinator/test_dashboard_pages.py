@@ -33,7 +33,7 @@ from coordinator.home import Home, create_home
 from coordinator.relays import RELAY_SECONDS
 from coordinator.service import Coordinator
 from coordinator.status import partly_measured, reason_totals, slot_counts
-from coordinator.storage.schema import nodes, relays, submissions
+from coordinator.storage.schema import nodes, relays, steps, submissions
 from node.protocol import merkle
 from node.protocol.reasons import Refusal
 from node.protocol.run import StandingSpec
@@ -129,6 +129,28 @@ def test_every_page_is_complete_without_a_script(run: Run) -> None:
         assert said in figures
     assert page.count('<tr><td><a href="/v1/nodes/') == 25
     assert page.count('href="/submissions/') == 12
+
+
+def test_the_page_draws_what_the_trainer_measured(run: Run) -> None:
+    page = run.get("/").text
+    shown = re.findall(r'<div class="panel">\s*<h3>(.*?)</h3>', page)
+    assert shown == ["Entropy", "Log-probability gap", "Clipped", "Gradient norm", "Staleness"]
+    plots = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])
+    finished = len(plots["reward"]["step"])
+    assert {len(values) for values in plots["training"].values()} == {finished}
+    assert page.count('<path class="line mark" d="M0.00 ') >= len(shown)
+
+
+def test_a_statistic_that_no_step_has_takes_no_room(tmp_path: Path) -> None:
+    """As of a trainer of another release, or of one that has not finished a step."""
+    with run_with(tmp_path, Stock(workers=4, submissions=60, relays=1)) as run:
+        with run.home.database.write() as connection:
+            connection.execute(update(steps).values(stats='{"entropy": 0.25, "grad_norm": NaN}'))
+            connection.execute(update(steps).where(steps.c.step == 1).values(stats=None))
+        page = run.get("/").text
+        assert re.findall(r'<div class="panel">\s*<h3>(.*?)</h3>', page) == ["Entropy", "Staleness"]
+        entropy = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])["training"]["entropy"]
+        assert entropy[:3] == [0.25, None, 0.25]
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_runs_inline(run: Run) -> None:

@@ -261,6 +261,18 @@ def test_the_reward_curve_has_a_point_for_each_step_at_its_height(summary: Summa
     assert points[0][2] == "step 1: 0.500"
 
 
+def test_the_report_draws_what_the_trainer_measured_and_nothing_else(swarm: Swarm, ledger: Ledger) -> None:
+    measured = status()
+    for row in measured["steps"]:
+        row["stats"] |= {"entropy": 0.2, "grad_norm": 0.5, "ratio_max": float("inf"), "unheard_of": 1.0}
+    summary = summarise(swarm, measured, ledger, observed(), audit=None)
+    assert summary.steps[0].stats == {"train_seconds": 0.5, "entropy": 0.2, "grad_norm": 0.5, "unheard_of": 1.0}
+    page = render_report(summary, swarm.spec)
+    assert re.findall(r"<h3>(.*?)</h3>", page) == ["Entropy", "Gradient norm", "Staleness"]
+    assert page.count('<path class="curve" d="M0.00 ') == 3
+    assert "Entropy: from 0.2 to 0.2, at most 0.2." in page
+
+
 def test_hostile_text_in_a_report_stays_text(swarm: Swarm, ledger: Ledger) -> None:
     """An audit's message can quote what a peer wrote."""
     audit = AuditRow(command="veriswarm audit", exit_code=2, result=None, message="<script>alert(1)</script>")
