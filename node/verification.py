@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from node.environments import Environment, Problem, check_rewards
+from node.environments.grading import grade
 from node.measurement import Deviations
 from node.parquet_reader import ParquetReader, VerifierFailed
 from node.policy import Blueprint, render_completion, render_prompt
@@ -375,7 +376,8 @@ class _Case:
             slot=self.claim.slot,
         )
         for rollout in self.claim.rollouts:
-            reward = environment.reward(problem, render_completion(self.blueprint, rollout.completion_ids))
+            text = render_completion(self.blueprint, rollout.completion_ids)
+            reward = grade(environment, problem, [text], tokens=len(rollout.completion_ids))
             if not 0.0 <= reward <= 1.0:
                 raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
             yield reward

@@ -6,6 +6,7 @@ import secrets
 
 from node.engines.base import SampleRequest
 from node.environments import load_environment
+from node.environments.grading import grade
 from node.policy import Blueprint, render_completion
 from node.protocol.run import RunSpec
 from node.protocol.slots import slot_problem
@@ -48,4 +49,4 @@ class Slots:
         drawn = slot_problem(self._spec, run_id=RUN_ID, manifest_digest=self._manifest, slot=slot)
         environment = self._environments[drawn.environment]
         text = render_completion(self.blueprint, rollout.completion_ids)
-        return environment.reward(environment.problem(drawn.problem), text)
+        return grade(environment, environment.problem(drawn.problem), [text], tokens=len(rollout.completion_ids))

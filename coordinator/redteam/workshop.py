@@ -17,6 +17,7 @@ from coordinator.calibration.cheats import Prover
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environment
+from node.environments.grading import grade
 from node.policy import Policy, render_completion, render_prompt
 from node.protocol.messages import Lease
 from node.protocol.run import RunSpec
@@ -193,7 +194,8 @@ class Work:
 
     def reward(self, rollout: Rollout) -> float:
         """What the run would pay for a completion."""
-        return self.environment.reward(self.problem, render_completion(self.policy, rollout.completion_ids))
+        text = render_completion(self.policy, rollout.completion_ids)
+        return grade(self.environment, self.problem, [text], tokens=len(rollout.completion_ids))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import Environment, EnvironmentFault, Problem, configure
 from node.environments.code import Code
+from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
 from node.protocol.run import EnvironmentSpec
 
@@ -20,7 +21,14 @@ _BUILT_IN: dict[str, type[Arithmetic | Reverse | Code]] = {
 
 
 def load_environment(spec: EnvironmentSpec) -> Environment:
-    """The environment that `spec` names, with its arguments; raise EnvironmentFault where there is none."""
+    """What `spec` asks for: an environment with its arguments and length targets.
+
+    Raises EnvironmentFault where there is none.
+    """
+    return with_lengths(_load(spec), spec)
+
+
+def _load(spec: EnvironmentSpec) -> Environment:
     if spec.name.startswith(REASONING_GYM):
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
@@ -38,8 +46,9 @@ def check_rewards(environments: Iterable[Environment]) -> None:
     Only who computes rewards needs to ask: a worker does not.
     """
     for environment in environments:
-        if isinstance(environment, Code):
-            environment.check_machine()
+        plain = environment.inner if isinstance(environment, LengthTargets) else environment
+        if isinstance(plain, Code):
+            plain.check_machine()
 
 
 __all__ = ["Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]

@@ -31,10 +31,15 @@ class EnvironmentFault(NodeError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt as text, and whatever the environment needs to judge an answer to it."""
+    """A prompt as text, and whatever the environment needs to judge an answer to it.
+
+    `opening`: how many characters of the prompt stand before what the user says, such as the marks of a chat. What is
+    asked for besides goes there.
+    """
 
     prompt: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    opening: int = 0
 
 
 class Environment(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from node.environments.base import Conversation, Environment, Problem
+from node.environments.lengths import LengthTargets
 
 
 def grade(environment: Environment, problem: Problem, turns: Sequence[str], *, tokens: int) -> float:
@@ -13,6 +14,9 @@ def grade(environment: Environment, problem: Problem, turns: Sequence[str], *, t
     A conversation sees all turns, another environment the last, which is its only one. Raises what the
     environment raises.
     """
+    if isinstance(environment, LengthTargets):
+        earned = grade(environment.inner, problem.data["asked"], turns, tokens=tokens)
+        return environment.after_penalty(earned, problem, tokens=tokens)
     if isinstance(environment, Conversation):
         return environment.reward_turns(problem, turns)
     return environment.reward(problem, turns[-1])

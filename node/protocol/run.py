@@ -38,12 +38,25 @@ class ModelSpec(Wire, frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
+class LengthSpec(Wire, frozen=True):
+    """Length targets, as in INTELLECT-2 (arXiv 2505.07291) after L1 (arXiv 2503.04697): `node.environments.lengths`.
+
+    Each problem asks for one of `targets` tokens, and a reward loses `penalty` for each token that the model wrote more
+    or fewer.
+    """
+
+    targets: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
+    penalty: Annotated[float, Meta(gt=0, le=1)] = 0.0003
+    form: Literal["sentence", "short"] = "sentence"
+
+
 class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights."""
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
+    length: LengthSpec | None = None
 
 
 class SamplingSpec(Wire, frozen=True):
@@ -212,6 +225,9 @@ class RunSpec(Wire, frozen=True):
         """Refuse settings that contradict each other; msgspec turns the ValueError into its own error."""
         if self.broadcast.keep_versions < self.batch.max_async + 2:
             raise ValueError("broadcast.keep_versions must be at least batch.max_async + 2, or workers lose policies")
+        targets = [target for one in self.environments if one.length for target in one.length.targets]
+        if max(targets, default=0) > self.sampling.max_new_tokens:
+            raise ValueError("environments.length.targets are at most sampling.max_new_tokens: no rollout is longer")
 
     @property
     def digest(self) -> str:
@@ -281,6 +297,7 @@ __all__ = [
     "Descriptor",
     "EnvironmentSpec",
     "HonestSpec",
+    "LengthSpec",
     "LevelSpec",
     "LimitsSpec",
     "ModelSpec",

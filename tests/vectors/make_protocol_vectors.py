@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.environments import load_environment
+from node.environments.grading import grade
 from node.proofs import build_proofs
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Finding, Outcome, judge, judge_drift, judge_group, worst
@@ -41,6 +43,7 @@ from node.protocol.run import (
     Descriptor,
     EnvironmentSpec,
     HonestSpec,
+    LengthSpec,
     LevelSpec,
     LimitsSpec,
     PolicyHead,
@@ -78,7 +81,7 @@ def spec() -> RunSpec:
         name="vectors",
         environments=(
             EnvironmentSpec(name="arithmetic", weight=3, arguments={"digits": 2, "carry": True}),
-            EnvironmentSpec(name="reverse"),
+            EnvironmentSpec(name="reverse", length=LengthSpec(targets=(4, 10), penalty=0.01, form="short")),
         ),
         seed=7,
         sampling=SamplingSpec(group_size=4),
@@ -420,7 +423,7 @@ def _choices() -> list[dict[str, Any]]:
 
 
 def slot_vectors() -> dict[str, Any]:
-    """Section 5: problems and seeds of some slots of two policies."""
+    """Section 5: problems and seeds of some slots of two policies, and length targets."""
     slots = []
     for manifest_digest in (DIGEST_A, DIGEST_B):
         for slot in (0, 1, 2, 2**32, 2**53 - 1):
@@ -435,7 +438,30 @@ def slot_vectors() -> dict[str, Any]:
                     "seeds": [s.hex() for s in seeds],
                 }
             )
-    return {"run_id": RUN_ID, "weights": [e.weight for e in spec().environments], "group_size": 4, "slots": slots}
+    weights = [environment.weight for environment in spec().environments]
+    return {"run_id": RUN_ID, "weights": weights, "group_size": 4, "slots": slots, "lengths": _lengths()}
+
+
+def _lengths() -> dict[str, Any]:
+    """Problems of the second environment, and what a right and a wrong answer of some length is worth."""
+    wanted = spec().environments[1]
+    environment = load_environment(wanted)
+    cases = []
+    for index in (0, 1, 2, 3, 2**63 - 1):
+        problem = environment.problem(index)
+        right = f"<think></think>{problem.data['asked'].data['answer']}"
+        cases += [
+            {
+                "problem": str(index),
+                "prompt": problem.prompt,
+                "target": problem.data["target_tokens"],
+                "completion": completion,
+                "tokens": tokens,
+                "reward": grade(environment, problem, [completion], tokens=tokens),
+            }
+            for completion, tokens in ((right, 10), (right, 9), (right, 200), ("", 4))
+        ]
+    return {"environment": encode(wanted).decode(), "cases": cases}
 
 
 def segment_vectors() -> dict[str, Any]:
