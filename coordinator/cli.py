@@ -18,6 +18,7 @@ from coordinator.backup_command import backup, restore
 from coordinator.calibration.command import calibrate
 from coordinator.demo.command import demo
 from coordinator.errors import BadConfiguration
+from coordinator.evaluation_command import evaluate
 from coordinator.home import Home, create_home, open_home
 from coordinator.opening import open_to_peers
 from coordinator.options import (
@@ -322,5 +323,5 @@ def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes, backup, restore]
+COMMANDS = [coordinator, leader, verifier, trainer, calibrate, evaluate, demo, redteam, stakes, backup, restore]
 """What the entry point `veriswarm.commands` offers to the command line."""
