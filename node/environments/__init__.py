@@ -12,9 +12,11 @@ from node.environments.base import Environment, EnvironmentFault, Problem, confi
 from node.environments.code import Code
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
+from node.environments.verifiers import load_verifiers
 from node.protocol.run import EnvironmentSpec
 
 REASONING_GYM = "reasoning_gym:"
+VERIFIERS = "verifiers:"
 _BUILT_IN: dict[str, type[Arithmetic | Reverse | Code]] = {
     environment.name: environment for environment in (Arithmetic, Reverse, Code)
 }
@@ -33,9 +35,11 @@ def _load(spec: EnvironmentSpec) -> Environment:
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
         return load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments)
+    if spec.name.startswith(VERIFIERS):
+        return load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments)
     cls = _BUILT_IN.get(spec.name)
     if cls is None:
-        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>"))
+        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>", VERIFIERS + "<module>"))
         raise EnvironmentFault(f"no environment {spec.name!r}; there are: {known}", code="unknown_environment")
     return configure(cls, spec.arguments)
 
