@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from node.environments.base import Conversation, Environment, Problem
 
 
-def grade(environment: Environment, problem: Problem, turns: Sequence[str], *, tokens: int) -> float:
+def grade(environment: Environment, problem: Problem, turns: Sequence[str], *, tokens: int) -> float:  # noqa: ARG001  (for rules about length)
     """The reward in [0, 1] of what the model wrote: its `turns` in order, at least one, of `tokens` tokens together.
 
     A conversation sees all turns, another environment the last, which is its only one. Raises what the
