@@ -85,6 +85,21 @@ class Guessing(vf.MultiTurnEnv):
         return [{"role": "user", "content": f"{word} ({state['told']})"}]
 
 
+class Echo(vf.MultiTurnEnv):
+    """Of several turns, whatever is said in them: each is answered by its length."""
+
+    def __init__(self, max_turns: int = 3):
+        def lower(completion) -> float:
+            text = "".join(message["content"] for message in completion if message["role"] == "assistant")
+            return sum(letter.islower() for letter in text) / max(len(text), 1)
+
+        dataset = rows("1", "2", question="Go on: {}")
+        super().__init__(dataset=dataset, max_turns=max_turns, rubric=vf.Rubric(funcs=[lower]))
+
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": str(len(messages[-1]["content"]))}]
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b

@@ -20,13 +20,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from node.conversing import asking, graded
 from node.engines.base import Interrupted, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
 from node.environments import Environment, Problem, check_rewards, load_environment
-from node.environments.grading import grade
 from node.errors import NodeError
-from node.policy import Blueprint, render_completion, render_prompt
-from node.protocol.run import ProofSpec, RunSpec
+from node.policy import Blueprint, render_prompt
+from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
 from node.sampling import Choice, choose
@@ -160,7 +160,7 @@ async def _evaluate(
         found = []
         for place, environment in enumerate(environments):
             tasks = _Tasks(environment, engine.policy, settings, place)
-            await _draw(engine, tasks, stop)
+            await _draw(engine, tasks, spec.sampling, stop)
             found.append(await asyncio.to_thread(tasks.measured, spec))
     finally:
         await engine.close()
@@ -175,8 +175,8 @@ async def _evaluate(
     )
 
 
-async def _draw(engine: TorchEngine, tasks: _Tasks, stop: Callable[[], bool]) -> None:
-    requests = list(tasks.requests())
+async def _draw(engine: TorchEngine, tasks: _Tasks, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
+    requests = list(tasks.requests(sampling))
     for start in range(0, len(requests), _IN_FLIGHT):
         if stop():
             raise Interrupted("the evaluation was stopped")
@@ -197,13 +197,14 @@ class _Tasks:
         self._rewards: list[list[float]] = [[] for _ in indexes]
         self._cut_off = 0
 
-    def requests(self) -> Iterator[SampleRequest]:
+    def requests(self, sampling: SamplingSpec) -> Iterator[SampleRequest]:
         """One for each completion, problem after problem."""
         for number, problem in enumerate(self._problems):
             prompt = tuple(render_prompt(self._policy, problem.prompt))
+            ask = asking(self._policy, self.environment, problem, sampling=sampling)
             for sample in range(self._settings.samples):
                 seed = _derive(self._settings.seed, self._place, number, sample)[:SEED_BYTES]
-                yield SampleRequest(prompt, seed)
+                yield SampleRequest(prompt, seed, ask=ask)
 
     def judge(self, rollouts: Sequence[Rollout]) -> None:
         """Take the next completions, in the order of the requests."""
@@ -211,9 +212,8 @@ class _Tasks:
             number = len(self.lengths) // self._settings.samples
             self.lengths.append(len(rollout.completion_ids))
             self._cut_off += rollout.completion_ids[-1] not in self._policy.eos_ids
-            text = render_completion(self._policy, rollout.completion_ids)
             try:
-                reward = grade(self.environment, self._problems[number], [text], tokens=len(rollout.completion_ids))
+                reward = graded(self._policy, self.environment, self._problems[number], rollout.completion_ids)
             except NodeError as error:
                 log.warning("a completion of %s cannot be judged here: %s", self.environment.name, error)
                 continue

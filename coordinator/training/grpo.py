@@ -34,11 +34,16 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion and the natural logarithms of the probabilities with which its tokens were sampled."""
+    """One completion and the natural logarithms of the probabilities with which its tokens were sampled.
+
+    `replies` are what an environment said in it: the completion tokens before it, and its own token ids. They are
+    context, and nothing is learned of them.
+    """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    replies: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

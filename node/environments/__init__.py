@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from node.environments.arithmetic import Arithmetic
-from node.environments.base import Environment, EnvironmentFault, Problem, configure
+from node.environments.base import Conversation, Environment, EnvironmentFault, Problem, configure
+from node.environments.calculator import Calculator
 from node.environments.code import Code
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
@@ -17,8 +18,8 @@ from node.protocol.run import EnvironmentSpec
 
 REASONING_GYM = "reasoning_gym:"
 VERIFIERS = "verifiers:"
-_BUILT_IN: dict[str, type[Arithmetic | Reverse | Code]] = {
-    environment.name: environment for environment in (Arithmetic, Reverse, Code)
+_BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code]] = {
+    environment.name: environment for environment in (Arithmetic, Reverse, Calculator, Code)
 }
 
 
@@ -55,4 +56,4 @@ def check_rewards(environments: Iterable[Environment]) -> None:
             plain.check_machine()
 
 
-__all__ = ["Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]
+__all__ = ["Conversation", "Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]

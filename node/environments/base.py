@@ -64,7 +64,7 @@ class Conversation(Environment, Protocol):
     """An environment of several turns: after each that the model ends, it may say something, and the model goes on.
 
     What it says is never sent by anybody. Worker, coordinator and auditor each ask `reply` with the same turns
-    and get the same text (docs/protocol.md, section 4.1). `reward` is that of a completion of one turn.
+    and get the same text (docs/protocol.md, section 4.7). `reward` is that of a completion of one turn.
     """
 
     def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:

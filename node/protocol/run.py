@@ -63,7 +63,8 @@ class SamplingSpec(Wire, frozen=True):
     """How completions are drawn; the noise is the protocol's, so nobody has a choice.
 
     `max_version_lead`: how many versions past the leased one a completion may go on under, when newer policies
-    arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none.
+    arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none. `max_new_tokens` are those of
+    all turns together, `max_reply_tokens` those of all that the environment says between them.
     """
 
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
@@ -71,6 +72,18 @@ class SamplingSpec(Wire, frozen=True):
     max_prompt_tokens: Positive = 128
     max_new_tokens: Positive = 48
     max_version_lead: Annotated[int, Meta(ge=0, le=16)] = 0
+    max_turns: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_reply_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 128
+
+    @property
+    def reply_tokens(self) -> int:
+        """The most tokens that environments may add to a rollout."""
+        return self.max_reply_tokens if self.max_turns > 1 else 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a rollout: its prompt, what the model drew, and what an environment said between."""
+        return self.max_prompt_tokens + self.max_new_tokens + self.reply_tokens
 
 
 class ProofSpec(Wire, frozen=True):

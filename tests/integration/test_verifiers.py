@@ -13,19 +13,26 @@ from pathlib import Path
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm import serve, small_spec, verifying
+from sqlalchemy import select
+from swarm import running, serve, small_spec, verifying
+from talking import SPEC as TALKING
+from talking import talkative_file
 
 from coordinator.home import Home, create_home
 from coordinator.service import Coordinator
 from coordinator.storage import log
+from coordinator.storage.schema import submissions
 from coordinator.trainer import Trainer, TrainerSettings
 from node.audit import run_audit
 from node.engines.torch import TorchEngine
 from node.exchange import Backoff
 from node.joining import Entry
+from node.parquet_reader import ParquetReader
 from node.protocol.admission import Outcome
 from node.protocol.messages import LogEntry, PolicyEntry, VerdictEntry
-from node.protocol.run import EnvironmentSpec, RunSpec, run_id_of
+from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, run_id_of
+from node.protocol.turns import turns_of
+from node.tiny import EOS
 from node.worker import WorkerSettings, run_worker
 from shardcast import Origin, OriginServer
 from shardcast.wire import decode
@@ -152,3 +159,27 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
     rewards = [reward for verdict in verdicts for reward in verdict.rewards or ()]
     assert len(set(rewards)) > 4
     assert all(0 <= reward <= 1 for reward in rewards)
+
+
+def test_a_conversation_of_the_package_is_drawn_and_verified(tmp_path: Path) -> None:
+    """The verifier replays what the environment said to the worker; one letter of difference would be a rejection."""
+    spec = msgspec.structs.replace(
+        TALKING,
+        environments=(EnvironmentSpec(name="verifiers:verifiers_examples:Echo"),),
+        sampling=SamplingSpec(group_size=4, max_new_tokens=48, max_turns=4, max_reply_tokens=128),
+    )
+    with running(tmp_path, talkative_file(tmp_path), spec=spec) as swarm:
+        deadline = time.monotonic() + SECONDS
+        with working(swarm.home, swarm.url, tmp_path / "worker"):
+            while sum(isinstance(entry, VerdictEntry) for entry in entries(swarm.home)) < 3:
+                assert time.monotonic() < deadline, "no verdicts in time"
+                time.sleep(0.1)
+        verdicts = [entry for entry in entries(swarm.home) if isinstance(entry, VerdictEntry)]
+        query = select(submissions.c.body).where(submissions.c.outcome.is_not(None))
+        with swarm.home.database.read() as connection, ParquetReader() as reader:
+            bodies = connection.execute(query).scalars().all()
+            groups = [reader.read(swarm.home.blobs.path(body), spec=spec) for body in bodies]
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
+    turns = [len(turns_of(rollout.completion_ids, [EOS])) for group in groups for rollout in group]
+    assert max(turns) == 3  # the environment's own limit, below the run's
+    assert any(reward > 0 for verdict in verdicts for reward in verdict.rewards or ())

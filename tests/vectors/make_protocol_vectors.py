@@ -55,6 +55,7 @@ from node.protocol.run import (
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
 from node.protocol.slots import group_seeds, sample_seed, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
+from node.protocol.turns import interleaved, pieces, replay
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
 
@@ -544,6 +545,58 @@ def _segments(versions: list[int], lengths: list[int], expected: Expected, rules
     }
 
 
+def turn_vectors() -> dict[str, Any]:
+    """Section 4.7: what an environment says is put between the tokens, and where a rollout is over."""
+    sampling = SamplingSpec(max_new_tokens=12, max_turns=3, max_reply_tokens=5)
+    cases: list[tuple[list[int], list[int], list[list[int] | None]]] = [
+        ([7, 7, 1], [3], [None]),
+        ([7, 1, 8, 8, 1], [5], [[50, 51]]),
+        ([7, 2, 8, 8, 1, 9, 1], [7], [[50], [51, 52]]),
+        ([7, 1, 8, 1], [4], [[]]),
+        ([7, 1], [2], [[50]]),
+        ([7, 1, 8], [3], [[50]]),
+        ([7, 1, 8, 1, 9], [5], [[50, 51, 52], [53, 54, 55]]),
+        ([7, 1, 8, 1, 9], [5], [[1, 2, 3, 4, 5, 6]]),
+        ([1, 1, 1, 1], [4], [[50], [51], [52]]),
+        ([7, 1, *[8] * 9, 1], [12], [[50], [51]]),
+        ([7, 7, 7, 1, *[8] * 8], [4, 8], [[50]]),
+        ([7, 7, 7, 1, *[8] * 8], [6, 6], [[50]]),
+    ]
+    return {
+        "prompt_ids": [3, 4],
+        "eos_ids": [1, 2],
+        "max_new_tokens": sampling.max_new_tokens,
+        "max_turns": sampling.max_turns,
+        "max_reply_tokens": sampling.max_reply_tokens,
+        "chunk_tokens": 4,
+        "cases": [_turns(*case, sampling=sampling) for case in cases],
+    }
+
+
+def _turns(
+    tokens: list[int], segment_tokens: list[int], says: list[list[int] | None], *, sampling: SamplingSpec
+) -> dict[str, Any]:
+    """One case: what was said, after how many tokens it was over, what the last one was drawn over, and the chunks."""
+    says = [*says, None, None, None][: sampling.max_turns]
+    found = replay(tokens, eos_ids={1, 2}, sampling=sampling, ask=lambda turns: says[len(turns) - 1])
+    case: dict[str, Any] = {
+        "completion_ids": tokens,
+        "segment_tokens": segment_tokens,
+        "says": says,
+        "replies": [[before, list(ids)] for before, ids in found.replies],
+        "end": found.end,
+        "context_ids": None,
+        "chunks": None,
+    }
+    if (found.end or sampling.max_new_tokens) != len(tokens):
+        return case
+    cut = pieces(segment_tokens, found.replies)
+    return case | {
+        "context_ids": [3, 4, *interleaved(tokens[:-1], found.replies)],
+        "chunks": chunk_sizes(cut, chunk_tokens=4),
+    }
+
+
 def schemes(proofs: ProofSpec) -> list[ProofSpec]:
     """`proofs` under each scheme that there is."""
     return [msgspec.structs.replace(proofs, scheme=name) for name in get_args(get_type_hints(ProofSpec)["scheme"])]
@@ -707,6 +760,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
         "segments": segment_vectors(),
+        "turns": turn_vectors(),
         "proofs": proof_vectors(),
         "admission": admission_vectors(),
         "evidence": evidence_vectors(),

@@ -125,8 +125,8 @@ def test_rewards_and_lengths_are_the_means_of_what_was_drawn(policy):
     work = tasks(source, policy, problems=2, samples=2)
     first, second = (source.problem(index) for index in held_out(seed=0, environment=0, count=2))
     right = [f"</think>{problem.data['answer']}" for problem in (first, second)]
-    assert [len(request.prompt_ids) for request in work.requests()] == [len("Q:12+34=?\nA:")] * 4
-    assert len({request.seed for request in work.requests()}) == 4
+    assert [len(request.prompt_ids) for request in work.requests(SPEC.sampling)] == [len("Q:12+34=?\nA:")] * 4
+    assert len({request.seed for request in work.requests(SPEC.sampling)}) == 4
     work.judge([completion(right[0]), completion("wrong", ends=False), completion(right[1]), completion(right[1])])
     found = work.measured(SPEC)
     assert (found.reward, found.problems, found.completions, found.unjudged) == (0.75, 2, 4, 0)
