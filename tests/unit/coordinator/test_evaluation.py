@@ -14,6 +14,8 @@ import torch
 from blake3 import blake3
 from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from talking import SPEC as TALKING
+from talking import talkative_file
 
 from coordinator.training.evaluation import EvaluationSettings, _greedy, _Tasks, confidence, evaluate_policy, held_out
 from node.cli import main
@@ -197,6 +199,17 @@ def test_greedy_takes_the_likeliest_token_whatever_the_seed(policy):
         assert chosen.logprobs[0].item() == pytest.approx(math.log(0.75))
     found = evaluate_policy(policy, spec=SPEC, settings=replace(FEW, temperature=0))
     assert found.temperature == 0.0
+
+
+def test_a_conversation_is_evaluated_with_all_its_turns(tmp_path):
+    """With the first turn alone, a policy that uses its tool would seem to have no answer."""
+    path = talkative_file(tmp_path)
+    lengths = []
+    for turns in (1, 4):
+        sampling = msgspec.structs.replace(TALKING.sampling, max_turns=turns)
+        spec = msgspec.structs.replace(TALKING, sampling=sampling)
+        lengths.append(evaluate_policy(path, spec=spec, settings=replace(FEW, problems=8)).environments[0].tokens_mean)
+    assert lengths[1] > 1.5 * lengths[0]
 
 
 def test_a_trainer_that_is_stopped_does_not_wait_for_an_evaluation(policy):
