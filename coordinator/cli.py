@@ -16,6 +16,7 @@ import click
 from coordinator.backup_command import backup, restore
 from coordinator.calibration.command import calibrate
 from coordinator.demo.command import demo
+from coordinator.evaluation_command import evaluate
 from coordinator.export_command import export
 from coordinator.home import create_home, open_home
 from coordinator.opening import open_to_peers
@@ -250,5 +251,5 @@ def coordinator(
         Server(config, app.state.ending).serve_on(listening)
 
 
-COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes, export, backup, restore]
+COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes, evaluate, export, backup, restore]
 """What the entry point `veriswarm.commands` offers to the command line."""

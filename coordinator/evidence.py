@@ -18,6 +18,7 @@ import zstandard
 from msgspec import Meta
 
 from coordinator.errors import StorageFault
+from node.protocol import turns
 from node.protocol.evidence import sketch_value
 from node.protocol.submission import Rollout, chunk_sizes
 
@@ -28,6 +29,7 @@ MAX_BLOB_BYTES: Final = 1024 * 1024
 MAX_DECODED_BYTES: Final = 16 * 1024 * 1024
 MAX_PIECE_CHARACTERS: Final = 64
 MAX_PROMPT_CHARACTERS: Final = 20_000
+MAX_REPLY_CHARACTERS: Final = 500
 MAX_CHUNKS: Final = 8192
 MAX_SEGMENTS: Final = 64
 MAX_ID: Final = 2**32 - 1
@@ -65,7 +67,8 @@ class RowEvidence(msgspec.Struct, frozen=True):
 
     `ids` are their numbers (uint32), `pieces` their text. Of a row that was measured `margins` and `errors`, float16,
     say by how much each token lost against the forced one and by how much its log-probability differs, and `chunks`
-    are its proofs; of others all three are empty. `segments` are (version, tokens).
+    are its proofs; of others all three are empty. `segments` are (version, tokens). `replies` are what the environment
+    said, (completion tokens before it, text), cut if it is long.
     """
 
     tokens: int
@@ -75,6 +78,7 @@ class RowEvidence(msgspec.Struct, frozen=True):
     errors: bytes
     chunks: list[ChunkEvidence]
     segments: list[tuple[int, int]]
+    replies: Annotated[list[tuple[int, str]], Meta(max_length=64)] = []
 
     @property
     def is_measured(self) -> bool:
@@ -95,16 +99,26 @@ def encode_evidence(
     *,
     prompt: str,
     pieces: Sequence[Sequence[str]],
+    replies: Sequence[Sequence[tuple[int, str]]] = (),
     chunk_tokens: int,
     limits: EvidenceLimits = DEFAULT_EVIDENCE_LIMITS,
 ) -> bytes | None:
     """The blob, or None if nothing is to be kept. `pieces` are each completion's tokens as text, as many as there are
-    or as will be kept; `deviations` what was measured, by row."""
+    or as will be kept; `replies` what the environment said in each, () if nothing is known of that; `deviations` what
+    was measured, by row."""
     tokens = limits.tokens
     while tokens >= len(rollouts) > 0:
         most = tokens // len(rollouts)
         rows = [
-            _row(rollout, (deviations or {}).get(row), own, most=most, chunk_tokens=chunk_tokens, rows=len(rollouts))
+            _row(
+                rollout,
+                (deviations or {}).get(row),
+                own,
+                replies[row] if replies else (),
+                most=most,
+                chunk_tokens=chunk_tokens,
+                rows=len(rollouts),
+            )
             for row, (rollout, own) in enumerate(zip(rollouts, pieces, strict=True))
         ]
         evidence = Evidence(prompt=prompt[:MAX_PROMPT_CHARACTERS], prompt_tokens=len(rollouts[0].prompt_ids), rows=rows)
@@ -142,7 +156,14 @@ def token_ids(data: bytes) -> list[int]:
 
 
 def _row(
-    rollout: Rollout, measured: Deviations | None, pieces: Sequence[str], *, most: int, chunk_tokens: int, rows: int
+    rollout: Rollout,
+    measured: Deviations | None,
+    pieces: Sequence[str],
+    replies: Sequence[tuple[int, str]],
+    *,
+    most: int,
+    chunk_tokens: int,
+    rows: int,
 ) -> RowEvidence:
     kept = min(most, len(pieces), len(rollout.completion_ids))
     return RowEvidence(
@@ -151,9 +172,10 @@ def _row(
         pieces=[piece[:MAX_PIECE_CHARACTERS] for piece in pieces[:kept]],
         margins=b"" if measured is None else _halves(measured.margins[:kept]),
         errors=b"" if measured is None else _halves(measured.errors[:kept]),
-        chunks=[] if measured is None else _chunks(rollout, measured, chunk_tokens)[: MAX_CHUNKS // rows],
+        chunks=[] if measured is None else _chunks(rollout, measured, replies, chunk_tokens)[: MAX_CHUNKS // rows],
         # Of a submission that was refused they may be anything.
         segments=list(zip(rollout.segment_versions, rollout.segment_tokens, strict=False))[:MAX_SEGMENTS],
+        replies=[(before, said[:MAX_REPLY_CHARACTERS]) for before, said in replies if before < kept],
     )
 
 
@@ -162,9 +184,12 @@ def _halves(values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}e", *(value if abs(value) <= MAX_HALF else math.inf for value in values))
 
 
-def _chunks(rollout: Rollout, measured: Deviations, chunk_tokens: int) -> list[ChunkEvidence]:
+def _chunks(
+    rollout: Rollout, measured: Deviations, replies: Sequence[tuple[int, str]], chunk_tokens: int
+) -> list[ChunkEvidence]:
     found, start = [], 0
-    for index, size in enumerate(chunk_sizes(rollout.segment_tokens, chunk_tokens=chunk_tokens)):
+    cut = turns.pieces(rollout.segment_tokens, [(before, ()) for before, _ in replies])
+    for index, size in enumerate(chunk_sizes(cut, chunk_tokens=chunk_tokens)):
         sketches = measured.sketch_distances[start : start + size]
         found.append(
             ChunkEvidence(

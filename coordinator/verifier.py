@@ -195,6 +195,9 @@ class Verifier:
             verdict.deviations,
             prompt=render_completion(blueprint, rollouts[0].prompt_ids[: 2 * spec.sampling.max_prompt_tokens]),
             pieces=[render_tokens(blueprint, rollout.completion_ids[:most]) for rollout in rollouts],
+            replies=[
+                [(before, render_completion(blueprint, list(ids))) for before, ids in said] for said in verdict.replies
+            ],
             chunk_tokens=spec.proofs.chunk_tokens,
             limits=limits,
         )
@@ -264,7 +267,10 @@ def _group(claimed: Claimed, verdict: Verdict) -> Group:
             completion_ids=tuple(rollout.completion_ids),
             logprobs=tuple(logprobs),
             segments=tuple(zip(rollout.segment_versions, rollout.segment_tokens, strict=True)),
+            replies=replies,
         )
-        for rollout, logprobs in zip(verdict.rollouts or (), verdict.logprobs or (), strict=True)
+        for rollout, logprobs, replies in zip(
+            verdict.rollouts or (), verdict.logprobs or (), verdict.replies, strict=True
+        )
     )
     return Group(version=claimed.version, rewards=verdict.rewards or (), rollouts=samples)

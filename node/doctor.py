@@ -135,7 +135,7 @@ def _read_policy(path: Path | None) -> tuple[Footprint | None, Check | None]:
 
 
 def _sequence_tokens(spec: RunSpec | None) -> int:
-    return USUAL_TOKENS if spec is None else spec.sampling.max_prompt_tokens + spec.sampling.max_new_tokens
+    return USUAL_TOKENS if spec is None else spec.sampling.most_tokens
 
 
 def _item_bytes(spec: RunSpec | None) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from node.protocol.admission import EVIDENCE, Figures
 from node.protocol.evidence import Totals, evidences, far_value, sketch_value, total
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import LimitsSpec, ProofSpec
+from node.protocol.submission import chunk_sizes
+from node.protocol.turns import interleaved, pieces
 from node.sampling import appraise
 from toploc import distances
 from toploc.errors import BadProof, WrongProofCount
@@ -38,7 +40,9 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One segment of the rollout in row `row` of its group, to be measured under the segment's policy.
 
     `context_ids` is all that its first token was drawn from: the prompt and the completion's `position` tokens
-    before it. `first_proof` is the place of `proofs` among the rollout's, for messages.
+    before it, with what the environment said between them. `replies` is what it said in the segment, each behind so
+    many of `token_ids`, which is more than none and fewer than all. `first_proof` is the place of `proofs` among the
+    rollout's, for messages.
     """
 
     row: int
@@ -48,16 +52,33 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: list[int]
     proofs: list[bytes]
     first_proof: int
+    replies: list[tuple[int, list[int]]] = []
 
     @property
     def input_ids(self) -> list[int]:
         """What the model sees: the last token is only predicted."""
-        return [*self.context_ids, *self.token_ids[:-1]]
+        return [*self.context_ids, *interleaved(self.token_ids[:-1], self.replies)]
 
     @property
     def length(self) -> int:
         """Tokens that the model sees."""
-        return len(self.context_ids) + len(self.token_ids) - 1
+        return len(self.context_ids) + len(self.token_ids) - 1 + sum(len(ids) for _, ids in self.replies)
+
+    def predicted_from(self, states: Tensor) -> Tensor:
+        """Of the hidden states from the context's last token on, [R, hidden], those that tokens were chosen from."""
+        if not self.replies:
+            return states
+        said = 0
+        parts = []
+        for (start, _), (end, ids) in pairwise([(0, []), *self.replies, (len(self.token_ids), [])]):
+            # A turn's first token is chosen from the last thing that was said.
+            parts.append(states[start + said : end + said])
+            said += len(ids)
+        return torch.cat(parts)
+
+    def chunk_sizes(self, chunk_tokens: int) -> list[int]:
+        """The tokens of each chunk that is proved."""
+        return chunk_sizes(pieces([len(self.token_ids)], self.replies), chunk_tokens=chunk_tokens)
 
     @property
     def tokens(self) -> int:
@@ -234,7 +255,8 @@ def _check_proofs(
     spans: Sequence[Span], states: Sequence[Tensor], *, proofs: ProofSpec
 ) -> list[list[Distances] | Refusal]:
     """The distances of each span's chunks from its proofs; faults are found again span by span."""
-    chunks = [list(torch.split(own.bfloat16(), proofs.chunk_tokens)) for own in states]
+    sizes = [span.chunk_sizes(proofs.chunk_tokens) for span in spans]
+    chunks = [list(torch.split(own.bfloat16(), cut)) for own, cut in zip(states, sizes, strict=True)]
     if any(len(span.proofs) != len(own) for span, own in zip(spans, chunks, strict=True)):
         return [_check_span(span, own, proofs=proofs) for span, own in zip(spans, chunks, strict=True)]
     seeds = [span.seed for span in spans for _ in span.proofs]

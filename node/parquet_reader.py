@@ -242,8 +242,9 @@ def _load(body: bytes | Path, *, max_bytes: int) -> bytes:
 def _shape_of(spec: RunSpec) -> Shape:
     """Twice what the run's rules allow, and a little: what is only just too much gets its own reason later."""
     sampling = spec.sampling
-    # Every segment after the first may leave one more chunk unfilled.
-    proofs = chunk_count([sampling.max_new_tokens], chunk_tokens=spec.proofs.chunk_tokens) + sampling.max_version_lead
+    # Every segment and every turn after the first may leave one more chunk unfilled.
+    proofs = chunk_count([sampling.max_new_tokens], chunk_tokens=spec.proofs.chunk_tokens)
+    proofs += sampling.max_version_lead + sampling.max_turns - 1
     return Shape(
         rows=sampling.group_size,
         prompt_tokens=2 * sampling.max_prompt_tokens + 16,

@@ -116,6 +116,15 @@ def render_prompt(policy: Blueprint, text: str) -> list[int]:
         return ids
 
 
+def render_reply(policy: Blueprint, text: str) -> list[int]:
+    """The token ids of what an environment says after a turn: as a prompt, but without the post-processor's tokens,
+    which begin or end a sequence. Raises MalformedPolicy where the tokenizer fails at it.
+    """
+    with _tokenizing():
+        ids: list[int] = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
 def render_completion(policy: Blueprint, ids: list[int]) -> str:
     """The text of a completion without its end mark; ids that the tokenizer has no entry for are dropped.
 

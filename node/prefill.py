@@ -28,6 +28,7 @@ from node.protocol.evidence import Totals
 from node.protocol.reasons import Refusal
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout, chunk_count
+from node.protocol.turns import Replies, interleaved, pieces
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,10 @@ class TransformersPrefill:
             ids[index, : span.length] = torch.tensor(span.input_ids)
         model: Any = self._policy.model
         hidden: Tensor = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
-        return [hidden[index, span.length - span.tokens : span.length] for index, span in enumerate(batch)]
+        return [
+            span.predicted_from(hidden[index, len(span.context_ids) - 1 : span.length])
+            for index, span in enumerate(batch)
+        ]
 
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
@@ -152,13 +156,19 @@ def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
 class Measuring:
     """Several groups of rollouts, which passed `check_rollouts`, on their way through the policies that drew them.
 
-    `rows` are those of each group that are measured, ascending; None for all. Call `measure` once for each of
+    `rows` are those of each group that are measured, ascending; None for all. `replies` are what `check_rollouts`
+    found of each group's rollouts; None where no environment says anything. Call `measure` once for each of
     `versions`, in any order, then `result` for each group. Groups share forward passes, but neither a refusal nor a
     failure is anybody's but the group's own.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Rollout]], *, spec: RunSpec, rows: Sequence[Sequence[int]] | None = None
+        self,
+        groups: Sequence[Sequence[Rollout]],
+        *,
+        spec: RunSpec,
+        rows: Sequence[Sequence[int]] | None = None,
+        replies: Sequence[Sequence[Replies]] | None = None,
     ) -> None:
         chosen = [range(len(group)) for group in groups] if rows is None else rows
         self._groups = [{row: group[row] for row in own} for group, own in zip(groups, chosen, strict=True)]
@@ -168,7 +178,8 @@ class Measuring:
         self._spans: dict[int, dict[int, list[Span]]] = {}
         for number, group in enumerate(self._groups):
             for row, rollout in group.items():
-                for version, span in spans_of(rollout, row=row, chunk_tokens=spec.proofs.chunk_tokens):
+                said = () if replies is None else replies[number][row]
+                for version, span in spans_of(rollout, said, row=row, chunk_tokens=spec.proofs.chunk_tokens):
                     self._spans.setdefault(version, {}).setdefault(number, []).append(span)
 
     @property
@@ -226,24 +237,30 @@ class Measuring:
         return Measured(figures=figures, totals=totals, logprobs=logprobs, deviations=deviations)
 
 
-def spans_of(rollout: Rollout, *, row: int, chunk_tokens: int) -> Iterator[tuple[int, Span]]:
-    """The segments of `rollout` with the versions that drew them; proofs left over go to the last."""
+def spans_of(rollout: Rollout, replies: Replies = (), *, row: int, chunk_tokens: int) -> Iterator[tuple[int, Span]]:
+    """The segments of `rollout`, in which the environment said `replies`, with the versions that drew them.
+
+    Proofs left over go to the last.
+    """
     first = 0
     for segment in rollout.segments:
         tokens = rollout.completion_ids[segment.start : segment.end]
         last = segment.end == len(rollout.completion_ids)
-        end = None if last else first + chunk_count([len(tokens)], chunk_tokens=chunk_tokens)
+        within = [(at - segment.start, list(ids)) for at, ids in replies if segment.start < at < segment.end]
+        end = None if last else first + chunk_count(pieces([len(tokens)], within), chunk_tokens=chunk_tokens)
+        before = [(at, ids) for at, ids in replies if at <= segment.start]
         proofs = rollout.proofs[first:end]
         yield (
             segment.version,
             Span(
                 row=row,
                 seed=rollout.seed,
-                context_ids=[*rollout.prompt_ids, *rollout.completion_ids[: segment.start]],
+                context_ids=[*rollout.prompt_ids, *interleaved(rollout.completion_ids[: segment.start], before)],
                 position=segment.start,
                 token_ids=tokens,
                 proofs=proofs,
                 first_proof=first,
+                replies=within,
             ),
         )
         first += len(proofs)

@@ -25,6 +25,7 @@ from node.protocol.admission import GAIN, GAIN_ERRORS, Finding, limit_of
 from node.protocol.evidence import Totals, evidences
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout, toploc_bytes
+from node.protocol.turns import Replies
 from node.readings import policy_of
 from toploc import Gain, gain, shifts, sketch_errors
 
@@ -54,18 +55,25 @@ def never(_totals: Totals, _limits: LimitsSpec) -> bool:
 
 
 async def look_again(
-    rollouts: Sequence[Rollout], *, version: int, policies: _Policies, published: Collection[int], spec: RunSpec
+    rollouts: Sequence[Rollout],
+    replies: Sequence[Replies] | None = None,
+    *,
+    version: int,
+    policies: _Policies,
+    published: Collection[int],
+    spec: RunSpec,
 ) -> Finding | None:
     """What a group of the leased policy `version` turns out to be the work of; None if of nothing we suspect.
 
+    `replies` are what the environment said in each rollout; None where it says nothing.
     `published` are the run's versions, the one before `version` among them if there is one. Raises PolicyAway.
     """
     if not spec.proofs.has_sketch:
         return None
     spans = [
         span
-        for row, rollout in enumerate(rollouts)
-        for drawn_by, span in spans_of(rollout, row=row, chunk_tokens=spec.proofs.chunk_tokens)
+        for row, (rollout, said) in enumerate(zip(rollouts, replies or [()] * len(rollouts), strict=True))
+        for drawn_by, span in spans_of(rollout, said, row=row, chunk_tokens=spec.proofs.chunk_tokens)
         if drawn_by == version
     ]
     for name in spec.limits.suspects:
@@ -118,7 +126,11 @@ def measure_gain(own: Policy, other: Policy, spans: Sequence[Span], *, spec: Run
 
 
 def _chunks(prefill: TransformersPrefill, spans: Sequence[Span], *, size: int) -> list[Tensor]:
-    return [chunk for states in prefill.states(spans) for chunk in torch.split(states.bfloat16(), size)]
+    return [
+        chunk
+        for span, states in zip(spans, prefill.states(spans), strict=True)
+        for chunk in torch.split(states.bfloat16(), span.chunk_sizes(size))
+    ]
 
 
 def quantised(policy: Policy) -> Policy:

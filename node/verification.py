@@ -18,10 +18,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from node.conversing import asking, graded
 from node.environments import Environment, Problem, check_rewards
 from node.measurement import Deviations
 from node.parquet_reader import ParquetReader, VerifierFailed
-from node.policy import Blueprint, render_completion, render_prompt
+from node.policy import Blueprint, render_prompt
 from node.prefill import Measured, Measuring, Prefill, own_faults
 from node.proofs import check_proofs
 from node.protocol.admission import Figures, Finding, Outcome, judge, judge_group, worst
@@ -30,6 +31,7 @@ from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_sizes
+from node.protocol.turns import Replies, pieces
 from node.second_look import Look, at_doubt, look_again
 from toploc.errors import BadProof
 
@@ -54,7 +56,8 @@ class Verdict:
     `row_totals` what each gives to that, `deviations` the numbers behind them; all are None where a check that needs no
     model refused.
     `rollouts`, `logprobs` and `rewards` are there only for `admitted`. The log-probabilities are recomputed ones where
-    a row was measured: the submitted are compared, then dropped.
+    a row was measured: the submitted are compared, then dropped. `replies` are what the environment said in each
+    rollout, once the checks that need no model have found out; () before.
     """
 
     outcome: Outcome
@@ -71,6 +74,7 @@ class Verdict:
     tokens: int = 0
     rollouts: list[Rollout] | None = None
     logprobs: list[list[float]] | None = None
+    replies: Sequence[Replies] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,7 @@ def expected_of(
 
     `published` as in `Expected`: None leaves unchecked whether the versions that are named exist.
     """
-    _, problem = _problem_of(spec, environments, run_id=run_id, manifest_digest=manifest_digest, slot=slot)
+    environment, problem = _problem_of(spec, environments, run_id=run_id, manifest_digest=manifest_digest, slot=slot)
     return Expected(
         version=version,
         published=published,
@@ -147,6 +151,7 @@ def expected_of(
         seeds=group_seeds(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot),
         vocabulary=policy.vocabulary,
         eos_ids=policy.eos_ids,
+        ask=asking(policy, environment, problem, sampling=spec.sampling),
     )
 
 
@@ -222,7 +227,12 @@ async def _measure_due(
     cases: Sequence[_Case], policies: Policies, *, spec: RunSpec, newest_first: bool = False
 ) -> None:
     """Have the rows measured that are due in each case, under one policy after the other, and judge what is known."""
-    measuring = Measuring([case.claim.rollouts for case in cases], spec=spec, rows=[case.due for case in cases])
+    measuring = Measuring(
+        [case.claim.rollouts for case in cases],
+        spec=spec,
+        rows=[case.due for case in cases],
+        replies=[case.replies for case in cases],
+    )
     for version in sorted(measuring.versions, reverse=newest_first):
         await _measure(measuring, version, policies)
     for group, case in enumerate(cases):
@@ -248,7 +258,7 @@ class _Case:
     """One claim on its way to a verdict; `ended` once it has one, or its policy cannot be had.
 
     `due` are the rows to be measured next; `figures`, `totals`, `logprobs` and `deviations` are what is known of the
-    others, by row.
+    others, by row. `replies` are what the environment said in each row.
     """
 
     claim: Claim
@@ -256,6 +266,7 @@ class _Case:
     blueprint: Blueprint = field(init=False)
     ended: Verdict | PolicyAway | None = None
     due: list[int] = field(default_factory=list)
+    replies: Sequence[Replies] = ()
     figures: dict[int, Figures] = field(default_factory=dict)
     totals: dict[int, Totals] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
@@ -281,8 +292,8 @@ class _Case:
             slot=self.claim.slot,
             published=published,
         )
-        check_rollouts(self.claim.rollouts, expected=expected, spec=self.rules.spec)
-        _check_proof_form(self.claim.rollouts, hidden=self.blueprint.hidden, spec=self.rules.spec)
+        self.replies = check_rollouts(self.claim.rollouts, expected=expected, spec=self.rules.spec)
+        _check_proof_form(self.claim.rollouts, self.replies, hidden=self.blueprint.hidden, spec=self.rules.spec)
 
     def take(self, measured: Measured | Refusal | VerifierFailed) -> None:
         """Draw what follows from what the policies say of the rows that were due: the end, or that others are."""
@@ -329,6 +340,7 @@ class _Case:
             row_totals=self.totals,
             deviations=self.deviations,
             tokens=self.claim.tokens,
+            replies=self.replies,
         )
 
     def _admitted(self) -> Verdict:
@@ -344,6 +356,7 @@ class _Case:
             tokens=self.claim.tokens,
             rollouts=list(self.claim.rollouts),
             logprobs=[self.logprobs.get(row, rollout.logprobs) for row, rollout in enumerate(self.claim.rollouts)],
+            replies=self.replies,
         )
 
     async def look_again(self, look: Look, policies: Policies, published: Collection[int]) -> None:
@@ -353,11 +366,15 @@ class _Case:
             return
         if verdict.spot is not None or not look(verdict.totals, limits):
             return
-        rollouts, version = self.claim.rollouts, self.claim.version
         try:
             with own_faults("the second look"):
                 finding = await look_again(
-                    rollouts, version=version, policies=policies, published=published, spec=self.rules.spec
+                    self.claim.rollouts,
+                    self.replies,
+                    version=self.claim.version,
+                    policies=policies,
+                    published=published,
+                    spec=self.rules.spec,
                 )
         except PolicyAway as error:
             self.ended = error
@@ -375,19 +392,19 @@ class _Case:
             slot=self.claim.slot,
         )
         for rollout in self.claim.rollouts:
-            reward = environment.reward(problem, render_completion(self.blueprint, rollout.completion_ids))
+            reward = graded(self.blueprint, environment, problem, rollout.completion_ids)
             if not 0.0 <= reward <= 1.0:
                 raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
             yield reward
 
 
-def _check_proof_form(rollouts: Sequence[Rollout], *, hidden: int, spec: RunSpec) -> None:
+def _check_proof_form(rollouts: Sequence[Rollout], replies: Sequence[Replies], *, hidden: int, spec: RunSpec) -> None:
     """Raise malformed_proof for a proof that no honest prover makes of a chunk of its size (section 6.2).
 
     The prefill would find it too, but not cheaply, and only in the rows that it measures.
     """
-    for row, rollout in enumerate(rollouts):
-        sizes = chunk_sizes(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
+    for row, (rollout, said) in enumerate(zip(rollouts, replies, strict=True)):
+        sizes = chunk_sizes(pieces(rollout.segment_tokens, said), chunk_tokens=spec.proofs.chunk_tokens)
         try:
             check_proofs(rollout.proofs, sizes, hidden=hidden, spec=spec.proofs)
         except BadProof as error:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest
+from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
 from node.environments import load_environment
 from node.errors import EngineFailed
 from node.parquet import write_rollouts
@@ -110,7 +110,7 @@ class EngineHost:
         """
         try:
             expected = self._expected(lease)
-            requests = [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
+            requests = requests_for(expected)
             rollouts = await self._engine.generate(requests, ended=ended)
         except Exception as error:
             if isinstance(error, (BrokenPolicy, PolicyError)) and self.version is not None:

@@ -34,11 +34,10 @@ from coordinator.service import Coordinator
 from coordinator.storage import training
 from coordinator.storage.training import Published
 from coordinator.verifier import Verifier, VerifierSettings
-from node.engines.base import SampleRequest
+from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.environments import load_environment
 from node.parquet import write_rollouts
-from node.policy import render_prompt
 from node.protocol.messages import (
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
@@ -51,9 +50,9 @@ from node.protocol.messages import (
 )
 from node.protocol.requests import sign_request
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, StandingSpec, run_id_of
-from node.protocol.slots import group_seeds, slot_problem
-from node.protocol.submission import Rollout
+from node.protocol.submission import Expected, Rollout
 from node.readings import MakePrefills, transformers_prefills
+from node.verification import expected_of
 from shardcast import Origin, OriginServer
 from shardcast.envelope import open_envelope
 from shardcast.manifest import SignedManifest
@@ -197,11 +196,19 @@ class Swarm:
 
     def requests(self, lease: Lease) -> list[SampleRequest]:
         """What the slot of `lease` asks for."""
-        where = {"run_id": self.home.run_id, "manifest_digest": lease.manifest_digest, "slot": lease.slot}
-        chosen = slot_problem(self.home.spec, **where)
-        environment = load_environment(self.home.spec.environments[chosen.environment])
-        prompt = render_prompt(self.engine.policy, environment.problem(chosen.problem).prompt)
-        return [SampleRequest(tuple(prompt), seed) for seed in group_seeds(self.home.spec, **where)]
+        return requests_for(self.expected(lease))
+
+    def expected(self, lease: Lease) -> Expected:
+        """What a submission for `lease` must contain."""
+        return expected_of(
+            self.home.spec,
+            self.engine.policy,
+            [load_environment(environment) for environment in self.home.spec.environments],
+            run_id=self.home.run_id,
+            version=lease.version,
+            manifest_digest=lease.manifest_digest,
+            slot=lease.slot,
+        )
 
     def honest(self, lease: Lease) -> list[Rollout]:
         """What an honest worker generates for `lease`."""

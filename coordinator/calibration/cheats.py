@@ -18,10 +18,12 @@ from torch import Tensor
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.policy import Policy, load_policy, save_policy
+from node.prefill import TransformersPrefill, spans_of
 from node.proofs import build_proofs
 from node.protocol.run import RunSpec
 from node.protocol.sampling import gumbel_noise
-from node.protocol.submission import Rollout
+from node.protocol.submission import Rollout, chunk_sizes
+from node.protocol.turns import Replies, pieces
 from node.sampling import Choice
 
 Change = Callable[[Tensor], Tensor]
@@ -122,24 +124,28 @@ class Prover:
     policy: Policy
     spec: RunSpec
 
-    def prove(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same tokens with the log-probabilities and proofs that an honest worker would send with them."""
-        return [self._prove(rollout) for rollout in rollouts]
+    def prove(self, rollouts: Sequence[Rollout], replies: Sequence[Replies] | None = None) -> list[Rollout]:
+        """The same tokens with the log-probabilities and proofs that an honest worker would send with them.
 
-    def _prove(self, rollout: Rollout) -> Rollout:
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids[:-1]]])
-        model: Any = self.policy.model
+        `replies` are what stands between the tokens of each; None where nothing does.
+        """
+        said = replies or [()] * len(rollouts)
+        return [self._prove(rollout, own) for rollout, own in zip(rollouts, said, strict=True)]
+
+    def _prove(self, rollout: Rollout, replies: Replies) -> Rollout:
+        whole = msgspec.structs.replace(rollout, segment_tokens=[len(rollout.completion_ids)])
+        chunk_tokens = self.spec.proofs.chunk_tokens
+        ((_, span),) = spans_of(whole, replies, row=0, chunk_tokens=chunk_tokens)
         with torch.inference_mode():
-            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-            states = states[len(rollout.prompt_ids) - 1 :]
+            (states,) = TransformersPrefill(self.policy).states([span])
             logits = self.policy.logits(states) / self.spec.sampling.temperature
         chosen = torch.tensor(rollout.completion_ids)
         logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0]
-        chunks = list(torch.split(states.bfloat16(), self.spec.proofs.chunk_tokens))
+        sizes = chunk_sizes(pieces(whole.segment_tokens, replies), chunk_tokens=chunk_tokens)
+        chunks = list(torch.split(states.bfloat16(), sizes))
         return msgspec.structs.replace(
-            rollout,
+            whole,
             logprobs=logprobs.tolist(),
-            segment_tokens=[len(chosen)],
             proofs=build_proofs(chunks, [rollout.seed] * len(chunks), spec=self.spec.proofs),
         )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 
+from node.conversing import graded
 from node.engines.base import SampleRequest
 from node.environments import load_environment
-from node.policy import Blueprint, render_completion
+from node.policy import Blueprint
 from node.protocol.run import RunSpec
 from node.protocol.slots import slot_problem
 from node.protocol.submission import Rollout
@@ -31,7 +32,10 @@ class Slots:
         return list(range(first, self._next))
 
     def requests(self, slot: int) -> list[SampleRequest]:
-        """What a worker that holds `slot` asks its engine for: one prompt and a seed for each of the group."""
+        """What a worker that holds `slot` asks its engine for: one prompt and a seed for each of the group.
+
+        Of an environment of several turns the first alone: rounding has no part in who spoke before.
+        """
         expected = expected_of(
             self._spec,
             self.blueprint,
@@ -47,5 +51,4 @@ class Slots:
         """What the slot's environment gives for a completion."""
         drawn = slot_problem(self._spec, run_id=RUN_ID, manifest_digest=self._manifest, slot=slot)
         environment = self._environments[drawn.environment]
-        text = render_completion(self.blueprint, rollout.completion_ids)
-        return environment.reward(environment.problem(drawn.problem), text)
+        return graded(self.blueprint, environment, environment.problem(drawn.problem), rollout.completion_ids)

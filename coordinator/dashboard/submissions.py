@@ -39,6 +39,9 @@ MOST_TOKENS: Final = 4000
 """Tokens on one page, the chosen completion's first."""
 
 MOST_CHUNKS: Final = 256
+SHOWN_REPLY: Final = 100
+"""Characters of what an environment said at a time."""
+
 MARGIN_STEPS: Final = (0.001, 0.01, 0.1, 0.5, 1.0)
 """Where the colours of margins change, as shares of the limit of a token's margin."""
 
@@ -57,7 +60,10 @@ _CHUNK_FIGURES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as it is shown: `text` made visible, `grade` 0 .. 5 of its margin, None where it was not measured."""
+    """A token as it is shown: `text` made visible, `grade` 0 .. 5 of its margin, None where it was not measured.
+
+    `said` is what the environment said before it, None where it said nothing.
+    """
 
     text: str
     id: int
@@ -65,6 +71,7 @@ class Token:
     margin: str
     error: str
     chunk: int | None
+    said: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +331,7 @@ def _segments(row: RowEvidence) -> str:
 def _tokens(row: RowEvidence, limits: LimitsSpec, *, most: int) -> list[Token]:
     ids, margins, errors = token_ids(row.ids), halves(row.margins), halves(row.errors)
     chunk_at = [index for index, chunk in enumerate(row.chunks) for _ in range(chunk.tokens)]
+    replies = {before: visible(said, most=SHOWN_REPLY, lines=True) for before, said in row.replies}
     found = []
     for at, (piece, id_) in enumerate(zip(row.pieces[:most], ids, strict=False)):
         measured = at < len(margins) and at < len(errors)
@@ -335,6 +343,7 @@ def _tokens(row: RowEvidence, limits: LimitsSpec, *, most: int) -> list[Token]:
                 margin=number(margins[at]) if measured else "",
                 error=number(errors[at]) if measured else "",
                 chunk=chunk_at[at] if at < len(chunk_at) else None,
+                said=replies.get(at),
             )
         )
     return found

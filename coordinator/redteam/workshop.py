@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from coordinator.calibration.cheats import Prover
+from node.conversing import asking, graded
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environment
-from node.policy import Policy, render_completion, render_prompt
+from node.policy import Policy, render_prompt
 from node.protocol.messages import Lease
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
+from node.protocol.turns import Replies, replay
 from node.sampling import Choice, Choose, choose
 from node.worker_policies import PolicyFeed
 
@@ -109,10 +111,10 @@ class Workshop:
         async with bench.drawing(version, HONEST.choose, partial(self._load, bench, version, HONEST)):
             return bench.engine.policy
 
-    async def prove(self, version: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Any tokens, with the policy's true log-probabilities and proofs."""
+    async def prove(self, version: int, rollouts: Sequence[Rollout], replies: Sequence[Replies]) -> list[Rollout]:
+        """Any tokens, with the policy's true log-probabilities and proofs; `replies` stand between those of each."""
         prover = Prover(await self.policy(version), self.spec)
-        return await asyncio.to_thread(prover.prove, rollouts)
+        return await asyncio.to_thread(prover.prove, rollouts, replies)
 
     async def work(self, lease: Lease) -> Work:
         """What a lease asks for; raises FileNotFoundError."""
@@ -123,7 +125,8 @@ class Workshop:
         problem = environment.problem(drawn.problem)
         prompt = tuple(render_prompt(policy, problem.prompt))
         seeds = group_seeds(self.spec, **where)  # type: ignore[arg-type]
-        requests = [SampleRequest(prompt, seed) for seed in seeds]
+        ask = asking(policy, environment, problem, sampling=self.spec.sampling)
+        requests = [SampleRequest(prompt, seed, ask=ask) for seed in seeds]
         return Work(self, lease, policy, environment, problem, requests)
 
     async def close(self) -> None:
@@ -189,11 +192,17 @@ class Work:
 
     async def prove(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Any tokens, with the policy's true log-probabilities and proofs."""
-        return await self.workshop.prove(self.lease.version, rollouts)
+        return await self.workshop.prove(
+            self.lease.version, rollouts, [self._replies(rollout.completion_ids) for rollout in rollouts]
+        )
+
+    def _replies(self, tokens: Sequence[int]) -> Replies:
+        ends, ask = self.policy.eos_ids, self.requests[0].ask
+        return replay(tokens, eos_ids=ends, sampling=self.spec.sampling, ask=ask).replies
 
     def reward(self, rollout: Rollout) -> float:
         """What the run would pay for a completion."""
-        return self.environment.reward(self.problem, render_completion(self.policy, rollout.completion_ids))
+        return graded(self.policy, self.environment, self.problem, rollout.completion_ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""

@@ -11,5 +11,5 @@ _OTHER_BYTES = 64
 def max_group_bytes(spec: RunSpec) -> int:
     """An upper bound of an admitted group's blob: a number takes at most 9 bytes in MessagePack."""
     sampling = spec.sampling
-    row = _NUMBER_BYTES * (1 + sampling.max_prompt_tokens + 2 * sampling.max_new_tokens) + _OTHER_BYTES
+    row = _NUMBER_BYTES * (1 + sampling.most_tokens + sampling.max_new_tokens + 3 * sampling.max_turns) + _OTHER_BYTES
     return sampling.group_size * row + _OTHER_BYTES

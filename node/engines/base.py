@@ -15,14 +15,15 @@ stable identifier for machines, and a sentence for people.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from node.policy import Blueprint
 from node.protocol.run import SamplingSpec
 from node.protocol.slots import SEED_BYTES
-from node.protocol.submission import Rollout
+from node.protocol.submission import Expected, Rollout
+from node.protocol.turns import AskReply
 
 
 class EngineError(Exception):
@@ -59,17 +60,26 @@ class Interrupted(EngineError):
 class SampleRequest:
     """One completion to draw: the prompt's token ids, and the 16-byte seed that forces every choice.
 
-    `max_tokens` ends it before the run's own limit does.
+    `max_tokens` ends it before the run's own limit does. `ask` is the environment, where it has several turns.
+    `position` is that of its first token where it is a later turn by itself: then `prompt_ids` are all that was said
+    before.
     """
 
     prompt_ids: tuple[int, ...]
     seed: bytes
     max_tokens: int | None = None
+    ask: AskReply | None = field(default=None, compare=False)
+    position: int = 0
 
     def cap(self, sampling: SamplingSpec) -> int:
         """The most tokens that it may have."""
-        most = sampling.max_new_tokens
+        most = sampling.max_new_tokens - self.position
         return most if self.max_tokens is None else min(most, self.max_tokens)
+
+
+def requests_for(expected: Expected) -> list[SampleRequest]:
+    """What a worker asks its engine for: a slot's completions."""
+    return [SampleRequest(tuple(expected.prompt_ids), seed, ask=expected.ask) for seed in expected.seeds]
 
 
 class Engine(Protocol):
@@ -110,10 +120,11 @@ class Engine(Protocol):
 def check_requests(requests: Sequence[SampleRequest], *, vocabulary: int, sampling: SamplingSpec) -> None:
     """Raise BadRequest for the first request that the run does not allow."""
     for index, request in enumerate(requests):
-        if not 1 <= len(request.prompt_ids) <= sampling.max_prompt_tokens:
-            raise BadRequest(
-                f"prompt {index} has {len(request.prompt_ids)} tokens, 1 to {sampling.max_prompt_tokens} are allowed"
-            )
+        most = sampling.max_prompt_tokens
+        if request.position:
+            most += request.position + sampling.reply_tokens
+        if not 1 <= len(request.prompt_ids) <= most:
+            raise BadRequest(f"prompt {index} has {len(request.prompt_ids)} tokens, 1 to {most} are allowed")
         if not all(0 <= token < vocabulary for token in request.prompt_ids):
             raise BadRequest(f"prompt {index} has a token outside the vocabulary of {vocabulary}")
         if len(request.seed) != SEED_BYTES:

@@ -31,11 +31,13 @@ FIRST_PLACES = 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Whose token a row of the batch chooses: completion `name`'s at `position` (0 for its first)."""
+    """Whose token a row of the batch chooses: completion `name`'s at `position`; that of its first is `first`, 0 unless
+    it goes on after an earlier turn."""
 
     name: str
     seed: bytes
     position: int
+    first: int = 0
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -69,7 +71,8 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Track:
-    """A completion under way. Its ring holds positions `start` .. `end` - 1, all drawn under `version`."""
+    """A completion under way. Its ring holds positions `start` .. `end` - 1, all drawn under `version`; `start` and
+    `end` count from its own first token."""
 
     place: int
     version: int
@@ -157,7 +160,7 @@ class Recorder:
         full: list[tuple[_Track, _Chunk]] = []
         tracks = [self._track(place) for place in places]
         for track, place in zip(tracks, places, strict=True):
-            position = place.position
+            position = place.position - place.first
             if track.fault is None and not track.start <= position <= track.end:
                 track.fault = f"position {position} was drawn where {track.start} to {track.end} was due"
             if track.version != self.version:
@@ -172,7 +175,7 @@ class Recorder:
             chosen = torch.tensor(sound, dtype=torch.int64, device=self._device)
             hidden, tokens, logprobs = hidden[chosen], tokens[chosen], logprobs[chosen]
         where = torch.tensor(
-            [[tracks[index].place, places[index].position - tracks[index].start] for index in sound],
+            [[tracks[index].place, tracks[index].end - 1 - tracks[index].start] for index in sound],
             dtype=torch.int64,
             device=self._device,
         ).reshape(-1, 2)

@@ -24,6 +24,7 @@ from torch import Tensor
 from node.engines.base import BrokenPolicy, EngineError, Interrupted, NoPolicy, SampleRequest, check_requests
 from node.engines.recorder import Place, Recorder, check_recorded
 from node.engines.torch_decoder import Decoder
+from node.engines.turns import converse
 from node.policy import Policy, load_policy
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
@@ -73,9 +74,12 @@ class TorchEngine:
     async def generate(
         self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
     ) -> list[Rollout]:
-        check_requests(requests, vocabulary=self.policy.vocabulary, sampling=self._spec.sampling)
+        policy, sampling = self.policy, self._spec.sampling
+        check_requests(requests, vocabulary=policy.vocabulary, sampling=sampling)
         if not requests:
             return []
+        if any(request.ask is not None for request in requests):
+            return await converse(requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, ended=ended)
         loop = asyncio.get_running_loop()
         call = Call(requests, ended=ended and partial(loop.call_soon_threadsafe, ended))
         with self._lock:
@@ -84,6 +88,10 @@ class TorchEngine:
                 self._thread = threading.Thread(target=self._decode, name="torch-engine")
                 self._thread.start()
         return await asyncio.wrap_future(call.rollouts)
+
+    async def _turn(self, request: SampleRequest) -> Rollout:
+        (rollout,) = await self.generate([request])
+        return rollout
 
     async def close(self) -> None:
         with self._lock:
@@ -147,6 +155,12 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     has_ended: bool = False
 
+    @property
+    def place(self) -> Place:
+        """Of its next token."""
+        first = self.request.position
+        return Place(self.name, self.request.seed, first + len(self.tokens), first=first)
+
 
 class Batch:
     """The rows that are decoded together, across policies. Not thread-safe."""
@@ -192,11 +206,11 @@ class Batch:
             raise BrokenPolicy(f"policy {loaded.version} is of another size than the one before it")
         self._loaded = loaded
         self._recorder.version = loaded.version
-        self._decoder = Decoder(policy, columns=sampling.max_prompt_tokens + sampling.max_new_tokens - 1)
+        self._decoder = Decoder(policy, columns=sampling.most_tokens - 1)
 
     def _choose(self, policy: Policy, hidden: Tensor) -> None:
         """The forced token of each row from `hidden` [B, hidden] (docs/protocol.md, section 4)."""
-        self._recorder.begin([Place(row.name, row.request.seed, len(row.tokens)) for row in self.rows], hidden)
+        self._recorder.begin([row.place for row in self.rows], hidden)
         logits: Tensor = self._recorder.sample(policy.logits(hidden))
         for row, token in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             row.tokens.append(token)

@@ -22,6 +22,7 @@ import msgspec
 
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy, SampleRequest, check_requests
 from node.engines.recorder import Recorded, check_recorded
+from node.engines.turns import converse
 from node.engines.vllm_host import VllmHost, said
 from node.engines.vllm_settings import VllmSettings
 from node.policy import Blueprint
@@ -69,7 +70,10 @@ class VllmEngine:
     ) -> list[Rollout]:
         if self._host.llm is None:
             raise NoPolicy("no policy was loaded yet")
-        check_requests(requests, vocabulary=self.policy.vocabulary, sampling=self._spec.sampling)
+        policy, sampling = self.policy, self._spec.sampling
+        check_requests(requests, vocabulary=policy.vocabulary, sampling=sampling)
+        if any(request.ask is not None for request in requests):
+            return await converse(requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, ended=ended)
         if not self._under_way:
             self._host.progressed()
         self._ended = None
@@ -85,6 +89,10 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._host.close()
+
+    async def _turn(self, request: SampleRequest) -> Rollout:
+        (rollout,) = await self.generate([request])
+        return rollout
 
     async def _complete(self, request: SampleRequest, ended: Callable[[], None] | None) -> Rollout:
         name = f"c{next(self._names)}"
@@ -133,7 +141,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
-            extra_args={"veriswarm": {"name": name, "seed": request.seed.hex()}},
+            extra_args={"veriswarm": {"name": name, "seed": request.seed.hex(), "position": request.position}},
         )
 
     # -- records

@@ -123,11 +123,14 @@ def positions_bytes(blueprint: Blueprint) -> int:
 
 
 def _length(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings) -> int:
-    needed = spec.sampling.max_prompt_tokens + spec.sampling.max_new_tokens
+    needed = spec.sampling.most_tokens
+    terms = "sampling.max_prompt_tokens + max_new_tokens"
+    if spec.sampling.reply_tokens:
+        terms += " + max_reply_tokens"
     positions = int(getattr(blueprint.config, "max_position_embeddings", needed))
     if needed > positions:
         raise DoesNotFit(
-            f"The run asks for {needed} tokens (sampling.max_prompt_tokens + max_new_tokens), but the policy has "
+            f"The run asks for {needed} tokens ({terms}), but the policy has "
             f"positions for {positions}: its operator has to change one of them."
         )
     if settings.max_model_len is None:

@@ -143,7 +143,7 @@ class ProvingWorker:
         Both are MessagePack. Every rank computes, because the output head is shared among them; rank 0 answers.
         """
         wanted = msgspec.msgpack.decode(asked, type=list[tuple[str, Span]])
-        states = [torch.cat(_captures.pop(name)) for name, _ in wanted]
+        states = [span.predicted_from(torch.cat(_captures.pop(name))) for name, span in wanted]
         own = self._installed
         with torch.inference_mode():
             found = measure_states(
@@ -201,6 +201,7 @@ def _places(runner: Any, scheduled: Any) -> list[Place | None]:
             places.append(None)
             continue
         last = int(batch.num_computed_tokens_cpu[row]) + scheduled.num_scheduled_tokens[request_id] - 1
-        position = last - (request.num_prompt_tokens - 1)
-        places.append(Place(name=ours["name"], seed=bytes.fromhex(ours["seed"]), position=position))
+        drawn = last - (request.num_prompt_tokens - 1)
+        first, seed = ours["position"], bytes.fromhex(ours["seed"])
+        places.append(Place(name=ours["name"], seed=seed, position=first + drawn, first=first))
     return places

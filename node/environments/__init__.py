@@ -8,26 +8,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from node.environments.arithmetic import Arithmetic
-from node.environments.base import Environment, EnvironmentFault, Problem, configure
+from node.environments.base import Conversation, Environment, EnvironmentFault, Problem, configure
+from node.environments.calculator import Calculator
 from node.environments.code import Code
+from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
+from node.environments.verifiers import load_verifiers
 from node.protocol.run import EnvironmentSpec
 
 REASONING_GYM = "reasoning_gym:"
-_BUILT_IN: dict[str, type[Arithmetic | Reverse | Code]] = {
-    environment.name: environment for environment in (Arithmetic, Reverse, Code)
+VERIFIERS = "verifiers:"
+_BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code]] = {
+    environment.name: environment for environment in (Arithmetic, Reverse, Calculator, Code)
 }
 
 
 def load_environment(spec: EnvironmentSpec) -> Environment:
-    """The environment that `spec` names, with its arguments; raise EnvironmentFault where there is none."""
+    """What `spec` asks for: an environment with its arguments and length targets.
+
+    Raises EnvironmentFault where there is none.
+    """
+    return with_lengths(_load(spec), spec)
+
+
+def _load(spec: EnvironmentSpec) -> Environment:
     if spec.name.startswith(REASONING_GYM):
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
         return load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments)
+    if spec.name.startswith(VERIFIERS):
+        return load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments)
     cls = _BUILT_IN.get(spec.name)
     if cls is None:
-        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>"))
+        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>", VERIFIERS + "<module>"))
         raise EnvironmentFault(f"no environment {spec.name!r}; there are: {known}", code="unknown_environment")
     return configure(cls, spec.arguments)
 
@@ -38,8 +51,9 @@ def check_rewards(environments: Iterable[Environment]) -> None:
     Only who computes rewards needs to ask: a worker does not.
     """
     for environment in environments:
-        if isinstance(environment, Code):
-            environment.check_machine()
+        plain = environment.inner if isinstance(environment, LengthTargets) else environment
+        if isinstance(plain, Code):
+            plain.check_machine()
 
 
-__all__ = ["Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]
+__all__ = ["Conversation", "Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]

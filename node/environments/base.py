@@ -7,10 +7,10 @@ network, Python's salted `hash`, or the order of a set of strings; randomness is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -31,10 +31,15 @@ class EnvironmentFault(NodeError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt as text, and whatever the environment needs to judge an answer to it."""
+    """A prompt as text, and whatever the environment needs to judge an answer to it.
+
+    `opening`: how many characters of the prompt stand before what the user says, such as the marks of a chat. What is
+    asked for besides goes there.
+    """
 
     prompt: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    opening: int = 0
 
 
 class Environment(Protocol):
@@ -52,6 +57,25 @@ class Environment(Protocol):
 
         Where this machine cannot tell, it raises NodeError, and the verdict is indeterminate.
         """
+
+
+@runtime_checkable
+class Conversation(Environment, Protocol):
+    """An environment of several turns: after each that the model ends, it may say something, and the model goes on.
+
+    What it says is never sent by anybody. Worker, coordinator and auditor each ask `reply` with the same turns
+    and get the same text (docs/protocol.md, section 4.7). `reward` is that of a completion of one turn.
+    """
+
+    def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        """What the environment says after the last of the model's `turns`; None where the rollout is over.
+
+        Deterministic, bounded in time and size whatever the turns say, and never raises on account of them. Where
+        this machine cannot tell, it raises NodeError, and the verdict is indeterminate.
+        """
+
+    def reward_turns(self, problem: Problem, turns: Sequence[str]) -> float:
+        """The reward in [0, 1] of all that the model wrote, at least one turn; as `Environment.reward` otherwise."""
 
 
 def draws(environment: str, index: int) -> Iterator[int]:

@@ -28,12 +28,13 @@ def challenge_manifest(*, run_id: str, manifest_digest: str, node: bytes, nonce:
 
 
 def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:
-    """The run's rules for a challenge: as many rows and tokens as it asks for, all drawn by one policy."""
+    """The run's rules for a challenge: as many rows and tokens as it asks for, in one turn, all drawn by one policy."""
     sampling = msgspec.structs.replace(
         spec.sampling,
         group_size=ask.samples,
         max_new_tokens=min(ask.max_tokens, spec.sampling.max_new_tokens),
         max_version_lead=0,
+        max_turns=1,
     )
     limits = msgspec.structs.replace(spec.limits, max_submission_bytes=MAX_CHALLENGE_BYTES)
     return msgspec.structs.replace(spec, sampling=sampling, limits=limits)

@@ -38,19 +38,33 @@ class ModelSpec(Wire, frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
+class LengthSpec(Wire, frozen=True):
+    """Length targets, as in INTELLECT-2 (arXiv 2505.07291) after L1 (arXiv 2503.04697): `node.environments.lengths`.
+
+    Each problem asks for one of `targets` tokens, and a reward loses `penalty` for each token that the model wrote more
+    or fewer.
+    """
+
+    targets: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
+    penalty: Annotated[float, Meta(gt=0, le=1)] = 0.0003
+    form: Literal["sentence", "short"] = "sentence"
+
+
 class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights."""
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
+    length: LengthSpec | None = None
 
 
 class SamplingSpec(Wire, frozen=True):
     """How completions are drawn; the noise is the protocol's, so nobody has a choice.
 
     `max_version_lead`: how many versions past the leased one a completion may go on under, when newer policies
-    arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none.
+    arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none. `max_new_tokens` are those of
+    all turns together, `max_reply_tokens` those of all that the environment says between them.
     """
 
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
@@ -58,6 +72,18 @@ class SamplingSpec(Wire, frozen=True):
     max_prompt_tokens: Positive = 128
     max_new_tokens: Positive = 48
     max_version_lead: Annotated[int, Meta(ge=0, le=16)] = 0
+    max_turns: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_reply_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 128
+
+    @property
+    def reply_tokens(self) -> int:
+        """The most tokens that environments may add to a rollout."""
+        return self.max_reply_tokens if self.max_turns > 1 else 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a rollout: its prompt, what the model drew, and what an environment said between."""
+        return self.max_prompt_tokens + self.max_new_tokens + self.reply_tokens
 
 
 class ProofSpec(Wire, frozen=True):
@@ -228,6 +254,9 @@ class RunSpec(Wire, frozen=True):
         """Refuse settings that contradict each other; msgspec turns the ValueError into its own error."""
         if self.broadcast.keep_versions < self.batch.max_async + 2:
             raise ValueError("broadcast.keep_versions must be at least batch.max_async + 2, or workers lose policies")
+        targets = [target for one in self.environments if one.length for target in one.length.targets]
+        if max(targets, default=0) > self.sampling.max_new_tokens:
+            raise ValueError("environments.length.targets are at most sampling.max_new_tokens: no rollout is longer")
 
     @property
     def digest(self) -> str:
@@ -297,6 +326,7 @@ __all__ = [
     "Descriptor",
     "EnvironmentSpec",
     "HonestSpec",
+    "LengthSpec",
     "LevelSpec",
     "LimitsSpec",
     "ModelSpec",

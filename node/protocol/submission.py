@@ -10,6 +10,7 @@ import msgspec
 
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import ProofSpec, RunSpec
+from node.protocol.turns import AskReply, Replies, pieces, replay
 
 MAX_LOGPROB = 1e-4
 MIN_LOGPROB = -80.0
@@ -32,8 +33,9 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `logprobs` are of the run's temperature-scaled distribution, natural logarithm, one per completion token.
     `segment_versions` and `segment_tokens` say which policy drew which tokens, in order: a policy that arrived
-    on the way begins a new segment. `proofs` are of the final hidden states at positions
-    P-1 .. P+n-2 (P prompt tokens, n completion tokens), one per started chunk; chunks begin anew at a segment.
+    on the way begins a new segment. `proofs` are of the final hidden states that the completion's tokens were chosen
+    from, one per started chunk; chunks begin anew at a segment, and where the environment spoke. What it said is
+    nowhere in here.
     """
 
     seed: bytes
@@ -59,6 +61,7 @@ class Expected:
 
     `version` is the leased policy's: the oldest one that may have drawn a token. `published` are the versions
     of the run so far, from the leased one on; None where they are not known, as on a worker, and not checked.
+    `ask` is the environment of several turns, None for any other.
     """
 
     version: int
@@ -67,16 +70,17 @@ class Expected:
     seeds: Sequence[bytes]
     vocabulary: int
     eos_ids: Collection[int]
+    ask: AskReply | None = None
 
 
-def chunk_count(segment_tokens: Iterable[int], *, chunk_tokens: int) -> int:
-    """How many proofs segments of so many tokens need: each one's last, shorter chunk counts."""
-    return sum(-(-tokens // chunk_tokens) for tokens in segment_tokens)
+def chunk_count(pieces_tokens: Iterable[int], *, chunk_tokens: int) -> int:
+    """How many proofs pieces of so many tokens need: each one's last, shorter chunk counts."""
+    return sum(-(-tokens // chunk_tokens) for tokens in pieces_tokens)
 
 
-def chunk_sizes(segment_tokens: Iterable[int], *, chunk_tokens: int) -> list[int]:
-    """The tokens of each chunk that is proved: each segment's last one may be shorter."""
-    return [min(chunk_tokens, tokens - start) for tokens in segment_tokens for start in range(0, tokens, chunk_tokens)]
+def chunk_sizes(pieces_tokens: Iterable[int], *, chunk_tokens: int) -> list[int]:
+    """The tokens of each chunk that is proved: each piece's last one may be shorter (`node.protocol.turns.pieces`)."""
+    return [min(chunk_tokens, tokens - start) for tokens in pieces_tokens for start in range(0, tokens, chunk_tokens)]
 
 
 def toploc_bytes(proofs: ProofSpec) -> int:
@@ -89,22 +93,27 @@ def proof_bytes(proofs: ProofSpec, *, tokens: int) -> int:
     return toploc_bytes(proofs) + (4 * tokens if proofs.has_sketch else 0)
 
 
-def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: RunSpec) -> None:
-    """Raise the first Refusal, in the order of section 6; cheap, and free of any model."""
+def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: RunSpec) -> list[Replies]:
+    """Raise the first Refusal, in the order of section 6; cheap, and free of any model.
+
+    Returns what the environment said in each rollout. Raises whatever asking it raises.
+    """
     if len(rollouts) != len(expected.seeds):
         raise Refusal(Reason.WRONG_GROUP_SIZE, f"{len(rollouts)} rows where {len(expected.seeds)} were leased.")
+    said: list[Replies] = []
     for row, (rollout, seed) in enumerate(zip(rollouts, expected.seeds, strict=True)):
         if list(rollout.prompt_ids) != list(expected.prompt_ids):
             raise Refusal(Reason.WRONG_PROMPT, f"Row {row} answers another prompt.")
         if rollout.seed != seed:
             raise Refusal(Reason.WRONG_SEED, f"Row {row} carries seed {rollout.seed.hex()[:32]}.")
-        _check_tokens(row, rollout.completion_ids, expected=expected, spec=spec)
+        said.append(_check_tokens(row, rollout.completion_ids, expected=expected, spec=spec))
         _check_logprobs(row, rollout)
         _check_segments(row, rollout, expected=expected, lead=spec.sampling.max_version_lead)
-        _check_proofs(row, rollout, spec=spec)
+        _check_proofs(row, rollout, said[-1], spec=spec)
+    return said
 
 
-def _check_tokens(row: int, tokens: Sequence[int], *, expected: Expected, spec: RunSpec) -> None:
+def _check_tokens(row: int, tokens: Sequence[int], *, expected: Expected, spec: RunSpec) -> Replies:
     cap = spec.sampling.max_new_tokens
     if not tokens:
         raise Refusal(Reason.EMPTY_COMPLETION, f"Row {row} is empty.")
@@ -113,11 +122,12 @@ def _check_tokens(row: int, tokens: Sequence[int], *, expected: Expected, spec: 
     for position, token in enumerate(tokens):
         if not 0 <= token < expected.vocabulary:
             raise Refusal(Reason.TOKEN_OUT_OF_RANGE, f"Row {row} has token id {token} at position {position}.")
-    ends = [position for position, token in enumerate(tokens) if token in expected.eos_ids]
-    if ends and ends[0] != len(tokens) - 1:
-        raise Refusal(Reason.TOKENS_AFTER_EOS, f"Row {row} goes on after position {ends[0]}.")
-    if not ends and len(tokens) < cap:
+    replayed = replay(tokens, eos_ids=expected.eos_ids, sampling=spec.sampling, ask=expected.ask)
+    if replayed.end is not None and replayed.end < len(tokens):
+        raise Refusal(Reason.TOKENS_AFTER_EOS, f"Row {row} goes on after position {replayed.end - 1}.")
+    if replayed.end is None and len(tokens) < cap:
         raise Refusal(Reason.UNFINISHED, f"Row {row} stops after {len(tokens)} of {cap} tokens without an end.")
+    return replayed.replies
 
 
 def _check_logprobs(row: int, rollout: Rollout) -> None:
@@ -151,11 +161,10 @@ def _check_segments(row: int, rollout: Rollout, *, expected: Expected, lead: int
                 raise Refusal(Reason.WRONG_SEGMENTS, f"Row {row}: policy {version} was not published.")
 
 
-def _check_proofs(row: int, rollout: Rollout, *, spec: RunSpec) -> None:
-    wanted = chunk_count(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
-    if len(rollout.proofs) != wanted:
-        raise Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row} has {len(rollout.proofs)} proofs, {wanted} are due.")
-    sizes = chunk_sizes(rollout.segment_tokens, chunk_tokens=spec.proofs.chunk_tokens)
+def _check_proofs(row: int, rollout: Rollout, replies: Replies, *, spec: RunSpec) -> None:
+    sizes = chunk_sizes(pieces(rollout.segment_tokens, replies), chunk_tokens=spec.proofs.chunk_tokens)
+    if len(rollout.proofs) != len(sizes):
+        raise Refusal(Reason.WRONG_PROOF_COUNT, f"Row {row} has {len(rollout.proofs)} proofs, {len(sizes)} are due.")
     for index, (proof, tokens) in enumerate(zip(rollout.proofs, sizes, strict=True)):
         size = proof_bytes(spec.proofs, tokens=tokens)
         if len(proof) != size:

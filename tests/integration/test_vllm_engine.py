@@ -20,6 +20,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from talking import talkative_file
 
 from node.engines.base import BadRequest, BrokenPolicy, DoesNotFit, EngineDied, NoPolicy, SampleRequest
 from node.engines.vllm import VllmEngine
@@ -32,6 +33,7 @@ from node.protocol.admission import worst
 from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import chunk_count
+from node.protocol.turns import pieces, replay
 from node.tiny import make_model, make_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -40,7 +42,15 @@ SPEC = RunSpec(
     name="vllm",
     environments=(EnvironmentSpec(name="arithmetic"),),
     # Prompts and completions longer than a block of vLLM's cache (128 tokens), so that blocks are shared.
-    sampling=SamplingSpec(group_size=4, max_prompt_tokens=160, max_new_tokens=90, max_version_lead=4, temperature=0.8),
+    sampling=SamplingSpec(
+        group_size=4,
+        max_prompt_tokens=160,
+        max_new_tokens=90,
+        max_version_lead=4,
+        temperature=0.8,
+        max_turns=4,
+        max_reply_tokens=6,
+    ),
     proofs=ProofSpec(scheme="toploc/1", chunk_tokens=16),
 )
 # A cache of a few completions makes vLLM preempt, and 64 tokens a step make it read prompts in parts.
@@ -99,9 +109,9 @@ def some_requests(count, *, seed=0):
     return requests
 
 
-def figures_of(rollouts, prefills):
+def figures_of(rollouts, prefills, replies=None):
     """The worst figures of rollouts of policies 0, 1, …, each segment under its own."""
-    measuring = Measuring([rollouts], spec=SPEC)
+    measuring = Measuring([rollouts], spec=SPEC, replies=None if replies is None else [replies])
     for version in measuring.versions:
         measuring.measure(prefills[version], version)
     result = measuring.result(0)
@@ -110,9 +120,9 @@ def figures_of(rollouts, prefills):
     return worst(result.figures)
 
 
-def assert_exact(rollouts, prefills):
+def assert_exact(rollouts, prefills, replies=None):
     """As close as two float32 implementations of one model are."""
-    figures = figures_of(rollouts, prefills)
+    figures = figures_of(rollouts, prefills, replies)
     assert figures.exponent_mismatches <= 1
     assert figures.mantissa_mean <= 0.02
     assert figures.token_margin <= 1e-4
@@ -196,6 +206,46 @@ async def test_a_policy_loaded_between_slots_leaves_nothing_of_the_old_one(engin
     """vLLM keeps the packed head of a model with tied embeddings when it reloads weights on a CPU."""
     await engine.load(files[1], version=1)
     assert_exact(await engine.generate(some_requests(6, seed=3)), prefills)
+
+
+async def test_a_tool_between_turns_is_read_by_vllm_as_by_everybody(engine, tmp_path):
+    """Turns are requests of their own, over a prefix that is cached, preempted, and read anew by a newer policy.
+
+    A position or a chunk that is one off, and every conversation that vLLM drew would be rejected.
+    """
+
+    def ask(turns):
+        return [40 + len(turns), 41]
+
+    paths = []
+    for seed in (0, 3):
+        (tmp_path / str(seed)).mkdir()
+        paths.append(talkative_file(tmp_path / str(seed), seed))
+    prefills = {3 + at: TransformersPrefill(load_policy(path, dtype=torch.float32)) for at, path in enumerate(paths)}
+    await engine.load(paths[0], version=3)
+    requests = [dataclasses.replace(one, ask=ask) for one in some_requests(24, seed=10)]
+    generating = asyncio.create_task(engine.generate(requests))
+    await under_way(engine, 400)
+    await engine.load(paths[1], version=4)
+    rollouts = await generating
+    said = [replay(one.completion_ids, eos_ids={1}, sampling=SPEC.sampling, ask=ask).replies for one in rollouts]
+    assert sum(map(len, said)) > 24, "the policy must use the tool for this test"
+    assert {len(own) for own in said} >= {2, 3}
+    for rollout, own in zip(rollouts, said, strict=True):
+        assert len(rollout.proofs) == chunk_count(pieces(rollout.segment_tokens, own), chunk_tokens=16)
+    assert any(rollout.segment_versions == [3, 4] for rollout in rollouts)
+    assert_exact(rollouts, prefills, said)
+    verifier = VllmVerifier(SPEC, SETTINGS, state=tmp_path / "verifier")
+    measuring = Measuring([rollouts], spec=SPEC, replies=[said])
+    try:
+        for version, path in zip(measuring.versions, paths, strict=True):
+            await asyncio.to_thread(measuring.measure, await verifier.prefill(path, version=version), version)
+    finally:
+        await verifier.close()
+    figures = worst(measuring.result(0).figures)
+    assert figures.exponent_mismatches <= 1
+    assert figures.token_margin <= 1e-4
+    assert figures.logprob_error <= 1e-4
 
 
 async def test_policies_with_nan_or_other_tensors_are_refused_and_the_old_one_stays(engine, tmp_path, prefills):
@@ -302,7 +352,7 @@ async def test_vllm_measures_what_transformers_measures(engine, files, prefills,
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (VllmSettings(kv_cache_gib=1e-6), "does not hold one completion of 250 tokens"),
+        (VllmSettings(kv_cache_gib=1e-6), "does not hold one completion of 256 tokens"),
         (VllmSettings(gpu_memory_utilization=0.01), "--gpu-memory-utilization 0.01 allows"),
         (VllmSettings(max_model_len=200), "too short for this run"),
         (VllmSettings(tensor_parallel_size=7), "do not divide among 7 GPUs"),

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.environments import load_environment
+from node.environments.grading import grade
 from node.proofs import build_proofs
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Finding, Outcome, judge, judge_drift, judge_group, worst
@@ -41,6 +43,7 @@ from node.protocol.run import (
     Descriptor,
     EnvironmentSpec,
     HonestSpec,
+    LengthSpec,
     LevelSpec,
     LimitsSpec,
     PolicyHead,
@@ -52,6 +55,7 @@ from node.protocol.run import (
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
 from node.protocol.slots import group_seeds, sample_seed, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
+from node.protocol.turns import interleaved, pieces, replay
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
 
@@ -78,7 +82,7 @@ def spec() -> RunSpec:
         name="vectors",
         environments=(
             EnvironmentSpec(name="arithmetic", weight=3, arguments={"digits": 2, "carry": True}),
-            EnvironmentSpec(name="reverse"),
+            EnvironmentSpec(name="reverse", length=LengthSpec(targets=(4, 10), penalty=0.01, form="short")),
         ),
         seed=7,
         sampling=SamplingSpec(group_size=4),
@@ -420,7 +424,7 @@ def _choices() -> list[dict[str, Any]]:
 
 
 def slot_vectors() -> dict[str, Any]:
-    """Section 5: problems and seeds of some slots of two policies."""
+    """Section 5: problems and seeds of some slots of two policies, and length targets."""
     slots = []
     for manifest_digest in (DIGEST_A, DIGEST_B):
         for slot in (0, 1, 2, 2**32, 2**53 - 1):
@@ -435,7 +439,30 @@ def slot_vectors() -> dict[str, Any]:
                     "seeds": [s.hex() for s in seeds],
                 }
             )
-    return {"run_id": RUN_ID, "weights": [e.weight for e in spec().environments], "group_size": 4, "slots": slots}
+    weights = [environment.weight for environment in spec().environments]
+    return {"run_id": RUN_ID, "weights": weights, "group_size": 4, "slots": slots, "lengths": _lengths()}
+
+
+def _lengths() -> dict[str, Any]:
+    """Problems of the second environment, and what a right and a wrong answer of some length is worth."""
+    wanted = spec().environments[1]
+    environment = load_environment(wanted)
+    cases = []
+    for index in (0, 1, 2, 3, 2**63 - 1):
+        problem = environment.problem(index)
+        right = f"<think></think>{problem.data['asked'].data['answer']}"
+        cases += [
+            {
+                "problem": str(index),
+                "prompt": problem.prompt,
+                "target": problem.data["target_tokens"],
+                "completion": completion,
+                "tokens": tokens,
+                "reward": grade(environment, problem, [completion], tokens=tokens),
+            }
+            for completion, tokens in ((right, 10), (right, 9), (right, 200), ("", 4))
+        ]
+    return {"environment": encode(wanted).decode(), "cases": cases}
 
 
 def segment_vectors() -> dict[str, Any]:
@@ -515,6 +542,58 @@ def _segments(versions: list[int], lengths: list[int], expected: Expected, rules
             ]
             for proofs in schemes(rules.proofs)
         },
+    }
+
+
+def turn_vectors() -> dict[str, Any]:
+    """Section 4.7: what an environment says is put between the tokens, and where a rollout is over."""
+    sampling = SamplingSpec(max_new_tokens=12, max_turns=3, max_reply_tokens=5)
+    cases: list[tuple[list[int], list[int], list[list[int] | None]]] = [
+        ([7, 7, 1], [3], [None]),
+        ([7, 1, 8, 8, 1], [5], [[50, 51]]),
+        ([7, 2, 8, 8, 1, 9, 1], [7], [[50], [51, 52]]),
+        ([7, 1, 8, 1], [4], [[]]),
+        ([7, 1], [2], [[50]]),
+        ([7, 1, 8], [3], [[50]]),
+        ([7, 1, 8, 1, 9], [5], [[50, 51, 52], [53, 54, 55]]),
+        ([7, 1, 8, 1, 9], [5], [[1, 2, 3, 4, 5, 6]]),
+        ([1, 1, 1, 1], [4], [[50], [51], [52]]),
+        ([7, 1, *[8] * 9, 1], [12], [[50], [51]]),
+        ([7, 7, 7, 1, *[8] * 8], [4, 8], [[50]]),
+        ([7, 7, 7, 1, *[8] * 8], [6, 6], [[50]]),
+    ]
+    return {
+        "prompt_ids": [3, 4],
+        "eos_ids": [1, 2],
+        "max_new_tokens": sampling.max_new_tokens,
+        "max_turns": sampling.max_turns,
+        "max_reply_tokens": sampling.max_reply_tokens,
+        "chunk_tokens": 4,
+        "cases": [_turns(*case, sampling=sampling) for case in cases],
+    }
+
+
+def _turns(
+    tokens: list[int], segment_tokens: list[int], says: list[list[int] | None], *, sampling: SamplingSpec
+) -> dict[str, Any]:
+    """One case: what was said, after how many tokens it was over, what the last one was drawn over, and the chunks."""
+    says = [*says, None, None, None][: sampling.max_turns]
+    found = replay(tokens, eos_ids={1, 2}, sampling=sampling, ask=lambda turns: says[len(turns) - 1])
+    case: dict[str, Any] = {
+        "completion_ids": tokens,
+        "segment_tokens": segment_tokens,
+        "says": says,
+        "replies": [[before, list(ids)] for before, ids in found.replies],
+        "end": found.end,
+        "context_ids": None,
+        "chunks": None,
+    }
+    if (found.end or sampling.max_new_tokens) != len(tokens):
+        return case
+    cut = pieces(segment_tokens, found.replies)
+    return case | {
+        "context_ids": [3, 4, *interleaved(tokens[:-1], found.replies)],
+        "chunks": chunk_sizes(cut, chunk_tokens=4),
     }
 
 
@@ -681,6 +760,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
         "segments": segment_vectors(),
+        "turns": turn_vectors(),
         "proofs": proof_vectors(),
         "admission": admission_vectors(),
         "evidence": evidence_vectors(),

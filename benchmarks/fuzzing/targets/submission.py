@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Sequence
 from contextlib import ExitStack
 from random import Random
 
@@ -16,12 +17,14 @@ import torch
 from benchmarks.fuzzing.mutation import bytes_mutator, mixed, of_one, scramble
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.trees import msgpack_mutator
-from node.environments import Environment, EnvironmentFault, load_environment
+from node.environments import Conversation, Environment, EnvironmentFault, load_environment
+from node.environments.grading import grade
 from node.parquet_frames import Answer, BrokenFrame, receive_frame
 from node.proofs import build_proofs, check_proofs
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_sizes
+from node.protocol.turns import MAX_REPLY_CHARACTERS, Replies, interleaved, pieces
 from toploc.errors import BadProof
 
 HIDDEN, VOCABULARY, EOS, ROWS = 64, 128, 1, 2
@@ -30,29 +33,72 @@ SEEDS = [bytes([row]) * 16 for row in range(ROWS)]
 SPEC = RunSpec(
     name="fuzz",
     environments=(EnvironmentSpec(name="arithmetic"),),
-    sampling=SamplingSpec(group_size=ROWS, max_prompt_tokens=16, max_new_tokens=12, max_version_lead=1),
+    sampling=SamplingSpec(
+        group_size=ROWS,
+        max_prompt_tokens=16,
+        max_new_tokens=12,
+        max_version_lead=1,
+        max_turns=3,
+        max_reply_tokens=6,
+    ),
     proofs=ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=4, top_k=8),
 )
-EXPECTED = Expected(version=3, published={3, 4}, prompt_ids=PROMPT, seeds=SEEDS, vocabulary=VOCABULARY, eos_ids={EOS})
+TALKATIVE = 77
+"""A token after which the environment has something to say."""
+
+
+def _ask(turns: Sequence[Sequence[int]]) -> list[int] | None:
+    """Repeats what the model said, if its turn begins with the token for that."""
+    assert len(turns) < SPEC.sampling.max_turns
+    return list(turns[-1]) if turns[-1][0] == TALKATIVE else None
+
+
+EXPECTED = Expected(
+    version=3, published={3, 4}, prompt_ids=PROMPT, seeds=SEEDS, vocabulary=VOCABULARY, eos_ids={EOS}, ask=_ask
+)
 MAX_ANSWER_BYTES = 2**20
 DATASETS = ("chain_sum", "gsm_symbolic", "number_format", "products", "sentence_reordering", "word_sorting")
-MARKS = (b"</think>", b"-", b"1e999", b"0x10", b"\xd9\xa3", b",", b".", b"NaN", b"inf", b"9" * 200, b"\x00", b" ")
+MARKS = (
+    b"</think>",
+    b"\x1f",
+    b"*99",
+    b"+1",
+    b"-",
+    b"1e999",
+    b"0x10",
+    b"\xd9\xa3",
+    b",",
+    b".",
+    b"NaN",
+    b"inf",
+    b"9" * 200,
+    b"\x00",
+    b" ",
+)
 
 
-def group(lengths: tuple[int, int] = (12, 9), first: int = 5) -> list[Rollout]:
-    """An honest group: of the first completion's tokens `first` were drawn from policy 3, the others from policy 4."""
+def group(lengths: tuple[int, int] = (12, 9), first: int = 5, turn: int = 0) -> list[Rollout]:
+    """An honest group: of a completion's tokens `first` were drawn from policy 3, the others from policy 4.
+
+    After `turn` tokens the environment speaks; 0: it does not.
+    """
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for seed, length in zip(SEEDS, lengths, strict=True):
         tokens = [min(first, length), max(0, length - first)]
         segments = [count for count in tokens if count]
-        states = [torch.randn(n, HIDDEN, generator=generator).bfloat16() for n in chunk_sizes(segments, chunk_tokens=4)]
+        said: Replies = ((turn, ()),) if 0 < turn < length else ()
+        sizes = chunk_sizes(pieces(segments, said), chunk_tokens=4)
+        states = [torch.randn(n, HIDDEN, generator=generator).bfloat16() for n in sizes]
         ends = [EOS] if length < SPEC.sampling.max_new_tokens else [9]
+        completion = [*range(10, 9 + length), *ends]
+        if said:
+            completion[0], completion[turn - 1] = TALKATIVE, EOS
         rollouts.append(
             Rollout(
                 seed=seed,
                 prompt_ids=PROMPT,
-                completion_ids=[*range(10, 9 + length), *ends],
+                completion_ids=completion,
                 logprobs=[-0.5] * length,
                 segment_versions=[3, 4][: len(segments)],
                 segment_tokens=segments,
@@ -64,10 +110,14 @@ def group(lengths: tuple[int, int] = (12, 9), first: int = 5) -> list[Rollout]:
 
 def _check(rollouts: list[Rollout]) -> None:
     """As `node.verification` before any prefill."""
-    check_rollouts(rollouts, expected=EXPECTED, spec=SPEC)
-    for rollout in rollouts:
+    replies = check_rollouts(rollouts, expected=EXPECTED, spec=SPEC)
+    for rollout, said in zip(rollouts, replies, strict=True):
         assert [segment.end - segment.start for segment in rollout.segments] == rollout.segment_tokens
-        sizes = chunk_sizes(rollout.segment_tokens, chunk_tokens=SPEC.proofs.chunk_tokens)
+        spoken = sum(len(ids) for _, ids in said)
+        assert spoken <= SPEC.sampling.max_reply_tokens
+        assert len(interleaved(rollout.completion_ids, said)) == len(rollout.completion_ids) + spoken
+        assert all(0 < before < len(rollout.completion_ids) for before, _ in said)
+        sizes = chunk_sizes(pieces(rollout.segment_tokens, said), chunk_tokens=SPEC.proofs.chunk_tokens)
         check_proofs(rollout.proofs, sizes, hidden=HIDDEN, spec=SPEC.proofs)
 
 
@@ -78,7 +128,7 @@ def _rollouts(_: ExitStack) -> Harness:
     def run(data: bytes) -> None:
         _check(decode(data))
 
-    groups = (group(), group((1, 12)), group((2, 3), first=12))
+    groups = (group(), group((1, 12)), group((2, 3), first=12), group((12, 9), turn=3), group((12, 9), turn=5))
     seeds = [msgspec.msgpack.encode(rollouts) for rollouts in groups]
     return Harness(seeds, run, (Refusal, BadProof, msgspec.DecodeError, UnicodeDecodeError), msgpack_mutator())
 
@@ -109,13 +159,17 @@ def _answer(_: ExitStack) -> Harness:
 
 def _completion(_: ExitStack) -> Harness:
     """Text that a model wrote, which may be any, to every environment's reward."""
-    environments = [load_environment(EnvironmentSpec(name=name)) for name in ("arithmetic", "reverse")]
+    environments = [load_environment(EnvironmentSpec(name=name)) for name in ("arithmetic", "reverse", "calculator")]
     environments += _reasoning_gym()
     problems = [(environment, environment.problem(7)) for environment in environments]
 
     def run(data: bytes) -> int:
-        text = data.decode("utf-8", "replace")
-        rewards = [environment.reward(problem, text) for environment, problem in problems]
+        turns = data.decode("utf-8", "replace").split("\x1f")
+        rewards = [grade(environment, problem, turns, tokens=len(data)) for environment, problem in problems]
+        for environment, problem in problems:
+            if isinstance(environment, Conversation):
+                said = environment.reply(problem, turns)
+                assert said is None or len(said) <= MAX_REPLY_CHARACTERS
         assert all(isinstance(reward, float) and 0.0 <= reward <= 1.0 for reward in rewards), rewards
         return sum(reward > 0 for reward in rewards)
 

@@ -9,7 +9,7 @@ function words(token, at) {
 }
 
 for (const list of document.querySelectorAll(".tokens")) {
-  const tokens = [...list.children];
+  const tokens = [...list.querySelectorAll(".t")];
   const readout = list.nextElementSibling;
   let at = -1;
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 from coordinator.calibration.cheats import as_if_asked
 from coordinator.redteam.attack import Forged, SlotAttack, unless_forced
 from coordinator.redteam.workshop import Work
-from node.engines.base import SampleRequest
 from node.protocol.slots import SEED_BYTES
 
 SAMPLES = 4
@@ -24,9 +24,7 @@ class BestOf(SlotAttack):
     async def forge(self, work: Work) -> Forged:
         """The policy's own tokens, but not those that were asked for."""
         tries = [
-            SampleRequest(request.prompt_ids, secrets.token_bytes(SEED_BYTES))
-            for request in work.requests
-            for _ in range(SAMPLES)
+            replace(request, seed=secrets.token_bytes(SEED_BYTES)) for request in work.requests for _ in range(SAMPLES)
         ]
         drawn = await work.draw(requests=tries)
         best = [max(drawn[at : at + SAMPLES], key=work.reward) for at in range(0, len(drawn), SAMPLES)]

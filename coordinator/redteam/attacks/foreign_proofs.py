@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import msgspec
 
 from coordinator.redteam.attack import Forged, SlotAttack, submission
 from coordinator.redteam.workshop import Work
-from node.engines.base import SampleRequest
 from node.protocol.slots import SEED_BYTES
 
 
@@ -22,7 +22,7 @@ class ForeignProofs(SlotAttack):
 
     async def forge(self, work: Work) -> Forged:
         """As many proofs of the right size as there are, wherever the other sample is long enough."""
-        others = [SampleRequest(request.prompt_ids, secrets.token_bytes(SEED_BYTES)) for request in work.requests]
+        others = [replace(request, seed=secrets.token_bytes(SEED_BYTES)) for request in work.requests]
         drawn = await work.draw(requests=others)
         honest = await work.honest()
         sent = [msgspec.structs.replace(own, proofs=other.proofs) for own, other in zip(honest, drawn, strict=True)]

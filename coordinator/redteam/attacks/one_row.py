@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from coordinator.calibration.cheats import as_if_asked
 from coordinator.redteam.attack import Forged, SlotAttack, unless_forced
 from coordinator.redteam.workshop import Work
-from node.engines.base import SampleRequest
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
 
@@ -32,8 +32,7 @@ async def one_row_better(work: Work) -> Sequence[Rollout]:
     """The honest group, with the row of the lowest reward drawn again until it is better."""
     honest = await work.honest()
     worst = min(range(len(honest)), key=lambda row: work.reward(honest[row]))
-    prompt = work.requests[worst].prompt_ids
-    tries = [SampleRequest(prompt, secrets.token_bytes(SEED_BYTES)) for _ in range(SAMPLES)]
+    tries = [replace(work.requests[worst], seed=secrets.token_bytes(SEED_BYTES)) for _ in range(SAMPLES)]
     better = max(await work.draw(requests=tries), key=work.reward)
     (sent,) = await work.prove(as_if_asked([better], [work.requests[worst]]))
     return [*honest[:worst], sent, *honest[worst + 1 :]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from coordinator.redteam.attack import Forged, SlotAttack, submission
 from coordinator.redteam.workshop import Work
@@ -29,7 +30,7 @@ class PromptSwap(SlotAttack):
         # The shortest of a few problems; the slot's own is not among them.
         prompts = [render_prompt(work.policy, work.environment.problem(index).prompt) for index in range(8)]
         easiest = min(prompts, key=len)
-        return [SampleRequest(tuple(easiest), request.seed) for request in work.requests]
+        return [replace(request, prompt_ids=tuple(easiest)) for request in work.requests]
 
     def _shuffled(self, work: Work) -> list[SampleRequest]:
         return [*work.requests[1:], work.requests[0]]

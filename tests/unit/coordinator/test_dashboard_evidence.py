@@ -130,3 +130,21 @@ def test_a_decompression_bomb_takes_no_more_memory_than_evidence_may() -> None:
     bomb = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4 * MAX_DECODED_BYTES))
     with pytest.raises(StorageFault):
         decode_evidence(bomb)
+
+
+def test_what_the_environment_said_is_kept_where_it_said_it_and_chunks_begin_anew_there() -> None:
+    """Who looks at a completion of several turns would otherwise see tokens that answer nothing."""
+    blob = encode_evidence(
+        [rollout(), rollout(40)],
+        {0: measured()},
+        prompt="Q",
+        pieces=[pieces(), pieces(40)],
+        replies=[[(10, "=7\n"), (69, "x" * 5000)], []],
+        chunk_tokens=32,
+        limits=EvidenceLimits(tokens=2 * 69),
+    )
+    assert blob is not None
+    first, second = decode_evidence(blob).rows
+    assert first.replies == [(10, "=7\n")], "what comes behind the kept tokens is not kept"
+    assert second.replies == []
+    assert [(one.start, one.tokens) for one in first.chunks] == [(0, 10), (10, 32), (42, 27), (69, 1)]

@@ -103,7 +103,7 @@ def keep_evidence(run: Run, submission: str, piece: str) -> None:
         segment_tokens=[2],
         proofs=[],
     )
-    blob = encode_evidence([row], None, prompt=piece, pieces=[[piece, piece]], chunk_tokens=32)
+    blob = encode_evidence([row], None, prompt=piece, pieces=[[piece, piece]], replies=[[(1, piece)]], chunk_tokens=32)
     assert blob is not None
     with run.home.database.write() as connection:
         values = {"evidence": run.home.blobs.put(blob)}
@@ -258,7 +258,8 @@ def test_evidence_that_is_gone_or_broken_is_said_and_nothing_else_is_missing(run
 
 
 def test_a_completion_of_any_length_makes_a_page_of_bounded_size(run: Run) -> None:
-    rows = [RowEvidence(9000, b"\0\0\0\0" * 9000, ["\u202e" * 64] * 9000, b"", b"", [], [(0, 9000)])] * 8
+    said = [(at, "\u202e" * 500) for at in range(64)]
+    rows = [RowEvidence(9000, b"\0\0\0\0" * 9000, ["\u202e" * 64] * 9000, b"", b"", [], [(0, 9000)], said)] * 8
     with run.home.database.read() as connection:
         record = read_record(connection, run.submissions[0], spec=SPEC)
     assert record is not None

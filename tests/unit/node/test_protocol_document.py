@@ -23,6 +23,7 @@ from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
     DESCRIPTOR_VERSION,
     Descriptor,
+    LengthSpec,
     LevelSpec,
     LimitsSpec,
     PolicyHead,
@@ -270,6 +271,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
             yield from _fields(f"[[{field.name}]]", kind.item_type.cls)
         elif isinstance(kind, msgspec.inspect.StructType):
             yield from _fields(f"[{field.name}]", kind.cls)
+    yield from _fields("[environments.length]", LengthSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
 
 
@@ -277,7 +279,8 @@ def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, s
     for field in msgspec.structs.fields(cls):
         kind = msgspec.inspect.type_info(field.type)
         items = getattr(kind, "item_type", kind)
-        if not isinstance(items, msgspec.inspect.StructType):
+        optional = isinstance(kind, msgspec.inspect.UnionType)
+        if not optional and not isinstance(items, msgspec.inspect.StructType):
             yield table, field.name, _type(kind), _default(field)
 
 
@@ -294,12 +297,19 @@ def _type(kind: object) -> str:
         case msgspec.inspect.LiteralType(values=values):
             # msgspec sorts the alternatives; the document's order is free.
             return " ".join(sorted(values))
-        case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.LiteralType(values=values), max_length=most):
-            return f"list of at most {most} of " + ", ".join(f'`"{value}"`' for value in sorted(values))
+        case msgspec.inspect.VarTupleType():
+            return _list(kind)
         case msgspec.inspect.BoolType() | msgspec.inspect.DictType():
             is_table = isinstance(kind, msgspec.inspect.DictType)
             return "table of texts, numbers and booleans" if is_table else "true or false"
     raise AssertionError(f"no words for {kind}")
+
+
+def _list(kind: msgspec.inspect.VarTupleType) -> str:
+    if isinstance(kind.item_type, msgspec.inspect.LiteralType):
+        values = ", ".join(f'`"{value}"`' for value in sorted(kind.item_type.values))
+        return f"list of at most {kind.max_length} of {values}"
+    return f"list of {kind.min_length} .. {kind.max_length} {_type(kind.item_type).replace('integer', 'integers')}"
 
 
 def _number(bound: float) -> str:

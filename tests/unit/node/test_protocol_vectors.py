@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import struct
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +24,20 @@ from shardcast.envelope import open_envelope
 from shardcast.wire import decode, derive, digest, encode
 
 VECTORS = Path(__file__).parents[2] / "vectors"
-NAMES = ["admission", "control", "evidence", "log", "peers", "proofs", "run", "sampling", "segments", "slots", "wire"]
+NAMES = [
+    "admission",
+    "control",
+    "evidence",
+    "log",
+    "peers",
+    "proofs",
+    "run",
+    "sampling",
+    "segments",
+    "slots",
+    "turns",
+    "wire",
+]
 
 
 def load(name: str) -> dict:
@@ -214,6 +228,37 @@ def test_the_chunks_of_a_segments_vector_cover_each_token_once_under_its_policy(
     assert sizes["sketch/1"] == [4 * count for _, _, count in case["chunks"]]
     assert sizes["toploc/1"] == [2 + 2 * 4] * due
     assert sizes["toploc/1+sketch/1"] == [sum(pair) for pair in zip(sizes["toploc/1"], sizes["sketch/1"], strict=True)]
+
+
+@pytest.mark.parametrize("case", load("turns")["cases"], ids=lambda case: str(case["completion_ids"]))
+def test_the_turns_of_a_vector_are_those_of_the_page(case: dict) -> None:
+    """Worked out from section 4.7 alone: who reads it otherwise goes on where nobody else does."""
+    rules, context, cuts, said, turns, end = load("turns"), [], [], [], 0, None
+    context += rules["prompt_ids"]
+    for position, token in enumerate(case["completion_ids"]):
+        if end is not None:
+            break
+        context.append(token)
+        if token not in rules["eos_ids"]:
+            continue
+        turns += 1
+        over = turns == rules["max_turns"] or position + 1 == rules["max_new_tokens"]
+        reply = None if over else case["says"][turns - 1]
+        if reply is None or sum(len(ids) for _, ids in said) + len(reply) > rules["max_reply_tokens"]:
+            end = position + 1
+            continue
+        said.append([position + 1, reply])
+        cuts.append(position + 1)
+        context += reply
+    assert (case["replies"], case["end"]) == (said, end)
+    is_whole = len(case["completion_ids"]) == (end or rules["max_new_tokens"])
+    assert case["context_ids"] == (context[:-1] if is_whole else None)
+    if is_whole:
+        edges = sorted({0, *accumulate(case["segment_tokens"]), *cuts})
+        expected = []
+        for first, last in pairwise(edges):
+            expected += [min(4, last - start) for start in range(first, last, 4)]
+        assert case["chunks"] == expected
 
 
 def test_the_proof_vectors_are_what_the_page_says() -> None:

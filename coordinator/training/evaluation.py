@@ -1,0 +1,240 @@
+"""How good a policy is: the mean reward on problems that were held out, per environment of a run.
+
+Held-out problems are drawn as a slot's are, but from a domain of their own and from a seed that whoever measures
+chooses. No slot's number or policy leads there, and with the same seed anybody draws the same problems, and of them, by
+the torch engine in the run's dtype, the same completions. What is held out is indexes: where an environment has few
+problems, the same questions come up in training (docs/operating.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+import torch
+from torch import Tensor
+
+from node.conversing import asking, graded
+from node.engines.base import Interrupted, SampleRequest
+from node.engines.torch import MAX_ROWS, TorchEngine
+from node.environments import Environment, Problem, check_rewards, load_environment
+from node.errors import NodeError
+from node.policy import Blueprint, render_prompt
+from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
+from node.protocol.slots import SEED_BYTES
+from node.protocol.submission import Rollout
+from node.sampling import Choice, choose
+from shardcast.wire import derive
+
+log = logging.getLogger(__name__)
+
+MAX_COMPLETIONS = 1_000_000
+_IN_FLIGHT = 2 * MAX_ROWS
+_Z_95 = 1.959964
+"""The standard normal distribution's 97.5 % quantile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSettings:
+    """What to draw: `problems` of each environment, `samples` completions of each.
+
+    `temperature` None is the run's, 0 is greedy: the likeliest token always, so that one sample of a problem is all.
+    Raises ValueError for more than MAX_COMPLETIONS of an environment.
+    """
+
+    problems: int = 128
+    samples: int = 1
+    temperature: float | None = None
+    seed: int = 0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.problems * self.samples <= MAX_COMPLETIONS or self.samples < 1:
+            raise ValueError(f"1 to {MAX_COMPLETIONS:,} completions of each environment can be asked for")
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment: rewards in 0 .. 1, lengths in tokens with the end mark.
+
+    `reward` is the mean over problems of the mean over each one's samples, `low` and `high` are its 95 % confidence
+    interval; all None where nothing could be judged. `unjudged` completions could not be, for reasons of this machine,
+    and count in the lengths only. `cut_off` is the share of completions that ended for their length.
+    """
+
+    name: str
+    weight: int
+    problems: int
+    completions: int
+    unjudged: int
+    reward: float | None
+    low: float | None
+    high: float | None
+    tokens_mean: float
+    tokens_median: float
+    tokens_most: int
+    cut_off: float
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy's rewards; `reward` over all environments, by their weights in the run. `temperature` 0 was greedy."""
+
+    seed: int
+    samples: int
+    temperature: float
+    reward: float | None
+    environments: tuple[Measured, ...]
+
+
+def evaluate_policy(
+    policy: Path,
+    *,
+    spec: RunSpec,
+    settings: EvaluationSettings,
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Measure the policy file `policy` on held-out problems of the environments of `spec`; blocks until it is done.
+
+    `stop` is asked now and then; Interrupted is raised where it says so. Raises EnvironmentFault or SandboxFailed where
+    this machine cannot compute rewards, PolicyError for the file, and EngineError. Sets torch's number of threads.
+    Must not be called from a running event loop.
+    """
+    environments = [load_environment(environment) for environment in spec.environments]
+    check_rewards(environments)
+    return asyncio.run(_evaluate(policy, _drawing(spec, settings), environments, settings, stop))
+
+
+def held_out(*, seed: int, environment: int, count: int) -> list[int]:
+    """The indexes of the first `count` held-out problems of the environment at this place of the run's list."""
+    return [int.from_bytes(_derive(seed, environment, number)[:8], "big") >> 1 for number in range(count)]
+
+
+def confidence(mean: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a mean of `count` independent values in 0 .. 1: Wilson's (JASA 22, 1927).
+
+    It is made for values of 0 and 1, which spread most for their mean, so that it is too wide for others, never too
+    narrow. Means of 0 and 1 have one, too. Samples of one problem are no independent values; their mean is one.
+    """
+    shrink = 1 + _Z_95**2 / count
+    centre = (mean + _Z_95**2 / (2 * count)) / shrink
+    half = _Z_95 / shrink * math.sqrt(max(mean * (1 - mean), 0) / count + _Z_95**2 / (4 * count**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def _derive(seed: int, environment: int, number: int, *sample: int) -> bytes:
+    numbers = (environment, number, *sample)
+    parts = (seed.to_bytes(8, "big"), *(each.to_bytes(4, "big") for each in numbers))
+    return derive("veriswarm/1 held out", *parts)
+
+
+def _drawing(spec: RunSpec, settings: EvaluationSettings) -> RunSpec:
+    """The run's rules with these settings, and the cheapest proofs that the engine makes: nobody reads them."""
+    temperature = settings.temperature or spec.sampling.temperature
+    return msgspec.structs.replace(
+        spec,
+        sampling=msgspec.structs.replace(spec.sampling, temperature=temperature),
+        proofs=ProofSpec(scheme="sketch/1", chunk_tokens=4096),
+    )
+
+
+def _greedy(logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float) -> Choice:  # noqa: ARG001  (as `choose`)
+    likeliest = torch.log_softmax(logits.detach(), dim=-1).max(dim=-1)
+    return Choice(likeliest.indices, likeliest.values)
+
+
+async def _evaluate(
+    policy: Path,
+    spec: RunSpec,
+    environments: Sequence[Environment],
+    settings: EvaluationSettings,
+    stop: Callable[[], bool],
+) -> Evaluation:
+    engine = TorchEngine(spec, threads=settings.threads, choose=_greedy if settings.temperature == 0 else choose)
+    try:
+        await engine.load(policy, version=0)
+        found = []
+        for place, environment in enumerate(environments):
+            tasks = _Tasks(environment, engine.policy, settings, place)
+            await _draw(engine, tasks, spec.sampling, stop)
+            found.append(await asyncio.to_thread(tasks.measured, spec))
+    finally:
+        await engine.close()
+    judged = [(one.reward, one.weight) for one in found if one.reward is not None]
+    weights = sum(weight for _, weight in judged)
+    return Evaluation(
+        seed=settings.seed,
+        samples=settings.samples,
+        temperature=0.0 if settings.temperature == 0 else spec.sampling.temperature,
+        reward=sum(reward * weight for reward, weight in judged) / weights if judged else None,
+        environments=tuple(found),
+    )
+
+
+async def _draw(engine: TorchEngine, tasks: _Tasks, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
+    requests = list(tasks.requests(sampling))
+    for start in range(0, len(requests), _IN_FLIGHT):
+        if stop():
+            raise Interrupted("the evaluation was stopped")
+        rollouts = await engine.generate(requests[start : start + _IN_FLIGHT])
+        await asyncio.to_thread(tasks.judge, rollouts)
+        log.info("%s: %d of %d completions", tasks.environment.name, len(tasks.lengths), len(requests))
+
+
+class _Tasks:
+    """The held-out problems of one environment, in order, and what became of their completions so far."""
+
+    def __init__(self, environment: Environment, policy: Blueprint, settings: EvaluationSettings, place: int) -> None:
+        self.environment = environment
+        self.lengths: list[int] = []
+        self._policy, self._settings, self._place = policy, settings, place
+        indexes = held_out(seed=settings.seed, environment=place, count=settings.problems)
+        self._problems: list[Problem] = [environment.problem(index) for index in indexes]
+        self._rewards: list[list[float]] = [[] for _ in indexes]
+        self._cut_off = 0
+
+    def requests(self, sampling: SamplingSpec) -> Iterator[SampleRequest]:
+        """One for each completion, problem after problem."""
+        for number, problem in enumerate(self._problems):
+            prompt = tuple(render_prompt(self._policy, problem.prompt))
+            ask = asking(self._policy, self.environment, problem, sampling=sampling)
+            for sample in range(self._settings.samples):
+                seed = _derive(self._settings.seed, self._place, number, sample)[:SEED_BYTES]
+                yield SampleRequest(prompt, seed, ask=ask)
+
+    def judge(self, rollouts: Sequence[Rollout]) -> None:
+        """Take the next completions, in the order of the requests."""
+        for rollout in rollouts:
+            number = len(self.lengths) // self._settings.samples
+            self.lengths.append(len(rollout.completion_ids))
+            self._cut_off += rollout.completion_ids[-1] not in self._policy.eos_ids
+            try:
+                reward = graded(self._policy, self.environment, self._problems[number], rollout.completion_ids)
+            except NodeError as error:
+                log.warning("a completion of %s cannot be judged here: %s", self.environment.name, error)
+                continue
+            self._rewards[number].append(reward)
+
+    def measured(self, spec: RunSpec) -> Measured:
+        """The result, once every completion was judged."""
+        means = [fmean(rewards) for rewards in self._rewards if rewards]
+        reward = fmean(means) if means else None
+        low, high = (None, None) if reward is None else confidence(reward, len(means))
+        return Measured(
+            name=self.environment.name,
+            weight=spec.environments[self._place].weight,
+            problems=len(means),
+            completions=len(self.lengths),
+            unjudged=len(self.lengths) - sum(map(len, self._rewards)),
+            reward=reward,
+            low=low,
+            high=high,
+            tokens_mean=fmean(self.lengths),
+            tokens_median=median(self.lengths),
+            tokens_most=max(self.lengths),
+            cut_off=self._cut_off / len(self.lengths),
+        )

@@ -1,0 +1,34 @@
+"""Between an environment of several turns, which speaks text, and a policy, which reads and writes token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from node.environments.base import Conversation, Environment, Problem
+from node.environments.grading import grade
+from node.policy import Blueprint, render_completion, render_reply
+from node.protocol.run import SamplingSpec
+from node.protocol.turns import MAX_REPLY_CHARACTERS, AskReply, turns_of
+
+
+def asking(policy: Blueprint, environment: Environment, problem: Problem, *, sampling: SamplingSpec) -> AskReply | None:
+    """What stands for `environment` while a completion is drawn or replayed; None where it has nothing to say.
+
+    What is returned raises MalformedPolicy, and what the environment raises.
+    """
+    if sampling.max_turns == 1 or not isinstance(environment, Conversation):
+        return None
+
+    def ask(turns: Sequence[Sequence[int]]) -> list[int] | None:
+        said = environment.reply(problem, [render_completion(policy, list(turn)) for turn in turns])
+        if said is None or len(said) > MAX_REPLY_CHARACTERS:
+            return None
+        return render_reply(policy, said)
+
+    return ask
+
+
+def graded(policy: Blueprint, environment: Environment, problem: Problem, tokens: Sequence[int]) -> float:
+    """The reward of a completion; raises MalformedPolicy, and what the environment raises."""
+    turns = [render_completion(policy, turn) for turn in turns_of(tokens, policy.eos_ids)]
+    return grade(environment, problem, turns, tokens=len(tokens))

@@ -1,0 +1,185 @@
+"""A run over environments of the verifiers package: its own, and one as somebody would write for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import select
+from swarm import running, serve, small_spec, verifying
+from talking import SPEC as TALKING
+from talking import talkative_file
+
+from coordinator.home import Home, create_home
+from coordinator.service import Coordinator
+from coordinator.storage import log
+from coordinator.storage.schema import submissions
+from coordinator.trainer import Trainer, TrainerSettings
+from node.audit import run_audit
+from node.engines.torch import TorchEngine
+from node.exchange import Backoff
+from node.joining import Entry
+from node.parquet_reader import ParquetReader
+from node.protocol.admission import Outcome
+from node.protocol.messages import LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, run_id_of
+from node.protocol.turns import turns_of
+from node.tiny import EOS
+from node.worker import WorkerSettings, run_worker
+from shardcast import Origin, OriginServer
+from shardcast.wire import decode
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed"),
+]
+
+STEPS = 5
+SECONDS = 300.0
+
+
+def spec_of() -> RunSpec:
+    """Five steps over the package's own ReasoningGymEnv, and an environment whose rewards noise earns a part of."""
+    spec = small_spec(
+        environments=(
+            EnvironmentSpec(
+                name="verifiers:verifiers:ReasoningGymEnv",
+                arguments={
+                    "gym": "leg_counting",
+                    "num_train_examples": 50,
+                    "num_eval_examples": 1,
+                    "system_prompt": "",
+                    "package_version": "0.1.10",
+                },
+            ),
+            EnvironmentSpec(name="verifiers:verifiers_examples", arguments={"count": 8}),
+        )
+    )
+    return msgspec.structs.replace(
+        spec,
+        model=msgspec.structs.replace(spec.model, initial="random-tiny"),
+        sampling=msgspec.structs.replace(spec.sampling, max_prompt_tokens=400, max_new_tokens=24),
+        batch=msgspec.structs.replace(spec.batch, groups_per_step=4, lease_seconds=300.0),
+        training=msgspec.structs.replace(spec.training, steps=STEPS, minibatches=2),
+    )
+
+
+def entries(home: Home) -> list[LogEntry]:
+    with home.database.read() as connection:
+        leaves = log.leaves(connection, 0, log.size(connection))
+    return [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]
+
+
+def policies(home: Home) -> list[PolicyEntry]:
+    return [entry for entry in entries(home) if isinstance(entry, PolicyEntry)]
+
+
+@contextmanager
+def training(home: Home, key: Ed25519PrivateKey, folder: Path) -> Iterator[str]:
+    """The trainer at work in a thread; where it serves."""
+    origin = Origin(folder / "origin", key, home.run_id, announced=-1)
+    server = OriginServer(origin)
+    url = f"http://127.0.0.1:{server.start()}"
+    trainer = Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=folder))
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    try:
+        yield url
+    finally:
+        trainer.stop()
+        thread.join()
+        server.stop()
+        origin.close()
+
+
+@contextmanager
+def working(home: Home, url: str, state: Path) -> Iterator[None]:
+    """A worker in a thread of its own."""
+    stop, loop = asyncio.Event(), asyncio.new_event_loop()
+    settings = WorkerSettings(
+        entry=Entry(run_id=home.run_id, coordinators=(url,)),
+        state=state,
+        backoff=Backoff(first_seconds=0.05, max_seconds=0.5),
+    )
+    work = run_worker(settings, key=Ed25519PrivateKey.generate(), make_engine=TorchEngine, stop=stop)
+    thread = threading.Thread(target=loop.run_until_complete, args=(work,))
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Worker, verifier and auditor each run the environment themselves, and agree on every prompt and reward."""
+    key = Ed25519PrivateKey.generate()
+    public_key = key.public_key().public_bytes_raw()
+    home = create_home(tmp_path / "data", public_key=public_key, spec=spec_of())
+    with (
+        training(home, key, tmp_path / "trainer") as origin,
+        serve(Coordinator(home, key=key, relay_urls=(origin,))) as url,
+        verifying(home, source=origin, state=tmp_path / "verifier"),
+    ):
+        deadline = time.monotonic() + SECONDS
+        with working(home, url, tmp_path / "worker"):
+            while len(policies(home)) <= STEPS:
+                assert time.monotonic() < deadline, "five steps were not done in time"
+                time.sleep(0.2)
+        audited = asyncio.run(
+            run_audit(
+                url,
+                run_id=run_id_of(public_key),
+                sample=8,
+                all_=False,
+                seed=1,
+                state_dir=tmp_path / "audit",
+                as_json=False,
+                sources=(origin,),
+            )
+        )
+    verdicts = [entry for entry in entries(home) if isinstance(entry, VerdictEntry)]
+    trained = {policy.result_digest for policy in policies(home)}
+    home.database.close()
+    assert audited == 0, capsys.readouterr().out
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
+    assert len(trained) == STEPS + 1
+    rewards = [reward for verdict in verdicts for reward in verdict.rewards or ()]
+    assert len(set(rewards)) > 4
+    assert all(0 <= reward <= 1 for reward in rewards)
+
+
+def test_a_conversation_of_the_package_is_drawn_and_verified(tmp_path: Path) -> None:
+    """The verifier replays what the environment said to the worker; one letter of difference would be a rejection."""
+    spec = msgspec.structs.replace(
+        TALKING,
+        environments=(EnvironmentSpec(name="verifiers:verifiers_examples:Echo"),),
+        sampling=SamplingSpec(group_size=4, max_new_tokens=48, max_turns=4, max_reply_tokens=128),
+    )
+    with running(tmp_path, talkative_file(tmp_path), spec=spec) as swarm:
+        deadline = time.monotonic() + SECONDS
+        with working(swarm.home, swarm.url, tmp_path / "worker"):
+            while sum(isinstance(entry, VerdictEntry) for entry in entries(swarm.home)) < 3:
+                assert time.monotonic() < deadline, "no verdicts in time"
+                time.sleep(0.1)
+        verdicts = [entry for entry in entries(swarm.home) if isinstance(entry, VerdictEntry)]
+        query = select(submissions.c.body).where(submissions.c.outcome.is_not(None))
+        with swarm.home.database.read() as connection, ParquetReader() as reader:
+            bodies = connection.execute(query).scalars().all()
+            groups = [reader.read(swarm.home.blobs.path(body), spec=spec) for body in bodies]
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
+    turns = [len(turns_of(rollout.completion_ids, [EOS])) for group in groups for rollout in group]
+    assert max(turns) == 3  # the environment's own limit, below the run's
+    assert any(reward > 0 for verdict in verdicts for reward in verdict.rewards or ())
