@@ -152,6 +152,27 @@ def watching_options(function: F) -> F:
     return function
 
 
+def evaluation_options(function: F) -> F:
+    """How often the trainer measures its policies on held-out problems."""
+    every = click.option(
+        "--evaluate-every",
+        type=click.IntRange(0),
+        metavar="STEPS",
+        default=0,
+        show_default=True,
+        help="Measure the policy on held-out problems after so many steps; 0 never does. Training waits meanwhile.",
+    )
+    problems = click.option(
+        "--evaluate-problems",
+        type=click.IntRange(1, 4096),
+        metavar="COUNT",
+        default=64,
+        show_default=True,
+        help="Of each environment, one completion each.",
+    )
+    return every(problems(function))
+
+
 def _public_key(text: str) -> str:
     if not is_digest(text):
         raise click.BadParameter(f"{text!r} is no node's id, which has 64 hexadecimal digits")

@@ -25,13 +25,18 @@ from coordinator.metrics import TrainerMetrics
 from coordinator.storage import training
 from coordinator.storage.training import Published
 from coordinator.storage.verdicts import clock
+from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 from coordinator.training.group_size import max_group_bytes
 from coordinator.training.groups import decode_group
 from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
 from coordinator.training.team import Learner, Team
+from coordinator.training.watching import Nobody, Watcher
+from node.engines.base import EngineError
+from node.errors import NodeError
 from node.logs import bound
 from node.policy import save_policy
+from node.policy_errors import PolicyError
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
 from shardcast.manifest import SignedManifest
@@ -51,11 +56,16 @@ class Stopped(CoordinatorError):
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How this process works; the recipe is the run's."""
+    """How this process works; the recipe is the run's.
+
+    Every `evaluate_every` steps, if not 0, the policy is measured on held-out problems, as `evaluation` says.
+    """
 
     state: Path
     threads: int = 1
     execution: Execution = field(default_factory=Execution)
+    evaluate_every: int = 0
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 class Trainer:
@@ -69,13 +79,15 @@ class Trainer:
         server: OriginServer,
         settings: TrainerSettings,
         metrics: TrainerMetrics | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self._home = home
+        self._settings = settings
+        self._watcher = watcher or Nobody()
         self._metrics = metrics or TrainerMetrics()
         self._origin = origin
         self._server = server
         self._state = settings.state
-        self._threads = settings.threads
         self._team = Team(settings.state, settings.execution)
         self._stop = threading.Event()
 
@@ -85,7 +97,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the run's last step, serve until `stop`; waits for room on the disk, and for the database."""
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._settings.threads)
         try:
             self._run()
         finally:
@@ -110,6 +122,7 @@ class Trainer:
         learner = self._restore()
         self._check_history(learner)
         self._publish(learner)
+        self._watch(learner)
         waited_since = time.monotonic()
         while not self._stop.is_set():
             step = self._next_step()
@@ -123,6 +136,7 @@ class Trainer:
                 if step == learner.step:
                     self._train(learner, waited=waited)
                 self._publish(learner)
+                self._watch(learner)
             waited_since = time.monotonic()
 
     def _restore(self) -> Learner:
@@ -221,11 +235,39 @@ class Trainer:
         if learner.step == steps:
             log.info("the run is over; its policies are served until this process is stopped")
 
+    def _watch(self, learner: Learner) -> None:
+        """Tell the watcher of the step that made policy `learner.step`, and what the policy is worth now and then."""
+        stats, every = dict(learner.stats), self._settings.evaluate_every
+        if every and learner.step % every == 0:
+            stats |= self._evaluate(learner.step)
+        if stats:
+            self._watcher.step(learner.step, stats)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Mean rewards on held-out problems, by environment; nothing where this machine cannot tell."""
+        try:
+            found = evaluate_policy(
+                self._policy_path(step),
+                spec=self._home.spec,
+                settings=self._settings.evaluation,
+                stop=self._stop.is_set,
+            )
+        except (NodeError, EngineError, PolicyError) as error:
+            log.warning("policy %d is not evaluated: %s", step, error)
+            return {}
+        rewards = {f"evaluation/{each.name}": each.reward for each in found.environments}
+        known = {name: reward for name, reward in rewards.items() if reward is not None}
+        log.info("policy %d on held-out problems: %s", step, known)
+        return known
+
+    def _policy_path(self, step: int) -> Path:
+        return self._state / "policy.safetensors" if step else self._team.first_policy
+
     def _policy_file(self, learner: Learner) -> Path:
         """The policy in the run's dtype."""
         if learner.step == 0:
             return self._team.first_policy
-        path = self._state / "policy.safetensors"
+        path = self._policy_path(learner.step)
         save_policy(_cast(self._team.gather(), self._dtype), learner.tokenizer, path)
         return path
 

@@ -14,11 +14,13 @@ from coordinator.home import Home, open_home
 from coordinator.options import (
     HOME_WAIT_SECONDS,
     data_options,
+    evaluation_options,
     execution_options,
     key_option,
     listen_options,
     state_option,
     threads_option,
+    watching_options,
 )
 from node.identity import load_key
 from node.logs import name_process
@@ -27,7 +29,8 @@ from node.protocol.run import run_id_of
 from node.serving_options import server_limits, serving_options
 
 if TYPE_CHECKING:
-    from coordinator.training.grpo import Execution
+    from coordinator.trainer import TrainerSettings
+    from coordinator.training.watching import Watcher
 
 
 @click.command()
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 @listen_options(8710)
 @threads_option
 @execution_options
+@watching_options
+@evaluation_options
 @serving_options
 @metrics_options
 def trainer(
@@ -52,6 +57,11 @@ def trainer(
     recompute: bool,
     device: str,
     autocast: str | None,
+    tensorboard: Path | None,
+    no_tensorboard: bool,
+    wandb: str | None,
+    evaluate_every: int,
+    evaluate_problems: int,
     **serving: Any,
 ) -> None:
     """Train on what was admitted, and publish each policy.
@@ -69,45 +79,58 @@ def trainer(
     """
     import torch
 
+    from coordinator.trainer import TrainerSettings
+    from coordinator.training.evaluation import EvaluationSettings
     from coordinator.training.grpo import Execution
     from coordinator.training.team import Team
+    from coordinator.training.watching import chosen_watchers, make_watcher
     from coordinator.training.world import open_world
 
     with open_world(device=device) as world:
         dtype = torch.bfloat16 if autocast else None
-        execution = Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute)
-        if world.is_first:
-            home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
-            place = MetricsPlace(metrics_host, metrics_port)
-            _train(home, _run_key(home, key), state, execution=execution, threads=threads, place=place, serving=serving)
+        settings = TrainerSettings(
+            state=state,
+            threads=threads,
+            execution=Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute),
+            evaluate_every=evaluate_every,
+            evaluation=EvaluationSettings(problems=evaluate_problems, threads=threads),
+        )
+        if not world.is_first:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # the first process says when it is over
+            torch.set_num_threads(threads)
+            Team(state, settings.execution).follow()
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # the first process says when it is over
-        torch.set_num_threads(threads)
-        Team(state, execution).follow()
+        home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+        watched = chosen_watchers(state=state, tensorboard=tensorboard, no_tensorboard=no_tensorboard, wandb=wandb)
+        watcher = make_watcher(watched, run_id=home.run_id, spec=home.spec, state=state)
+        try:
+            place = MetricsPlace(metrics_host, metrics_port)
+            _train(home, _run_key(home, key), settings, watcher=watcher, place=place, serving=serving)
+        finally:
+            watcher.close()
 
 
 def _train(
     home: Home,
     run_key: Ed25519PrivateKey,
-    state: Path,
+    settings: TrainerSettings,
     *,
-    execution: Execution,
-    threads: int,
+    watcher: Watcher,
     place: MetricsPlace,
     serving: dict[str, Any],
 ) -> None:
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics import TrainerMetrics, role_registry
     from coordinator.storage.training import newest
-    from coordinator.trainer import Trainer, TrainerSettings
+    from coordinator.trainer import Trainer
     from node.metrics import serving_metrics
     from shardcast import Origin, OriginServer
 
     with home.database.read() as connection:
         recorded = newest(connection)
     origin = Origin(
-        state / "origin",
+        settings.state / "origin",
         run_key,
         home.run_id,
         # A policy that is stored but not in the log yet must not be heard of.
@@ -117,9 +140,10 @@ def _train(
     server = OriginServer(origin, host, port, limits=server_limits(**serving))
     click.echo(f"origin  http://{host}:{server.start()}")
     name_process(run=home.run_id, name="trainer")
-    registry = role_registry("trainer", home, state=state)
-    settings = TrainerSettings(state=state, threads=threads, execution=execution)
-    work = Trainer(home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry))
+    registry = role_registry("trainer", home, state=settings.state)
+    work = Trainer(
+        home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry), watcher=watcher
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: work.stop())
     try:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from coordinator.trainer import Trainer, TrainerSettings
 from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.training.grpo import Execution
 from coordinator.training.team import Team
+from coordinator.training.watching import Watcher
 from coordinator.training.world import open_world
 from node.policy import save_policy
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
@@ -67,7 +69,7 @@ def admit(home: Home) -> None:
 
 
 @contextmanager
-def trainer_of(home: Home, folder: Path) -> Iterator[Trainer]:
+def trainer_of(home: Home, folder: Path, *, watcher: Watcher | None = None, **settings: Any) -> Iterator[Trainer]:
     """A freshly started trainer process, as far as its state goes."""
     with home.database.read() as connection:
         recorded = training.newest(connection)
@@ -75,7 +77,8 @@ def trainer_of(home: Home, folder: Path) -> Iterator[Trainer]:
     server = OriginServer(origin)
     server.start()
     try:
-        yield Trainer(home, origin=origin, server=server, settings=TrainerSettings(state=folder))
+        given = TrainerSettings(state=folder, **settings)
+        yield Trainer(home, origin=origin, server=server, settings=given, watcher=watcher)
     finally:
         server.stop()
         origin.close()
@@ -91,8 +94,8 @@ def entries(home: Home, connection: object) -> list[LogEntry]:
     return [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
 
 
-def train_to_the_end(home: Home, folder: Path) -> None:
-    with trainer_of(home, folder) as trainer:
+def train_to_the_end(home: Home, folder: Path, **given: Any) -> None:
+    with trainer_of(home, folder, **given) as trainer:
 
         def stop_at_the_end() -> None:
             deadline = time.monotonic() + 60

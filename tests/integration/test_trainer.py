@@ -6,7 +6,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from coordinator.storage.training import Published
 from coordinator.trainer import Trainer
 from coordinator.training import initial
 from coordinator.training.checkpoint import checkpoints
+from coordinator.training.evaluation import EvaluationSettings
 from node.policy import load_policy
 from node.tiny import make_model, make_tokenizer
 
@@ -234,3 +235,40 @@ def test_a_start_that_is_no_model_is_one_clear_sentence(tmp_path: Path, there: b
         (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}')
     with pytest.raises(BadConfiguration, match=r"model\.initial"):
         initial.initial_policy(spec_of(initial=str(tmp_path)))
+
+
+class Told:
+    """A watcher that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+
+    def step(self, step: int, stats: Mapping[str, float]) -> None:
+        self.steps.append((step, dict(stats)))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_every_step_is_told_to_whoever_watches_and_policies_are_measured_now_and_then(tmp_path: Path) -> None:
+    """An operator sees held-out rewards beside those of training; measuring them must not change what is trained."""
+    told = Told()
+    with run_in(tmp_path / "watched") as home:
+        train_to_the_end(
+            home,
+            tmp_path / "watched",
+            watcher=told,
+            evaluate_every=2,
+            evaluation=EvaluationSettings(problems=3),
+        )
+        watched = outcome_of(home)
+    with run_in(tmp_path / "alone") as home:
+        train_to_the_end(home, tmp_path / "alone")
+        assert outcome_of(home) == watched
+    assert [step for step, _ in told.steps] == [0, 1, 2, 3]
+    assert [("evaluation/arithmetic" in stats, "entropy" in stats) for _, stats in told.steps] == [
+        (True, False),
+        (False, True),
+        (True, True),
+        (False, True),
+    ]
