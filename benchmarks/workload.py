@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks import machine
 from coordinator.training.warm_start import STAGES, Stage
-from node.engines.base import Engine, SampleRequest
+from node.engines.base import Engine, SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
@@ -135,7 +135,7 @@ def expected(rules: Rules, policy: Blueprint, slot: int) -> Expected:
 def slot_requests(rules: Rules, policy: Blueprint, slots: Sequence[int]) -> list[SampleRequest]:
     """The requests of a worker that holds `slots`: a group for each, one prompt and many seeds."""
     wanted = [expected(rules, policy, slot) for slot in slots]
-    return [SampleRequest(tuple(each.prompt_ids), seed) for each in wanted for seed in each.seeds]
+    return [request for each in wanted for request in requests_for(each)]
 
 
 @dataclass(frozen=True, slots=True)

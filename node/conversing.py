@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
-from node.environments.base import Conversation, Environment, Problem
+from node.environments.base import Conversation, Environment, EnvironmentFault, Problem
 from node.environments.grading import grade
 from node.policy import Blueprint, render_completion, render_reply
 from node.protocol.run import SamplingSpec
 from node.protocol.turns import MAX_REPLY_CHARACTERS, AskReply, turns_of
+
+REPLY_SECONDS = 20.0
+"""What the replies in one submission may take a verifier: a claim is a verifier's own for three times as long."""
 
 
 def asking(policy: Blueprint, environment: Environment, problem: Problem, *, sampling: SamplingSpec) -> AskReply | None:
@@ -26,6 +30,25 @@ def asking(policy: Blueprint, environment: Environment, problem: Problem, *, sam
         return render_reply(policy, said)
 
     return ask
+
+
+def in_time(ask: AskReply, *, seconds: float = REPLY_SECONDS) -> AskReply:
+    """`ask` until it has taken `seconds` in all; then it raises EnvironmentFault (too_slow).
+
+    What a stranger wrote may take an environment long. It is not interrupted, but not asked again either.
+    """
+    spent = 0.0
+
+    def asked(turns: Sequence[Sequence[int]]) -> Sequence[int] | None:
+        nonlocal spent
+        if spent >= seconds:
+            raise EnvironmentFault(f"its replies to one submission took {spent:.1f} s", code="too_slow")
+        began = time.monotonic()
+        said = ask(turns)
+        spent += time.monotonic() - began
+        return said
+
+    return asked
 
 
 def graded(policy: Blueprint, environment: Environment, problem: Problem, tokens: Sequence[int]) -> float:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import ProofSpec
-from node.protocol.submission import proof_bytes, toploc_bytes
+from node.protocol.submission import Rollout, chunk_sizes, proof_bytes, toploc_bytes
+from node.protocol.turns import Replies, pieces
 from toploc import (
     VerificationResult,
     build_chunk_proofs,
@@ -22,7 +24,7 @@ from toploc import (
     sketch_errors,
     verify_chunk_proofs,
 )
-from toploc.errors import MalformedProof, WrongProofCount
+from toploc.errors import BadProof, MalformedProof, WrongProofCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,20 @@ def check_proofs(proofs: Sequence[bytes], tokens: Sequence[int], *, hidden: int,
         check_form(toploc, [count * hidden for count in tokens], spec.top_k)
     if spec.has_sketch:
         check_sketch_form(sketches, tokens)
+
+
+def check_proof_form(rollouts: Sequence[Rollout], replies: Sequence[Replies], *, hidden: int, spec: ProofSpec) -> None:
+    """Raise malformed_proof for a proof that no honest prover makes of a chunk of its size (section 6.2).
+
+    The prefill would find it too, but not cheaply, and only in the rows that it measures. `replies` are what
+    `check_rollouts` found of each.
+    """
+    for row, (rollout, said) in enumerate(zip(rollouts, replies, strict=True)):
+        sizes = chunk_sizes(pieces(rollout.segment_tokens, said), chunk_tokens=spec.chunk_tokens)
+        try:
+            check_proofs(rollout.proofs, sizes, hidden=hidden, spec=spec)
+        except BadProof as error:
+            raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {error.index or 0}: {error.code}.") from error
 
 
 def verify_proofs(

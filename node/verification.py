@@ -11,29 +11,28 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from node.conversing import asking, graded
+from node.conversing import asking, graded, in_time
 from node.environments import Environment, Problem, check_rewards
 from node.measurement import Deviations
 from node.parquet_reader import ParquetReader, VerifierFailed
 from node.policy import Blueprint, render_prompt
 from node.prefill import Measured, Measuring, Prefill, own_faults
-from node.proofs import check_proofs
+from node.proofs import check_proof_form
 from node.protocol.admission import Figures, Finding, Outcome, judge, judge_group, worst
 from node.protocol.evidence import Totals, add
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
-from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_sizes
-from node.protocol.turns import Replies, pieces
+from node.protocol.submission import Expected, Rollout, check_rollouts
+from node.protocol.turns import Replies
 from node.second_look import Look, at_doubt, look_again
-from toploc.errors import BadProof
 
 logger = logging.getLogger(__name__)
 
@@ -292,8 +291,10 @@ class _Case:
             slot=self.claim.slot,
             published=published,
         )
+        if expected.ask is not None:
+            expected = replace(expected, ask=in_time(expected.ask))
         self.replies = check_rollouts(self.claim.rollouts, expected=expected, spec=self.rules.spec)
-        _check_proof_form(self.claim.rollouts, self.replies, hidden=self.blueprint.hidden, spec=self.rules.spec)
+        check_proof_form(self.claim.rollouts, self.replies, hidden=self.blueprint.hidden, spec=self.rules.spec.proofs)
 
     def take(self, measured: Measured | Refusal | VerifierFailed) -> None:
         """Draw what follows from what the policies say of the rows that were due: the end, or that others are."""
@@ -396,19 +397,6 @@ class _Case:
             if not 0.0 <= reward <= 1.0:
                 raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
             yield reward
-
-
-def _check_proof_form(rollouts: Sequence[Rollout], replies: Sequence[Replies], *, hidden: int, spec: RunSpec) -> None:
-    """Raise malformed_proof for a proof that no honest prover makes of a chunk of its size (section 6.2).
-
-    The prefill would find it too, but not cheaply, and only in the rows that it measures.
-    """
-    for row, (rollout, said) in enumerate(zip(rollouts, replies, strict=True)):
-        sizes = chunk_sizes(pieces(rollout.segment_tokens, said), chunk_tokens=spec.proofs.chunk_tokens)
-        try:
-            check_proofs(rollout.proofs, sizes, hidden=hidden, spec=spec.proofs)
-        except BadProof as error:
-            raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {error.index or 0}: {error.code}.") from error
 
 
 def _problem_of(

@@ -29,7 +29,7 @@ SPEC = RunSpec(
     proofs=ProofSpec(chunk_tokens=8),
     limits=LIMITS,
     standing=StandingSpec(ban_after=1000),
-    batch=BatchSpec(groups_per_step=100, lease_seconds=900.0, max_leases_per_node=1000, rejection_backoff_seconds=0.0),
+    batch=BatchSpec(groups_per_step=200, lease_seconds=900.0, max_leases_per_node=1000, rejection_backoff_seconds=0.0),
 )
 
 

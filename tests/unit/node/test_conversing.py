@@ -12,8 +12,10 @@ import pytest
 import torch
 from narrow_run import RUN_ID, LeasedSlot, loaded
 from talking import SPEC, talk, talkative_file
+from verifying import InMemory
 
-from node.conversing import asking, graded
+from coordinator.calibration.cheats import Prover
+from node.conversing import REPLY_SECONDS, asking, graded
 from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.environments.arithmetic import Arithmetic
@@ -25,9 +27,10 @@ from node.policy import Policy, render_completion, render_reply
 from node.prefill import TransformersPrefill, spans_of
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
-from node.protocol.run import SamplingSpec
+from node.protocol.run import ProofSpec, SamplingSpec
 from node.protocol.submission import Rollout
 from node.protocol.turns import MAX_REPLY_CHARACTERS, replay, turns_of
+from node.second_look import look_again, quantised
 from node.tiny import EOS
 from node.verification import Rules
 
@@ -174,6 +177,36 @@ def test_the_longest_rollout_fits_into_the_engine(path: Path, policy: Policy) ->
     assert slot.reason(rollouts) is None
 
 
+def test_a_second_look_sees_through_the_replies(path: Path, policy: Policy) -> None:
+    """Read without them, honest work would be compared with states of another text."""
+    slot = slot_of(policy, Talker(lambda _: "=12\n"), number=1, group_size=8)
+    expected, eight_bits = slot.expected, quantised(policy)
+    cheap = [talk(eight_bits, expected.prompt_ids, seed, expected.ask, version=VERSION) for seed in expected.seeds]
+    spec = msgspec.structs.replace(
+        slot.rules.spec, proofs=ProofSpec(scheme="sketch/1", chunk_tokens=8, sketch_step=0.001)
+    )
+    found = []
+    for drawn_by, rollouts in ((policy, by_the_engine(path, slot)), (eight_bits, cheap)):
+        ends, sampling = expected.eos_ids, spec.sampling
+        said = [
+            replay(one.completion_ids, eos_ids=ends, sampling=sampling, ask=expected.ask).replies for one in rollouts
+        ]
+        assert sum(map(len, said)) > 4
+        look = look_again(
+            Prover(drawn_by, spec).prove(rollouts, said),
+            said,
+            version=VERSION,
+            policies=InMemory(slot.policies),
+            published=(VERSION,),
+            spec=spec,
+        )
+        found.append(asyncio.run(look))
+    honest, cheat = found
+    assert honest is None
+    assert cheat is not None
+    assert cheat.figure == "int8_gain"
+
+
 # -- what an environment may say
 
 
@@ -232,6 +265,25 @@ def test_an_environment_that_fails_is_nobodys_fraud(path: Path, policy: Policy, 
 
     verdict = slot_of(policy, Talker(fail), number=1).verdict(honest)
     assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+
+
+def test_a_submission_whose_replies_take_too_long_is_given_up(
+    path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that makes the tool think would keep a verifier from everybody's work for its whole length."""
+    slot, clock, asked = slot_of(policy, Talker(lambda _: "=1\n"), number=1), [0.0], list[int]()
+    honest = by_the_engine(path, slot)
+    assert sum(len(replies_in(slot, one)) for one in honest) > 4
+
+    def think(turns: Sequence[str]) -> str:
+        asked.append(len(turns))
+        clock[0] += 0.4 * REPLY_SECONDS
+        return "=1\n"
+
+    monkeypatch.setattr("node.conversing.time.monotonic", lambda: clock[0])
+    verdict = slot_of(policy, Talker(think), number=1).verdict(honest)
+    assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+    assert len(asked) == 3
 
 
 def test_a_worker_whose_environment_fails_delivers_nothing_and_goes_on(path: Path, policy: Policy) -> None:
