@@ -40,7 +40,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks import machine
-from coordinator.training.grpo import Group, Sample, make_optimizer, train_step
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import train_step
+from coordinator.training.optimizers import make_optimizer
 from coordinator.training.warm_start import Stage, demonstrate_addition, learn
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
