@@ -15,7 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.broadcast_delta import trace
-from coordinator.training.grpo import Group, Sample, make_optimizer, train_step
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import train_step
+from coordinator.training.optimizers import make_optimizer
 from node.policy import save_policy
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, TrainingSpec
 from node.tiny import make_tokenizer

@@ -140,7 +140,7 @@ def test_operators_of_an_uncalibrated_run_are_told(done, caplog):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_weight_cheat_on_a_trained_policy_is_caught_in_every_group(tmp_path, monkeypatch):
-    """Of 24 groups levels are fitted loosely: with other draws, honest groups of the other half are now and then out."""
+    """Levels of 24 groups are fitted loosely: with other draws, honest groups of the other half are out at times."""
     monkeypatch.setattr("coordinator.calibration.slots.secrets.token_hex", lambda size: "0b" * size)
     options = ("--groups", "48", "--cheat-groups", "8", "--json")
     told = json.loads(calibrate(tmp_path, *options, initial="tiny", group_size=8, tokens=48))
