@@ -46,8 +46,8 @@ from coordinator.calibration.measure import measure
 from coordinator.calibration.slots import Slots
 from coordinator.calibration.trial import judge_rollouts, try_groups
 from coordinator.calibration.workers import Worker, make_workers
+from coordinator.training.groups import Group as TrainingGroup
 from coordinator.training.groups import Sample
-from coordinator.training.grpo import Group as TrainingGroup
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.warm_start import warm_start
