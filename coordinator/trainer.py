@@ -142,7 +142,8 @@ class Trainer:
     def _restore(self) -> Learner:
         """The newest checkpoint, or the run's first policy."""
         for leftover in self._state.glob(".*.tmp"):
-            leftover.unlink()  # of a policy that was being saved by a trainer that was killed
+            if leftover.is_file():
+                leftover.unlink()  # of a policy that was being saved by a trainer that was killed
         if not self._team.first_policy.exists():
             with self._home.database.read() as connection:
                 if training.recorded(connection):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from node.environments.base import Conversation, Environment, EnvironmentFault, Problem
 from node.environments.grading import grade
@@ -49,6 +49,23 @@ def in_time(ask: AskReply, *, seconds: float = REPLY_SECONDS) -> AskReply:
         return said
 
     return asked
+
+
+def all_graded(
+    policy: Blueprint,
+    environment: Environment,
+    problem: Problem,
+    completions: Sequence[Sequence[int]],
+    *,
+    seconds: float = REPLY_SECONDS,
+) -> Iterator[float]:
+    """The rewards of completions of one problem, as `graded`; EnvironmentFault (too_slow) after `seconds` in all."""
+    began = time.monotonic()
+    for tokens in completions:
+        spent = time.monotonic() - began
+        if spent >= seconds:
+            raise EnvironmentFault(f"the rewards of one submission took {spent:.1f} s", code="too_slow")
+        yield graded(policy, environment, problem, tokens)
 
 
 def graded(policy: Blueprint, environment: Environment, problem: Problem, tokens: Sequence[int]) -> float:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from node.conversing import asking, graded, in_time
+from node.conversing import all_graded, asking, in_time
 from node.environments import Environment, Problem, check_rewards
 from node.measurement import Deviations
 from node.parquet_reader import ParquetReader, VerifierFailed
@@ -392,8 +392,8 @@ class _Case:
             manifest_digest=self.claim.manifest_digest,
             slot=self.claim.slot,
         )
-        for rollout in self.claim.rollouts:
-            reward = graded(self.blueprint, environment, problem, rollout.completion_ids)
+        completions = [rollout.completion_ids for rollout in self.claim.rollouts]
+        for reward in all_graded(self.blueprint, environment, problem, completions):
             if not 0.0 <= reward <= 1.0:
                 raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
             yield reward

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
 from node.environments import load_environment
+from node.environments.base import EnvironmentFault
 from node.errors import EngineFailed
 from node.parquet import write_rollouts
 from node.policy_errors import PolicyError
@@ -23,6 +24,7 @@ from node.protocol.messages import Lease
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts
+from node.sandbox.errors import SandboxFailed
 from node.verification import expected_of
 from node.worker_events import NOBODY, Kind, Onlooker
 from node.worker_policies import PolicyFeed
@@ -106,12 +108,15 @@ class EngineHost:
     async def group(self, lease: Lease, *, ended: Callable[[], None]) -> list[Rollout]:
         """The rollouts of a lease's slot, checked; `ended` is called for each completion that has its last token.
 
-        Raises EngineFailed; cancelling it ends the engine's work on the slot.
+        Raises EngineFailed, and what the slot's environment raises, of which the engine knows nothing; cancelling it
+        ends the engine's work on the slot.
         """
         try:
             expected = self._expected(lease)
             requests = requests_for(expected)
             rollouts = await self._engine.generate(requests, ended=ended)
+        except (EnvironmentFault, SandboxFailed):
+            raise
         except Exception as error:
             if isinstance(error, (BrokenPolicy, PolicyError)) and self.version is not None:
                 self._feed.drop(self.version)  # it would fail at every slot, or its tokenizer at every prompt

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from node.environments.base import EnvironmentFault
 from node.errors import EngineFailed
 from node.logs import bound
 from node.parquet import write_rollouts
 from node.protocol.messages import Lease
 from node.protocol.submission import Rollout
+from node.sandbox.errors import SandboxFailed
 from node.worker_engine import EngineHost
 from node.worker_events import NOBODY, Kind, Onlooker
 from node.worker_speed import Mark, Speed
@@ -153,6 +155,9 @@ class SlotsUnderWay:
         except EngineFailed as error:
             self.failure = self.failure or error
             return
+        except (EnvironmentFault, SandboxFailed) as error:
+            # It would fail here again: its lease ends unanswered, so that it goes to somebody else.
+            log.error("slot %d of policy %d is given up: %s", lease.slot, lease.version, error)  # noqa: TRY400
         finally:
             if not ended:
                 self.speed.give_up()

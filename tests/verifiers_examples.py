@@ -105,14 +105,19 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
 class Tools(vf.ToolEnv):
-    """With a tool."""
+    """With tools."""
 
     def __init__(self):
         def right(completion, answer) -> float:
             return float(answer in str(completion[-1]["content"]))
 
-        super().__init__(dataset=rows("5", question="2+3?"), tools=[add], rubric=vf.Rubric(funcs=[right]))
+        super().__init__(dataset=rows("5", question="2+3?"), tools=[add, echo], rubric=vf.Rubric(funcs=[right]))
 
 
 class Rewriting(Guessing):
@@ -183,6 +188,11 @@ class Rough(vf.SingleTurnEnv):
         def reward(completion, **kwargs) -> float:
             told = completion[-1]["content"]
             if told == "sleep":
+                time.sleep(60)
+            if told == "fork" and os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+            if told == "fork":
                 time.sleep(60)
             if told == "die":
                 os._exit(3)

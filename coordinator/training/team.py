@@ -65,6 +65,7 @@ class Team:
         self._learner: Learner | None = None
         self._spec: RunSpec | None = None
         self._gathered: PreTrainedModel | None = None
+        self._is_apart = False
 
     @property
     def learner(self) -> Learner:
@@ -97,8 +98,12 @@ class Team:
         return self._gathered or self.learner.model
 
     def end(self) -> None:
-        """Let the other processes go; where they are gone already, nothing."""
-        if self.world.size > 1:
+        """Let the other processes go; where they are gone already, nothing.
+
+        Nor where something failed here that they may be in the middle of: what is said would meet another collective of
+        theirs, and both wait. They end when this process does, and closes its connections.
+        """
+        if self.world.size > 1 and not self._is_apart:
             with contextlib.suppress(RuntimeError):  # what torch raises for a closed connection
                 self.world.say(msgspec.msgpack.encode(_Say("end")))
 
@@ -116,12 +121,15 @@ class Team:
     def _together(self, said: _Say) -> None:
         if self.world.size > 1:
             self.world.say(msgspec.msgpack.encode(said))
+        self._is_apart = True
         self._do(said)
+        self._is_apart = False
 
     def _do(self, said: _Say) -> None:
         match said.what:
             case "restore":
                 self._spec = msgspec.json.decode(said.spec, type=RunSpec)
+                self._learner = self._gathered = None  # before the next one needs the memory
                 self._learner = self._restored(self._spec)
             case "train":
                 self._train(said.groups)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -44,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     package_version: str | None = None
     environment_version: str | None = None
     dataset_digest: str | None = None
+    python: str | None = None
 
 
 class Verifiers:
@@ -130,7 +132,7 @@ class Child:
 
         def expire() -> None:
             expired.set()
-            process.kill()
+            _kill(process)
 
         timer = threading.Timer(seconds, expire)
         timer.daemon = True
@@ -187,7 +189,7 @@ def load_verifiers(target: str, arguments: Mapping[str, Any]) -> Verifiers:
 
 
 def _check_pins(name: str, settings: Settings, loaded: Loaded) -> None:
-    pins = ("package_version", "environment_version", "dataset_digest")
+    pins = ("package_version", "environment_version", "dataset_digest", "python")
     log.info("%s has %d problems; %s", name, loaded.rows, ", ".join(f"{pin} = {getattr(loaded, pin)}" for pin in pins))
     for pin in pins:
         wanted, found = getattr(settings, pin), getattr(loaded, pin)
@@ -210,8 +212,14 @@ def _variables() -> dict[str, str]:
     }
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the child with all that it started, which would hold its pipe open; it leads a session of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    _kill(process)
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             with contextlib.suppress(OSError):  # unsent bytes have nobody to go to

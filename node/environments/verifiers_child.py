@@ -77,7 +77,17 @@ def _serve(questions: IO[bytes], answers: IO[bytes], runner: asyncio.Runner, net
             answer = Fault("environment_failed", repr(error)[:_MAX_DETAIL])
         if network.tried:
             answer = Fault("needs_network", "it tried to use the network")
-        send_frame(answers, msgspec.json.encode(answer))
+        send_frame(answers, _encoded(answer))
+
+
+def _encoded(answer: Loaded | Said | Fault) -> bytes:
+    """The answer as JSON; half a surrogate pair in it, which a turn may have asked for, is replaced."""
+    try:
+        return msgspec.json.encode(answer)
+    except UnicodeEncodeError:
+        texts = {name: text for name, text in msgspec.structs.asdict(answer).items() if isinstance(text, str)}
+        sound = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
+        return msgspec.json.encode(msgspec.structs.replace(answer, **sound))
 
 
 def _take_back_signals() -> None:

@@ -28,6 +28,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     package_version: str
     environment_version: str | None
     dataset_digest: str
+    python: str
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

@@ -69,6 +69,7 @@ class Replay:
             package_version=metadata.version("verifiers"),
             environment_version=_version_of(self._module),
             dataset_digest=self._digest(),
+            python=".".join(map(str, sys.version_info[:2])),
         )
 
     async def answer(self, ask: Ask) -> Said:
@@ -188,6 +189,8 @@ def _entry(package: ModuleType, name: str, attribute: str) -> Callable[..., Any]
         module = importlib.import_module(name)
     except ImportError as error:
         raise Refused("environment_missing", f"{name} cannot be imported here: {error}") from error
+    if name.partition(".")[0] == package.__name__ and not attribute:  # its load_environment imports what it is told
+        raise Refused("refused_environment", f"of {name} itself an environment class is named, as {name}:Class")
     made: Any = getattr(module, attribute or "load_environment", None)
     if attribute and not (isinstance(made, type) and issubclass(made, package.Environment)):
         raise Refused("refused_environment", f"{name} has no environment class {attribute}")

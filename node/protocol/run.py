@@ -254,9 +254,6 @@ class RunSpec(Wire, frozen=True):
         """Refuse settings that contradict each other; msgspec turns the ValueError into its own error."""
         if self.broadcast.keep_versions < self.batch.max_async + 2:
             raise ValueError("broadcast.keep_versions must be at least batch.max_async + 2, or workers lose policies")
-        targets = [target for one in self.environments if one.length for target in one.length.targets]
-        if max(targets, default=0) > self.sampling.max_new_tokens:
-            raise ValueError("environments.length.targets are at most sampling.max_new_tokens: no rollout is longer")
 
     @property
     def digest(self) -> str:
@@ -315,9 +312,18 @@ def parse_run_toml(text: str) -> RunSpec:
     """Read a run.toml; raise Malformed with the key that is wrong."""
     try:
         raw: dict[str, Any] = tomllib.loads(text)
-        return msgspec.convert(raw, RunSpec)
+        spec = msgspec.convert(raw, RunSpec)
+        _check_targets(spec)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise Malformed(f"run.toml: {error}", code="bad_run_toml") from error
+    return spec
+
+
+def _check_targets(spec: RunSpec) -> None:
+    """Not a matter of every spec: a challenge is of fewer tokens than the run that it belongs to."""
+    targets = [target for one in spec.environments if one.length for target in one.length.targets]
+    if max(targets, default=0) > spec.sampling.max_new_tokens:
+        raise ValueError("environments.length.targets are at most sampling.max_new_tokens: no rollout is longer")
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from talking import SPEC, talk, talkative_file
 from verifying import InMemory
 
 from coordinator.calibration.cheats import Prover
-from node.conversing import REPLY_SECONDS, asking, graded
+from node.conversing import REPLY_SECONDS, all_graded, asking, graded
 from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.environments.arithmetic import Arithmetic
@@ -318,3 +318,20 @@ def test_the_arithmetic_environment_has_nothing_to_say(policy: Policy) -> None:
     many = SamplingSpec(max_turns=4)
     assert asking(policy, Arithmetic(), Arithmetic().problem(3), sampling=many) is None
     assert asking(policy, Calculator(), Calculator().problem(3), sampling=many) is not None
+
+
+def test_rewards_that_take_too_long_together_are_nobodys_fault(monkeypatch):
+    """A group is graded within a claim's time, or two verifiers do it: what is not proved may be made to be slow."""
+    clock = [0.0]
+    monkeypatch.setattr("node.conversing.time.monotonic", lambda: clock[0])
+
+    def slow(*_: object) -> float:
+        clock[0] += 0.4 * REPLY_SECONDS
+        return 0.5
+
+    monkeypatch.setattr("node.conversing.graded", slow)
+    rewards = all_graded(None, None, None, [[1]] * 8)
+    assert [next(rewards) for _ in range(3)] == [0.5] * 3
+    with pytest.raises(EnvironmentFault) as raised:
+        next(rewards)
+    assert raised.value.code == "too_slow"

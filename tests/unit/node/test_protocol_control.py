@@ -43,7 +43,7 @@ from node.protocol.control import (
     purpose_of,
     sign_control,
 )
-from node.protocol.run import EnvironmentSpec, RunSpec
+from node.protocol.run import EnvironmentSpec, LengthSpec, RunSpec
 from node.protocol.slots import group_seeds, sample_seed
 from shardcast.envelope import seal
 from shardcast.errors import PeerFault
@@ -425,6 +425,15 @@ def test_a_challenge_asks_for_no_more_than_the_run_allows() -> None:
     assert (rules.sampling.group_size, rules.sampling.max_new_tokens) == (3, SPEC.sampling.max_new_tokens)
     assert rules.sampling.max_version_lead == 0
     assert challenge_spec(SPEC, AskChallenge(samples=1, max_tokens=5)).sampling.max_new_tokens == 5
+
+
+def test_a_challenge_is_shorter_than_the_lengths_that_the_run_asks_for() -> None:
+    """An honest node of such a run would else look as if it gave no answer."""
+    length = LengthSpec(targets=(SPEC.sampling.max_new_tokens,))
+    environments = tuple(msgspec.structs.replace(one, length=length) for one in SPEC.environments)
+    rules = challenge_spec(msgspec.structs.replace(SPEC, environments=environments), AskChallenge(1, 5))
+    assert rules.sampling.max_new_tokens == 5
+    assert rules.environments == environments
 
 
 def test_an_answer_that_would_be_too_large_is_not_begun() -> None:

@@ -130,7 +130,26 @@ def test_tools_are_called_and_their_results_told():
     assert "exec" in unknown
 
 
+@needs_package
+def test_half_a_surrogate_pair_in_a_tools_argument_does_not_end_the_environment():
+    """In JSON it is ASCII; whoever wrote it into a completion would cost the verifier a new process each time."""
+    source = loaded(":Tools")
+    process = source._child._process
+    call = '<tool_call>{"name": "echo", "arguments": {"text": "\\ud800"}}</tool_call>'
+    assert source.reply(source.problem(0), [call]) == "\n\nUser: <tool_response>\n?\n</tool_response>\n\nAssistant:"
+    assert source._child._process is process
+
+
 # -- what is refused
+
+
+@needs_package
+@pytest.mark.parametrize("module", ["verifiers", "verifiers.utils.env_utils"])
+def test_the_packages_own_loader_imports_nothing_that_a_run_names(module):
+    """`load_environment(env_id)` of the package imports any module that is installed here."""
+    with pytest.raises(EnvironmentFault) as refused:
+        load_environment(EnvironmentSpec(name=f"verifiers:{module}", arguments={"env_id": "this"}))
+    assert refused.value.code == "refused_environment"
 
 
 @needs_package
@@ -183,10 +202,15 @@ def test_a_run_that_pins_its_data_does_not_start_with_other_data():
     assert len(set(digests)) == 2
 
 
-@pytest.mark.parametrize("pin", ["package_version", "environment_version", "dataset_digest"])
+@pytest.mark.parametrize("pin", ["package_version", "environment_version", "dataset_digest", "python"])
 def test_each_pin_is_compared_with_what_is_there(pin):
     there = Loaded(
-        rows=1, conversation=False, package_version="0.1.10", environment_version=None, dataset_digest="ab" * 32
+        rows=1,
+        conversation=False,
+        package_version="0.1.10",
+        environment_version=None,
+        dataset_digest="ab" * 32,
+        python="3.11",
     )
     verifiers._check_pins("t", verifiers.Settings(package_version="0.1.10", dataset_digest="ab" * 32), there)
     with pytest.raises(EnvironmentFault) as caught:
@@ -232,6 +256,18 @@ def test_a_reward_that_never_comes_is_nobodys_fault_and_the_next_one_comes(monke
         source.reward(problem, "die")
     assert caught.value.code == "environment_died"
     assert source.reward(problem, "0.5") == 0.5
+
+
+@needs_package
+@pytest.mark.timeout(50)
+def test_what_an_environment_has_forked_does_not_hold_the_verifier(monkeypatch):
+    """The fork has the pipe that the answer is awaited on, and sleeps for a minute."""
+    source = load(":Rough")
+    problem = problem_of(source)
+    monkeypatch.setattr(verifiers, "ANSWER_SECONDS", 0.5)
+    with pytest.raises(EnvironmentFault) as caught:
+        source.reward(problem, "fork")
+    assert caught.value.code == "environment_slow"
 
 
 @needs_package

@@ -19,6 +19,7 @@ from node import worker_leases
 from node.engines import EngineError
 from node.engines.base import BrokenPolicy, DoesNotFit, EngineDied
 from node.engines.torch import TorchEngine
+from node.environments import EnvironmentFault
 from node.errors import EngineFailed
 from node.parquet_reader import ParquetReader
 from node.policy import save_policy
@@ -76,6 +77,23 @@ class Gate:
 
 
 # -- the batch
+
+
+async def test_a_slot_whose_environment_fails_takes_no_other_along(swarm, caplog):
+    """Tokens are forced, so it fails wherever it goes: an engine that began anew for it would end every worker."""
+    calls = []
+
+    async def second_fails(engine, requests):
+        calls.append(requests)
+        if len(calls) == 2:
+            raise EnvironmentFault("the environment took more than 30 s", code="environment_slow")
+        return await engine.generate(requests)
+
+    async with swarm.working(produce=second_fails, slots=2):
+        await swarm.until(lambda: len(swarm.coordinator.submissions) >= 4)
+    assert "is given up: the environment took more than 30 s" in caplog.text
+    assert "starting the engine again" not in caplog.text
+    assert 1 not in {lease.slot for _, lease, _ in swarm.coordinator.submissions.values()}
 
 
 async def test_new_slots_begin_while_older_ones_go_on(swarm):
