@@ -17,11 +17,6 @@ from itertools import pairwise
 from typing import IO, Any
 
 import msgspec
-
-if __name__ == "__main__":
-    # Where pandas is installed, pyarrow would import it: a second, and more address space than a parser is granted.
-    sys.modules["pandas"] = None  # type: ignore[assignment]  # which makes an import of it fail
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,6 +24,19 @@ from node.parquet import METADATA, SCHEMA, SEED_BYTES, write_columns
 from node.parquet_footer import Levels, check_columns
 from node.parquet_frames import MAX_DETAIL, READY, Answer, Shape, receive_frame, send_frame
 from node.protocol.reasons import Reason, Refusal
+
+
+class _WithoutPandas:
+    """Where pandas is installed, pyarrow imports it: a second, and more address space than a parser is granted."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name.partition(".")[0] == "pandas":
+            raise ModuleNotFoundError(name)
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, _WithoutPandas)
 
 MAGIC = b"PAR1"
 MIN_FILE_BYTES = 12
