@@ -22,6 +22,8 @@ class EarlyStop(SlotAttack):
         """True log-probabilities and proofs of what is left."""
         cut = [
             msgspec.structs.replace(rollout, completion_ids=[*rollout.completion_ids[:TOKENS], work.end])
+            if len(rollout.completion_ids) > TOKENS
+            else rollout  # which ends by itself as early
             for rollout in await work.honest()
         ]
         return await unless_forced(work, await work.prove(cut))
