@@ -151,8 +151,10 @@ def test_who_is_connected_and_who_is_refused_is_counted(home: Home, key: Ed25519
 
 
 def test_a_request_in_the_log_names_the_node_that_signed_it_and_never_its_header(
-    home: Home, key: Ed25519PrivateKey, caplog: pytest.LogCaptureFixture
+    home: Home, key: Ed25519PrivateKey, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A library that another test has imported may have switched off all loggers that were there.
+    monkeypatch.setattr(logging.getLogger("coordinator.door"), "disabled", False)
     with caplog.at_level(logging.DEBUG, logger="coordinator.door"), serve(Coordinator(home, key=key)) as url:
         peer = Peer(url, home.run_id)
         assert peer.register().status == 200
