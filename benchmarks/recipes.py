@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.learning.loop import Curve, Task, learn, spec_of, warmed_up
+from node.protocol.run import LengthSpec
 
 LAST = 10
 LAG = 2
@@ -47,6 +48,7 @@ VARIANTS = (
     Variant("gradient clip 0.1", {"gradient_clip": 0.1}),
     Variant("Muon", {"optimizer": "muon"}),
     Variant("online filtering", {"only_signal": True}),
+    Variant("length targets", {"length": {"targets": (16, 24, 32), "penalty": 0.01, "form": "short"}}),
     Variant("one update a step", {"minibatches": 1}),
     Variant("0 steps old", {}, lag=0),
     Variant("1 step old", {}, lag=1),
@@ -54,11 +56,12 @@ VARIANTS = (
 )
 
 
-def trained(first: str, seed: int, steps: int, variant: Variant) -> list[float]:
-    """The rewards of each step."""
-    task = Task(seed=seed, steps=steps)
-    curve: Curve = learn(Path(first), task, spec_of(task, **variant.changes), lag=variant.lag)
-    return curve.rewards
+def trained(first: str, seed: int, steps: int, variant: Variant) -> Curve:
+    """Training from the policy file `first`."""
+    task, changes = Task(seed=seed, steps=steps), dict(variant.changes)
+    if "length" in changes:
+        changes["length"] = LengthSpec(**changes["length"])
+    return learn(Path(first), task, spec_of(task, **changes), lag=variant.lag)
 
 
 def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: int) -> list[dict[str, Any]]:
@@ -81,9 +84,11 @@ def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: i
     return rows
 
 
-def row_of(variant: Variant, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The reward at the end, for each seed and on average."""
+def row_of(variant: Variant, learnt: Sequence[Curve]) -> dict[str, Any]:
+    """The reward at the end, for each seed and on average; with length targets, by how many tokens they were missed."""
+    curves = [curve.rewards for curve in learnt]
     ends = [statistics.fmean(curve[-LAST:]) for curve in curves]
+    missed = [(curve.missed[0], statistics.fmean(curve.missed[-LAST:])) for curve in learnt if curve.missed]
     return {
         "variant": variant.name,
         "changes": variant.changes,
@@ -91,6 +96,7 @@ def row_of(variant: Variant, curves: Sequence[Sequence[float]]) -> dict[str, Any
         "reward": round(statistics.fmean(ends), 4),
         "rewards": [round(end, 4) for end in ends],
         "first": round(statistics.fmean(statistics.fmean(curve[:5]) for curve in curves), 4),
+        **({"missed": [[round(tokens, 2) for tokens in each] for each in missed]} if missed else {}),
         "curves": [[round(reward, 4) for reward in curve] for curve in curves],
     }
 

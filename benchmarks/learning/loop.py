@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
@@ -17,9 +19,10 @@ from coordinator.training.optimizers import make_optimizer
 from coordinator.training.warm_start import warm_start
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.environments import Problem, load_environment
+from node.environments import Environment, Problem, load_environment
+from node.environments.grading import grade
 from node.policy import load_policy, render_completion, render_prompt, save_policy
-from node.protocol.run import BatchSpec, EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
+from node.protocol.run import BatchSpec, EnvironmentSpec, LengthSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
 from shardcast.wire import derive
 
 ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse"))
@@ -46,20 +49,31 @@ class Task:
 
 @dataclass(slots=True)
 class Curve:
-    """Step by step: mean rewards, seconds in all and of generation alone, and what the training step says of itself."""
+    """Step by step: mean rewards, seconds in all and of generation alone, and what the training step says of itself.
+
+    `missed` is how many tokens a completion is off its length target, on average; empty without targets.
+    """
 
     rewards: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     generation_seconds: list[float] = field(default_factory=list)
     stats: list[dict[str, float]] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
 
 
-def spec_of(task: Task, *, max_new_tokens: int = 48, only_signal: bool = False, **training: object) -> RunSpec:
+def spec_of(
+    task: Task,
+    *,
+    max_new_tokens: int = 48,
+    only_signal: bool = False,
+    length: LengthSpec | None = None,
+    **training: object,
+) -> RunSpec:
     """The demonstration's recipe, with changes."""
     recipe = {"steps": task.steps, "learning_rate": 1e-4, **training}
     return RunSpec(
         name="benchmark",
-        environments=ENVIRONMENTS,
+        environments=tuple(replace(each, length=length) for each in ENVIRONMENTS),
         model=ModelSpec(initial="tiny"),
         sampling=SamplingSpec(group_size=task.samples, max_prompt_tokens=64, max_new_tokens=max_new_tokens),
         batch=BatchSpec(only_signal=only_signal),
@@ -94,10 +108,10 @@ async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: i
         started = time.perf_counter()
         version = max(0, step - lag)
         await engine.load(files[version], version=version)
-        groups = await _generate(engine, task, step)
+        groups = await _generate(engine, spec, task, step)
         drawn = groups
         while spec.batch.only_signal and len(drawn) < ROUNDS * task.prompts and _useful(drawn) < task.prompts:
-            drawn = [*drawn, *await _generate(engine, task, step + task.steps * len(drawn) // task.prompts)]
+            drawn = [*drawn, *await _generate(engine, spec, task, step + task.steps * len(drawn) // task.prompts)]
         if drawn is not groups:
             groups = [group for group in drawn if group.has_signal][: task.prompts]
         generated = time.perf_counter()
@@ -110,6 +124,8 @@ async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: i
         rewards = [reward for group in drawn for reward in group.rewards]
         curve.rewards.append(sum(rewards) / len(rewards))
         curve.stats.append(stats)
+        if spec.environments[0].length is not None:
+            curve.missed.append(_missed(spec, task, step, groups))
     await engine.close()
     return curve
 
@@ -118,11 +134,23 @@ def _useful(groups: Sequence[Group]) -> int:
     return sum(group.has_signal for group in groups)
 
 
-async def _generate(engine: TorchEngine, task: Task, step: int) -> list[Group]:
-    environments = [load_environment(each) for each in ENVIRONMENTS]
-    drawn: list[tuple[int, Problem]] = [
-        (environment, environments[environment].problem(index)) for environment, index in task.problems(step)
-    ]
+def _drawn(spec: RunSpec, task: Task, step: int) -> list[tuple[Environment, Problem]]:
+    environments = [load_environment(each) for each in spec.environments]
+    drawn = task.problems(step)
+    return [(environments[environment], environments[environment].problem(index)) for environment, index in drawn]
+
+
+def _missed(spec: RunSpec, task: Task, step: int, groups: Sequence[Group]) -> float:
+    """Tokens between a completion's length and its target."""
+    return statistics.fmean(
+        abs(len(sample.completion_ids) - problem.data["target_tokens"])
+        for (_, problem), group in zip(_drawn(spec, task, step), groups, strict=True)
+        for sample in group.rollouts
+    )
+
+
+async def _generate(engine: TorchEngine, spec: RunSpec, task: Task, step: int) -> list[Group]:
+    drawn = _drawn(spec, task, step)
     requests = [
         SampleRequest(tuple(render_prompt(engine.policy, problem.prompt)), task.sample_seed(step, at, sample))
         for at, (_, problem) in enumerate(drawn)
@@ -133,7 +161,10 @@ async def _generate(engine: TorchEngine, task: Task, step: int) -> list[Group]:
     for at, (environment, problem) in enumerate(drawn):
         own = rollouts[at * task.samples : (at + 1) * task.samples]
         texts = [render_completion(engine.policy, rollout.completion_ids) for rollout in own]
-        rewards = tuple(environments[environment].reward(problem, text) for text in texts)
+        rewards = tuple(
+            grade(environment, problem, [text], tokens=len(rollout.completion_ids))
+            for rollout, text in zip(own, texts, strict=True)
+        )
         samples = tuple(
             Sample(tuple(each.prompt_ids), tuple(each.completion_ids), tuple(each.logprobs)) for each in own
         )
