@@ -20,8 +20,8 @@ cosine decay.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -32,7 +32,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import INDEX_LIMIT, Problem
 from node.environments.reverse import LETTERS, Reverse
-from node.tiny import EOS, PAD, make_model, make_tokenizer
+from node.models.tiny import MAKERS
+from node.tiny import EOS, PAD, make_tokenizer
 
 DEFAULT_SEED = 0
 BATCH = 64
@@ -57,19 +58,28 @@ class Stage:
 WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
 GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 STAGES = (WORKED, GUESSING)
+_RECURRENT = (replace(WORKED, steps=300), GUESSING)
+FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT}
+"""Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps in all, and the step's loss in nats per token."""
 
 
 def warm_start(
-    *, seed: int = DEFAULT_SEED, stages: Sequence[Stage] = STAGES, progress: Progress | None = None
+    family: str = "tiny",
+    *,
+    seed: int = DEFAULT_SEED,
+    stages: Sequence[Stage] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The tiny policy after `stages`, in float32, and its tokenizer.
+    """The tiny policy of a family (`node.families`) after `stages`, the family's own unless given, in float32, and its
+    tokenizer.
 
     The same `seed`, torch release, kind of CPU and number of torch threads give the same weights bit for bit.
     """
-    model, tokenizer, rng = make_model(seed), make_tokenizer(), Random(seed)
+    model, tokenizer, rng = MAKERS[family](seed), make_tokenizer(), Random(seed)
+    stages = FAMILY_STAGES.get(family, STAGES) if stages is None else stages
     learn(model, tokenizer, stages, lambda stage: demonstration(rng, stage), progress=progress)
     return model, tokenizer
 
