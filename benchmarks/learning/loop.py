@@ -33,11 +33,12 @@ class Task:
     steps: int
     prompts: int = 16
     samples: int = 8
+    environments: tuple[EnvironmentSpec, ...] = ENVIRONMENTS
 
     def problems(self, step: int) -> list[tuple[int, int]]:
         """Step `step`'s problems as (environment, index), the same for everybody who has the seed."""
         drawn = (derive("veriswarm/1 benchmark", *map(_bytes, (self.seed, step, at))) for at in range(self.prompts))
-        return [(each[0] % len(ENVIRONMENTS), int.from_bytes(each[8:16], "big") >> 1) for each in drawn]
+        return [(each[0] % len(self.environments), int.from_bytes(each[8:16], "big") >> 1) for each in drawn]
 
     def sample_seed(self, step: int, prompt: int, sample: int) -> bytes:
         """The 16 bytes that force a completion."""
@@ -59,7 +60,7 @@ def spec_of(task: Task, *, max_new_tokens: int = 48, only_signal: bool = False, 
     recipe = {"steps": task.steps, "learning_rate": 1e-4, **training}
     return RunSpec(
         name="benchmark",
-        environments=ENVIRONMENTS,
+        environments=task.environments,
         model=ModelSpec(initial="tiny"),
         sampling=SamplingSpec(group_size=task.samples, max_prompt_tokens=64, max_new_tokens=max_new_tokens),
         batch=BatchSpec(only_signal=only_signal),
@@ -119,7 +120,7 @@ def _useful(groups: Sequence[Group]) -> int:
 
 
 async def _generate(engine: TorchEngine, task: Task, step: int) -> list[Group]:
-    environments = [load_environment(each) for each in ENVIRONMENTS]
+    environments = [load_environment(each) for each in task.environments]
     drawn: list[tuple[int, Problem]] = [
         (environment, environments[environment].problem(index)) for environment, index in task.problems(step)
     ]

@@ -147,7 +147,8 @@ class FrameHead(nn.Module):
         self.embed_column = nn.Embedding(config.columns, size)
         self.first = Convolution(size, config.convolution_size, eps)
         self.second = Convolution(config.convolution_size, config.frame_size, eps)
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
+        # No ModuleList: FSDP would gather each block by itself, and processes have different numbers of passes.
+        self.layers = nn.Sequential(*(Block(config) for _ in range(config.num_hidden_layers)))
         self.norm = nn.RMSNorm(config.frame_size, eps=eps)
         self.out = nn.Linear(config.frame_size, config.hidden_size)
 
@@ -160,10 +161,8 @@ class FrameHead(nn.Module):
             + self.embed_row.weight[:, None]
             + self.embed_column.weight
         )
-        tokens = self.second(self.first(cells * (frames != 0)[..., None])).flatten(1, 2)
-        for block in self.blocks:
-            tokens = block(tokens)
-        found: Tensor = self.out(self.norm(tokens).mean(1))
+        tokens: Tensor = self.second(self.first(cells * (frames != 0)[..., None])).flatten(1, 2)
+        found: Tensor = self.out(self.norm(self.layers(tokens)).mean(1))
         return found
 
 
@@ -179,23 +178,16 @@ class Integrator(nn.Module):
         self.input_weight = nn.Parameter(torch.empty(4 * size, size))
         self.hidden_weight = nn.Parameter(torch.empty(4 * size, size))
         self.bias = nn.Parameter(torch.empty(4 * size))
-        self.h0 = nn.Parameter(torch.empty(size))
-        self.c0 = nn.Parameter(torch.empty(size))
 
     def init_weights(self) -> None:
         """How the parameters begin."""
         for weight in (self.input_weight, self.hidden_weight):
-            nn.init.normal_(weight, std=len(self.h0) ** -0.5)
-        for vector in (self.bias, self.h0, self.c0):
-            nn.init.zeros_(vector)
-
-    def begin(self, batch: int) -> tuple[Tensor, Tensor]:
-        """h and c [B, size] of sequences of which nothing was read."""
-        return self.h0.expand(batch, -1), self.c0.expand(batch, -1)
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs [B, T, size] of inputs `x` [B, T, size], and h and c after the last."""
-        size = len(self.h0)
+        size = x.shape[-1]
         opening = torch.zeros_like(self.bias)
         opening[size : 2 * size] = 1
         weights = (self.input_weight, self.hidden_weight, self.bias, opening)
@@ -215,20 +207,23 @@ class FrameActionModel(RecurrentModel):
     def __init__(self, config: FrameActionConfig) -> None:
         super().__init__(config)
         self.frame_head = FrameHead(config)
-        self.integrator = Integrator(config.hidden_size)
+        self.layers = nn.ModuleDict({"lstm": Integrator(config.hidden_size)})
+        self.h0 = nn.Parameter(torch.zeros(config.hidden_size))
+        self.c0 = nn.Parameter(torch.zeros(config.hidden_size))
         shown = list(config.token_codepoints or [])
         self._codepoints = shown + [0] * (config.vocab_size - len(shown))
         self.post_init()
 
     def _begin(self, batch: int) -> State:
-        h, c = self.integrator.begin(batch)
+        h, c = (first.expand(batch, -1) for first in (self.h0, self.c0))
         screen = torch.zeros(batch, self.config.rows, self.config.columns, dtype=torch.int32, device=h.device)
         return {"h": h, "c": c, "screen": screen, "terminal": screen.new_zeros(batch, 3)}
 
     def _run(self, ids_BT: Tensor, state: State, *, start: int) -> tuple[Tensor, State]:  # noqa: ARG002  (there is no grid)
         if ids_BT.is_meta:  # shapes alone are asked for: there is no token to feed
             screens = state["screen"].repeat_interleave(ids_BT.shape[1], 0)
-            hidden, h, c = self.integrator(self.frame_head(screens).unflatten(0, ids_BT.shape), state["h"], state["c"])
+            seen = self.frame_head(screens).unflatten(0, ids_BT.shape)
+            hidden, h, c = self.layers["lstm"](seen, state["h"], state["c"])
             return hidden, {**state, "h": h, "c": c}
         terminals = [
             Terminal(screen, row, column, Phase(phase))
@@ -236,7 +231,7 @@ class FrameActionModel(RecurrentModel):
                 state["screen"].cpu().numpy().copy(), state["terminal"].tolist(), strict=True
             )
         ]
-        hidden, h, c = self.integrator(self._seen(ids_BT, terminals), state["h"], state["c"])
+        hidden, h, c = self.layers["lstm"](self._seen(ids_BT, terminals), state["h"], state["c"])
         screens = torch.from_numpy(np.stack([terminal.screen for terminal in terminals]))
         places = torch.tensor([[*terminal.cursor, terminal.phase] for terminal in terminals], dtype=torch.int32)
         return hidden, {"h": h, "c": c, "screen": screens.to(h.device), "terminal": places.to(h.device)}
@@ -247,20 +242,20 @@ class FrameActionModel(RecurrentModel):
         shown = [
             distinct.add(frame)
             for tokens, terminal in zip(ids_BT.tolist(), terminals, strict=True)
-            for frame in self._frames(tokens, terminal)
+            for frame in self.watch(tokens, terminal)
         ]
         vectors = distinct.vectors()[torch.tensor(shown, device=ids_BT.device)]
         return vectors.view(*ids_BT.shape, -1)
 
-    def _frames(self, tokens: Sequence[int], terminal: Terminal) -> Iterator[Cells]:
-        """What is seen after each of `tokens`."""
+    def watch(self, tokens: Sequence[int], terminal: Terminal) -> Iterator[Cells]:
+        """What is seen after each of `tokens`, which the terminal is fed."""
         for token in tokens:
             terminal.feed(self._codepoints[token])
             yield terminal.frame()
 
     def _embed(self, frames: Sequence[Cells]) -> Tensor:
         """The vectors of frames [N, hidden]."""
-        numbers = torch.from_numpy(np.stack(frames)).to(self.integrator.h0.device)
+        numbers = torch.from_numpy(np.stack(frames)).to(self.h0.device)
         vectors: Tensor
         if self.training and torch.is_grad_enabled():
             vectors = checkpoint(self.frame_head, numbers, use_reentrant=False)  # type: ignore[no-untyped-call]

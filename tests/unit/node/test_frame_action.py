@@ -153,7 +153,7 @@ def test_training_computes_frames_again_with_the_same_gradients(
     assert len(recomputed) == len(list(model.parameters()))
     for gradient, parameter in zip(recomputed, model.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-7)
-    assert model.model.integrator.h0.grad.abs().max() > 0
+    assert model.model.h0.grad.abs().max() > 0
 
 
 def test_hidden_states_lie_between_minus_one_and_one(policy: Policy) -> None:
