@@ -36,11 +36,12 @@ class Task:
     steps: int
     prompts: int = 16
     samples: int = 8
+    environments: tuple[EnvironmentSpec, ...] = ENVIRONMENTS
 
     def problems(self, step: int) -> list[tuple[int, int]]:
         """Step `step`'s problems as (environment, index), the same for everybody who has the seed."""
         drawn = (derive("veriswarm/1 benchmark", *map(_bytes, (self.seed, step, at))) for at in range(self.prompts))
-        return [(each[0] % len(ENVIRONMENTS), int.from_bytes(each[8:16], "big") >> 1) for each in drawn]
+        return [(each[0] % len(self.environments), int.from_bytes(each[8:16], "big") >> 1) for each in drawn]
 
     def sample_seed(self, step: int, prompt: int, sample: int) -> bytes:
         """The 16 bytes that force a completion."""
@@ -73,7 +74,7 @@ def spec_of(
     recipe = {"steps": task.steps, "learning_rate": 1e-4, **training}
     return RunSpec(
         name="benchmark",
-        environments=tuple(replace(each, length=length) for each in ENVIRONMENTS),
+        environments=tuple(replace(each, length=length) for each in task.environments),
         model=ModelSpec(initial="tiny"),
         sampling=SamplingSpec(group_size=task.samples, max_prompt_tokens=64, max_new_tokens=max_new_tokens),
         batch=BatchSpec(only_signal=only_signal),

@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from node.models.base import RecurrentForCausalLM
 from node.models.eagle import EagleForCausalLM
 from node.models.finch import FinchForCausalLM
+from node.models.frame_action import FrameActionForCausalLM
 
 RECURRENT: Final[dict[str, type[RecurrentForCausalLM]]] = {
-    model.config_class.model_type: model for model in (EagleForCausalLM, FinchForCausalLM)
+    model.config_class.model_type: model for model in (EagleForCausalLM, FinchForCausalLM, FrameActionForCausalLM)
 }
 """By `model_type`."""
 
