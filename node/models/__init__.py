@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from node.models.base import RecurrentForCausalLM
 from node.models.eagle import EagleForCausalLM
 from node.models.finch import FinchForCausalLM
+from node.models.goldfinch import GoldFinchForCausalLM
 
 RECURRENT: Final[dict[str, type[RecurrentForCausalLM]]] = {
-    model.config_class.model_type: model for model in (EagleForCausalLM, FinchForCausalLM)
+    model.config_class.model_type: model for model in (EagleForCausalLM, FinchForCausalLM, GoldFinchForCausalLM)
 }
 """By `model_type`."""
 

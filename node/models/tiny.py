@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from node.models.eagle import EagleConfig, EagleForCausalLM
 from node.models.finch import FinchConfig, FinchForCausalLM
+from node.models.goldfinch import GoldFinchConfig, GoldFinchForCausalLM
 from node.tiny import EOS, PAD, VOCABULARY
 from node.tiny import make_model as make_llama
 
@@ -36,6 +37,12 @@ def make_finch(seed: int) -> PreTrainedModel:
     return seeded(seed, lambda: FinchForCausalLM(config))
 
 
+def make_goldfinch(seed: int) -> PreTrainedModel:
+    sizes = SIZES | {"num_hidden_layers": 3, "intermediate_size": 128}
+    config = GoldFinchConfig(**sizes, shift_rank=8, decay_rank=16, value_rank=16, adapt_rank=16)
+    return seeded(seed, lambda: GoldFinchForCausalLM(config))
+
+
 def seeded(seed: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """What `make` makes with torch's random state at `seed`, which is left as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -47,6 +54,7 @@ MAKERS: Final[dict[str, Callable[[int], PreTrainedModel]]] = {
     "tiny": make_llama,
     "eagle": make_eagle,
     "finch": make_finch,
+    "goldfinch": make_goldfinch,
 }
 """By the names of `node.families`: the policy with random float32 weights; the same ones for the same seed and torch
 release.
