@@ -191,4 +191,4 @@ def _failed(what: str, error: Exception) -> EngineFailed:
     if not isinstance(error, EngineError):  # whose sentences stand for themselves
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
     hopeless = isinstance(error, DoesNotFit)
-    return EngineFailed(f"The engine {what}: {said}.", code=DoesNotFit.code if hopeless else None)
+    return EngineFailed(f"The engine {what}: {said}.", code=error.code if hopeless else None)

@@ -94,7 +94,7 @@ class RecurrentModel(PreTrainedModel):
                 raise ValueError("a row of several sequences has no one state after it")
             return RecurrentOutput(last_hidden_state=self._packed(input_ids, begins))
         batch, tokens = input_ids.shape
-        known = self._started(batch) if state is None else state
+        known = self.started(batch) if state is None else state
         start = 0 if state is None or tokens == 1 else _offset(known[LENGTH])
         run = self._run_end if last_alone else self._run
         hidden_BTD, after = run(input_ids, known, start=start)
@@ -102,7 +102,8 @@ class RecurrentModel(PreTrainedModel):
             return RecurrentOutput(last_hidden_state=hidden_BTD)
         return RecurrentOutput(last_hidden_state=hidden_BTD, state={**after, LENGTH: known[LENGTH] + tokens})
 
-    def _started(self, batch: int) -> State:
+    def started(self, batch: int) -> State:
+        """The state of `batch` sequences before their first token."""
         return {**self._begin(batch), LENGTH: torch.zeros(batch, dtype=torch.int64, device=self.device)}
 
     def _packed(self, ids_BT: Tensor, begins_BT: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class RecurrentModel(PreTrainedModel):
         firsts = begins_BT.flatten().nonzero().flatten()
         lengths = torch.diff(firsts, append=firsts.new_tensor([ids_BT.numel()]))
         rows = pad_sequence(ids_BT.flatten().split(lengths.tolist()), batch_first=True)
-        hidden, _ = self._run(rows, self._started(len(rows)), start=0)
+        hidden, _ = self._run(rows, self.started(len(rows)), start=0)
         filled = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
         return hidden[filled].view(*ids_BT.shape, -1)
 

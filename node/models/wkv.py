@@ -15,6 +15,9 @@ tokens, H heads, N channels.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,15 +26,13 @@ HEAD_SIZE = 64
 """Channels of a head, N: of every published Eagle and Finch."""
 WKV_CHUNK = 16
 """Tokens of a chunk. docs/protocol.md pins it: the order of the sums depends on it."""
-MAX_DECAY = 128.0
-"""Of a channel in one token, as a logarithm: e^-128 is 0 in float32, and sums of it are not infinite."""
-MAX_PAIRS = 2**24
-"""Numbers held at once for the pairs of tokens within chunks: 64 MiB, and a few tensors of that size."""
+MAX_LOG_RATE = 4.8
+"""Of e^w: exp(-e^4.8) is 0 in float32, while the sums of such decays, and their gradients, are not infinite."""
 
 
 def log_decay(w: Tensor) -> Tensor:
     """-e^w in float32: the logarithm of what a channel keeps, exp(-e^w)."""
-    return -w.float().exp().clamp(max=MAX_DECAY)
+    return -w.float().clamp(max=MAX_LOG_RATE).exp()
 
 
 def wkv_step(
@@ -96,18 +97,45 @@ def _behind(decay: Tensor) -> Tensor:
 def _within(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus_HN: Tensor) -> Tensor:
     """What tokens read of their own chunk, in the shape of `v`."""
     now = (r * bonus_HN[:, None] * k).sum(-1, keepdim=True) * v
-    shape, size = v.shape, max(1, MAX_PAIRS // (WKV_CHUNK**2 * v.shape[-1]))
-    parts = zip(*(each.flatten(0, 2).split(size) for each in (r, k, decay)), strict=True)
-    return now + torch.cat([_pairs(*part) for part in parts]).view(*shape[:-1], WKV_CHUNK) @ v
+    pairs: Tensor = _Pairs.apply(r, k, decay)
+    return now + pairs @ v
 
 
-def _pairs(r_CTN: Tensor, k_CTN: Tensor, decay_CTN: Tensor) -> Tensor:
-    """[C, T, T]: how much token t reads of what token i < t wrote, in each of C chunks; 0 for i >= t.
+class _Pairs(torch.autograd.Function):
+    """[..., T, T]: how much token t reads of what token i < t wrote, sum_n r_t k_i exp(decay of i + 1 .. t - 1).
 
-    What was written decays from i + 1 to t - 1. These sums are made for each pair: as the quotient of two powers they
-    would leave float32's range within 32 tokens.
+    The powers are products over the tokens between, one more at each distance: as a quotient of two powers they would
+    leave float32's range within 32 tokens. Keeping them all for the gradient would take T times the memory of r.
     """
-    ones = torch.ones(WKV_CHUNK, WKV_CHUNK, dtype=torch.bool, device=r_CTN.device)
-    between = F.pad(decay_CTN, (0, 0, 1, -1))[:, :, None] * ones.tril(-2)[..., None]
-    kept = between.cumsum(1).exp()
-    return (r_CTN[:, :, None] * k_CTN[:, None] * kept).sum(-1).tril(-1)
+
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+        ctx.save_for_backward(r, k, decay)
+        pairs = r.new_zeros(*r.shape[:-1], r.shape[-2])
+        for distance, kept in _kept(decay):
+            read = r[..., distance:, :] * k[..., :-distance, :]
+            pairs.diagonal(-distance, -2, -1).copy_(read.mul_(kept).sum(-1))
+        return pairs
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r, k, decay = ctx.saved_tensors
+        of_r, of_k = torch.zeros_like(r), torch.zeros_like(k)
+        for distance, kept in _kept(decay):
+            share = kept * outer[0].diagonal(-distance, -2, -1)[..., None]
+            of_r[..., distance:, :].addcmul_(share, k[..., :-distance, :])
+            of_k[..., :-distance, :].addcmul_(share, r[..., distance:, :])
+        # A token's decay lies between i < m < t: all pairs with t behind it, but for those with i not before it.
+        later = F.pad((r * of_r).flip(-2).cumsum(-2).flip(-2), (0, 0, -1, 1))
+        return of_r, of_k, later - (k * of_k).flip(-2).cumsum(-2).flip(-2)
+
+
+def _kept(decay: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Of each distance d, and each token i of the first T - d, what of it is left at i + d: [..., T - d, N]."""
+    tokens, rate = decay.shape[-2], decay.exp()
+    kept = torch.ones_like(decay)
+    for distance in range(1, tokens):
+        kept = kept[..., :-1, :]
+        if distance > 1:
+            kept = kept * rate[..., distance - 1 : -1, :]
+        yield distance, kept

@@ -7,28 +7,17 @@ from random import Random
 
 import pytest
 import torch
+from recurrent import RECURRENT_NAMES, random_policy
 from torch import Tensor
 
 from node.engines.recurrent_decoder import RecurrentDecoder, Snapshots
-from node.models import RECURRENT
-from node.models.tiny import MAKERS
 from node.models.wkv import WKV_CHUNK
-from node.policy import Policy, load_policy, save_policy
-from node.tiny import make_tokenizer
-
-NAMES = sorted(name.replace("_", "-") for name in RECURRENT)
+from node.policy import Policy, load_policy
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=RECURRENT_NAMES)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    """A policy of the family, whose every weight is a random number."""
-    model = MAKERS[request.param](1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator) * 0.05)
-    path = tmp_path_factory.mktemp(request.param) / "policy"
-    save_policy(model, make_tokenizer(), path)
+    path = random_policy(request.param, tmp_path_factory.mktemp(request.param) / "policy")
     return load_policy(path, dtype=torch.float32)
 
 
