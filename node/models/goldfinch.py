@@ -31,10 +31,12 @@ from transformers import initialization as init
 
 from node.models.base import LENGTH, RecurrentForCausalLM, RecurrentModel, State
 from node.models.rwkv import ChannelMix, Layer, RwkvConfig, begin_layers, behind, run_layers, shares
-from node.models.wkv import HEAD_SIZE, log_decay, wkv_chunked, wkv_step
+from node.models.wkv import HEAD_SIZE, WKV_CHUNK, log_decay, wkv_chunked, wkv_step
 
 COMPRESSION = 16
 """The model's width over that of c_t."""
+PREFILL_TOKENS = 32 * WKV_CHUNK
+"""Columns that the Finch-C2 layers read at a time where few hidden states are wanted."""
 CACHE = ("compressed", "token_ids")
 """What a state has that grows with a sequence."""
 
@@ -253,19 +255,32 @@ class GoldFinchModel(RecurrentModel):
     def _read(self, ids_BT: Tensor, state: State, *, start: int, last: int) -> tuple[Tensor, State]:
         """As `_run`, but the GOLD layers see the `last` columns alone: hidden states [B, last, D]. Where those are not
         all, the first 2 G are wrong, and the others and the state exact."""
-        finch = self.config.finch_layers
-        x_BTD = self.first_norm(self.embeddings(ids_BT))
-        x_BTD, after = run_layers(self.layers[:finch], x_BTD, state, start=start)
-        after |= extended(state, self.compress(x_BTD), ids_BT)
+        finch, is_cut = self.config.finch_layers, last < ids_BT.shape[1]
+        x_BQD, compressed, after = self._compress(ids_BT, state, start=start, last=last)
+        after |= extended(state, compressed, ids_BT)
         memory = self._memory(after, state[LENGTH] + ids_BT.shape[1], last=last)
-        is_cut = last < ids_BT.shape[1]
-        x_BQD = x_BTD[:, -last:]
         for index, layer in enumerate(self.layers[finch:], start=finch):
             names = (f"time_{index}", f"channel_{index}")
             before = [torch.zeros_like(state[name]) if is_cut else state[name] for name in names]
             x_BQD, left = layer(x_BQD, (*before, memory), start)
             after.update(zip(names, left[:2], strict=True))
         return self.last_norm(x_BQD), after
+
+    def _compress(self, ids_BT: Tensor, state: State, *, start: int, last: int) -> tuple[Tensor, Tensor, State]:
+        """What the Finch-C2 layers make of the `last` columns [B, last, D], c_t [B, T, D / 16] of all, and the layers'
+        state. Where few columns are wanted, pieces of the text are read one by one, each in the memory of those before.
+        """
+        tokens = ids_BT.shape[1]
+        cuts = range(PREFILL_TOKENS - start % WKV_CHUNK, tokens, PREFILL_TOKENS) if last < tokens else []
+        compressed, ending, after = [], None, state
+        for piece in ids_BT.tensor_split(list(cuts), dim=1):
+            x_BTD = self.first_norm(self.embeddings(piece))
+            x_BTD, after = run_layers(self.layers[: self.config.finch_layers], x_BTD, after, start=start)
+            compressed.append(self.compress(x_BTD))
+            ending = (x_BTD if ending is None else torch.cat([ending, x_BTD], dim=1))[:, -last:]
+            start = 0
+        assert ending is not None
+        return ending, torch.cat(compressed, dim=1), after
 
     def _memory(self, cache: State, lengths: Tensor, *, last: int) -> Memory:
         """TokenCat: what the `last` tokens of sequences of these lengths look at."""
