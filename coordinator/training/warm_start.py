@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -58,8 +58,9 @@ class Stage:
 WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
 GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 STAGES = (WORKED, GUESSING)
-FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {}
-"""Of families that learn by other stages than STAGES."""
+_RECURRENT = (replace(WORKED, steps=300), GUESSING)
+FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT}
+"""Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps in all, and the step's loss in nats per token."""

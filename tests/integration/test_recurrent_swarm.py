@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from recurrent import random_policy
 from swarm import running, small_spec
 
+from benchmarks.modelling.policies import random_policy
 from coordinator.calibration.cheats import RESET_TOKENS, StateResetEngine
 from node.engines.torch import TorchEngine
 from node.protocol.messages import Lease

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from recurrent import RECURRENT_NAMES, random_model, random_policy
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.modelling.policies import RECURRENT_NAMES, random_model, random_policy
 from coordinator.training.groups import Sample
 from coordinator.training.grpo import read
 from coordinator.training.packing import Scored, pack

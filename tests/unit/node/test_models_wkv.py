@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recurrent import random_model
 from torch import Tensor
 
+from benchmarks.modelling.policies import random_model
 from benchmarks.modelling.rwkv_package import package_logits
 from node.models.wkv import WKV_CHUNK, log_decay, wkv_chunked, wkv_step
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 import torch
-from recurrent import RECURRENT_NAMES, random_policy
 from torch import Tensor
 
+from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from node.engines.recurrent_decoder import RecurrentDecoder, Snapshots
 from node.models.wkv import WKV_CHUNK
 from node.policy import Policy, load_policy

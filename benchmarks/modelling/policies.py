@@ -12,11 +12,12 @@ from node.models.tiny import MAKERS
 from node.policy import save_policy
 from node.tiny import make_tokenizer
 
-RECURRENT_NAMES = sorted(set(TINY_FAMILIES) - {"tiny"})
+RECURRENT_NAMES = tuple(name for name in TINY_FAMILIES if name != "tiny")
+"""By the names of `node.families`."""
 
 
 def random_model(name: str, *, seed: int = 1, spread: float = 0.05) -> PreTrainedModel:
-    """A tiny policy of a family (`node.families`), evaluating."""
+    """A tiny policy of a family, evaluating: as it begins, with normal numbers of deviation `spread` added."""
     model = MAKERS[name](seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
