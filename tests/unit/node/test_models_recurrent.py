@@ -138,7 +138,7 @@ def test_every_weight_learns(name: str) -> None:
 
 
 def test_a_row_of_one_token_has_a_gradient_for_every_weight(name: str) -> None:
-    """Processes that train together meet once for each weight: one that has no gradient in one of them ends them all."""
+    """Processes that train together meet once for each weight: where one has no gradient for it, all of them end."""
     model = random_model(name).train()
     model(input_ids=draw(1, 1), position_ids=torch.zeros(1, 1, dtype=torch.int64)).logits.sum().backward()
     assert [each for each, parameter in model.named_parameters() if parameter.grad is None] == []
