@@ -28,7 +28,8 @@ MAX_COLOURS: Final = 16
 FOREGROUND_BIT: Final = 16
 BACKGROUND_BIT: Final = 20
 CODEPOINT: Final = 2**FOREGROUND_BIT - 1
-"""The bits of a cell that are its code point."""
+BACKGROUND: Final = 15 << BACKGROUND_BIT
+"""The bits of a cell that are its code point, and those that are its background."""
 
 PRINTED, TYPED = 1, 2
 """Foregrounds: what the program wrote, and what a key did. An empty cell has 0."""
