@@ -1,4 +1,4 @@
-"""The terminal of frame-based policies: a screen as a pure function of the tokens so far (docs/protocol.md, 4.8).
+"""The terminal of frame-based policies: a screen as a pure function of the tokens so far (docs/protocol.md, 4.9).
 
 A program prints the prompt, unseen, until an empty line; from then on each token is a key that the policy pressed, and
 the program answers it by changing the screen. Whoever has the tokens has the frames: nobody sends any. A screen has a
