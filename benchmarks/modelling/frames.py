@@ -72,7 +72,9 @@ class FrameTrial:
         caught = try_groups(groups, self._spec.limits)
         every = [one for group in groups for one in group]
         found = {
-            "decode_vs_prefill_fp32_frame_action": stepped(self._policy, [one for group in drawn for one in group][:64]),
+            "decode_vs_prefill_fp32_frame_action": stepped(
+                self._policy, [one for group in drawn for one in group][:64]
+            ),
             "frames_honest_groups": len(groups),
             "frames_honest_chunks": sum(len(one.exponent_mismatches) for one in every),
             "frames_honest_rejected": caught.rejected_groups + caught.drifted_groups,

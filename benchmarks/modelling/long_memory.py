@@ -1,13 +1,13 @@
 """What the frame-based action model gains from longer sequences in training: arXiv 2510.06828 reports a power law.
 
-A task where frames long gone decide: on a screen a cue is shown, one of four letters, then other signs, then a question
-mark, and the key to press is the cue. Between cue and question lie d frames, P(d >= x) = x^-0.5 up to 256, so that every
-range matters. Models of one size are trained with the same number of steps and of sequences in a step, and differ only in
-the length T of those sequences, pieces cut from longer ones at a random place. All are validated on the same sequences of
-256, by the mean loss (nats) at the questions. Longer pieces have more tokens, too: what is compared is length at a fixed
-number of steps, as the paper does.
+A task where frames long gone decide. The screen is one cell: a cue, one of four letters, then other signs until the next
+cue, and the key to press at each frame is the last cue. It holds for n frames, P(n >= x) = x^-1.5 up to 256, so that of
+all frames a share of about d^-0.5 is further than d from its cue. Models of one size are trained with the same number of
+steps and of sequences in a step, and differ only in the length T of those sequences, pieces cut out of longer ones at a
+random place. All are validated on the same pieces of 256, by the mean loss in nats from a piece's first cue on. Longer
+pieces also have more frames: what is compared is length at a fixed number of steps.
 
-The line is fitted to log(loss) against log(T): `frame_action_loss_slope`, and `frame_action_loss_r2`.
+A line is fitted to log(loss) against log(T): `frame_action_loss_slope`, and `frame_action_loss_r2`.
 """
 
 from __future__ import annotations

@@ -166,19 +166,19 @@ class ForgedFrameEngine(TorchEngine):
         base.watch = forged
 
 
-def moved_target(frame: Cells, _first: bool) -> Cells:  # noqa: FBT001
+def moved_target(frame: Cells, _first: bool) -> Cells:
     """The target drawn one column further."""
     drawn = np.roll(np.where(_targets(frame), frame & ~BACKGROUND, 0), 1, axis=1)
     rest = np.where(_targets(frame), frame & BACKGROUND, frame)
     return np.where(drawn != 0, drawn | rest & BACKGROUND, rest)
 
 
-def moved_cursor(frame: Cells, _first: bool) -> Cells:  # noqa: FBT001
+def moved_cursor(frame: Cells, _first: bool) -> Cells:
     """The cursor drawn one column further."""
     return frame & ~BACKGROUND | np.roll(frame & BACKGROUND, 1, axis=1)
 
 
-def blanked(frame: Cells, _first: bool) -> Cells:  # noqa: FBT001
+def blanked(frame: Cells, _first: bool) -> Cells:
     """Nothing within two cells of the target."""
     found = frame.copy()
     for row, column in np.argwhere(_targets(frame)):
@@ -186,7 +186,7 @@ def blanked(frame: Cells, _first: bool) -> Cells:  # noqa: FBT001
     return found
 
 
-def first_alone(frame: Cells, first: bool) -> Cells:  # noqa: FBT001
+def first_alone(frame: Cells, first: bool) -> Cells:
     """The target one column further in the first frame, and all others as they are."""
     return moved_target(frame, first) if first else frame
 

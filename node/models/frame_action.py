@@ -1,8 +1,8 @@
 """The recurrence-complete frame-based action model (arXiv 2510.06828): it sees a terminal's frames, and no tokens.
 
 The frame at a position is the screen after all tokens up to it (`node.terminal`): a model that is given token ids
-replays the terminal and has the frames. Each frame becomes one vector by a head that sees all of it at once, in parallel
-over positions; one LSTM goes through the vectors, and its outputs are the hidden states that keys are chosen from.
+replays the terminal and has the frames. Each frame becomes one vector by a head that sees all of it at once; one LSTM
+goes through the vectors, and its outputs are the hidden states that keys are chosen from.
 
     cell      e_codepoint + e_foreground + e_background + e_row + e_column; 0 where nothing is seen
     2 x       RMSNorm, 3x3 convolution of dilation 2, GELU, 2x2 average pool
@@ -12,8 +12,8 @@ over positions; one LSTM goes through the vectors, and its outputs are the hidde
 
 Equal frames are embedded once: a cursor that comes back, a prompt that is printed unseen, a group of one problem. In
 training their activations are computed again in the backward pass (arXiv 1604.06174), so what is kept grows with the
-LSTM's width and not with the screen. The norms' epsilon is large, because where nothing is seen they divide by its root,
-and three in a row would make gradients of any size.
+LSTM's width and not with the screen. The norms' epsilon is large: where nothing is seen they divide by its root, and a
+few in a row would make gradients of any size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A run whose policy sees a terminal's frames: who replays the terminal is paid, and who shows other frames is caught."""
+"""A run whose policy sees a terminal's frames: who replays it is paid, and who shows other frames is caught."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +11,7 @@ from swarm import Swarm, running, small_spec
 
 from benchmarks.modelling.policies import random_policy
 from coordinator.calibration.cheats import FORGERIES, ForgedFrameEngine
-from node.protocol.messages import Lease, Receipt
+from node.protocol.messages import Lease
 from node.protocol.run import EnvironmentSpec
 from node.protocol.submission import Rollout
 
@@ -63,7 +62,8 @@ def test_a_worker_that_presses_other_keys_at_the_right_frames_is_rejected(swarm:
     lease = peer.lease()
     honest = swarm.honest(lease)
     swapped = [
-        msgspec.structs.replace(other, seed=own.seed) for own, other in zip(honest, honest[1:] + honest[:1], strict=True)
+        msgspec.structs.replace(other, seed=own.seed)
+        for own, other in zip(honest, honest[1:] + honest[:1], strict=True)
     ]
     receipt = swarm.judge(peer, swapped, lease)
     assert (receipt.outcome, receipt.reason) == ("rejected", "wrong_token"), receipt
