@@ -192,7 +192,8 @@ def first_alone(frame: Cells, first: bool) -> Cells:
 
 
 def _targets(frame: Cells) -> NDArray[np.bool_]:
-    return frame & CODEPOINT == TARGET
+    found: NDArray[np.bool_] = frame & CODEPOINT == TARGET
+    return found
 
 
 FORGERIES: Mapping[str, Forge] = {
