@@ -59,7 +59,7 @@ WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, 
 GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 STAGES = (WORKED, GUESSING)
 _RECURRENT = (replace(WORKED, steps=300), GUESSING)
-FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT}
+FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT, "goldfinch": _RECURRENT}
 """Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
 
 Progress = Callable[[int, int, float], None]
