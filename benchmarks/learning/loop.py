@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from coordinator.training.groups import Group, Sample
@@ -19,7 +21,18 @@ from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Problem, load_environment
 from node.policy import load_policy, render_completion, render_prompt, save_policy
-from node.protocol.run import BatchSpec, EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
+from node.protocol.pools import PoolHistory, first_candidate, group_mean
+from node.protocol.run import (
+    BatchSpec,
+    EnvironmentSpec,
+    ModelSpec,
+    PoolsSpec,
+    ProblemsSpec,
+    RunSpec,
+    SamplingSpec,
+    TrainingSpec,
+)
+from node.protocol.slots import SlotProblem, slot_problem
 from shardcast.wire import derive
 
 ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse"))
@@ -46,23 +59,65 @@ class Task:
 
 @dataclass(slots=True)
 class Curve:
-    """Step by step: mean rewards, seconds in all and of generation alone, and what the training step says of itself."""
+    """Step by step: mean rewards, the share of groups with signal, seconds in all and of generation alone, and what the
+    training step says of itself."""
 
     rewards: list[float] = field(default_factory=list)
+    signal: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     generation_seconds: list[float] = field(default_factory=list)
     stats: list[dict[str, float]] = field(default_factory=list)
 
 
-def spec_of(task: Task, *, max_new_tokens: int = 48, only_signal: bool = False, **training: object) -> RunSpec:
-    """The demonstration's recipe, with changes."""
+class Problems:
+    """Which problems each step is about: the task's own, or those that slots of a run with finite sets would be for."""
+
+    def __init__(self, task: Task, spec: RunSpec) -> None:
+        self._task, self._spec, self._history = task, spec, PoolHistory()
+        self._are_finite = any(isinstance(one.problems, ProblemsSpec) for one in spec.environments)
+
+    def draw(self, step: int, *, version: int) -> list[SlotProblem]:
+        """The problems of a step whose completions are of policy `version`."""
+        if not self._are_finite:
+            return [SlotProblem(environment, index) for environment, index in self._task.problems(step)]
+        manifest = derive("veriswarm/1 benchmark manifest", _bytes(self._task.seed), _bytes(step)).hex()
+        drawn = []
+        for slot in range(self._task.prompts):
+            where = {"run_id": "0" * 64, "manifest_digest": manifest}
+            candidate = first_candidate(
+                self._spec, **where, slot=slot, mean_of=lambda problem: self._history.mean_before(problem, version)
+            )
+            drawn.append(slot_problem(self._spec, **where, slot=slot, candidate=candidate))
+        return drawn
+
+    def note(self, problems: Sequence[SlotProblem], groups: Sequence[Group], *, step: int) -> None:
+        """What a step's groups earned."""
+        for problem, group in zip(problems, groups, strict=True):
+            self._history.note(problem, group_mean(group.rewards), head=step)
+
+
+def spec_of(
+    task: Task,
+    *,
+    max_new_tokens: int = 48,
+    only_signal: bool = False,
+    problems: int = 0,
+    pools: bool = False,
+    **training: object,
+) -> RunSpec:
+    """The demonstration's recipe, with changes; `problems` is how many each environment has, 0 for no end of them."""
     recipe = {"steps": task.steps, "learning_rate": 1e-4, **training}
+    environments: tuple[EnvironmentSpec, ...] = ENVIRONMENTS
+    if problems:
+        finite = ProblemsSpec(count=problems)
+        environments = tuple(msgspec.structs.replace(each, problems=finite) for each in ENVIRONMENTS)
+    batch = BatchSpec(only_signal=only_signal, pools=PoolsSpec()) if pools else BatchSpec(only_signal=only_signal)
     return RunSpec(
         name="benchmark",
-        environments=ENVIRONMENTS,
+        environments=environments,
         model=ModelSpec(initial="tiny"),
         sampling=SamplingSpec(group_size=task.samples, max_prompt_tokens=64, max_new_tokens=max_new_tokens),
-        batch=BatchSpec(only_signal=only_signal),
+        batch=batch,
         training=TrainingSpec(**recipe),  # type: ignore[arg-type]  # checked by the benchmark that names them
     )
 
@@ -78,10 +133,16 @@ ROUNDS = 4
 """Online filtering gives up after so many times the problems of a step."""
 
 
-def learn(first: Path, task: Task, spec: RunSpec, *, lag: int = 0, threads: int = 1) -> Curve:
-    """Train from the policy file `first`; completions are of the policy `lag` steps before, as in a busy swarm."""
+def learn(first: Path, task: Task, spec: RunSpec, *, lag: int = 0, threads: int = 1, keep: Path | None = None) -> Curve:
+    """Train from the policy file `first`; completions are of the policy `lag` steps before, as in a busy swarm.
+
+    The last policy becomes the file `keep`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_learn(first, task, spec, lag=lag, threads=threads, folder=Path(folder)))
+        curve = asyncio.run(_learn(first, task, spec, lag=lag, threads=threads, folder=Path(folder)))
+        if keep is not None:
+            shutil.copyfile(Path(folder) / f"{task.steps}.safetensors", keep)
+    return curve
 
 
 async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: int, folder: Path) -> Curve:
@@ -89,15 +150,20 @@ async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: i
     policy = load_policy(first, dtype=torch.float32)
     reference = load_policy(first, dtype=torch.float32).model if spec.training.kl_coefficient else None
     optimizer = make_optimizer(policy.model, spec.training)
-    files, curve = [first], Curve()
+    files, curve, problems = [first], Curve(), Problems(task, spec)
     for step in range(task.steps):
         started = time.perf_counter()
         version = max(0, step - lag)
         await engine.load(files[version], version=version)
-        groups = await _generate(engine, task, step)
+        asked = problems.draw(step, version=version)
+        groups = await _generate(engine, task, step, asked)
+        problems.note(asked, groups, step=step)
         drawn = groups
         while spec.batch.only_signal and len(drawn) < ROUNDS * task.prompts and _useful(drawn) < task.prompts:
-            drawn = [*drawn, *await _generate(engine, task, step + task.steps * len(drawn) // task.prompts)]
+            extra = step + task.steps * len(drawn) // task.prompts
+            asked = problems.draw(extra, version=version)
+            drawn = [*drawn, *await _generate(engine, task, extra, asked)]
+            problems.note(asked, drawn[-len(asked) :], step=step)
         if drawn is not groups:
             groups = [group for group in drawn if group.has_signal][: task.prompts]
         generated = time.perf_counter()
@@ -109,6 +175,7 @@ async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: i
         curve.generation_seconds.append(generated - started)
         rewards = [reward for group in drawn for reward in group.rewards]
         curve.rewards.append(sum(rewards) / len(rewards))
+        curve.signal.append(_useful(drawn) / len(drawn))
         curve.stats.append(stats)
     await engine.close()
     return curve
@@ -118,10 +185,10 @@ def _useful(groups: Sequence[Group]) -> int:
     return sum(group.has_signal for group in groups)
 
 
-async def _generate(engine: TorchEngine, task: Task, step: int) -> list[Group]:
+async def _generate(engine: TorchEngine, task: Task, step: int, problems: Sequence[SlotProblem]) -> list[Group]:
     environments = [load_environment(each) for each in ENVIRONMENTS]
     drawn: list[tuple[int, Problem]] = [
-        (environment, environments[environment].problem(index)) for environment, index in task.problems(step)
+        (one.environment, environments[one.environment].problem(one.problem)) for one in problems
     ]
     requests = [
         SampleRequest(tuple(render_prompt(engine.policy, problem.prompt)), task.sample_seed(step, at, sample))
