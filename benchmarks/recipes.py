@@ -28,6 +28,7 @@ from benchmarks import machine
 from benchmarks.learning.loop import Curve, Task, learn, spec_of, warmed_up
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
+from node.protocol.run import LengthSpec
 
 LAST = 10
 LAG = 2
@@ -59,6 +60,7 @@ VARIANTS = (
     Variant("finite set", {"problems": PROBLEMS}),
     Variant("offline filter", {"problems": PROBLEMS}, filtered=True),
     Variant("pools", {"problems": PROBLEMS, "pools": True}),
+    Variant("length targets", {"length": {"targets": (16, 24, 32), "penalty": 0.01, "form": "short"}}),
     Variant("one update a step", {"minibatches": 1}),
     Variant("0 steps old", {}, lag=0),
     Variant("1 step old", {}, lag=1),
@@ -66,15 +68,18 @@ VARIANTS = (
 )
 
 
-def trained(first: str, seed: int, steps: int, variant: Variant) -> tuple[Curve, float]:
-    """What happened step by step, and what the last policy earns on held-out problems."""
-    task, policy = Task(seed=seed, steps=steps), Path(first)
-    spec = spec_of(task, **variant.changes)
+def trained(first: str, seed: int, steps: int, variant: Variant) -> Curve:
+    """Training from the policy file `first`."""
+    task, policy, changes = Task(seed=seed, steps=steps), Path(first), dict(variant.changes)
+    if "length" in changes:
+        changes["length"] = LengthSpec(**changes["length"])
+    spec = spec_of(task, **changes)
     if variant.filtered:
         spec = filtered_spec(spec, filter_problems(policy, spec=spec, settings=FilterSettings(count=PROBLEMS)))
     last = policy.with_name(f"{seed}-{variant.name}.safetensors")
     curve = learn(policy, task, spec, lag=variant.lag, keep=last)
-    return curve, evaluate_policy(last, spec=spec, settings=HELD_OUT).reward or 0.0
+    curve.held_out = evaluate_policy(last, spec=spec, settings=HELD_OUT).reward
+    return curve
 
 
 def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: int) -> list[dict[str, Any]]:
@@ -97,20 +102,23 @@ def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: i
     return rows
 
 
-def row_of(variant: Variant, found: Sequence[tuple[Curve, float]]) -> dict[str, Any]:
-    """The reward at the end, for each seed and on average."""
-    curves = [curve.rewards for curve, _ in found]
+def row_of(variant: Variant, learnt: Sequence[Curve]) -> dict[str, Any]:
+    """The reward at the end, for each seed and on average; with length targets, by how many tokens they were missed."""
+    curves = [curve.rewards for curve in learnt]
     ends = [statistics.fmean(curve[-LAST:]) for curve in curves]
+    apart = [curve.held_out for curve in learnt if curve.held_out is not None]
+    missed = [(curve.missed[0], statistics.fmean(curve.missed[-LAST:])) for curve in learnt if curve.missed]
     return {
         "variant": variant.name,
         "changes": variant.changes,
         "lag": variant.lag,
         "reward": round(statistics.fmean(ends), 4),
         "rewards": [round(end, 4) for end in ends],
-        "held_out": round(statistics.fmean(reward for _, reward in found), 4),
-        "held_out_rewards": [round(reward, 4) for _, reward in found],
-        "signal": round(statistics.fmean(share for curve, _ in found for share in curve.signal), 4),
+        "held_out": round(statistics.fmean(apart), 4),
+        "held_out_rewards": [round(reward, 4) for reward in apart],
+        "signal": round(statistics.fmean(share for curve in learnt for share in curve.signal), 4),
         "first": round(statistics.fmean(statistics.fmean(curve[:5]) for curve in curves), 4),
+        **({"missed": [[round(tokens, 2) for tokens in each] for each in missed]} if missed else {}),
         "curves": [[round(reward, 4) for reward in curve] for curve in curves],
     }
 

@@ -29,30 +29,33 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 class _Config(msgspec.Struct, frozen=True):
     num_hidden_layers: _Number
-    num_attention_heads: _Number
     hidden_size: _Number
-    max_position_embeddings: _Number
+    num_attention_heads: _Number | None = None
+    max_position_embeddings: _Number = 2**24
     num_key_value_heads: _Number | None = None
     head_dim: _Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Sizes of a policy. `token_numbers` is how many keys and values one token leaves in the cache."""
+    """Sizes of a policy. `token_numbers` is how many keys and values one token leaves in the cache, and `state_bytes`
+    what a sequence takes however long it is: of a policy with attention nothing, of a recurrent one all.
+    """
 
     file_bytes: int
     parameters: int
     item_bytes: int
     token_numbers: int
     max_tokens: int
+    state_bytes: int = 0
 
     def weight_bytes(self, item_bytes: int | None = None) -> int:
         """In memory, in a dtype of `item_bytes`; without it in the file's own."""
         return self.parameters * (item_bytes or self.item_bytes)
 
     def sequence_bytes(self, tokens: int, item_bytes: int | None = None) -> int:
-        """Keys and values of one sequence of `tokens`, or of the longest that the model takes."""
-        return min(tokens, self.max_tokens) * self.token_numbers * (item_bytes or self.item_bytes)
+        """What is kept of one sequence of `tokens`, or of the longest that the model takes."""
+        return self.state_bytes + min(tokens, self.max_tokens) * self.token_numbers * (item_bytes or self.item_bytes)
 
 
 def read_footprint(path: Path) -> Footprint:
@@ -72,12 +75,23 @@ def read_footprint(path: Path) -> Footprint:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", code="bad_policy") from error
     except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a policy file", code="bad_policy") from error
-    heads = config.num_key_value_heads or config.num_attention_heads
-    width = config.head_dim or config.hidden_size // config.num_attention_heads
     return Footprint(
         file_bytes=file_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         item_bytes=item_bytes,
-        token_numbers=2 * config.num_hidden_layers * heads * width,
+        token_numbers=_token_numbers(config),
         max_tokens=config.max_position_embeddings,
+        state_bytes=0 if config.num_attention_heads else _state_bytes(config),
     )
+
+
+def _token_numbers(config: _Config) -> int:
+    if not config.num_attention_heads:
+        return 0
+    heads = config.num_key_value_heads or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * (config.head_dim or config.hidden_size // config.num_attention_heads)
+
+
+def _state_bytes(config: _Config) -> int:
+    """Of Eagle and Finch, in float32: a matrix per head of 64, and two vectors, in each layer."""
+    return config.num_hidden_layers * config.hidden_size * (64 + 2) * 4

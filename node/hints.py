@@ -35,6 +35,7 @@ HINTS: Final[dict[str, str]] = {
     "in_use": "End the other process first, or give this one another folder with --state.",
     "engine_failed": DOCTOR,
     "does_not_fit": "Take a smaller --max-num-seqs or --max-model-len, free memory, or use a larger machine.",
+    "wrong_engine": "Start this process again with --engine torch.",
     "policy_unusable": f"{DOCTOR} With --policy FILE it looks at whether the policy fits.",
     "network_down": "See whether this machine reaches the internet, and ask the operator for a newer --join string; "
     "--coordinator and --run-id work without peers.",

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from node.policy_config import DTYPES, FAMILIES, parse_config, render_config
+from node.policy_config import ATTENTION, DTYPES, FAMILIES, parse_config, render_config
 from node.policy_errors import MalformedPolicy, UnreadablePolicy
 
 FORMAT = "policy/1"
@@ -338,9 +338,10 @@ def _eos_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> fr
 def _skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model without memory for its weights, from this machine's classes alone."""
     build: Any = AutoModelForCausalLM.from_config
+    kernel = {"attn_implementation": "sdpa"} if config.model_type in ATTENTION else {}
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = build(config, dtype=dtype, attn_implementation="sdpa")
+            model: PreTrainedModel = build(config, dtype=dtype, **kernel)
     except Exception as error:
         raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
     return model
@@ -359,19 +360,21 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Give the skeleton its weights, and compute what no file carries: the rotary frequencies."""
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    base: Any = model.base_model
-    base.rotary_emb = type(base.rotary_emb)(config=model.config)
+    if model.config.model_type in ATTENTION:
+        base: Any = model.base_model
+        base.rotary_emb = type(base.rotary_emb)(config=model.config)
     model.train(False)
 
 
 def _probe_shapes(skeleton: PreTrainedModel) -> None:
     """A forward pass without numbers: what does not multiply, such as head counts that do not divide, shows up."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    # The mask is given because making one looks at numbers.
+    # Masks and positions are given because making them looks at numbers; to be told positions, a recurrence would.
     mask = torch.zeros(1, 1, 2, 2, dtype=skeleton.dtype, device="meta")
+    given = {"attention_mask": mask, "position_ids": ids} if skeleton.config.model_type in ATTENTION else {}
     try:
         with torch.inference_mode():
-            skeleton(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
+            skeleton(input_ids=ids, use_cache=False, **given)
     except Exception as error:
         raise MalformedPolicy(f"it does not run: {error}", code="broken_model") from error
 

@@ -15,10 +15,13 @@ from typing import Any
 import msgspec
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from node.models import RECURRENT
 from node.policy_errors import MalformedPolicy
 
-FAMILIES = frozenset({"llama", "mistral", "olmo2", "qwen2", "qwen3"})
-"""Model types that are built: full attention with rotary positions, and logits = output embedding of the final norm."""
+ATTENTION = frozenset({"llama", "mistral", "olmo2", "qwen2", "qwen3"})
+"""Model types with full attention and rotary positions."""
+FAMILIES = ATTENTION | RECURRENT.keys()
+"""Model types that are built: of each, logits = output embedding of the final norm."""
 
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_NUMBER = 2**24
@@ -42,7 +45,7 @@ transformers warns of a field that it does not know. Two engines would then hold
 _YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 """What `yarn` may have besides."""
 _ACTIVATION = "silu"
-"""Of every family. Another name may have transformers look for a kernel, and vLLM knows no other here."""
+"""Of every family with attention: another may have transformers look for a kernel, and vLLM knows no other here."""
 
 # Declared by every configuration, and either another task's or a caller's way to ask for outputs.
 _NOT_STORED = frozenset(
@@ -87,9 +90,8 @@ def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
         config = config_class(**values)
     except Exception as error:
         raise MalformedPolicy(f"its configuration is refused: {error}", code="bad_config") from error
-    _check_attention(config)
-    if getattr(config, "hidden_act", None) != _ACTIVATION:
-        raise MalformedPolicy(f"its activation is not {_ACTIVATION}", code="unsupported_model")
+    if family in ATTENTION:
+        _check_attention(config)
     return config
 
 
@@ -130,6 +132,8 @@ def _check_attention(config: PreTrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
         raise MalformedPolicy("its attention is not full in each layer", code="unsupported_model")
+    if getattr(config, "hidden_act", None) != _ACTIVATION:
+        raise MalformedPolicy(f"its activation is not {_ACTIVATION}", code="unsupported_model")
 
 
 def _check_positions(rope: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import UNSET
 
 from node.coordinator_client import DEFAULT_BACKOFF
-from node.engines.base import DoesNotFit, Engine
+from node.engines.base import DoesNotFit, Engine, WrongEngine
 from node.errors import BadReply, EngineFailed, Refused
 from node.exchange import Backoff, sound_urls
 from node.identity import node_id
@@ -344,7 +344,7 @@ class Worker:
     def _count_failure(self, error: EngineFailed) -> None:
         """One more without a slot in between; raises it where trying again is hopeless."""
         self._failures += 1
-        if self._failures >= MAX_ENGINE_FAILURES or error.code == DoesNotFit.code:
+        if self._failures >= MAX_ENGINE_FAILURES or error.code in {DoesNotFit.code, WrongEngine.code}:
             raise error  # a machine does not grow by trying again
 
     async def _end_engine(self) -> None:

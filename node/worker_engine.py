@@ -191,5 +191,5 @@ def _failed(what: str, error: Exception) -> EngineFailed:
     said = str(error).strip().rstrip(".")
     if not isinstance(error, EngineError):  # whose sentences stand for themselves
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    hopeless = isinstance(error, DoesNotFit)
-    return EngineFailed(f"The engine {what}: {said}.", code=DoesNotFit.code if hopeless else None)
+    code = error.code if isinstance(error, DoesNotFit) else None
+    return EngineFailed(f"The engine {what}: {said}.", code=code)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
+from node.models.base import LENGTH, join, select
 from node.policy import Policy, load_policy, save_policy
 from node.prefill import TransformersPrefill, spans_of
 from node.proofs import build_proofs
@@ -29,6 +30,7 @@ from node.sampling import Choice
 Change = Callable[[Tensor], Tensor]
 
 NOISE_SEED = 20
+RESET_TOKENS = 32
 
 
 def int4(weight: Tensor) -> Tensor:
@@ -115,6 +117,24 @@ class Fp8CacheEngine(TorchEngine):
 
 def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.float8_e4m3fn).to(output.dtype)
+
+
+class StateResetEngine(TorchEngine):
+    """The torch engine with a recurrent policy that forgets all it has read, every RESET_TOKENS tokens."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        base: Any = self.policy.model.base_model
+        base.register_forward_pre_hook(_forget, with_kwargs=True)
+
+
+def _forget(base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    state = named.get("state")
+    if state is None:
+        return arguments, named
+    fresh, due = base.started(1), state[LENGTH] % RESET_TOKENS == 0
+    places = torch.arange(len(due)).masked_fill(due, len(due))
+    return arguments, {**named, "state": select(join([state, fresh]), places)}
 
 
 @dataclass(frozen=True, slots=True)

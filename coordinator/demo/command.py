@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+from node.errors import ConfigError
+from node.families import TINY_FAMILIES
+
 EXIT_INTERRUPTED = 130
 
 
@@ -43,9 +46,18 @@ EXIT_INTERRUPTED = 130
     help="Of the honest workers: three with torch, or one with vLLM.",
 )
 @click.option(
+    "--model",
+    type=click.Choice(TINY_FAMILIES),
+    default="tiny",
+    show_default=True,
+    help="Family of the policy: a small Llama, or a recurrent one.",
+)
+@click.option(
     "--keep", is_flag=True, help="Let the swarm go on until Ctrl-C, and keep its data: look around, audit it."
 )
-def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, engine: str, keep: bool) -> None:
+def demo(
+    *, steps: int, out: Path, headless: bool, as_json: bool, seed: int, engine: str, model: str, keep: bool
+) -> None:
     """Run a whole swarm on this machine, hostile workers included.
 
     \b
@@ -59,8 +71,10 @@ def demo(*, steps: int, out: Path, headless: bool, as_json: bool, seed: int, eng
     from node.engine_options import check_engine
 
     check_engine(engine)
+    if engine == "vllm" and model != "tiny":
+        raise ConfigError(f"vLLM has no model for {model} policies.", code="wrong_engine")
     settings = DemoSettings(
-        steps=steps, out=out, headless=headless, as_json=as_json, seed=seed, engine=engine, keep=keep
+        steps=steps, out=out, headless=headless, as_json=as_json, seed=seed, engine=engine, model=model, keep=keep
     )
     try:
         Demonstration(settings).run()

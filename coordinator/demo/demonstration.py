@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from coordinator.demo.layout import Swarm, demo_run_toml, lay_out
+from coordinator.demo.layout import Swarm, family_run_toml, lay_out
 from coordinator.demo.report import render_report
 from coordinator.demo.summary import Summary, summarise
 from coordinator.demo.supervisor import Supervisor
@@ -26,7 +26,8 @@ KEPT = frozenset({"logs", "report.html", "summary.json", "run.toml"})
 class DemoSettings:
     """What the command line says; `keep` leaves the swarm running at the end, and its data.
 
-    `engine` is the honest workers': one process with vLLM takes the memory of three with torch.
+    `engine` is the honest workers': one process with vLLM takes the memory of three with torch. `model` is the policy's
+    family.
     """
 
     steps: int = 30
@@ -35,6 +36,7 @@ class DemoSettings:
     as_json: bool = False
     seed: int = 0
     engine: str = "torch"
+    model: str = "tiny"
     keep: bool = False
 
 
@@ -43,7 +45,7 @@ class Demonstration:
 
     def __init__(self, settings: DemoSettings, *, run_toml: str | None = None) -> None:
         self._settings = settings
-        rules = run_toml or demo_run_toml(steps=settings.steps, seed=settings.seed)
+        rules = run_toml or family_run_toml(settings.model, steps=settings.steps, seed=settings.seed)
         self._swarm = lay_out(
             new_folder(settings.out), rules, honest=1 if settings.engine == "vllm" else 3, engine=settings.engine
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -90,6 +91,26 @@ class Swarm:
     def trainer_state(self) -> Path:
         """The trainer's folder, with its progress file."""
         return self.folder / "trainer"
+
+
+FAMILY_RULES: Mapping[str, Mapping[str, str | float]] = {
+    "tiny": {},
+    "eagle": {},
+    "finch": {},
+    "frame-action": {"max_new_tokens": 24},
+}
+"""What the demonstration's run.toml says otherwise for a family (`node.families`), as `demo_run_toml` takes it."""
+FAMILY_ENVIRONMENTS: Mapping[str, str] = {"frame-action": "terminal"}
+"""Of families that do other tasks."""
+
+
+def family_run_toml(family: str, **changes: str | float) -> str:
+    """As `demo_run_toml`, of a run whose policy is of that family."""
+    text = demo_run_toml(**{"initial": f'"{family}"', **FAMILY_RULES[family], **changes})
+    if family in FAMILY_ENVIRONMENTS:
+        entry = f'[[environments]]\nname = "{FAMILY_ENVIRONMENTS[family]}"\n\n'
+        text = re.sub(r"(?ms)^\[\[environments\]\].*?(?=^\[[a-z])", entry, text)
+    return text
 
 
 def demo_run_toml(**changes: str | float) -> str:

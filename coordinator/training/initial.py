@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from coordinator.errors import BadConfiguration
 from coordinator.training.warm_start import Progress, warm_start
+from node.families import TINY_FAMILIES
+from node.models.tiny import MAKERS
 from node.protocol.run import RunSpec
-from node.tiny import make_model, make_tokenizer
+from node.tiny import make_tokenizer
 
-WARM_STARTED = "tiny"
-RANDOM = "random-tiny"
+RANDOM = "random-"
 
 _AS_IT_IS = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Tokenizers that tokenizer.json says all of. AutoTokenizer would make one of the model's family of some."""
@@ -25,20 +26,23 @@ def initial_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model, in float32 (the trainer's master weights), and its tokenizer; raises BadConfiguration.
 
-    "tiny" is warm-started from `spec.seed`, "random-tiny" is not trained at all (for tests), and anything else
-    is a local folder in Hugging Face's layout with safetensors weights. Nothing is ever downloaded.
+    One of `TINY_FAMILIES` is warm-started from `spec.seed`, with "random-" before its name it is not trained at all
+    (for tests), and anything else is a local folder in Hugging Face's layout with safetensors weights. Nothing is ever
+    downloaded.
     """
     initial = spec.model.initial
-    if initial == WARM_STARTED:
-        return warm_start(seed=spec.seed, progress=progress)
-    if initial == RANDOM:
-        return make_model(spec.seed), make_tokenizer()
+    if initial in TINY_FAMILIES:
+        return warm_start(initial, seed=spec.seed, progress=progress)
+    if initial.startswith(RANDOM) and initial.removeprefix(RANDOM) in TINY_FAMILIES:
+        return MAKERS[initial.removeprefix(RANDOM)](spec.seed), make_tokenizer()
     return _from_folder(Path(initial))
 
 
 def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     if not (folder / "config.json").is_file():
-        raise BadConfiguration(f"model.initial: {folder} is neither 'tiny' nor a folder with a config.json")
+        raise BadConfiguration(
+            f"model.initial: {folder} is neither one of {', '.join(TINY_FAMILIES)} nor a folder with a config.json"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False

@@ -5,6 +5,7 @@ EngineError
 ├── BadRequest      a prompt or a seed that the run does not allow
 ├── BrokenPolicy    the policy's numbers cannot be sampled or proved
 ├── DoesNotFit      the policy, or one completion, needs more than this machine was told to use
+│   └── WrongEngine     the engine has no model of the policy's family
 ├── EngineDied      the engine's process ended, or did not start; it has to be loaded anew
 └── Interrupted     the caller went away while the engine was decoding
 
@@ -46,6 +47,10 @@ class BrokenPolicy(EngineError):
 
 class DoesNotFit(EngineError):
     code = "does_not_fit"
+
+
+class WrongEngine(DoesNotFit):
+    code = "wrong_engine"
 
 
 class EngineDied(EngineError):

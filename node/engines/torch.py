@@ -23,8 +23,10 @@ from torch import Tensor
 
 from node.engines.base import BrokenPolicy, EngineError, Interrupted, NoPolicy, SampleRequest, check_requests
 from node.engines.recorder import Place, Recorder, check_recorded
+from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
 from node.engines.turns import converse
+from node.models.base import RecurrentForCausalLM
 from node.policy import Policy, load_policy
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
@@ -171,7 +173,7 @@ class Batch:
         self._choose_token = choose
         self._loaded: Loaded | None = None
         self._recorder: Recorder
-        self._decoder: Decoder
+        self._decoder: Decoder | RecurrentDecoder
 
     def step(self, loaded: Loaded, joining: Sequence[_Row]) -> None:
         """One token of every row, and the first of those `joining`, from the policy of `loaded`."""
@@ -206,7 +208,7 @@ class Batch:
             raise BrokenPolicy(f"policy {loaded.version} is of another size than the one before it")
         self._loaded = loaded
         self._recorder.version = loaded.version
-        self._decoder = Decoder(policy, columns=sampling.most_tokens - 1)
+        self._decoder = _make_decoder(policy, columns=sampling.most_tokens - 1)
 
     def _choose(self, policy: Policy, hidden: Tensor) -> None:
         """The forced token of each row from `hidden` [B, hidden] (docs/protocol.md, section 4)."""
@@ -255,6 +257,12 @@ class Batch:
         ]
         if call.rollouts.set_running_or_notify_cancel():
             call.rollouts.set_result(rollouts)
+
+
+def _make_decoder(policy: Policy, *, columns: int) -> Decoder | RecurrentDecoder:
+    if isinstance(policy.model, RecurrentForCausalLM):
+        return RecurrentDecoder(policy)
+    return Decoder(policy, columns=columns)
 
 
 def _fail(rows: Iterable[_Row], error: Exception) -> None:

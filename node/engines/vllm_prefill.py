@@ -21,7 +21,7 @@ import msgspec
 
 from node.engines.base import EngineDied
 from node.engines.vllm_host import VllmHost, hold
-from node.engines.vllm_settings import VllmSettings
+from node.engines.vllm_settings import VllmSettings, check_family
 from node.measurement import Span, SpanMeasured
 from node.policy import Blueprint, inspect_policy
 from node.protocol.reasons import Reason, Refusal
@@ -49,8 +49,9 @@ class VllmVerifier:
         )
 
     async def prefill(self, path: Path, *, version: int) -> VllmPrefill:
-        """A `Prefill` of the policy in `path`, which is loaded when it is used; raises PolicyError."""
+        """A `Prefill` of the policy in `path`, which is loaded when it is used; raises PolicyError, WrongEngine."""
         blueprint = await asyncio.to_thread(inspect_policy, path)
+        check_family(blueprint)
         # Whoever brings policies deletes old ones, while work of theirs is still to be measured.
         self._files.mkdir(parents=True, exist_ok=True)
         kept = self._files / f"{version}-{next(self._names)}"

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from node.engines.base import DoesNotFit
+from node.engines.base import DoesNotFit, WrongEngine
+from node.models import RECURRENT
 from node.policy import Blueprint
 from node.protocol.run import RunSpec
 
@@ -60,6 +61,7 @@ def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, me
 
     Raises DoesNotFit with one sentence that says what is too large, and what may be done about it.
     """
+    check_family(blueprint)
     length = _length(blueprint, spec=spec, settings=settings)
     parts = settings.tensor_parallel_size
     _check_parts(blueprint, parts=parts)
@@ -98,6 +100,13 @@ def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, me
     if on_cpu or settings.kv_cache_gib is not None:
         return Plan(max_model_len=length, kv_cache_bytes=min(wanted, budget - weights - working))
     return Plan(max_model_len=length, kv_cache_bytes=None)
+
+
+def check_family(blueprint: Blueprint) -> None:
+    """Raise WrongEngine for a policy that vLLM has no model of."""
+    family = blueprint.config.model_type
+    if family in RECURRENT:
+        raise WrongEngine(f"vLLM has no model for {family} policies; take --engine torch.")
 
 
 def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:

@@ -12,10 +12,14 @@ import msgspec
 import psutil
 import pytest
 
-from coordinator.demo.command import EXIT_INTERRUPTED
+from coordinator.demo.command import EXIT_INTERRUPTED, demo
 from coordinator.demo.demonstration import Demonstration, DemoSettings
+from coordinator.demo.layout import family_run_toml
 from coordinator.demo.summary import Summary
 from node.cli import main as cli
+from node.errors import ConfigError
+from node.families import TINY_FAMILIES
+from node.protocol.run import parse_run_toml
 
 SMALL_RUN = """
 name = "small demo"
@@ -64,8 +68,10 @@ def swarm_processes(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_small_demo_admits_honest_work_only_and_is_confirmed_by_its_audit(tmp_path: Path) -> None:
-    summary = Demonstration(DemoSettings(out=tmp_path, headless=True), run_toml=SMALL_RUN).run()
+@pytest.mark.parametrize("model", ["tiny", "finch"])
+def test_a_small_demo_admits_honest_work_only_and_is_confirmed_by_its_audit(tmp_path: Path, model: str) -> None:
+    rules = SMALL_RUN.replace("random-tiny", f"random-{model}")
+    summary = Demonstration(DemoSettings(out=tmp_path, headless=True), run_toml=rules).run()
     (folder,) = tmp_path.iterdir()
     assert [step.step for step in summary.steps] == [0, 1, 2]
     assert summary.figures["hostile_slots_admitted"] == 0
@@ -104,6 +110,22 @@ def test_ctrl_c_ends_every_process_and_leaves_no_key(tmp_path: Path, number: sig
     assert swarm_processes(tmp_path) == []
     (folder,) = tmp_path.iterdir()
     assert not list(folder.rglob("*key*"))
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_every_family_has_a_demonstration_that_starts_from_it(family: str) -> None:
+    assert parse_run_toml(family_run_toml(family)).model.initial == family
+
+
+def test_vllm_is_not_asked_to_run_a_recurrent_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would come of it, minutes later and in some process's log."""
+    monkeypatch.setattr("node.engine_options.find_spec", lambda _: object())
+    with pytest.raises(ConfigError) as caught:
+        demo.callback(
+            steps=1, out=tmp_path, headless=True, as_json=False, seed=0, engine="vllm", model="finch", keep=False
+        )
+    assert caught.value.code == "wrong_engine"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_line_offers_the_demo() -> None:

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coordinator.export import export_file
 from node.policy import load_policy, save_policy
-from node.policy_config import FAMILIES
+from node.policy_config import ATTENTION
 from node.tiny import EOS, PAD, make_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -95,9 +95,9 @@ def serve(folders: list[Path]) -> dict[str, list[list[int]]]:
 
 def test_vllm_answers_as_the_policy_of_every_family_does(tmp_path: Path) -> None:
     expected = {}
-    for number, family in enumerate(sorted(FAMILIES)):
+    for number, family in enumerate(sorted(ATTENTION)):
         path = policy_file(tmp_path / f"{family}.safetensors", family, tied=number % 2 == 0)
         folder = tmp_path / family
         export_file(path, folder, shard_bytes=300_000)
         expected[str(folder)] = greedy(path)
-    assert serve([tmp_path / family for family in sorted(FAMILIES)]) == expected
+    assert serve([tmp_path / family for family in sorted(ATTENTION)]) == expected

@@ -18,7 +18,7 @@ from node.engines.base import SampleRequest
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
 from node.policy import load_policy, save_policy
-from node.policy_config import FAMILIES
+from node.policy_config import ATTENTION
 from node.prefill import Measuring, TransformersPrefill
 from node.protocol.admission import worst
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
@@ -35,8 +35,8 @@ SPEC = RunSpec(
 SETTINGS = VllmSettings(cpu_threads=1, max_num_seqs=32, kv_cache_gib=0.05)
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(FAMILIES)},
-    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(FAMILIES)},
+    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(ATTENTION)},
+    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(ATTENTION)},
     "vocabulary-of-127": ("llama", {"vocab_size": 127}),
     "linear-positions": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear"}}),
     "llama3-positions": (

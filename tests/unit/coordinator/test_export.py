@@ -21,7 +21,7 @@ from coordinator.export import export_file
 from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.policy import load_policy, render_prompt, save_policy
-from node.policy_config import FAMILIES
+from node.policy_config import ATTENTION
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec
 from node.tiny import EOS, PAD, make_model, make_tokenizer
 from shardcast import Origin, wire
@@ -38,8 +38,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(FAMILIES)},
-    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(FAMILIES)},
+    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(ATTENTION)},
+    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(ATTENTION)},
     "llama3-positions": ("llama", {"rope_parameters": LLAMA3}),
     "yarn-positions": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.2}}),
     "several-ends": ("qwen3", {"eos_token_id": [7, 9]}),
@@ -127,7 +127,7 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     return Qwen2Tokenizer(vocab=vocabulary, merges=[("t", "h"), ("th", "e")])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(ATTENTION))
 def test_transformers_reads_the_tokenizer_of_the_policy_or_the_operator_is_told(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

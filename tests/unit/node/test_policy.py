@@ -27,7 +27,7 @@ from node.policy import (
     render_prompt,
     save_policy,
 )
-from node.policy_config import FAMILIES
+from node.policy_config import ATTENTION
 from node.policy_errors import MalformedPolicy, UnreadablePolicy
 from node.tiny import EOS, make_model, make_tokenizer
 
@@ -99,7 +99,7 @@ def test_a_shared_weight_travels_once_and_is_shared_again(policy: Policy, parts:
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(ATTENTION))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_family_survives_the_journey(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
 from node.engines.torch import Batch, Call, Loaded, TorchEngine
 from node.policy import Policy, load_policy, save_policy
-from node.policy_config import FAMILIES
+from node.policy_config import ATTENTION
 from node.policy_errors import MalformedPolicy
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
@@ -118,7 +118,7 @@ def forced_tokens(logits: torch.Tensor, seed: bytes) -> list[int]:
 # Honest workers pass: what an engine returns is what a verifier's prefill finds.
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(ATTENTION))
 async def test_decoding_agrees_with_a_prefill_of_each_row_alone(family: str, tmp_path: Path) -> None:
     spec = make_spec(temperature=0.7, max_new_tokens=40)
     save_family(family, tmp_path / "policy")

@@ -1,0 +1,32 @@
+"""Recurrent policies whose every weight is a random number, so that each layer, gate and decay has its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from node.families import TINY_FAMILIES
+from node.models.tiny import MAKERS
+from node.policy import save_policy
+from node.tiny import make_tokenizer
+
+RECURRENT_NAMES = tuple(name for name in TINY_FAMILIES if name != "tiny")
+"""By the names of `node.families`."""
+
+
+def random_model(name: str, *, seed: int = 1, spread: float = 0.05) -> PreTrainedModel:
+    """A tiny policy of a family, evaluating: as it begins, with normal numbers of deviation `spread` added."""
+    model = MAKERS[name](seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * spread)
+    return model
+
+
+def random_policy(name: str, path: Path, *, seed: int = 1) -> Path:
+    """Its policy file."""
+    save_policy(random_model(name, seed=seed), make_tokenizer(), path)
+    return path

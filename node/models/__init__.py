@@ -1,0 +1,24 @@
+"""Recurrent policies: their architectures, known to transformers by their `model_type` once this is imported."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from node.models.base import RecurrentForCausalLM
+from node.models.eagle import EagleForCausalLM
+from node.models.finch import FinchForCausalLM
+from node.models.frame_action import FrameActionForCausalLM
+from node.models.goldfinch import GoldFinchForCausalLM
+
+RECURRENT: Final[dict[str, type[RecurrentForCausalLM]]] = {
+    model.config_class.model_type: model
+    for model in (EagleForCausalLM, FinchForCausalLM, GoldFinchForCausalLM, FrameActionForCausalLM)
+}
+"""By `model_type`."""
+
+for _name, _model in RECURRENT.items():
+    AutoConfig.register(_name, _model.config_class)
+    AutoModel.register(_model.config_class, _model.body)
+    AutoModelForCausalLM.register(_model.config_class, _model)

@@ -1,0 +1,47 @@
+"""A run whose policy is recurrent: who decodes it honestly is paid, and who saves on its state is caught."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from swarm import running, small_spec
+
+from benchmarks.modelling.policies import random_policy
+from coordinator.calibration.cheats import RESET_TOKENS, StateResetEngine
+from node.engines.torch import TorchEngine
+from node.protocol.messages import Lease
+from node.protocol.submission import Rollout
+
+NEW_TOKENS = 80
+
+
+def drawn_by(engine: TorchEngine, path: Path, requests) -> list[Rollout]:
+    async def draw() -> list[Rollout]:
+        await engine.load(path, version=0)
+        try:
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(draw())
+
+
+@pytest.mark.parametrize("name", ["finch", "eagle"])
+def test_an_honest_worker_is_admitted_and_one_that_forgets_its_state_is_rejected(name: str, tmp_path: Path) -> None:
+    """What is read step by step and what is read at once must be one model to the verifier, and nothing else may be."""
+    path = random_policy(name, tmp_path / "policy")
+    spec = small_spec()
+    spec = msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, max_new_tokens=NEW_TOKENS))
+    with running(tmp_path / "run", path, spec=spec) as swarm:
+        honest, hostile = swarm.peer(), swarm.peer()
+        lease: Lease = honest.lease()
+        receipt = swarm.judge(honest, swarm.honest(lease), lease)
+        assert (receipt.outcome, receipt.reason) == ("admitted", None), receipt
+        lease = hostile.lease()
+        rollouts = drawn_by(StateResetEngine(spec), path, swarm.requests(lease))
+        assert max(len(one.prompt_ids) + len(one.completion_ids) for one in rollouts) > RESET_TOKENS
+        receipt = swarm.judge(hostile, rollouts, lease)
+        assert (receipt.outcome, receipt.reason) == ("rejected", "proof_mismatch"), receipt
