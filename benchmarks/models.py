@@ -4,7 +4,8 @@
 
 - `exact`: beside the authors' package, and decoding beside a prefill (a minute);
 - `verified`: honest work and cheats under the demonstration's limits (some minutes);
-- `rewards`: before and after GRPO (some minutes for each family).
+- `rewards`: before and after GRPO (some minutes for each family);
+- `frames`: what is the frame-based action model's alone (some minutes).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks import machine
-from benchmarks.modelling import exact, rewards, verified
+from benchmarks.modelling import exact, frames, rewards, verified
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "exact": exact.measure,
     "verified": verified.measure_families,
     "rewards": rewards.measure,
+    "frames": frames.measure_frames,
 }
 
 

@@ -1,4 +1,4 @@
-"""The terminal of frame-based policies: a screen as a pure function of the tokens so far (docs/protocol.md, 4.8).
+"""The terminal of frame-based policies: a screen as a pure function of the tokens so far (docs/protocol.md, 4.9).
 
 A program prints the prompt, unseen, until an empty line; from then on each token is a key that the policy pressed, and
 the program answers it by changing the screen. Whoever has the tokens has the frames: nobody sends any. A screen has a
@@ -28,7 +28,8 @@ MAX_COLOURS: Final = 16
 FOREGROUND_BIT: Final = 16
 BACKGROUND_BIT: Final = 20
 CODEPOINT: Final = 2**FOREGROUND_BIT - 1
-"""The bits of a cell that are its code point."""
+BACKGROUND: Final = 15 << BACKGROUND_BIT
+"""The bits of a cell that are its code point, and those that are its background."""
 
 PRINTED, TYPED = 1, 2
 """Foregrounds: what the program wrote, and what a key did. An empty cell has 0."""

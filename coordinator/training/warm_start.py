@@ -64,14 +64,8 @@ WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, 
 GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 STAGES = (WORKED, GUESSING)
 _RECURRENT = (replace(WORKED, steps=300), GUESSING)
-_KEYS = {"addition_noise": 0.0, "reversal_noise": 0.0, "key_noise": 0.1}
-MOVING = Stage(steps=150, guesses=0.0, learning_rate=3e-3, warmup_steps=20, **_KEYS)
-ENTERING = Stage(steps=40, guesses=0.5, learning_rate=5e-4, warmup_steps=1, **_KEYS)
-FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {
-    "eagle": _RECURRENT,
-    "finch": _RECURRENT,
-    "frame-action": (MOVING, ENTERING),
-}
+_KEYS = (replace(WORKED, steps=150, key_noise=0.1), replace(GUESSING, steps=40, key_noise=0.1))
+FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT, "frame-action": _KEYS}
 """Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
 
 Progress = Callable[[int, int, float], None]

@@ -1,4 +1,4 @@
-"""A screen with a cursor and a target: keys for a policy that sees frames (docs/protocol.md, section 4.8)."""
+"""A screen with a cursor and a target: keys for a policy that sees frames (docs/protocol.md, section 4.9)."""
 
 from __future__ import annotations
 

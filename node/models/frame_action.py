@@ -1,8 +1,8 @@
 """The recurrence-complete frame-based action model (arXiv 2510.06828): it sees a terminal's frames, and no tokens.
 
 The frame at a position is the screen after all tokens up to it (`node.terminal`): a model that is given token ids
-replays the terminal and has the frames. Each frame becomes one vector by a head that sees all of it at once, in parallel
-over positions; one LSTM goes through the vectors, and its outputs are the hidden states that keys are chosen from.
+replays the terminal and has the frames. Each frame becomes one vector by a head that sees all of it at once; one LSTM
+goes through the vectors, and its outputs are the hidden states that keys are chosen from.
 
     cell      e_codepoint + e_foreground + e_background + e_row + e_column; 0 where nothing is seen
     2 x       RMSNorm, 3x3 convolution of dilation 2, GELU, 2x2 average pool
@@ -12,8 +12,8 @@ over positions; one LSTM goes through the vectors, and its outputs are the hidde
 
 Equal frames are embedded once: a cursor that comes back, a prompt that is printed unseen, a group of one problem. In
 training their activations are computed again in the backward pass (arXiv 1604.06174), so what is kept grows with the
-LSTM's width and not with the screen. The norms' epsilon is large, because where nothing is seen they divide by its root,
-and three in a row would make gradients of any size.
+LSTM's width and not with the screen. The norms' epsilon is large: where nothing is seen they divide by its root, and a
+few in a row would make gradients of any size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ from node.terminal import (
 
 POOLED = 4
 """Cells of a row, and of a column, that become one token: two pools of two."""
-MAX_PASS_CELLS = 2**17
-"""Cells embedded in one pass of the frame head."""
+PASS_FRAMES = 16
+"""Frames in a pass of the frame head, filled up with empty ones: kernels for other numbers of frames round otherwise,
+and a worker that decodes has fewer than a verifier that reads all of it.
+"""
+MAX_TRAINED_CELLS = 2**17
+"""Cells in a pass where gradients are wanted, and rounding does not matter."""
 _DIGEST_BYTES = 16
 
 
@@ -183,7 +187,8 @@ class Integrator(nn.Module):
         """How the parameters begin."""
         for weight in (self.input_weight, self.hidden_weight):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-        nn.init.zeros_(self.bias)
+        # Not zeros: no state is to be all zeros, however long nothing is seen.
+        nn.init.normal_(self.bias, std=0.1)
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs [B, T, size] of inputs `x` [B, T, size], and h and c after the last."""
@@ -208,14 +213,13 @@ class FrameActionModel(RecurrentModel):
         super().__init__(config)
         self.frame_head = FrameHead(config)
         self.layers = nn.ModuleDict({"lstm": Integrator(config.hidden_size)})
-        self.h0 = nn.Parameter(torch.zeros(config.hidden_size))
-        self.c0 = nn.Parameter(torch.zeros(config.hidden_size))
+        self.embed_start = nn.Embedding(2, config.hidden_size)  # h and c before the first frame
         shown = list(config.token_codepoints or [])
         self._codepoints = shown + [0] * (config.vocab_size - len(shown))
         self.post_init()
 
     def _begin(self, batch: int) -> State:
-        h, c = (first.expand(batch, -1) for first in (self.h0, self.c0))
+        h, c = (first.expand(batch, -1) for first in self.embed_start.weight)
         screen = torch.zeros(batch, self.config.rows, self.config.columns, dtype=torch.int32, device=h.device)
         return {"h": h, "c": c, "screen": screen, "terminal": screen.new_zeros(batch, 3)}
 
@@ -238,7 +242,7 @@ class FrameActionModel(RecurrentModel):
 
     def _seen(self, ids_BT: Tensor, terminals: Sequence[Terminal]) -> Tensor:
         """The vectors [B, T, hidden] of what the terminals show after each of their tokens, which they are fed."""
-        distinct = _Distinct(self._embed, limit=max(1, MAX_PASS_CELLS // (self.config.rows * self.config.columns)))
+        distinct = _Distinct(self._embed, limit=self._pass_frames)
         shown = [
             distinct.add(frame)
             for tokens, terminal in zip(ids_BT.tolist(), terminals, strict=True)
@@ -253,15 +257,23 @@ class FrameActionModel(RecurrentModel):
             terminal.feed(self._codepoints[token])
             yield terminal.frame()
 
+    @property
+    def _learns(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    @property
+    def _pass_frames(self) -> int:
+        return max(1, MAX_TRAINED_CELLS // (self.config.rows * self.config.columns)) if self._learns else PASS_FRAMES
+
     def _embed(self, frames: Sequence[Cells]) -> Tensor:
-        """The vectors of frames [N, hidden]."""
-        numbers = torch.from_numpy(np.stack(frames)).to(self.h0.device)
-        vectors: Tensor
-        if self.training and torch.is_grad_enabled():
-            vectors = checkpoint(self.frame_head, numbers, use_reentrant=False)  # type: ignore[no-untyped-call]
-        else:
-            vectors = self.frame_head(numbers)
-        return vectors
+        """The vectors of at most `_pass_frames` frames [N, hidden]."""
+        numbers = torch.from_numpy(np.stack(frames)).to(self.device)
+        if self._learns:
+            learning: Tensor = checkpoint(self.frame_head, numbers, use_reentrant=False)
+            return learning
+        full = F.pad(numbers, (0, 0, 0, 0, 0, PASS_FRAMES - len(frames)))
+        vectors: Tensor = self.frame_head(full)
+        return vectors[: len(frames)]
 
 
 class _Distinct:

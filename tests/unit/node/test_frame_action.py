@@ -119,9 +119,24 @@ def test_equal_frames_are_embedded_once_and_say_the_same(policy: Policy, monkeyp
 
 def test_few_frames_at_a_time_say_the_same_as_many(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long submission is embedded in parts: memory must not grow with it, nor its states change."""
-    expected = states(policy, tokens(policy, 1))
-    monkeypatch.setattr(frame_action, "MAX_PASS_CELLS", 2 * 8 * 16)
-    assert (states(policy, tokens(policy, 1)) - expected).abs().max() <= 1e-6
+    ids, held = tokens(policy, 1, KEYS[:-4] * 8), list[int]()
+    head = policy.model.base_model.frame_head
+    watching = head.register_forward_pre_hook(lambda _, given: held.append(len(given[0])))
+    expected = states(policy, ids)
+    watching.remove()
+    assert set(held) == {frame_action.PASS_FRAMES}
+    monkeypatch.setattr(frame_action, "PASS_FRAMES", 2)
+    assert (states(policy, ids) - expected).abs().max() <= 1e-5
+
+
+def test_a_frame_has_one_vector_whatever_stands_beside_it(policy: Policy) -> None:
+    """A worker embeds a frame or a few at a time, a verifier hundreds: they should not even round differently."""
+    frames = [screen(keys) for keys in ("l", "lj", "ljh", "x", "h", "j\n", "jj")]
+    base = policy.model.base_model
+    with torch.inference_mode():
+        together = base._embed(frames)
+        alone = torch.cat([base._embed([frame]) for frame in frames])
+    assert (together - alone).abs().max() <= 1e-7
 
 
 def test_a_frame_depends_on_what_the_screen_shows_and_on_nothing_else(policy: Policy) -> None:
@@ -153,7 +168,12 @@ def test_training_computes_frames_again_with_the_same_gradients(
     assert len(recomputed) == len(list(model.parameters()))
     for gradient, parameter in zip(recomputed, model.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-7)
-    assert model.model.h0.grad.abs().max() > 0
+    assert model.model.embed_start.weight.grad.abs().max() > 0
+
+
+def test_no_state_is_all_zeros_where_nothing_is_ever_seen(policy: Policy) -> None:
+    """Of zeros there is no proof, and prompts of other environments may have no empty line."""
+    assert states(policy, render_prompt(policy, "Q:12+34=?A:" * 50)).abs().amax(1).min() > 1e-3
 
 
 def test_hidden_states_lie_between_minus_one_and_one(policy: Policy) -> None:
