@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from coordinator.storage.schema import facts, problem_means, slots
-from node.protocol.pools import candidates, first_candidate, group_mean, has_pools
-from node.protocol.run import PoolsSpec, RunSpec, run_id_of
-from node.protocol.slots import SlotProblem
+from node.protocol.pools import Pool, candidates, first_candidate, group_mean, has_pools
+from node.protocol.run import PoolsSpec, ProblemsSpec, RunSpec, run_id_of
+from node.protocol.slots import SlotProblem, kept_problems
 
 _PUBLIC_KEY = select(facts.c.value).where(facts.c.name == "public_key")
 _MEANS = select(problem_means).where(
@@ -51,6 +51,20 @@ def _means(connection: Connection, tried: Sequence[SlotProblem], *, version: int
             raise HeadMoved
         found[SlotProblem(environment, row.problem)] = row.mean if row.head < version else row.before
     return found
+
+
+def pool_sizes(connection: Connection, *, spec: RunSpec) -> dict[str, int]:
+    """How many problems are in which pool, by what the log says now; none of a run without pools."""
+    rules = spec.batch.pools
+    if not isinstance(rules, PoolsSpec):
+        return dict.fromkeys(Pool, 0)
+    easy, hard = (
+        connection.execute(select(func.count()).select_from(problem_means).where(lies)).scalar_one()
+        for lies in (problem_means.c.mean >= rules.easy_from, problem_means.c.mean <= rules.hard_to)
+    )
+    finite = [one.problems for one in spec.environments if isinstance(one.problems, ProblemsSpec)]
+    total = sum(len(kept_problems(problems)) for problems in finite)
+    return {Pool.EASY: easy, Pool.NORMAL: total - easy - hard, Pool.HARD: hard}
 
 
 def note_group(connection: Connection, slot_id: int, rewards: Sequence[float], *, head: int) -> None:

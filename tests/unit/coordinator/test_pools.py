@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of
+from prometheus_client import CollectorRegistry
 from sqlalchemy import update
 
 from coordinator.home import create_home, open_home
+from coordinator.run_figures import RunFigures
 from coordinator.storage import pools
 from coordinator.storage.schema import problem_means, slots
 from node.protocol.admission import Outcome
 from node.protocol.messages import VerdictEntry, candidate_of
+from node.protocol.pools import Pool, group_mean, pool_of
 from node.protocol.run import EnvironmentSpec, PoolsSpec, ProblemsSpec, RunSpec
-from node.protocol.slots import MOST_CANDIDATES
+from node.protocol.slots import MOST_CANDIDATES, slot_problem
 
 EASY, NORMAL, HARD = 1.0, 0.5, 0.0
 RULES = PoolsSpec(easy=1, normal=2, hard=1, easy_from=0.55, hard_to=0.45)
@@ -78,6 +82,30 @@ def test_what_is_given_out_is_what_an_auditor_derives_from_the_log(tmp_path: Pat
     actors = run(begin(tmp_path, database_url), 8)
     assert actors.reading().problems == []
     assert len({candidate for _, _, candidate in given_out(actors)}) > 3, "hardly a slot went past its first candidate"
+    actors.home.database.close()
+
+
+def test_an_operator_sees_how_large_the_pools_are(tmp_path: Path, database_url: str | None) -> None:
+    actors = run(begin(tmp_path, database_url), 4)
+    last: dict[int, float] = {}
+    for entry in actors.entries():
+        if isinstance(entry, VerdictEntry):
+            drawn = slot_problem(
+                actors.home.spec,
+                run_id=actors.home.run_id,
+                manifest_digest=entry.manifest_digest,
+                slot=entry.slot,
+                candidate=candidate_of(entry),
+            )
+            if drawn.environment == 0:
+                last[drawn.problem] = group_mean(entry.rewards or ())
+    seen = Counter(pool_of(mean, RULES) for mean in last.values())
+    wanted = {"easy": seen[Pool.EASY], "normal": 12 - seen[Pool.EASY] - seen[Pool.HARD], "hard": seen[Pool.HARD]}
+    registry = CollectorRegistry()
+    registry.register(RunFigures(actors.home))
+    shown = {pool: registry.get_sample_value("veriswarm_problems", {"pool": pool}) for pool in wanted}
+    assert shown == wanted
+    assert wanted["normal"] < 12
     actors.home.database.close()
 
 
