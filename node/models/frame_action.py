@@ -16,8 +16,6 @@ LSTM's width and not with the screen. The norms' epsilon is large: where nothing
 few in a row would make gradients of any size.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
