@@ -216,6 +216,8 @@ class FrameActionModel(RecurrentModel):
         self.embed_start = nn.Embedding(2, config.hidden_size)  # h and c before the first frame
         shown = list(config.token_codepoints or [])
         self._codepoints = shown + [0] * (config.vocab_size - len(shown))
+        # The switch that transformers looks for; frames are recomputed in the backward pass whatever it says.
+        self.gradient_checkpointing = False
         self.post_init()
 
     def _begin(self, batch: int) -> State:
