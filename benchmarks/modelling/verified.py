@@ -35,7 +35,7 @@ from node.second_look import int8
 NEW_TOKENS = 96
 SLOTS_AT_ONCE = 8
 GROUPS_AT_ONCE = 16
-CHEAT_GROUPS = 100
+RESET_GROUPS, ALTERED_GROUPS = 100, 32
 ALTERED = {"int8": int8, "int4": cheats.int4, "noise_1pct": cheats.noise}
 
 
@@ -87,15 +87,15 @@ class Trial:
 
     def cheats(self) -> dict[str, float]:
         """The share of each cheat's groups that is rejected."""
-        found = {"state_reset": self._caught(cheats.StateResetEngine, self._path)}
+        found = {"state_reset": self._caught(cheats.StateResetEngine, self._path, RESET_GROUPS)}
         for cheat, change in ALTERED.items():
             path = self._folder / "altered.safetensors"
             cheats.alter(self._path, path, change)
-            found[cheat] = self._caught(TorchEngine, path)
+            found[cheat] = self._caught(TorchEngine, path, ALTERED_GROUPS)
         return found
 
-    def _caught(self, make: Callable[[RunSpec], TorchEngine], path: Path) -> float:
-        return try_groups(self._drawn(make, path, CHEAT_GROUPS), self.spec.limits).group_share
+    def _caught(self, make: Callable[[RunSpec], TorchEngine], path: Path, groups: int) -> float:
+        return try_groups(self._drawn(make, path, groups), self.spec.limits).group_share
 
     def _drawn(self, make: Callable[[RunSpec], TorchEngine], path: Path, count: int) -> list[Group]:
         rollouts = asyncio.run(self._draw(make(self.spec), path, count))

@@ -89,7 +89,8 @@ class TimeMix(nn.Module):
         made = self.project(x_BTD, behind(x_BTD, last_BD) - x_BTD)
         r, k, v, decay = (each.unflatten(-1, (-1, HEAD_SIZE)) for each in (*made[:3], made.log_decay))
         bonus_HN = self.bonus.view(-1, HEAD_SIZE)
-        if x_BTD.shape[1] == 1:
+        # Where several processes train together each weight has to have a gradient in each, also of a row of one token.
+        if x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
             out, state_BHNN = wkv_step(r[:, 0], k[:, 0], v[:, 0], decay[:, 0], bonus_HN=bonus_HN, state_BHNN=state_BHNN)
         else:
             out, state_BHNN = wkv_chunked(r, k, v, decay, bonus_HN=bonus_HN, state_BHNN=state_BHNN, start=start)

@@ -15,8 +15,9 @@ import torch
 from trainers import GROUPS, KEY, STEPS, finished_steps, outcome_of, run_in, train_to_the_end
 
 from coordinator.training.checkpoint import checkpoints
+from node.models.tiny import MAKERS
 from node.policy import load_policy, save_policy
-from node.tiny import make_model, make_tokenizer
+from node.tiny import make_tokenizer
 
 LAUNCH = (
     sys.executable,
@@ -47,9 +48,9 @@ def launched(state: Path, processes: int, **arguments: object) -> list[dict[str,
     return curve
 
 
-def beginning(folder: Path) -> Path:
+def beginning(folder: Path, family: str = "tiny") -> Path:
     folder.mkdir()
-    save_policy(make_model(1), make_tokenizer(), folder / "policy-0.safetensors")
+    save_policy(MAKERS[family](1), make_tokenizer(), folder / "policy-0.safetensors")
     return folder
 
 
@@ -66,22 +67,23 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("recipe", "sizes", "atol"),
+    ("recipe", "sizes", "atol", "family"),
     [
-        ({}, (2, 4), 1e-5),
+        ({}, (2, 4), 1e-5, "tiny"),
         # Inside Muon there is bfloat16, which rounds each of 8 updates of about 2e-4 to one part in 256.
-        ({"optimizer": "muon"}, (2,), 5e-5),
-        ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5),
+        ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
+        ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny"),
+        ({}, (2,), 1e-5, "finch"),
     ],
-    ids=["plain", "muon", "terms"],
+    ids=["plain", "muon", "terms", "recurrent"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
-    tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float
+    tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str
 ) -> None:
     """Whoever adds machines must get the same policy sooner, and no other one."""
-    alone = launched(beginning(tmp_path / "1"), 1, steps=4, **recipe)
+    alone = launched(beginning(tmp_path / "1", family), 1, steps=4, **recipe)
     for processes in sizes:
-        state = beginning(tmp_path / str(processes))
+        state = beginning(tmp_path / str(processes), family)
         close(alone, launched(state, processes, steps=4, **recipe))
         for left, right in zip(weights(tmp_path / "1"), weights(state), strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=atol)

@@ -245,6 +245,22 @@ def test_the_sizes_of_a_policy_are_those_that_it_has_once_loaded(tiny_policy_pat
     assert footprint.file_bytes == tiny_policy_path.stat().st_size
 
 
+@pytest.mark.parametrize("name", ["eagle", "finch"])
+def test_a_recurrent_policy_takes_as_much_memory_for_a_long_sequence_as_for_a_short_one(name, tmp_path):
+    import torch
+
+    from benchmarks.modelling.policies import random_policy
+    from node.models.base import LENGTH, state_bytes
+
+    path = random_policy(name, tmp_path / "policy")
+    footprint = read_footprint(path)
+    state = (
+        load_policy(path, dtype=torch.float32).model.base_model(input_ids=torch.ones(1, 9).long(), use_cache=True).state
+    )
+    kept = state_bytes({part: each for part, each in state.items() if part != LENGTH})
+    assert footprint.sequence_bytes(10) == footprint.sequence_bytes(10**6) == kept
+
+
 def test_a_policy_that_does_not_fit_into_memory_is_told_before_it_is_fetched():
     # 8 billion parameters in bfloat16, 32 layers of 8 heads of 128.
     large = Footprint(16 * 10**9, 8 * 10**9, 2, 2 * 32 * 8 * 128, 131072)

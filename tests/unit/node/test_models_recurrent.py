@@ -137,6 +137,13 @@ def test_every_weight_learns(name: str) -> None:
     assert silent == []
 
 
+def test_a_row_of_one_token_has_a_gradient_for_every_weight(name: str) -> None:
+    """Processes that train together meet once for each weight: where one has no gradient for it, all of them end."""
+    model = random_model(name).train()
+    model(input_ids=draw(1, 1), position_ids=torch.zeros(1, 1, dtype=torch.int64)).logits.sum().backward()
+    assert [each for each, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
 def test_recomputed_activations_give_the_same_gradients(name: str) -> None:
     model, rows = random_model(name).train(), pack(scored([40]), row_tokens=512)
     _, kept = gradients(model, rows)
