@@ -28,6 +28,7 @@ from node.policy import inspect_policy, load_policy
 from node.policy_config import parse_config
 from node.policy_errors import MalformedPolicy
 from node.protocol.run import RunSpec
+from node.tiny import make_tokenizer
 
 RWKV = ["eagle", "finch"]
 
@@ -38,7 +39,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def draw(rows: int, columns: int, *, seed: int = 0) -> Tensor:
-    return torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    """Tokens after an empty line, from which on a frame-based policy sees its screen."""
+    ids = torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    ids[:, :2] = make_tokenizer().convert_tokens_to_ids("\n")
+    return ids
 
 
 def step_by_step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
