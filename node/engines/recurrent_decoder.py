@@ -2,8 +2,9 @@
 
 A place of the batch holds one sequence's state. What was read before need not be read again where its state was kept:
 states of whole grid chunks are, of what joined and of what places had read when they were freed, within
-`max_snapshot_bytes`, the least used of them dropped first. So a second turn, or a row that joins again, reads what is
-new and less than a chunk. States are one policy's: a policy that takes over gets a decoder of its own.
+`max_snapshot_bytes`, the least used of them dropped first; so much again is what places keep until then, or nothing. So
+a second turn, or a row that joins again, reads what is new and less than a chunk.
+States are one policy's: a policy that takes over gets a decoder of its own.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class RecurrentDecoder:
         if not tokens:
             return torch.zeros(0, self._hidden, dtype=self._dtype)
         hidden, self._state = self._read(torch.tensor(tokens)[:, None], self._state)
+        assert self._state is not None
+        keeps = state_bytes(self._state) <= self._snapshots.max_bytes
         for place, (token, trail) in enumerate(zip(tokens, self._trails, strict=True)):
             trail.add(token)
             if trail.length % WKV_CHUNK == 0:
-                trail.kept = (trail.key, select(self._state, [place]))
+                trail.kept = (trail.key, select(self._state, [place])) if keeps else None
         return hidden[:, -1]
 
     def join(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
@@ -166,7 +169,7 @@ class Snapshots:
     """States of single sequences by the key of what was read, of at most `max_bytes` in all."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._held: OrderedDict[bytes, State] = OrderedDict()
         self.bytes_held = 0
 
@@ -182,7 +185,7 @@ class Snapshots:
         replaced = self._held.pop(key, None)
         self._held[key] = state
         self.bytes_held += state_bytes(state) - (0 if replaced is None else state_bytes(replaced))
-        while self.bytes_held > self._max_bytes:
+        while self.bytes_held > self.max_bytes:
             _, dropped = self._held.popitem(last=False)
             self.bytes_held -= state_bytes(dropped)
 

@@ -92,6 +92,16 @@ def test_states_that_are_kept_never_hold_more_than_they_may() -> None:
     assert (kept.bytes_held, kept.get(b"more")) == (0, None)
 
 
+def test_places_keep_no_second_copy_of_states_that_do_not_fit(policy: Policy) -> None:
+    """A worker with many rows of a large policy would need its memory twice."""
+    for most, kept in ((1000, False), (2**30, True)):
+        decoder = RecurrentDecoder(policy, max_snapshot_bytes=most)
+        decoder.join([some(WKV_CHUNK, seed=1), some(WKV_CHUNK, seed=2)])
+        for token in some(WKV_CHUNK, seed=3):
+            decoder.step([token, token])
+        assert [trail.kept is not None for trail in decoder._trails] == [kept, kept]
+
+
 def test_an_empty_batch_decodes_nothing(policy: Policy) -> None:
     decoder = RecurrentDecoder(policy)
     assert decoder.step([]).shape == decoder.join([]).shape == (0, policy.hidden)
