@@ -109,7 +109,7 @@ class RecurrentDecoder:
         return hidden[:, -1], state
 
     def _read(self, ids: Tensor, state: State | None) -> tuple[Tensor, State]:
-        output = self._base(input_ids=ids, state=state, use_cache=True)
+        output = self._base(input_ids=ids, state=state, use_cache=True, last_alone=True)
         return output.last_hidden_state, output.state
 
 

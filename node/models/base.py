@@ -69,18 +69,24 @@ class RecurrentModel(PreTrainedModel):
         """
         raise NotImplementedError
 
+    def _run_end(self, ids_BT: Tensor, state: State, *, start: int) -> tuple[Tensor, State]:
+        """As `_run`, where of the hidden states the last column's is all that is wanted."""
+        return self._run(ids_BT, state, start=start)
+
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
+        last_alone: bool = False,
         **_: object,
     ) -> RecurrentOutput:
         """Read `input_ids` [B, T], behind `state` if one is given.
 
         A zero in `position_ids` [B, T] begins another sequence, which sees nothing of those before it in its row.
         Sequences that go on with more than one token stand equally far beyond the grid. Raises ValueError otherwise.
+        With `last_alone`, hidden states may be those of the last column alone: for some families that is less work.
         """
         begins = None if position_ids is None or state is not None else _begins(position_ids)
         if begins is not None:
@@ -90,7 +96,8 @@ class RecurrentModel(PreTrainedModel):
         batch, tokens = input_ids.shape
         known = self.started(batch) if state is None else state
         start = 0 if state is None or tokens == 1 else _offset(known[LENGTH])
-        hidden_BTD, after = self._run(input_ids, known, start=start)
+        run = self._run_end if last_alone else self._run
+        hidden_BTD, after = run(input_ids, known, start=start)
         if not use_cache:
             return RecurrentOutput(last_hidden_state=hidden_BTD)
         return RecurrentOutput(last_hidden_state=hidden_BTD, state={**after, LENGTH: known[LENGTH] + tokens})

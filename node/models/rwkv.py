@@ -140,7 +140,7 @@ LayerState = tuple[Tensor, Tensor, Tensor]
 class Layer(GradientCheckpointingLayer):
     """A time mix and a channel mix, each behind a norm and added to what it read."""
 
-    def __init__(self, time_mix: TimeMix, channel_mix: ChannelMix, width: int) -> None:
+    def __init__(self, time_mix: nn.Module, channel_mix: ChannelMix, width: int) -> None:
         super().__init__()
         self.time_norm = nn.LayerNorm(width)
         self.time_mix = time_mix
@@ -154,7 +154,8 @@ class Layer(GradientCheckpointingLayer):
         x_BTD = x_BTD + added_BTD
         mixed_BTD = self.channel_norm(x_BTD)
         x_BTD = x_BTD + self.channel_mix(mixed_BTD, last_channel_BD)
-        return x_BTD, (read_BTD[:, -1], mixed_BTD[:, -1], heads_BHNN)
+        # Copied: a view would keep what all tokens are of.
+        return x_BTD, (read_BTD[:, -1].clone(), mixed_BTD[:, -1].clone(), heads_BHNN)
 
 
 class RwkvModel(RecurrentModel):

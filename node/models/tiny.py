@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from node.models.eagle import EagleConfig, EagleForCausalLM
 from node.models.finch import FinchConfig, FinchForCausalLM
 from node.models.frame_action import FrameActionConfig, FrameActionForCausalLM
+from node.models.goldfinch import GoldFinchConfig, GoldFinchForCausalLM
 from node.tiny import EOS, PAD, VOCABULARY, token_codepoints
 from node.tiny import make_model as make_llama
 
@@ -35,6 +36,12 @@ def make_eagle(seed: int) -> PreTrainedModel:
 def make_finch(seed: int) -> PreTrainedModel:
     config = FinchConfig(**SIZES, intermediate_size=256, shift_rank=16, decay_rank=16)
     return seeded(seed, lambda: FinchForCausalLM(config))
+
+
+def make_goldfinch(seed: int) -> PreTrainedModel:
+    sizes = SIZES | {"num_hidden_layers": 3, "intermediate_size": 128}
+    config = GoldFinchConfig(**sizes, shift_rank=8, decay_rank=16, value_rank=16, adapt_rank=16)
+    return seeded(seed, lambda: GoldFinchForCausalLM(config))
 
 
 def make_frame_action(seed: int) -> PreTrainedModel:
@@ -66,6 +73,7 @@ MAKERS: Final[dict[str, Callable[[int], PreTrainedModel]]] = {
     "tiny": make_llama,
     "eagle": make_eagle,
     "finch": make_finch,
+    "goldfinch": make_goldfinch,
     "frame-action": make_frame_action,
 }
 """By the names of `node.families`: the policy with random float32 weights; the same ones for the same seed and torch

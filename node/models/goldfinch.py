@@ -1,0 +1,339 @@
+"""GoldFinch (arXiv 2407.12077): a recurrence that compresses what it has read, and attention over what it compressed.
+
+The first two thirds of the layers are Finch-C2: Finch (RWKV-6) without gate and bonus, whose keys shrink where they
+decay slowly. After the last of them each token leaves c_t, a sixteenth of the width. The last third are GOLD layers:
+attention whose keys and values are made from c_t and the token's id (TokenCat), by each layer in its own way:
+
+    c_t = W_a x_t                                    x_t: the residual stream after the last Finch-C2 layer
+    K_t = rms(W_b [e_t; c_t]),  V_t = rms(e_t)       e_t: the normalised embedding of the token
+    q_t = LN(W_q ddlerp(x_t, x_t-1))                 x_t: here the layer's input, normalised
+    k_t = LN(adapt(lerp(K_t, K_t-1))),  v_t = LN(adapt(lerp(V_t, V_t-1))),  adapt(x) = x + tanh(x A) B
+
+One cache serves all layers and holds c_t and the id, no more: d / 16 values and four bytes a token, as the paper counts
+them; its public code keeps decompressed keys. The price is that every step decompresses the keys of all tokens again,
+O(T d^2) work. They exist while a layer looks at them, never between steps.
+
+A prefill that is asked for the next token alone costs a constant per token. A token looks at the one before it twice in
+each GOLD layer, for the query and in the channel mix, so with G such layers the last 2 G + 1 positions decide about the
+last one, exactly (`last_alone`). A verifier needs a hidden state for each token of a completion: it runs all positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from node.models.base import LENGTH, RecurrentForCausalLM, RecurrentModel, State
+from node.models.rwkv import ChannelMix, Layer, RwkvConfig, begin_layers, behind, run_layers, shares
+from node.models.wkv import HEAD_SIZE, WKV_CHUNK, log_decay, wkv_chunked, wkv_step
+
+EPSILON = 1e-5
+"""Of the root mean squares, as of all layer norms; torch's own would depend on the dtype."""
+COMPRESSION = 16
+"""The model's width over that of c_t."""
+PREFILL_TOKENS = 32 * WKV_CHUNK
+"""Columns that the Finch-C2 layers read at a time where few hidden states are wanted."""
+CACHE = ("compressed", "token_ids")
+"""What a state has that grows with a sequence."""
+
+
+@strict
+class GoldFinchConfig(RwkvConfig):
+    """A GoldFinch model's sizes. `adapt_rank` None is the paper's max(d / 16, 64); the other ranks are the paper's."""
+
+    model_type = "goldfinch"
+
+    shift_rank: int = 32
+    decay_rank: int = 64
+    value_rank: int = 64
+    adapt_rank: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.adapt_rank is None:
+            self.adapt_rank = max(self.hidden_size // COMPRESSION, 64)
+        super().__post_init__(**kwargs)
+        if self.num_hidden_layers < 3:
+            raise ValueError(f"a third of {self.num_hidden_layers} layers is none")
+        if min(self.shift_rank, self.decay_rank, self.value_rank, self.adapt_rank) < 1:
+            raise ValueError("a rank is at least 1")
+
+    @property
+    def gold_layers(self) -> int:
+        """The last third, rounded down."""
+        return self.num_hidden_layers // 3
+
+    @property
+    def finch_layers(self) -> int:
+        """The first two thirds, rounded up."""
+        return self.num_hidden_layers - self.gold_layers
+
+    @property
+    def window(self) -> int:
+        """How many of the last positions the GOLD layers need for the very last one."""
+        return 2 * self.gold_layers + 1
+
+
+class LowRank(nn.Module):
+    """tanh(x A) B, [..., D] to [..., D]."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def init_weights(self) -> None:
+        """Adds nothing yet."""
+        init.normal_(self.down.weight, std=self.down.in_features**-0.5)
+        init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.up(torch.tanh(self.down(x)))
+        return added
+
+
+class DataShift(nn.Module):
+    """Finch's token shift for several inputs at once: each lies between a token and the one before, by a share that the
+    data add to."""
+
+    def __init__(self, width: int, rank: int, inputs: int, depth: float) -> None:
+        super().__init__()
+        self.depth = depth
+        self.mix_first = nn.Parameter(torch.empty(width))
+        self.mix = nn.Parameter(torch.empty(inputs, width))
+        self.mix_down = nn.Parameter(torch.empty(width, inputs * rank))
+        self.mix_up = nn.Parameter(torch.empty(inputs, rank, width))
+
+    def init_weights(self) -> None:
+        """The later the layer, the more of the token before, and nothing of the data's yet."""
+        mix = 1 - shares(len(self.mix_first)) ** (1 - self.depth)
+        init.copy_(self.mix_first, mix)
+        init.copy_(self.mix, mix.expand_as(self.mix))
+        init.zeros_(self.mix_down)
+        init.uniform_(self.mix_up, -0.01, 0.01)
+
+    def forward(self, x_BTD: Tensor, last_BD: Tensor) -> tuple[Tensor, ...]:
+        """Each input, [B, T, D]."""
+        gap_BTD = behind(x_BTD, last_BD) - x_BTD
+        low = torch.tanh((x_BTD + gap_BTD * self.mix_first) @ self.mix_down).unflatten(-1, (len(self.mix), -1))
+        more = torch.einsum("btir,ird->ibtd", low, self.mix_up)
+        return tuple((x_BTD + gap_BTD * (self.mix[:, None, None] + more)).unbind())
+
+
+class FinchC2(nn.Module):
+    """The time mix of a Finch-C2 layer."""
+
+    def __init__(self, config: GoldFinchConfig, depth: float) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.depth, self.layers = depth, config.num_hidden_layers
+        self.shift = DataShift(width, config.shift_rank, 5, depth)
+        self.decay = nn.Parameter(torch.empty(width))
+        self.decay_adapt = LowRank(width, config.decay_rank)
+        self.value_adapt = LowRank(width, config.value_rank)
+        self.receptance, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+
+    def init_weights(self) -> None:
+        """As Finch."""
+        init.copy_(self.decay, -6 + 5 * shares(len(self.decay)) ** (0.7 + 1.3 * self.depth))
+        init_linear(self.receptance, self.key, self.value)
+        init_linear(self.output, layers=self.layers)
+
+    def forward(self, x_BTD: Tensor, last_BD: Tensor, state_BHNN: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """What is added to the residual stream, and the heads' states after it."""
+        receptance, key, value, decay, own = self.shift(x_BTD, last_BD)
+        fading = log_decay(self.decay.float() + self.decay_adapt(decay).float())
+        keys = self.key(key).float() * -torch.expm1(fading)
+        made = (self.receptance(receptance), keys, self.value(value), fading)
+        r, k, v, decay = (each.unflatten(-1, (-1, HEAD_SIZE)) for each in made)
+        bonus_HN = decay.new_zeros(decay.shape[2:])
+        if x_BTD.shape[1] == 1:
+            first = (each[:, 0] for each in (r, k, v, decay))
+            read, state_BHNN = wkv_step(*first, bonus_HN=bonus_HN, state_BHNN=state_BHNN)
+        else:
+            read, state_BHNN = wkv_chunked(r, k, v, decay, bonus_HN=bonus_HN, state_BHNN=state_BHNN, start=start)
+        # Without a bonus, what was read knows nothing of this token: its own value is added, from a shift of its own.
+        own = self.value(own) + self.value_adapt(own)
+        return self.output(self.norm(read.reshape_as(own).to(own.dtype) + own)), state_BHNN
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What queries of GOLD layers meet: `keys` and `values` [B, C, D], before each layer's own shift and low-rank part.
+    `visible` [B, 1, Q, C] says which of them a query sees; None where C = Q: those up to its own."""
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor | None
+
+
+class Gold(nn.Module):
+    """The attention of a GOLD layer: no positions, no key matrix, no value matrix."""
+
+    def __init__(self, config: GoldFinchConfig, depth: float) -> None:
+        super().__init__()
+        width, rank = config.hidden_size, config.adapt_rank
+        assert rank is not None
+        self.depth, self.layers = depth, config.num_hidden_layers
+        self.shift = DataShift(width, config.shift_rank, 1, depth)
+        self.mix_key = nn.Parameter(torch.empty(width))
+        self.mix_value = nn.Parameter(torch.empty(width))
+        self.key_adapt = LowRank(width, rank)
+        self.value_adapt = LowRank(width, rank)
+        self.query = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.query_norm, self.key_norm, self.value_norm, self.norm = (nn.LayerNorm(width) for _ in range(4))
+
+    def init_weights(self) -> None:
+        """As the mixes of the layers before."""
+        mix = 1 - shares(len(self.mix_key)) ** (1 - self.depth)
+        init.copy_(self.mix_key, mix)
+        init.copy_(self.mix_value, mix)
+        init_linear(self.query)
+        init_linear(self.output, layers=self.layers)
+
+    def forward(self, x_BQD: Tensor, last_BD: Tensor, memory: Memory, start: int) -> tuple[Tensor, Memory]:  # noqa: ARG002
+        """What is added to the residual stream, and the memory as it was: this has no state of its own."""
+        (asking,) = self.shift(x_BQD, last_BD)
+        query = self.query_norm(self.query(asking))
+        key = self.key_norm(_adapted(memory.keys, self.mix_key, self.key_adapt))
+        value = self.value_norm(_adapted(memory.values, self.mix_value, self.value_adapt))
+        q, k, v = (each.unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2) for each in (query, key, value))
+        read = F.scaled_dot_product_attention(q, k, v, attn_mask=memory.visible, is_causal=memory.visible is None)
+        return self.output(self.norm(read.transpose(1, 2).reshape_as(x_BQD))), memory
+
+
+class GoldFinchModel(RecurrentModel):
+    """GoldFinch without its head. Of B sequences it remembers, beside the Finch-C2 layers' states and what each mix saw
+    last, the cache of C columns, as many as the longest sequence has tokens:
+
+        compressed  [B, C, D / 16]: c_t, in the model's dtype
+        token_ids   [B, C], int32
+
+    A sequence's tokens are in its first columns; zeros fill it up.
+    """
+
+    config_class = GoldFinchConfig
+
+    def __init__(self, config: GoldFinchConfig) -> None:
+        super().__init__(config)
+        width, count, finch = config.hidden_size, config.num_hidden_layers, config.finch_layers
+        self.embeddings = nn.Embedding(config.vocab_size, width)
+        self.first_norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            Layer((FinchC2 if index < finch else Gold)(config, index / count), ChannelMix(config, index / count), width)
+            for index in range(count)
+        )
+        self.compress = nn.Linear(width, width // COMPRESSION, bias=False)
+        self.decompress = nn.Linear(width + width // COMPRESSION, width, bias=False)
+        self.last_norm = nn.LayerNorm(width)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings
+
+    def _begin(self, batch: int) -> State:
+        weights = self.embeddings.weight
+        state = begin_layers(len(self.layers), batch, weights)
+        for index in range(self.config.finch_layers, len(self.layers)):
+            del state[f"heads_{index}"]
+        state["compressed"] = weights.new_zeros(batch, 0, self.compress.out_features)
+        state["token_ids"] = weights.new_zeros(batch, 0, dtype=torch.int32)
+        return state
+
+    def _run(self, ids_BT: Tensor, state: State, *, start: int) -> tuple[Tensor, State]:
+        return self._read(ids_BT, state, start=start, last=ids_BT.shape[1])
+
+    def _run_end(self, ids_BT: Tensor, state: State, *, start: int) -> tuple[Tensor, State]:
+        hidden_BQD, after = self._read(ids_BT, state, start=start, last=min(ids_BT.shape[1], self.config.window))
+        return hidden_BQD[:, -1:], after
+
+    def _read(self, ids_BT: Tensor, state: State, *, start: int, last: int) -> tuple[Tensor, State]:
+        """As `_run`, but the GOLD layers see the `last` columns alone: hidden states [B, last, D]. Where those are not
+        all, the first 2 G are wrong, and the others and the state exact."""
+        finch, is_cut = self.config.finch_layers, last < ids_BT.shape[1]
+        x_BQD, compressed, after = self._compress(ids_BT, state, start=start, last=last)
+        after |= extended(state, compressed, ids_BT)
+        memory = self._memory(after, state[LENGTH] + ids_BT.shape[1], last=last)
+        for index, layer in enumerate(self.layers[finch:], start=finch):
+            names = (f"time_{index}", f"channel_{index}")
+            before = [torch.zeros_like(state[name]) if is_cut else state[name] for name in names]
+            x_BQD, left = layer(x_BQD, (*before, memory), start)
+            after.update(zip(names, left[:2], strict=True))
+        return self.last_norm(x_BQD), after
+
+    def _compress(self, ids_BT: Tensor, state: State, *, start: int, last: int) -> tuple[Tensor, Tensor, State]:
+        """What the Finch-C2 layers make of the `last` columns [B, last, D], c_t [B, T, D / 16] of all, and the layers'
+        state. Where few columns are wanted, pieces of the text are read one by one, each in the memory of those before.
+        """
+        tokens = ids_BT.shape[1]
+        cuts = range(PREFILL_TOKENS - start % WKV_CHUNK, tokens, PREFILL_TOKENS) if last < tokens else []
+        compressed, ending, after = [], None, state
+        for piece in ids_BT.tensor_split(list(cuts), dim=1):
+            x_BTD = self.first_norm(self.embeddings(piece))
+            x_BTD, after = run_layers(self.layers[: self.config.finch_layers], x_BTD, after, start=start)
+            compressed.append(self.compress(x_BTD))
+            ending = (x_BTD if ending is None else torch.cat([ending, x_BTD], dim=1))[:, -last:]
+            start = 0
+        assert ending is not None
+        return ending, torch.cat(compressed, dim=1), after
+
+    def _memory(self, cache: State, lengths: Tensor, *, last: int) -> Memory:
+        """TokenCat: what the `last` tokens of sequences of these lengths look at."""
+        embedded = self.first_norm(self.embeddings(cache["token_ids"]))
+        columns, width = embedded.shape[1], embedded.shape[2:]
+        keys = F.rms_norm(self.decompress(torch.cat([embedded, cache["compressed"]], dim=-1)), width, eps=EPSILON)
+        visible = None
+        if last < columns:
+            position = lengths[:, None] - torch.arange(last, 0, -1, device=lengths.device)
+            visible = (torch.arange(columns, device=lengths.device) <= position[..., None])[:, None]
+        return Memory(keys, F.rms_norm(embedded, width, eps=EPSILON), visible)
+
+
+class GoldFinchForCausalLM(RecurrentForCausalLM):
+    """GoldFinch."""
+
+    config_class = GoldFinchConfig
+    body = GoldFinchModel
+
+
+def extended(state: State, compressed: Tensor, ids_BT: Tensor) -> State:
+    """The cache of `state` with T more tokens in each sequence: `compressed` [B, T, D / 16] of `ids_BT`."""
+    batch, tokens = ids_BT.shape
+    if not state["token_ids"].shape[1]:
+        return {"compressed": compressed, "token_ids": ids_BT.int()}
+    lengths = state[LENGTH]
+    columns = int(lengths.max()) + tokens
+    row = torch.arange(batch, device=ids_BT.device)[:, None]
+    column = lengths[:, None] + torch.arange(tokens, device=ids_BT.device)
+    longer = {}
+    for name, new in zip(CACHE, (compressed, ids_BT.int()), strict=True):
+        held = state[name][:, : columns - tokens]
+        longer[name] = held.new_zeros(batch, columns, *held.shape[2:])
+        longer[name][:, : held.shape[1]] = held
+        longer[name][row, column] = new
+    return longer
+
+
+def cache_bytes(state: State) -> int:
+    """What `state` holds that grows with its sequences."""
+    return sum(state[name].numel() * state[name].element_size() for name in CACHE)
+
+
+def init_linear(*linears: nn.Linear, layers: int | None = None) -> None:
+    """Outputs as large as inputs, or, of what is added to the residual stream by each of `layers`, smaller."""
+    for linear in linears:
+        init.normal_(linear.weight, std=((2 * layers if layers else 1) * linear.in_features) ** -0.5)
+
+
+def _adapted(x_BCD: Tensor, mix: Tensor, low_rank: LowRank) -> Tensor:
+    """A GOLD layer's own view of what all of them share."""
+    shifted = x_BCD + (behind(x_BCD, torch.zeros_like(x_BCD[:, 0])) - x_BCD) * mix
+    adapted: Tensor = shifted + low_rank(shifted)
+    return adapted
