@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-TINY_FAMILIES: Final = ("tiny", "eagle", "finch", "goldfinch")
+TINY_FAMILIES: Final = ("tiny", "eagle", "finch", "goldfinch", "frame-action")
 """What `model.initial` names: each is warmed up, and untrained with "random-" before it. "tiny" is a Llama."""

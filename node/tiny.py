@@ -30,6 +30,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def token_codepoints() -> list[int]:
+    """What each of the tokenizer's ids is to a terminal: its character's code point, 0 for a mark."""
+    return [0] * len(_MARKS) + [ord(character) for character in _CHARACTERS]
+
+
 def make_model(seed: int) -> PreTrainedModel:
     """The tiny policy with random float32 weights; the same ones for the same seed and torch release.
 

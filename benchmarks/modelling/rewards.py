@@ -17,7 +17,7 @@ from coordinator.training.warm_start import warm_start
 from node.policy import save_policy
 from node.protocol.run import parse_run_toml
 
-FAMILIES = ("eagle", "finch", "goldfinch")
+FAMILIES = ("eagle", "finch", "goldfinch", "frame-action")
 STEPS, PROMPTS, LAG = 30, 32, 2
 
 
@@ -26,10 +26,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     found: dict[str, float] = {}
     for family in FAMILIES:
         before, after = gained(family, seed=options.seed)
+        key = family.replace("-", "_")
         found |= {
-            f"reward_before_{family}": round(before, 4),
-            f"reward_after_{family}": round(after, 4),
-            f"reward_gain_{family}": round(after - before, 4),
+            f"reward_before_{key}": round(before, 4),
+            f"reward_after_{key}": round(after, 4),
+            f"reward_gain_{key}": round(after - before, 4),
         }
         print(f"{family}: {before:.3f} to {after:.3f}", file=sys.stderr, flush=True)
     return found
@@ -37,10 +38,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 def gained(family: str, *, seed: int) -> tuple[float, float]:
     """The mean reward of the first five steps, and of the last five."""
-    rules = parse_run_toml(family_run_toml(family)).training
-    task = Task(seed=seed, steps=STEPS, prompts=PROMPTS)
+    run = parse_run_toml(family_run_toml(family))
+    rules, task = run.training, Task(seed=seed, steps=STEPS, prompts=PROMPTS, environments=run.environments)
     spec = spec_of(
         task,
+        max_new_tokens=run.sampling.max_new_tokens,
         learning_rate=rules.learning_rate,
         beta1=rules.beta1,
         beta2=rules.beta2,

@@ -6,13 +6,15 @@ them is an attack on the format: those are refused without a model (docs/protoco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from node.engines.base import SampleRequest
@@ -26,10 +28,12 @@ from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Rollout, chunk_sizes
 from node.protocol.turns import Replies, pieces
 from node.sampling import Choice
+from node.terminal import BACKGROUND, CODEPOINT, Cells, Phase, Terminal
 
 Change = Callable[[Tensor], Tensor]
 
 NOISE_SEED = 20
+TARGET = ord("*")
 RESET_TOKENS = 32
 
 
@@ -135,6 +139,70 @@ def _forget(base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict
     fresh, due = base.started(1), state[LENGTH] % RESET_TOKENS == 0
     places = torch.arange(len(due)).masked_fill(due, len(due))
     return arguments, {**named, "state": select(join([state, fresh]), places)}
+
+
+Forge = Callable[[Cells, bool], Cells]
+"""From a frame, and whether it is the first that is seen, to what a cheat shows the policy instead."""
+
+
+class ForgedFrameEngine(TorchEngine):
+    """The torch engine with a frame-based policy that is shown other frames than its terminal's."""
+
+    def __init__(self, spec: RunSpec, forge: Forge) -> None:
+        super().__init__(spec)
+        self._forge = forge
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        base: Any = self.policy.model.base_model
+        watch = base.watch
+
+        def forged(tokens: Sequence[int], terminal: Terminal) -> Iterator[Cells]:
+            for token in tokens:
+                unseen = terminal.phase in {Phase.TEXT, Phase.LINE}
+                for frame in watch([token], terminal):
+                    yield self._forge(frame, unseen and terminal.phase is Phase.KEYS)
+
+        base.watch = forged
+
+
+def moved_target(frame: Cells, _first: bool) -> Cells:
+    """The target drawn one column further."""
+    drawn = np.roll(np.where(_targets(frame), frame & ~BACKGROUND, 0), 1, axis=1)
+    rest = np.where(_targets(frame), frame & BACKGROUND, frame)
+    return np.where(drawn != 0, drawn | rest & BACKGROUND, rest)
+
+
+def moved_cursor(frame: Cells, _first: bool) -> Cells:
+    """The cursor drawn one column further."""
+    return frame & ~BACKGROUND | np.roll(frame & BACKGROUND, 1, axis=1)
+
+
+def blanked(frame: Cells, _first: bool) -> Cells:
+    """Nothing within two cells of the target."""
+    found = frame.copy()
+    for row, column in np.argwhere(_targets(frame)):
+        found[max(0, row - 2) : row + 3, max(0, column - 2) : column + 3] = 0
+    return found
+
+
+def first_alone(frame: Cells, first: bool) -> Cells:
+    """The target one column further in the first frame, and all others as they are."""
+    return moved_target(frame, first) if first else frame
+
+
+def _targets(frame: Cells) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = frame & CODEPOINT == TARGET
+    return found
+
+
+FORGERIES: Mapping[str, Forge] = {
+    "moved_target": moved_target,
+    "moved_cursor": moved_cursor,
+    "blanked": blanked,
+    "first_frame": first_alone,
+}
+"""Ways to change frames of `node.environments.terminal`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,13 +98,20 @@ FAMILY_RULES: Mapping[str, Mapping[str, str | float]] = {
     "eagle": {},
     "finch": {},
     "goldfinch": {},
+    "frame-action": {"max_new_tokens": 24},
 }
 """What the demonstration's run.toml says otherwise for a family (`node.families`), as `demo_run_toml` takes it."""
+FAMILY_ENVIRONMENTS: Mapping[str, str] = {"frame-action": "terminal"}
+"""Of families that do other tasks."""
 
 
 def family_run_toml(family: str, **changes: str | float) -> str:
     """As `demo_run_toml`, of a run whose policy is of that family."""
-    return demo_run_toml(**{"initial": f'"{family}"', **FAMILY_RULES[family], **changes})
+    text = demo_run_toml(**{"initial": f'"{family}"', **FAMILY_RULES[family], **changes})
+    if family in FAMILY_ENVIRONMENTS:
+        entry = f'[[environments]]\nname = "{FAMILY_ENVIRONMENTS[family]}"\n\n'
+        text = re.sub(r"(?ms)^\[\[environments\]\].*?(?=^\[[a-z])", entry, text)
+    return text
 
 
 def demo_run_toml(**changes: str | float) -> str:

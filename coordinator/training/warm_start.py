@@ -32,20 +32,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import INDEX_LIMIT, Problem
 from node.environments.reverse import LETTERS, Reverse
+from node.environments.terminal import TerminalTarget
 from node.models.tiny import MAKERS
+from node.terminal import MOVES
 from node.tiny import EOS, PAD, make_tokenizer
 
 DEFAULT_SEED = 0
 BATCH = 64
 FINAL_LEARNING_RATE = 0.05
 GRADIENT_CLIP = 1.0
+MAX_MOVES = 20
+"""Of a demonstration at the terminal."""
 _IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`steps` of supervised learning. A digit or letter is wrong with probability `addition_noise` or
-    `reversal_noise`; a demonstration is a guess with probability `guesses`."""
+    """`steps` of supervised learning. A digit, letter or key is wrong with probability `addition_noise`,
+    `reversal_noise` or `key_noise`; a demonstration is a guess with probability `guesses`."""
 
     steps: int
     addition_noise: float
@@ -53,13 +57,20 @@ class Stage:
     guesses: float
     learning_rate: float
     warmup_steps: int
+    key_noise: float = 0.0
 
 
 WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
 GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 STAGES = (WORKED, GUESSING)
 _RECURRENT = (replace(WORKED, steps=300), GUESSING)
-FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT, "goldfinch": _RECURRENT}
+_KEYS = (replace(WORKED, steps=150, key_noise=0.1), replace(GUESSING, steps=40, key_noise=0.1))
+FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {
+    "eagle": _RECURRENT,
+    "finch": _RECURRENT,
+    "goldfinch": _RECURRENT,
+    "frame-action": _KEYS,
+}
 """Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
 
 Progress = Callable[[int, int, float], None]
@@ -80,7 +91,8 @@ def warm_start(
     """
     model, tokenizer, rng = MAKERS[family](seed), make_tokenizer(), Random(seed)
     stages = FAMILY_STAGES.get(family, STAGES) if stages is None else stages
-    learn(model, tokenizer, stages, lambda stage: demonstration(rng, stage), progress=progress)
+    demonstrate = move_demonstration if family == "frame-action" else demonstration
+    learn(model, tokenizer, stages, lambda stage: demonstrate(rng, stage), progress=progress)
     return model, tokenizer
 
 
@@ -140,6 +152,31 @@ def demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
         answer = problem.data["answer"]
         return problem.prompt, f"<think></think>{''.join(rng.sample(answer, len(answer)))}"
     return problem.prompt, demonstrate_reversal(problem, noise=stage.reversal_noise, rng=rng)
+
+
+def move_demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
+    """A prompt of the terminal, and the keys to its target with mistakes, or Enter at once."""
+    environment = TerminalTarget()
+    problem = environment.problem(rng.randrange(INDEX_LIMIT))
+    if rng.random() < stage.guesses:
+        return problem.prompt, "\n"
+    return problem.prompt, demonstrate_keys(environment, problem, noise=stage.key_noise, rng=rng)
+
+
+def demonstrate_keys(environment: TerminalTarget, problem: Problem, *, noise: float, rng: Random) -> str:
+    """Keys that move the cursor to the target, in any order, and Enter: each is any key with probability `noise`, and
+    those after it go on from where it led.
+    """
+    (row, column), (target_row, target_column) = problem.data["start"], problem.data["target"]
+    keys = ""
+    while (row, column) != (target_row, target_column) and len(keys) < MAX_MOVES:
+        down, right = target_row - row, target_column - column
+        wanted = ("j" if down > 0 else "k") * abs(down) + ("l" if right > 0 else "h") * abs(right)
+        keys += rng.choice("hjkl") if rng.random() < noise else rng.choice(wanted)
+        move = MOVES[ord(keys[-1])]
+        row = min(max(row + move[0], 0), environment.rows - 1)
+        column = min(max(column + move[1], 0), environment.columns - 1)
+    return keys + "\n"
 
 
 def demonstrate_addition(problem: Problem, *, noise: float, rng: Random) -> str:

@@ -13,13 +13,14 @@ from node.environments.calculator import Calculator
 from node.environments.code import Code
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
+from node.environments.terminal import TerminalTarget
 from node.environments.verifiers import load_verifiers
 from node.protocol.run import EnvironmentSpec
 
 REASONING_GYM = "reasoning_gym:"
 VERIFIERS = "verifiers:"
-_BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code]] = {
-    environment.name: environment for environment in (Arithmetic, Reverse, Calculator, Code)
+_BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code | TerminalTarget]] = {
+    environment.name: environment for environment in (Arithmetic, Reverse, Calculator, Code, TerminalTarget)
 }
 
 

@@ -18,8 +18,6 @@ each GOLD layer, for the query and in the channel mix, so with G such layers the
 last one, exactly (`last_alone`). A verifier needs a hidden state for each token of a completion: it runs all positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from node.models.eagle import EagleConfig, EagleForCausalLM
 from node.models.finch import FinchConfig, FinchForCausalLM
+from node.models.frame_action import FrameActionConfig, FrameActionForCausalLM
 from node.models.goldfinch import GoldFinchConfig, GoldFinchForCausalLM
-from node.tiny import EOS, PAD, VOCABULARY
+from node.tiny import EOS, PAD, VOCABULARY, token_codepoints
 from node.tiny import make_model as make_llama
 
 SIZES: Final[dict[str, Any]] = {
@@ -43,6 +44,24 @@ def make_goldfinch(seed: int) -> PreTrainedModel:
     return seeded(seed, lambda: GoldFinchForCausalLM(config))
 
 
+def make_frame_action(seed: int) -> PreTrainedModel:
+    config = FrameActionConfig(
+        **SIZES | {"num_hidden_layers": 3},
+        frame_size=64,
+        cell_size=24,
+        convolution_size=32,
+        intermediate_size=256,
+        rows=8,
+        columns=16,
+        codepoints=128,
+        foregrounds=3,
+        backgrounds=2,
+        token_codepoints=token_codepoints(),
+        initializer_range=0.1,
+    )
+    return seeded(seed, lambda: FrameActionForCausalLM(config))
+
+
 def seeded(seed: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """What `make` makes with torch's random state at `seed`, which is left as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -55,6 +74,7 @@ MAKERS: Final[dict[str, Callable[[int], PreTrainedModel]]] = {
     "eagle": make_eagle,
     "finch": make_finch,
     "goldfinch": make_goldfinch,
+    "frame-action": make_frame_action,
 }
 """By the names of `node.families`: the policy with random float32 weights; the same ones for the same seed and torch
 release.

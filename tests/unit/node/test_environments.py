@@ -33,6 +33,7 @@ def environment(name: str, **arguments: str | float | bool) -> Environment:
             ["Q:3487+7097=?\nA:", "Q:1677+6004=?\nA:", "Q:3926+9698=?\nA:", "Q:5843+3078=?\nA:"],
         ),
         ("reverse", {}, ["Q:rev aeaeg\nA:", "Q:rev gfc\nA:", "Q:rev eebg\nA:", "Q:rev gbaa\nA:"]),
+        ("terminal", {"rows": 2, "columns": 3}, ["*  \n @ \n\n", " *@\n   \n\n", "*  \n@  \n\n", "@* \n   \n\n"]),
     ],
 )
 def test_golden_prompts_do_not_change_between_releases(name, arguments, prompts):
@@ -71,6 +72,47 @@ def test_the_answer_after_the_last_thought_earns_one_and_nothing_else_does():
         "",
     ):
         assert source.reward(problem, completion) == 0.0
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 2**32, LAST])
+def test_the_terminal_rewards_enter_on_the_target_and_nothing_else(index):
+    source = environment("terminal")
+    problem = source.problem(index)
+    (row, column), (target_row, target_column) = problem.data["start"], problem.data["target"]
+    keys = ("j" if target_row > row else "k") * abs(target_row - row)
+    keys += ("l" if target_column > column else "h") * abs(target_column - column)
+    for completion in (
+        f"{keys}\n",
+        f"hl{keys}\n" if column else f"lh{keys}\n",
+        f"{keys}\nhhjj",
+        f"{keys}x\n",
+        f"{keys}\n\n",
+    ):
+        assert source.reward(problem, completion) == 1.0, completion
+    for completion in (
+        "",
+        "\n",
+        keys,
+        f"\n{keys}\n",
+        f"{keys[:-1]}\n",
+        f"{keys.upper()}\n",
+        f"{'hl' * 32}{keys}\n",  # more keys than are looked at
+        "\N{GRINNING FACE}\x00\ud800\n",
+        "\n" * 10**6,
+    ):
+        assert source.reward(problem, completion) == 0.0, completion[:80]
+
+
+def test_a_terminal_field_has_one_beginning_and_one_target_elsewhere():
+    problems = [environment("terminal", rows=3, columns=4).problem(index) for index in range(1000)]
+    for problem in problems:
+        lines = problem.prompt.removesuffix("\n\n").split("\n")
+        assert [len(line) for line in lines] == [4, 4, 4]
+        row, column = problem.data["start"]
+        assert lines[row][column] == "@"
+        row, column = problem.data["target"]
+        assert lines[row][column] == "*"
+    assert len({(problem.data["start"], problem.data["target"]) for problem in problems}) == 12 * 11
 
 
 def test_reverse_wants_the_word_backwards():
