@@ -3,6 +3,7 @@
 `python -m benchmarks.models [--json] [--only PART]`. What each figure means stands at the top of its module:
 
 - `exact`: beside the authors' package, and decoding beside a prefill (a minute);
+- `goldfinch`: GoldFinch's cache and prefill (half a minute);
 - `verified`: honest work and cheats under the demonstration's limits (some minutes);
 - `rewards`: before and after GRPO (some minutes for each family);
 - `frames`: what is the frame-based action model's alone (some minutes).
@@ -17,10 +18,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks import machine
-from benchmarks.modelling import exact, frames, rewards, verified
+from benchmarks.modelling import exact, frames, goldfinch, rewards, verified
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "exact": exact.measure,
+    "goldfinch": goldfinch.measure,
     "verified": verified.measure_families,
     "rewards": rewards.measure,
     "frames": frames.measure_frames,

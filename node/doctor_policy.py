@@ -18,6 +18,10 @@ from node.errors import ConfigError
 MAX_HEADER_BYTES: Final = 100_000_000
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 
+_GOLDFINCH: Final = "goldfinch"
+_FRAME_ACTION: Final = "frame_action"
+_TOKEN_ID_BYTES: Final = 4
+
 _Size = Annotated[int, Meta(ge=0, le=2**40)]
 _Number = Annotated[int, Meta(ge=1, le=2**24)]
 
@@ -28,8 +32,11 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
+    model_type: str
     num_hidden_layers: _Number
     hidden_size: _Number
+    rows: _Number = 1
+    columns: _Number = 1
     num_attention_heads: _Number | None = None
     max_position_embeddings: _Number = 2**24
     num_key_value_heads: _Number | None = None
@@ -38,8 +45,9 @@ class _Config(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Sizes of a policy. `token_numbers` is how many keys and values one token leaves in the cache, and `state_bytes`
-    what a sequence takes however long it is: of a policy with attention nothing, of a recurrent one all.
+    """Sizes of a policy. `token_numbers` is how many keys and values one token leaves in the cache, `token_bytes` what
+    it leaves there besides, in any dtype; and `state_bytes` what a sequence takes however long it is: of a policy with
+    attention nothing, of a recurrent one all or most.
     """
 
     file_bytes: int
@@ -48,6 +56,7 @@ class Footprint:
     token_numbers: int
     max_tokens: int
     state_bytes: int = 0
+    token_bytes: int = 0
 
     def weight_bytes(self, item_bytes: int | None = None) -> int:
         """In memory, in a dtype of `item_bytes`; without it in the file's own."""
@@ -55,7 +64,8 @@ class Footprint:
 
     def sequence_bytes(self, tokens: int, item_bytes: int | None = None) -> int:
         """What is kept of one sequence of `tokens`, or of the longest that the model takes."""
-        return self.state_bytes + min(tokens, self.max_tokens) * self.token_numbers * (item_bytes or self.item_bytes)
+        each = self.token_numbers * (item_bytes or self.item_bytes) + self.token_bytes
+        return self.state_bytes + min(tokens, self.max_tokens) * each
 
 
 def read_footprint(path: Path) -> Footprint:
@@ -81,17 +91,28 @@ def read_footprint(path: Path) -> Footprint:
         item_bytes=item_bytes,
         token_numbers=_token_numbers(config),
         max_tokens=config.max_position_embeddings,
-        state_bytes=0 if config.num_attention_heads else _state_bytes(config),
+        state_bytes=_state_bytes(config),
+        token_bytes=_TOKEN_ID_BYTES if config.model_type == _GOLDFINCH else 0,
     )
 
 
 def _token_numbers(config: _Config) -> int:
-    if not config.num_attention_heads:
+    if config.model_type == _FRAME_ACTION:
         return 0
+    if not config.num_attention_heads:
+        return config.hidden_size // 16 if config.model_type == _GOLDFINCH else 0
     heads = config.num_key_value_heads or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * (config.head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _state_bytes(config: _Config) -> int:
-    """Of Eagle and Finch, in float32: a matrix per head of 64, and two vectors, in each layer."""
-    return config.num_hidden_layers * config.hidden_size * (64 + 2) * 4
+    """In float32: a matrix per head of 64, and two vectors, in each layer; GoldFinch's last third has no matrices. Of a
+    frame-based policy two vectors, and a screen of four bytes a cell with its cursor; with attention alone nothing.
+    """
+    if config.model_type == _FRAME_ACTION:
+        return 4 * (2 * config.hidden_size + config.rows * config.columns + 3)
+    if config.num_attention_heads:
+        return 0
+    layers = config.num_hidden_layers
+    recurrent = layers - layers // 3 if config.model_type == _GOLDFINCH else layers
+    return config.hidden_size * (recurrent * 64 + layers * 2) * 4

@@ -17,7 +17,7 @@ from coordinator.training.warm_start import warm_start
 from node.policy import save_policy
 from node.protocol.run import parse_run_toml
 
-FAMILIES = ("eagle", "finch", "frame-action")
+FAMILIES = ("eagle", "finch", "goldfinch", "frame-action")
 STEPS, PROMPTS, LAG = 30, 32, 2
 
 

@@ -97,6 +97,7 @@ FAMILY_RULES: Mapping[str, Mapping[str, str | float]] = {
     "tiny": {},
     "eagle": {},
     "finch": {},
+    "goldfinch": {},
     "frame-action": {"max_new_tokens": 24},
 }
 """What the demonstration's run.toml says otherwise for a family (`node.families`), as `demo_run_toml` takes it."""

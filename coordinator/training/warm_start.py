@@ -65,7 +65,12 @@ GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5,
 STAGES = (WORKED, GUESSING)
 _RECURRENT = (replace(WORKED, steps=300), GUESSING)
 _KEYS = (replace(WORKED, steps=150, key_noise=0.1), replace(GUESSING, steps=40, key_noise=0.1))
-FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {"eagle": _RECURRENT, "finch": _RECURRENT, "frame-action": _KEYS}
+FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {
+    "eagle": _RECURRENT,
+    "finch": _RECURRENT,
+    "goldfinch": _RECURRENT,
+    "frame-action": _KEYS,
+}
 """Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
 
 Progress = Callable[[int, int, float], None]

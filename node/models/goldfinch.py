@@ -18,8 +18,6 @@ each GOLD layer, for the query and in the channel mix, so with G such layers the
 last one, exactly (`last_alone`). A verifier needs a hidden state for each token of a completion: it runs all positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +31,8 @@ from node.models.base import LENGTH, RecurrentForCausalLM, RecurrentModel, State
 from node.models.rwkv import ChannelMix, Layer, RwkvConfig, begin_layers, behind, run_layers, shares
 from node.models.wkv import HEAD_SIZE, WKV_CHUNK, log_decay, wkv_chunked, wkv_step
 
+EPSILON = 1e-5
+"""Of the root mean squares, as of all layer norms; torch's own would depend on the dtype."""
 COMPRESSION = 16
 """The model's width over that of c_t."""
 PREFILL_TOKENS = 32 * WKV_CHUNK
@@ -286,12 +286,12 @@ class GoldFinchModel(RecurrentModel):
         """TokenCat: what the `last` tokens of sequences of these lengths look at."""
         embedded = self.first_norm(self.embeddings(cache["token_ids"]))
         columns, width = embedded.shape[1], embedded.shape[2:]
-        keys = F.rms_norm(self.decompress(torch.cat([embedded, cache["compressed"]], dim=-1)), width)
+        keys = F.rms_norm(self.decompress(torch.cat([embedded, cache["compressed"]], dim=-1)), width, eps=EPSILON)
         visible = None
         if last < columns:
             position = lengths[:, None] - torch.arange(last, 0, -1, device=lengths.device)
             visible = (torch.arange(columns, device=lengths.device) <= position[..., None])[:, None]
-        return Memory(keys, F.rms_norm(embedded, width), visible)
+        return Memory(keys, F.rms_norm(embedded, width, eps=EPSILON), visible)
 
 
 class GoldFinchForCausalLM(RecurrentForCausalLM):

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from node.models.base import LENGTH, State, join, select
+from node.doctor_policy import read_footprint
+from node.models.base import LENGTH, State, join, select, state_bytes
 from node.models.goldfinch import (
     PREFILL_TOKENS,
     GoldFinchConfig,
@@ -171,7 +172,7 @@ class Reference:
 
 
 def rms(x: Tensor) -> Tensor:
-    return x / x.square().mean().sqrt()
+    return x / (x.square().mean() + 1e-5).sqrt()
 
 
 def test_it_computes_what_the_papers_equations_say(any_model: GoldFinchModel):
@@ -259,6 +260,15 @@ def test_the_cache_holds_a_sixteenth_of_the_width_and_four_bytes_a_token(dtype: 
             assert all(each.untyped_storage().nbytes() == each.nbytes for each in state.values()), "a view holds more"
             held[tokens] = sum(each.nbytes for each in state.values()) - cache_bytes(state)
     assert held[WKV_CHUNK] == held[TOKENS], "nothing else grows"
+
+
+def test_the_doctor_knows_what_a_text_takes(path: Path):
+    """Before a worker fetches a policy, it is told whether it fits."""
+    footprint = read_footprint(path)
+    model = load_policy(path, dtype=torch.float32).model
+    for tokens in (1, 40):
+        _, state = read(model.model, some(1, tokens))
+        assert footprint.sequence_bytes(tokens) == state_bytes(state) - state[LENGTH].nbytes
 
 
 def test_a_place_that_is_left_takes_its_columns_along(model: GoldFinchModel):
