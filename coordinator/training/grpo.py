@@ -23,6 +23,7 @@ from coordinator.training.groups import Group, Sample
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, Row, Scored, pack, share
 from coordinator.training.world import ALONE, World, whole
+from node.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, TrainingSpec
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ def train_step(
     stats = Statistics()
     model.train()
     updates = Updates(model, reference, spec, execution, stats)
+    padded = isinstance(model, RecurrentForCausalLM)
     for samples in split(scored, training.minibatches):
-        updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens))
+        updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens, padded=padded))
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         **stats.means(execution.world),

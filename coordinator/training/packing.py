@@ -61,15 +61,20 @@ class Row:
         return Row(**{each.name: change(getattr(self, each.name)) for each in fields(self)})
 
 
-def pack(scored: Sequence[Scored], *, row_tokens: int) -> list[Row]:
-    """Rows of at most `row_tokens` tokens, in the samples' order; a longer sample has one to itself."""
+def pack(scored: Sequence[Scored], *, row_tokens: int, padded: bool = False) -> list[Row]:
+    """Rows of at most `row_tokens` tokens, in the samples' order; a longer sample has one to itself.
+
+    With `padded`, for a model that pads a row's samples to the longest (`node.models.base`), these together are at most
+    twice `row_tokens` too: one long sample among many short ones would take the memory of as many long ones.
+    """
     rows: list[list[Scored]] = []
-    room = 0
+    room = longest = 0
     for each in scored:
         length = sample_tokens(each.sample)
-        if not rows or length > room:
+        longest = max(longest, length)
+        if not rows or length > room or (padded and (len(rows[-1]) + 1) * longest > 2 * row_tokens):
             rows.append([])
-            room = row_tokens
+            room, longest = row_tokens, length
         rows[-1].append(each)
         room -= length
     return [_row(samples) for samples in rows]

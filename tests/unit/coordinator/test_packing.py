@@ -71,6 +71,20 @@ def test_what_was_drawn_is_predicted_and_nothing_else():
     assert row.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]
 
 
+def test_samples_that_a_model_pads_to_the_longest_take_no_more_memory_than_two_full_rows():
+    """Else one long completion among many short ones ends the trainer of a recurrent policy."""
+    lengths = [2] * 30 + [100] + [2] * 60 + [300] + [2] * 5
+    samples = [Sample((1,) * (length - 1), (5,), (-1.0,)) for length in lengths]
+
+    def padded_tokens(rows):
+        begins = [row.positions[0].eq(0).nonzero().flatten().tolist() for row in rows]
+        return [int(row.positions.max() + 1) * len(each) for row, each in zip(rows, begins, strict=True)]
+
+    rows = pack(scored(samples), row_tokens=256, padded=True)
+    assert max(padded_tokens(rows)) <= 2 * 256 < max(padded_tokens(pack(scored(samples), row_tokens=256)))
+    assert torch.equal(torch.cat([row.advantage for row in rows]), torch.arange(float(len(samples))))
+
+
 def test_rows_are_full_and_in_order_and_a_long_sample_has_its_own():
     long = Sample(tuple(range(1, 31)), (5,), (-1.0,))
     rows = pack(scored([*SAMPLES, long, SAMPLES[0]]), row_tokens=10)
