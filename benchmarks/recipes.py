@@ -3,6 +3,9 @@
 Each variant is the demonstration's recipe with one change, trained from the same three warm-started tiny policies, with
 completions that are two steps old as in a busy swarm. A row has the mean reward of the last ten steps, its mean and
 range over the seeds, and what the change is for. 10 to 25 minutes on two cores; `--only` names variants.
+
+Rewards of steps compare recipes only where all learn from the same problems. Where a variant chooses its own, see
+`held_out`, what the last policy earns on held-out problems, and `signal`, the share of groups whose rewards differ.
 """
 
 from __future__ import annotations
@@ -23,18 +26,25 @@ import torch
 
 from benchmarks import machine
 from benchmarks.learning.loop import Curve, Task, learn, spec_of, warmed_up
+from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
+from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
+from node.protocol.run import LengthSpec
 
 LAST = 10
 LAG = 2
+PROBLEMS = 128
+HELD_OUT = EvaluationSettings(problems=128, samples=4)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One change to the recipe; `lag` is how old completions are, in steps."""
+    """One change to the recipe; `lag` is how old completions are, in steps. `filtered`: of a finite set those problems
+    are kept that the first policy solves now and then."""
 
     name: str
     changes: dict[str, Any]
     lag: int = LAG
+    filtered: bool = False
 
 
 VARIANTS = (
@@ -47,6 +57,10 @@ VARIANTS = (
     Variant("gradient clip 0.1", {"gradient_clip": 0.1}),
     Variant("Muon", {"optimizer": "muon"}),
     Variant("online filtering", {"only_signal": True}),
+    Variant("finite set", {"problems": PROBLEMS}),
+    Variant("offline filter", {"problems": PROBLEMS}, filtered=True),
+    Variant("pools", {"problems": PROBLEMS, "pools": True}),
+    Variant("length targets", {"length": {"targets": (16, 24, 32), "penalty": 0.01, "form": "short"}}),
     Variant("one update a step", {"minibatches": 1}),
     Variant("0 steps old", {}, lag=0),
     Variant("1 step old", {}, lag=1),
@@ -54,11 +68,18 @@ VARIANTS = (
 )
 
 
-def trained(first: str, seed: int, steps: int, variant: Variant) -> list[float]:
-    """The rewards of each step."""
-    task = Task(seed=seed, steps=steps)
-    curve: Curve = learn(Path(first), task, spec_of(task, **variant.changes), lag=variant.lag)
-    return curve.rewards
+def trained(first: str, seed: int, steps: int, variant: Variant) -> Curve:
+    """Training from the policy file `first`."""
+    task, policy, changes = Task(seed=seed, steps=steps), Path(first), dict(variant.changes)
+    if "length" in changes:
+        changes["length"] = LengthSpec(**changes["length"])
+    spec = spec_of(task, **changes)
+    if variant.filtered:
+        spec = filtered_spec(spec, filter_problems(policy, spec=spec, settings=FilterSettings(count=PROBLEMS)))
+    last = policy.with_name(f"{seed}-{variant.name}.safetensors")
+    curve = learn(policy, task, spec, lag=variant.lag, keep=last)
+    curve.held_out = evaluate_policy(last, spec=spec, settings=HELD_OUT).reward
+    return curve
 
 
 def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: int) -> list[dict[str, Any]]:
@@ -77,20 +98,27 @@ def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: i
         for variant in variants:
             found = [curves[variant.name, seed].result() for seed in range(seeds)]
             rows.append(row_of(variant, found))
-            print(f"{variant.name:28} {rows[-1]['reward']:.3f}  {rows[-1]['rewards']}", file=sys.stderr)
+            print(_line(rows[-1]), file=sys.stderr)
     return rows
 
 
-def row_of(variant: Variant, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The reward at the end, for each seed and on average."""
+def row_of(variant: Variant, learnt: Sequence[Curve]) -> dict[str, Any]:
+    """The reward at the end, for each seed and on average; with length targets, by how many tokens they were missed."""
+    curves = [curve.rewards for curve in learnt]
     ends = [statistics.fmean(curve[-LAST:]) for curve in curves]
+    apart = [curve.held_out for curve in learnt if curve.held_out is not None]
+    missed = [(curve.missed[0], statistics.fmean(curve.missed[-LAST:])) for curve in learnt if curve.missed]
     return {
         "variant": variant.name,
         "changes": variant.changes,
         "lag": variant.lag,
         "reward": round(statistics.fmean(ends), 4),
         "rewards": [round(end, 4) for end in ends],
+        "held_out": round(statistics.fmean(apart), 4),
+        "held_out_rewards": [round(reward, 4) for reward in apart],
+        "signal": round(statistics.fmean(share for curve in learnt for share in curve.signal), 4),
         "first": round(statistics.fmean(statistics.fmean(curve[:5]) for curve in curves), 4),
+        **({"missed": [[round(tokens, 2) for tokens in each] for each in missed]} if missed else {}),
         "curves": [[round(reward, 4) for reward in curve] for curve in curves],
     }
 
@@ -147,7 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps({"benchmark": "recipes", "machine": machine.describe(), "figures": figures, "rows": rows}))
         return
     for row in rows:
-        print(f"{row['variant']:28} {row['reward']:.3f}  {' '.join(f'{each:.3f}' for each in row['rewards'])}")
+        print(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    by_seed, apart = (" ".join(f"{each:.3f}" for each in row[name]) for name in ("rewards", "held_out_rewards"))
+    more = f"held out {row['held_out']:.3f} ({apart}), signal {row['signal']:.2f}"
+    return f"{row['variant']:28} {row['reward']:.3f} ({by_seed}), {more}"
 
 
 if __name__ == "__main__":

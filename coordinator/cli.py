@@ -29,6 +29,7 @@ from coordinator.options import (
     listen_options,
     state_option,
 )
+from coordinator.problems_command import problems
 from coordinator.redteam.command import redteam
 from coordinator.roles import ByRole, role_option
 from coordinator.run_file import read_run_file
@@ -251,5 +252,6 @@ def coordinator(
         Server(config, app.state.ending).serve_on(listening)
 
 
-COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes, evaluate, export, backup, restore]
+COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes]
+COMMANDS += [evaluate, problems, export, backup, restore]
 """What the entry point `veriswarm.commands` offers to the command line."""

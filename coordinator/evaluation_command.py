@@ -110,7 +110,7 @@ def evaluate(
         raise click.UsageError(f"{error}.") from error
     _, spec = read_run_file(run_file)
     with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
-        file = _published(trainer, version) if trainer is not None else _policy_file(spec, policy, Path(folder))
+        file = _published(trainer, version) if trainer is not None else policy_file(spec, policy, Path(folder))
         found = evaluate_policy(file, spec=spec, settings=settings)
     if as_json:
         import msgspec
@@ -135,7 +135,7 @@ def _published(trainer: Path, version: int | None) -> Path:
     return found[chosen]
 
 
-def _policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
+def policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
     """`policy`, as a file in `folder` where it is none yet."""
     if policy is not None and policy.is_file():
         return policy

@@ -28,7 +28,7 @@ from coordinator.status import (
     partly_measured,
     slot_counts,
 )
-from coordinator.storage import log, tallies, work
+from coordinator.storage import log, pools, tallies, work
 from coordinator.storage.schema import (
     RECHECK_DUE,
     LeaseState,
@@ -111,6 +111,9 @@ class RunFigures(Collector):
         yield from _leases(connection)
         yield from self._nodes(connection)
         yield from _newest_step(connection)
+        said = "Problems of the run's finite sets by pool, in a run with pools."
+        sizes = pools.pool_sizes(connection, spec=self._home.spec)
+        yield family("gauge", "veriswarm_problems", said, sizes, label="pool")
 
     def _nodes(self, connection: Connection) -> Iterator[Metric]:
         since = self._clock() - SEEN_LATELY_SECONDS

@@ -164,6 +164,7 @@ class Verifier:
                     version=one.version,
                     manifest_digest=one.manifest_digest,
                     slot=one.slot,
+                    candidate=one.candidate or 0,
                     rollouts=rollouts,
                     full=one.full,
                 )

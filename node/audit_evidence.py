@@ -39,6 +39,7 @@ from node.protocol.messages import (
     PolicyEntry,
     RequestClaim,
     VerdictEntry,
+    candidate_of,
 )
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
@@ -169,6 +170,7 @@ class EvidenceAuditor:
             version=entry.version,
             manifest_digest=entry.manifest_digest,
             slot=entry.slot,
+            candidate=candidate_of(entry),
             policies=_Logged(self._archive, entry, published),
             published=published,
             rules=self._rules,

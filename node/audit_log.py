@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from node.audit_pools import PoolChecker
 from node.protocol.admission import (
     DRIFT,
     EVIDENCE,
@@ -158,6 +159,7 @@ class _Checker:
         self._spots: dict[str, VerdictEntry] = {}
         self._owed: dict[str, int] = {}
         self._since_ban: Counter[str] = Counter()
+        self._pools = PoolChecker(run_id=run_id, spec=spec)
 
     def check(self, index: int, entry: LogEntry | None) -> None:
         if index == 0 and not isinstance(entry, RunEntry):
@@ -201,7 +203,11 @@ class _Checker:
         contradiction = _contradiction(entry, spec=self._spec) or drifted
         if contradiction is not None:
             self._note(index, "contradictory_verdict", contradiction)
+        elsewhere = self._pools.contradiction(entry)
+        if elsewhere is not None:
+            self._note(index, "wrong_pool", elsewhere)
         if entry.outcome is Outcome.ADMITTED and not entry.recheck:
+            self._pools.follow(entry, head=self._newest)
             if (entry.version, entry.slot) in self._taken:
                 self._note(index, "duplicate_admission", f"Slot {entry.version}/{entry.slot} was admitted before.")
             self._taken.add((entry.version, entry.slot))
@@ -212,7 +218,7 @@ class _Checker:
     def _check_recheck(self, index: int, entry: VerdictEntry) -> None:
         """A second verdict follows a first that left rows unmeasured, and takes back what it does not bear out."""
         first = self._spots.pop(entry.submission, None)
-        same = ("node", "version", "manifest_digest", "slot", "request", "body", "tokens")
+        same = ("node", "version", "manifest_digest", "slot", "candidate", "request", "body", "tokens")
         if first is None or any(getattr(first, name) != getattr(entry, name) for name in same):
             self._note(index, "unfounded_recheck", f"Submission {entry.submission[:16]}… was not admitted in part.")
             return

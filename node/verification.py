@@ -89,6 +89,7 @@ class Claim:
     slot: int
     rollouts: Sequence[Rollout]
     full: bool = True
+    candidate: int = 0
 
     @property
     def tokens(self) -> int:
@@ -136,13 +137,17 @@ def expected_of(
     version: int,
     manifest_digest: str,
     slot: int,
+    candidate: int = 0,
     published: Collection[int] | None = None,
 ) -> Expected:
     """What a submission for `slot` of policy `version` must contain; `environments` are those of the run, in its order.
 
+    `candidate` says for which of its problems the slot is, where the run has pools.
     `published` as in `Expected`: None leaves unchecked whether the versions that are named exist.
     """
-    environment, problem = _problem_of(spec, environments, run_id=run_id, manifest_digest=manifest_digest, slot=slot)
+    environment, problem = _problem_of(
+        spec, environments, run_id=run_id, manifest_digest=manifest_digest, slot=slot, candidate=candidate
+    )
     return Expected(
         version=version,
         published=published,
@@ -161,6 +166,7 @@ async def verify(
     version: int,
     manifest_digest: str,
     slot: int,
+    candidate: int = 0,
     policies: Policies,
     published: Collection[int],
     rules: Rules,
@@ -174,7 +180,7 @@ async def verify(
     rollouts = await read(body, reader=reader, spec=rules.spec)
     if isinstance(rollouts, Verdict):
         return rollouts
-    claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, rollouts=rollouts)
+    claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, candidate=candidate, rollouts=rollouts)
     (verdict,) = await decide_many([claim], policies=policies, published=published, rules=rules, probe=probe, look=look)
     if isinstance(verdict, PolicyAway):
         raise verdict
@@ -289,6 +295,7 @@ class _Case:
             version=self.claim.version,
             manifest_digest=self.claim.manifest_digest,
             slot=self.claim.slot,
+            candidate=self.claim.candidate,
             published=published,
         )
         if expected.ask is not None:
@@ -391,6 +398,7 @@ class _Case:
             run_id=self.rules.run_id,
             manifest_digest=self.claim.manifest_digest,
             slot=self.claim.slot,
+            candidate=self.claim.candidate,
         )
         completions = [rollout.completion_ids for rollout in self.claim.rollouts]
         for reward in all_graded(self.blueprint, environment, problem, completions):
@@ -400,9 +408,9 @@ class _Case:
 
 
 def _problem_of(
-    spec: RunSpec, environments: Sequence[Environment], *, run_id: str, manifest_digest: str, slot: int
+    spec: RunSpec, environments: Sequence[Environment], *, run_id: str, manifest_digest: str, slot: int, candidate: int
 ) -> tuple[Environment, Problem]:
-    drawn = slot_problem(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot)
+    drawn = slot_problem(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot, candidate=candidate)
     environment = environments[drawn.environment]
     return environment, environment.problem(drawn.problem)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import UNSET
 
 from node.coordinator_client import DEFAULT_BACKOFF
 from node.engines.base import DoesNotFit, Engine, WrongEngine
@@ -162,6 +163,7 @@ class Worker:
             self._feed,
             registrar=self._registrar,
             last_step=descriptor.spec.training.steps,
+            has_pools=descriptor.spec.batch.pools is not UNSET,
             evidence=state.folder,
             onlooker=onlooker,
         )

@@ -20,7 +20,7 @@ from node.parquet import write_rollouts
 from node.policy_errors import PolicyError
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
 from node.protocol.control import AskChallenge, ChallengeBody
-from node.protocol.messages import Lease
+from node.protocol.messages import Lease, candidate_of
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts
@@ -183,6 +183,7 @@ class EngineHost:
             version=lease.version,
             manifest_digest=lease.manifest_digest,
             slot=lease.slot,
+            candidate=candidate_of(lease),
         )
 
 

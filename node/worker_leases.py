@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from msgspec import UNSET
+
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, CoordinatorFault, Refused
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
@@ -60,7 +62,8 @@ class Complaints:
 class LeaseDesk:
     """One worker's way to leases. `is_over` says that the run's last policy is published.
 
-    `registrar` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has.
+    `registrar` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has,
+    `has_pools` whether its leases name a candidate: without pools a slot has one problem, whatever a lease says.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class LeaseDesk:
         *,
         registrar: Registrar,
         last_step: int,
+        has_pools: bool = False,
         evidence: Path,
         onlooker: Onlooker = NOBODY,
     ) -> None:
@@ -79,6 +83,7 @@ class LeaseDesk:
         self._feed = feed
         self._registrar = registrar
         self._last_step = last_step
+        self._has_pools = has_pools
         self._evidence = evidence
         self._onlooker = onlooker
         self._complaints = Complaints()
@@ -135,7 +140,11 @@ class LeaseDesk:
             log.warning("slot %d of policy %d could not be handed back: %s", lease.slot, lease.version, error)
 
     def _is_sound(self, lease: Lease, version: int) -> bool:
-        """Whether a lease is of the reply's version and of the manifest that this worker itself verified."""
+        """Whether a lease is of the reply's version, of the manifest that this worker itself verified, and on a problem
+        that its slot can be for."""
+        if (lease.candidate is not UNSET) != self._has_pools:
+            log.error("not working on slot %d: its lease is on a problem that the run's rules do not know", lease.slot)
+            return False
         held = self._feed.get(lease.version)
         if lease.version == version and held is not None and held.manifest_digest == lease.manifest_digest:
             return True

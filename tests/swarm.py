@@ -47,6 +47,7 @@ from node.protocol.messages import (
     Receipt,
     Registration,
     RequestClaim,
+    candidate_of,
 )
 from node.protocol.requests import sign_request
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, StandingSpec, run_id_of
@@ -208,6 +209,7 @@ class Swarm:
             version=lease.version,
             manifest_digest=lease.manifest_digest,
             slot=lease.slot,
+            candidate=candidate_of(lease),
         )
 
     def honest(self, lease: Lease) -> list[Rollout]:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WAIT_SECONDS = 50.0
+BETWEEN_FRAMES = 0.02
+"""Seconds without a byte after which a view has been drawn to its end."""
 _PIECES = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|([\r\n])|([^\r\n\x1b]+)")
 
 
@@ -159,7 +161,7 @@ class Terminal:
         deadline = time.monotonic() + WAIT_SECONDS
         while not re.search(pattern, shown := "\n".join(self.screen.text)):
             assert time.monotonic() < deadline, shown
-            assert await asyncio.to_thread(self._read), shown
+            assert await asyncio.to_thread(self._read_frame), shown
         return shown
 
     async def ended(self) -> str:
@@ -192,6 +194,13 @@ class Terminal:
             self._show(data)
             return bool(data)
         return False
+
+    def _read_frame(self) -> bool:
+        """Read on while there is more: a view that is half drawn is not what a person sees."""
+        going_on = self._read()
+        while going_on and select.select([self._near], [], [], BETWEEN_FRAMES)[0]:
+            going_on = self._read()
+        return going_on
 
     def _show(self, data: bytes) -> None:
         """Draw what is whole: a character or a control sequence may have been cut."""

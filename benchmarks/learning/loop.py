@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
@@ -17,9 +21,22 @@ from coordinator.training.optimizers import make_optimizer
 from coordinator.training.warm_start import warm_start
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.environments import Problem, load_environment
+from node.environments import Environment, Problem, load_environment
+from node.environments.grading import grade
 from node.policy import load_policy, render_completion, render_prompt, save_policy
-from node.protocol.run import BatchSpec, EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
+from node.protocol.pools import PoolHistory, first_candidate, group_mean
+from node.protocol.run import (
+    BatchSpec,
+    EnvironmentSpec,
+    LengthSpec,
+    ModelSpec,
+    PoolsSpec,
+    ProblemsSpec,
+    RunSpec,
+    SamplingSpec,
+    TrainingSpec,
+)
+from node.protocol.slots import SlotProblem, slot_problem
 from shardcast.wire import derive
 
 ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse"))
@@ -47,23 +64,68 @@ class Task:
 
 @dataclass(slots=True)
 class Curve:
-    """Step by step: mean rewards, seconds in all and of generation alone, and what the training step says of itself."""
+    """Step by step: mean rewards, seconds in all and of generation alone, and what the training step says of itself.
+
+    `signal` is the share of groups whose rewards differ. `missed` is how many tokens a completion is off its length
+    target, on average; empty without targets. `held_out` is what the last policy earns on held-out problems, where
+    somebody has measured that.
+    """
 
     rewards: list[float] = field(default_factory=list)
+    signal: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     generation_seconds: list[float] = field(default_factory=list)
     stats: list[dict[str, float]] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
+    held_out: float | None = None
 
 
-def spec_of(task: Task, *, max_new_tokens: int = 48, only_signal: bool = False, **training: object) -> RunSpec:
-    """The demonstration's recipe, with changes."""
+class Problems:
+    """Which problems each step is about: the task's own, or those that slots of a run with finite sets would be for."""
+
+    def __init__(self, task: Task, spec: RunSpec) -> None:
+        self._task, self._spec, self._history = task, spec, PoolHistory()
+        self._are_finite = any(isinstance(one.problems, ProblemsSpec) for one in spec.environments)
+
+    def draw(self, step: int, *, version: int) -> list[SlotProblem]:
+        """The problems of a step whose completions are of policy `version`."""
+        if not self._are_finite:
+            return [SlotProblem(environment, index) for environment, index in self._task.problems(step)]
+        manifest = derive("veriswarm/1 benchmark manifest", _bytes(self._task.seed), _bytes(step)).hex()
+        drawn = []
+        for slot in range(self._task.prompts):
+            where = {"run_id": "0" * 64, "manifest_digest": manifest}
+            candidate = first_candidate(
+                self._spec, **where, slot=slot, mean_of=lambda problem: self._history.mean_before(problem, version)
+            )
+            drawn.append(slot_problem(self._spec, **where, slot=slot, candidate=candidate))
+        return drawn
+
+    def note(self, problems: Sequence[SlotProblem], groups: Sequence[Group], *, step: int) -> None:
+        """What a step's groups earned."""
+        for problem, group in zip(problems, groups, strict=True):
+            self._history.note(problem, group_mean(group.rewards), head=step)
+
+
+def spec_of(
+    task: Task,
+    *,
+    max_new_tokens: int = 48,
+    only_signal: bool = False,
+    length: LengthSpec | None = None,
+    problems: int = 0,
+    pools: bool = False,
+    **training: object,
+) -> RunSpec:
+    """The demonstration's recipe, with changes; `problems` is how many each environment has, 0 for no end of them."""
+    finite = ProblemsSpec(count=problems) if problems else UNSET
     recipe = {"steps": task.steps, "learning_rate": 1e-4, **training}
     return RunSpec(
         name="benchmark",
-        environments=task.environments,
+        environments=tuple(replace(each, length=length, problems=finite) for each in task.environments),
         model=ModelSpec(initial="tiny"),
         sampling=SamplingSpec(group_size=task.samples, max_prompt_tokens=64, max_new_tokens=max_new_tokens),
-        batch=BatchSpec(only_signal=only_signal),
+        batch=BatchSpec(only_signal=only_signal, pools=PoolsSpec() if pools else UNSET),
         training=TrainingSpec(**recipe),  # type: ignore[arg-type]  # checked by the benchmark that names them
     )
 
@@ -79,10 +141,16 @@ ROUNDS = 4
 """Online filtering gives up after so many times the problems of a step."""
 
 
-def learn(first: Path, task: Task, spec: RunSpec, *, lag: int = 0, threads: int = 1) -> Curve:
-    """Train from the policy file `first`; completions are of the policy `lag` steps before, as in a busy swarm."""
+def learn(first: Path, task: Task, spec: RunSpec, *, lag: int = 0, threads: int = 1, keep: Path | None = None) -> Curve:
+    """Train from the policy file `first`; completions are of the policy `lag` steps before, as in a busy swarm.
+
+    The last policy becomes the file `keep`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_learn(first, task, spec, lag=lag, threads=threads, folder=Path(folder)))
+        curve = asyncio.run(_learn(first, task, spec, lag=lag, threads=threads, folder=Path(folder)))
+        if keep is not None:
+            shutil.copyfile(Path(folder) / f"{task.steps}.safetensors", keep)
+    return curve
 
 
 async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: int, folder: Path) -> Curve:
@@ -90,15 +158,20 @@ async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: i
     policy = load_policy(first, dtype=torch.float32)
     reference = load_policy(first, dtype=torch.float32).model if spec.training.kl_coefficient else None
     optimizer = make_optimizer(policy.model, spec.training)
-    files, curve = [first], Curve()
+    files, curve, problems = [first], Curve(), Problems(task, spec)
     for step in range(task.steps):
         started = time.perf_counter()
         version = max(0, step - lag)
         await engine.load(files[version], version=version)
-        groups = await _generate(engine, task, step)
+        asked = problems.draw(step, version=version)
+        groups = await _generate(engine, spec, task, step, asked)
+        problems.note(asked, groups, step=step)
         drawn = groups
         while spec.batch.only_signal and len(drawn) < ROUNDS * task.prompts and _useful(drawn) < task.prompts:
-            drawn = [*drawn, *await _generate(engine, task, step + task.steps * len(drawn) // task.prompts)]
+            extra = step + task.steps * len(drawn) // task.prompts
+            others = problems.draw(extra, version=version)
+            drawn = [*drawn, *await _generate(engine, spec, task, extra, others)]
+            problems.note(others, drawn[-len(others) :], step=step)
         if drawn is not groups:
             groups = [group for group in drawn if group.has_signal][: task.prompts]
         generated = time.perf_counter()
@@ -110,7 +183,10 @@ async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: i
         curve.generation_seconds.append(generated - started)
         rewards = [reward for group in drawn for reward in group.rewards]
         curve.rewards.append(sum(rewards) / len(rewards))
+        curve.signal.append(_useful(drawn) / len(drawn))
         curve.stats.append(stats)
+        if spec.environments[0].length is not None:
+            curve.missed.append(_missed(spec, asked, groups))
     await engine.close()
     return curve
 
@@ -119,11 +195,24 @@ def _useful(groups: Sequence[Group]) -> int:
     return sum(group.has_signal for group in groups)
 
 
-async def _generate(engine: TorchEngine, task: Task, step: int) -> list[Group]:
-    environments = [load_environment(each) for each in task.environments]
-    drawn: list[tuple[int, Problem]] = [
-        (environment, environments[environment].problem(index)) for environment, index in task.problems(step)
-    ]
+def _drawn(spec: RunSpec, asked: Sequence[SlotProblem]) -> list[tuple[Environment, Problem]]:
+    environments = [load_environment(each) for each in spec.environments]
+    return [(environments[one.environment], environments[one.environment].problem(one.problem)) for one in asked]
+
+
+def _missed(spec: RunSpec, asked: Sequence[SlotProblem], groups: Sequence[Group]) -> float:
+    """Tokens between a completion's length and its target."""
+    return statistics.fmean(
+        abs(len(sample.completion_ids) - problem.data["target_tokens"])
+        for (_, problem), group in zip(_drawn(spec, asked), groups, strict=True)
+        for sample in group.rollouts
+    )
+
+
+async def _generate(
+    engine: TorchEngine, spec: RunSpec, task: Task, step: int, asked: Sequence[SlotProblem]
+) -> list[Group]:
+    drawn = _drawn(spec, asked)
     requests = [
         SampleRequest(tuple(render_prompt(engine.policy, problem.prompt)), task.sample_seed(step, at, sample))
         for at, (_, problem) in enumerate(drawn)
@@ -134,7 +223,10 @@ async def _generate(engine: TorchEngine, task: Task, step: int) -> list[Group]:
     for at, (environment, problem) in enumerate(drawn):
         own = rollouts[at * task.samples : (at + 1) * task.samples]
         texts = [render_completion(engine.policy, rollout.completion_ids) for rollout in own]
-        rewards = tuple(environments[environment].reward(problem, text) for text in texts)
+        rewards = tuple(
+            grade(environment, problem, [text], tokens=len(rollout.completion_ids))
+            for rollout, text in zip(own, texts, strict=True)
+        )
         samples = tuple(
             Sample(tuple(each.prompt_ids), tuple(each.completion_ids), tuple(each.logprobs)) for each in own
         )

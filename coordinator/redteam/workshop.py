@@ -19,7 +19,7 @@ from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environment
 from node.policy import Policy, render_prompt
-from node.protocol.messages import Lease
+from node.protocol.messages import Lease, candidate_of
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
@@ -120,7 +120,7 @@ class Workshop:
         """What a lease asks for; raises FileNotFoundError."""
         policy = await self.policy(lease.version)
         where = {"run_id": self.run_id, "manifest_digest": lease.manifest_digest, "slot": lease.slot}
-        drawn = slot_problem(self.spec, **where)  # type: ignore[arg-type]
+        drawn = slot_problem(self.spec, **where, candidate=candidate_of(lease))  # type: ignore[arg-type]
         environment = self._environments[drawn.environment]
         problem = environment.problem(drawn.problem)
         prompt = tuple(render_prompt(policy, problem.prompt))

@@ -7,6 +7,8 @@ submission is rejected; stale once no training step may take its policy version 
 A submission's life: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. Where only
 the row `spot` was measured, it is queued again when its node is caught (`recheck`: due, then the second outcome); it
 is `void` once a rejection took the credit for it.
+In a run with pools a slot has a `candidate`, and a `problem` where its environment's problems are a finite set. What
+the last group on such a problem earned is its `mean`, since policy `head` was the newest; until then it was `before`.
 """
 
 from __future__ import annotations
@@ -158,8 +160,21 @@ slots = Table(
     Column("number", Integer, nullable=False),
     Column("state", Text, nullable=False),
     Column("opened_at", Double, nullable=False),
+    Column("candidate", Integer),
+    Column("environment", Integer),
+    Column("problem", Integer),
     UniqueConstraint("version", "number"),
     Index(None, "state", "version"),
+)
+
+problem_means = Table(
+    "problem_means",
+    metadata,
+    Column("environment", Integer, primary_key=True, autoincrement=False),
+    Column("problem", Integer, primary_key=True, autoincrement=False),
+    Column("mean", Double, nullable=False),
+    Column("head", Integer, nullable=False),
+    Column("before", Double),
 )
 
 leases = Table(

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import UNSET
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, not_, or_, select, update
 
-from coordinator.storage import locks, log, standing, tallies
+from coordinator.storage import locks, log, pools, standing, tallies
 from coordinator.storage.schema import (
     RECHECK_DUE,
     SlotState,
@@ -26,7 +27,7 @@ from node.protocol.admission import Figures, Finding, Outcome, has_signal, judge
 from node.protocol.evidence import Drift, Totals, follow
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
-from node.protocol.run import LimitsSpec, RunSpec
+from node.protocol.run import LimitsSpec, PoolsSpec, RunSpec
 from node.protocol.standing import Standing
 from shardcast.wire import decode, encode
 
@@ -56,6 +57,7 @@ class Claimed:
     full: bool = True
     recheck: bool = False
     recheck_by: float = 0.0
+    candidate: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
             slots.c.version,
             slots.c.number.label("slot"),
             slots.c.id.label("slot_id"),
+            slots.c.candidate,
             policies.c.manifest_digest,
             submissions.c.attempts,
             submissions.c.recheck,
@@ -238,6 +241,8 @@ def _record_first(connection: Connection, claimed: Claimed, decision: Decision, 
         spot=decision.spot,
         evidence=decision.evidence,
     )
+    if decision.outcome is Outcome.ADMITTED and isinstance(spec.batch.pools, PoolsSpec):
+        pools.note_group(connection, claimed.slot_id, decision.rewards or (), head=progress(connection).head)
     if decision.outcome is not Outcome.ADMITTED:
         _update_slot(connection, claimed, SlotState.OPEN)
     elif spec.batch.only_signal and not has_signal(decision.rewards or ()):
@@ -325,6 +330,7 @@ def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
         decided_at=int(now),
         spot=decision.spot,
         recheck=claimed.recheck,
+        candidate=UNSET if claimed.candidate is None else claimed.candidate,
     )
 
 

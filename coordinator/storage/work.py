@@ -18,9 +18,10 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
 from sqlalchemy import Connection, Select
 
-from coordinator.storage import locks
+from coordinator.storage import locks, pools
 from coordinator.storage import work_statements as statements
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
 from coordinator.storage.standing import make_wait, most_slots, wait_seconds
@@ -205,6 +206,7 @@ class _SlotRow:
     version: int
     number: int
     manifest_digest: str
+    candidate: int | None = None
 
 
 def _end_lease(connection: Connection, name: str, state: LeaseState) -> None:
@@ -294,7 +296,7 @@ def _open_new(
     """Take new slots of the newest policy, whose digest is `manifest`, as many as the coming steps can take in time.
 
     What is open already is not for this node: it does not hold the policy, or failed. Should nobody else come for it,
-    the next step must get its groups all the same.
+    the next step must get its groups all the same. Once a later policy is there, no more of this one's are opened.
     """
     capacity = _capacity(at, spec=spec)
     under_way, waiting, last = connection.execute(statements.SLOTS_NOW, {"version": at.head}).one()
@@ -302,9 +304,13 @@ def _open_new(
     first = 0 if last is None else last + 1
     taken = []
     for number in range(first, first + room):
-        values = {"version": at.head, "number": number, "state": SlotState.LEASED, "opened_at": now}
+        try:
+            drawn = pools.slot_columns(connection, spec=spec, version=at.head, manifest_digest=manifest, number=number)
+        except pools.HeadMoved:
+            break
+        values = {"version": at.head, "number": number, "state": SlotState.LEASED, "opened_at": now} | drawn
         added = connection.execute(statements.NEW_SLOT, values).scalar_one()
-        taken.append(_SlotRow(id=added, version=at.head, number=number, manifest_digest=manifest))
+        taken.append(_SlotRow(added, at.head, number, manifest, drawn.get("candidate")))
     return taken
 
 
@@ -320,4 +326,5 @@ def _grant(connection: Connection, row: _SlotRow, *, node: str, spec: RunSpec, n
         manifest_digest=row.manifest_digest,
         slot=row.number,
         expires_at=int(expires_at),
+        candidate=UNSET if row.candidate is None else row.candidate,
     )

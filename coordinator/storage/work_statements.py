@@ -137,7 +137,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
     failed = _one_of(leases.c.state, LeaseState.EXPIRED, LeaseState.SUBMITTED)
     failures = _how_many(leases.c.slot_id == slots.c.id, failed).scalar_subquery()
     return (
-        select(slots.c.id, slots.c.version, slots.c.number, policies.c.manifest_digest)
+        select(slots.c.id, slots.c.version, slots.c.number, policies.c.manifest_digest, slots.c.candidate)
         .join(policies, policies.c.version == slots.c.version)
         .where(
             slots.c.state == SlotState.OPEN,

@@ -104,9 +104,31 @@ def evaluate_policy(
     this machine cannot compute rewards, PolicyError for the file, and EngineError. Sets torch's number of threads.
     Must not be called from a running event loop.
     """
+    found = [tasks.measured(spec) for tasks in judged_tasks(policy, spec=spec, settings=settings, stop=stop)]
+    judged = [(one.reward, one.weight) for one in found if one.reward is not None]
+    weights = sum(weight for _, weight in judged)
+    return Evaluation(
+        seed=settings.seed,
+        samples=settings.samples,
+        temperature=spec.sampling.temperature if settings.temperature is None else float(settings.temperature),
+        reward=sum(reward * weight for reward, weight in judged) / weights if judged else None,
+        environments=tuple(found),
+    )
+
+
+def judged_tasks(
+    policy: Path,
+    *,
+    spec: RunSpec,
+    settings: EvaluationSettings,
+    indexes: Sequence[int] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Tasks]:
+    """Completions of the problems `indexes` of each environment, or of held-out ones; raises as `evaluate_policy`."""
     environments = [load_environment(environment) for environment in spec.environments]
     check_rewards(environments)
-    return asyncio.run(_evaluate(policy, _drawing(spec, settings), environments, settings, stop))
+    drawing = _drawing(spec, settings)
+    return asyncio.run(_evaluate(policy, drawing, environments, settings=settings, indexes=indexes, stop=stop))
 
 
 def held_out(*, seed: int, environment: int, count: int) -> list[int]:
@@ -151,31 +173,25 @@ async def _evaluate(
     policy: Path,
     spec: RunSpec,
     environments: Sequence[Environment],
+    *,
     settings: EvaluationSettings,
+    indexes: Sequence[int] | None,
     stop: Callable[[], bool],
-) -> Evaluation:
+) -> list[Tasks]:
     engine = TorchEngine(spec, threads=settings.threads, choose=_greedy if settings.temperature == 0 else choose)
     try:
         await engine.load(policy, version=0)
         found = []
         for place, environment in enumerate(environments):
-            tasks = _Tasks(environment, engine.policy, settings, place)
+            tasks = Tasks(environment, engine.policy, settings, place, indexes)
             await _draw(engine, tasks, spec.sampling, stop)
-            found.append(await asyncio.to_thread(tasks.measured, spec))
+            found.append(tasks)
     finally:
         await engine.close()
-    judged = [(one.reward, one.weight) for one in found if one.reward is not None]
-    weights = sum(weight for _, weight in judged)
-    return Evaluation(
-        seed=settings.seed,
-        samples=settings.samples,
-        temperature=0.0 if settings.temperature == 0 else spec.sampling.temperature,
-        reward=sum(reward * weight for reward, weight in judged) / weights if judged else None,
-        environments=tuple(found),
-    )
+    return found
 
 
-async def _draw(engine: TorchEngine, tasks: _Tasks, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
+async def _draw(engine: TorchEngine, tasks: Tasks, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
     requests = list(tasks.requests(sampling))
     for start in range(0, len(requests), _IN_FLIGHT):
         if stop():
@@ -185,16 +201,27 @@ async def _draw(engine: TorchEngine, tasks: _Tasks, sampling: SamplingSpec, stop
         log.info("%s: %d of %d completions", tasks.environment.name, len(tasks.lengths), len(requests))
 
 
-class _Tasks:
-    """The held-out problems of one environment, in order, and what became of their completions so far."""
+class Tasks:
+    """Problems of one environment, in order, and what became of their completions so far; held-out ones by default.
 
-    def __init__(self, environment: Environment, policy: Blueprint, settings: EvaluationSettings, place: int) -> None:
+    `rewards` has a list for each problem, of those completions that could be judged.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        policy: Blueprint,
+        settings: EvaluationSettings,
+        place: int,
+        indexes: Sequence[int] | None = None,
+    ) -> None:
         self.environment = environment
         self.lengths: list[int] = []
         self._policy, self._settings, self._place = policy, settings, place
-        indexes = held_out(seed=settings.seed, environment=place, count=settings.problems)
+        if indexes is None:
+            indexes = held_out(seed=settings.seed, environment=place, count=settings.problems)
         self._problems: list[Problem] = [environment.problem(index) for index in indexes]
-        self._rewards: list[list[float]] = [[] for _ in indexes]
+        self.rewards: list[list[float]] = [[] for _ in indexes]
         self._cut_off = 0
 
     def requests(self, sampling: SamplingSpec) -> Iterator[SampleRequest]:
@@ -217,11 +244,11 @@ class _Tasks:
             except NodeError as error:
                 log.warning("a completion of %s cannot be judged here: %s", self.environment.name, error)
                 continue
-            self._rewards[number].append(reward)
+            self.rewards[number].append(reward)
 
     def measured(self, spec: RunSpec) -> Measured:
         """The result, once every completion was judged."""
-        means = [fmean(rewards) for rewards in self._rewards if rewards]
+        means = [fmean(rewards) for rewards in self.rewards if rewards]
         reward = fmean(means) if means else None
         low, high = (None, None) if reward is None else confidence(reward, len(means))
         return Measured(
@@ -229,7 +256,7 @@ class _Tasks:
             weight=spec.environments[self._place].weight,
             problems=len(means),
             completions=len(self.lengths),
-            unjudged=len(self.lengths) - sum(map(len, self._rewards)),
+            unjudged=len(self.lengths) - sum(map(len, self.rewards)),
             reward=reward,
             low=low,
             high=high,

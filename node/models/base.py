@@ -3,9 +3,9 @@
 A family's model reads tokens into a state and says what comes next. The engine steps with `state`, the verifier reads
 whole sequences, the trainer rows of several: `RecurrentModel.forward` does all three, and a family writes `_run` and
 `_begin` alone. A head on top makes logits, and nothing comes after it (`node.policy.Policy.logits` relies on that).
-"""
 
-from __future__ import annotations
+No module that declares a configuration postpones its annotations: of a type that is a string, `strict` checks nothing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

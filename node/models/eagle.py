@@ -1,7 +1,5 @@
 """Eagle, RWKV-5.2 (arXiv 2404.05892, section 4): a matrix-valued state whose channels decay at fixed rates."""
 
-from __future__ import annotations
-
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn

@@ -2,8 +2,6 @@
 each input takes, follow from the data, through matrices of low rank.
 """
 
-from __future__ import annotations
-
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn

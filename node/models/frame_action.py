@@ -16,8 +16,6 @@ LSTM's width and not with the screen. The norms' epsilon is large: where nothing
 few in a row would make gradients of any size.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -51,6 +49,8 @@ and a worker that decodes has fewer than a verifier that reads all of it.
 """
 MAX_TRAINED_CELLS = 2**17
 """Cells in a pass where gradients are wanted, and rounding does not matter."""
+MAX_FRAME_NUMBERS = 2**21
+"""Numbers that a stage of the frame head makes of one frame: a small file may not ask for much memory."""
 _DIGEST_BYTES = 16
 
 
@@ -97,6 +97,11 @@ class FrameActionConfig(RecurrentConfig):
             raise ValueError(f"{self.backgrounds} backgrounds, {LEAST_BACKGROUNDS} to {MAX_COLOURS} can be")
         if self.frame_size % self.num_attention_heads:
             raise ValueError(f"{self.num_attention_heads} heads do not divide {self.frame_size}")
+        tokens = self.rows * self.columns // POOLED**2
+        cell = max(self.cell_size, self.convolution_size)
+        numbers = tokens * max(POOLED**2 * cell, POOLED * self.frame_size, self.intermediate_size)
+        if numbers > MAX_FRAME_NUMBERS:
+            raise ValueError(f"{numbers} numbers for a frame; {MAX_FRAME_NUMBERS} are the most")
         shown = self.token_codepoints or []
         if len(shown) > self.vocab_size or not all(0 <= codepoint < self.codepoints for codepoint in shown):
             raise ValueError("token_codepoints has more entries than the vocabulary, or code points than embeddings")
@@ -214,8 +219,8 @@ class FrameActionModel(RecurrentModel):
         self.frame_head = FrameHead(config)
         self.layers = nn.ModuleDict({"lstm": Integrator(config.hidden_size)})
         self.embed_start = nn.Embedding(2, config.hidden_size)  # h and c before the first frame
-        shown = list(config.token_codepoints or [])
-        self._codepoints = shown + [0] * (config.vocab_size - len(shown))
+        self.gradient_checkpointing = False  # for transformers to set; frames are embedded again in any case
+        self._codepoints = list(config.token_codepoints or [])
         self.post_init()
 
     def _begin(self, batch: int) -> State:
@@ -254,7 +259,7 @@ class FrameActionModel(RecurrentModel):
     def watch(self, tokens: Sequence[int], terminal: Terminal) -> Iterator[Cells]:
         """What is seen after each of `tokens`, which the terminal is fed."""
         for token in tokens:
-            terminal.feed(self._codepoints[token])
+            terminal.feed(self._codepoints[token] if token < len(self._codepoints) else 0)
             yield terminal.frame()
 
     @property

@@ -5,8 +5,6 @@ layer keeps of the past has constant size: two vectors (each mix sees the token 
 family writes how its time mix makes receptance, key, value, gate and decay. Shapes: D hidden, H heads, N = 64.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import torch

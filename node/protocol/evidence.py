@@ -117,6 +117,10 @@ def add(totals: Iterable[Totals]) -> Totals:
     )
 
 
+SMALL_RATIO = 1e-4
+"""Up to here three terms of a series are exact to 14 digits."""
+
+
 def evidence(seen: Total, level: LevelSpec | None) -> float:
     """How unlikely it is that honest values sum up to so much, in nats; 0.0 where they are not above the mean."""
     if level is None or seen.count == 0:
@@ -126,9 +130,16 @@ def evidence(seen: Total, level: LevelSpec | None) -> float:
     if excess <= 0:
         return 0.0
     variance = _variance(seen, level)
-    ratio = excess * reach / (seen.count * variance)
-    # (1 + ratio) log(1 + ratio) - ratio, written so that a sum beyond all bounds gives infinity and not NaN.
-    return seen.count * variance / reach**2 * (math.log1p(ratio) + ratio * (math.log1p(ratio) - 1))
+    return seen.count * variance / reach**2 * _bennett(excess * reach / (seen.count * variance))
+
+
+def _bennett(ratio: float) -> float:
+    """(1 + ratio) log(1 + ratio) - ratio, of a ratio from 0 on."""
+    if ratio < SMALL_RATIO:
+        # The terms of the other form are nearly equal there, and their difference has lost its digits.
+        return ratio * ratio * (1 / 2 - ratio / 6 + ratio * ratio / 12)
+    # Written so that a sum beyond all bounds gives infinity and not NaN.
+    return math.log1p(ratio) + ratio * (math.log1p(ratio) - 1)
 
 
 def _variance(seen: Total, level: LevelSpec) -> float:

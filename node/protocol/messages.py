@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from node.protocol.admission import Figures, Finding, Outcome
 from node.protocol.evidence import Totals
 from node.protocol.reasons import Reason
 from node.protocol.run import Url
+from node.protocol.slots import MOST_CANDIDATES
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
 REQUEST_DOMAIN = "veriswarm/request"
@@ -37,6 +38,8 @@ UploadUrl = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]{1,400
 """A web address with a query, which is as good as a password."""
 
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Candidate = Annotated[int, Meta(ge=0, lt=MOST_CANDIDATES)]
+"""Which of a slot's candidates it is for; left out where the run has no pools (section 5.1)."""
 
 
 class RequestClaim(Wire, frozen=True):
@@ -111,6 +114,7 @@ class Lease(Wire, frozen=True):
     manifest_digest: Digest
     slot: Count
     expires_at: Count
+    candidate: Candidate | UnsetType = UNSET
 
 
 class LeaseReply(Wire, frozen=True):
@@ -265,6 +269,7 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
     decided_at: Count
     spot: Count | None = None
     recheck: bool = False
+    candidate: Candidate | UnsetType = UNSET
 
 
 class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):
@@ -275,3 +280,8 @@ class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):
 
 
 LogEntry = RunEntry | PolicyEntry | VerdictEntry | BatchEntry
+
+
+def candidate_of(named: Lease | VerdictEntry) -> int:
+    """The candidate that a lease or a verdict names; the first, and only one, where the run has no pools."""
+    return 0 if isinstance(named.candidate, UnsetType) else named.candidate

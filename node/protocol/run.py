@@ -10,7 +10,7 @@ import tomllib
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
@@ -19,10 +19,13 @@ from shardcast.wire import MAX_INTEGER, Count, Digest, PublicKey, Wire, decode, 
 DESCRIPTOR_DOMAIN = "veriswarm/run"
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 256 * 1024
+MAX_KEPT_BYTES = 96 * 1024
+"""Of all environments' bitmaps together, so that a descriptor holds them."""
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[int, Meta(ge=0, le=1_000_000)]
 Url = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
 PeerAddress = Annotated[str, Meta(pattern=r"^/[!-~]{1,299}\Z")]
 
@@ -50,13 +53,33 @@ class LengthSpec(Wire, frozen=True):
     form: Literal["sentence", "short"] = "sentence"
 
 
+class ProblemsSpec(Wire, frozen=True):
+    """A finite set: the problems 0 .. `count` - 1 of an environment, or of those the `kept` ones (offline filtering).
+
+    `kept` is a bitmap of ceil(count / 8) bytes: problem i is kept where bit i mod 8 of byte i // 8 is set, bit 0 being
+    the lowest. None keeps all.
+    """
+
+    count: Annotated[int, Meta(ge=1, le=65_536)]
+    kept: Annotated[bytes, Meta(min_length=1, max_length=8192)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kept is None:
+            return
+        if len(self.kept) != -(-self.count // 8) or int.from_bytes(self.kept, "little") >> self.count:
+            raise ValueError("kept must have one bit for each of count problems, and zeros after them")
+        if not any(self.kept):
+            raise ValueError("kept must keep a problem")
+
+
 class EnvironmentSpec(Wire, frozen=True):
-    """One source of problems, drawn with probability weight / sum of weights."""
+    """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end."""
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
     length: LengthSpec | None = None
+    problems: ProblemsSpec | UnsetType = UNSET
 
 
 class SamplingSpec(Wire, frozen=True):
@@ -112,11 +135,28 @@ class ProofSpec(Wire, frozen=True):
         return max(self.top_k if self.has_toploc else 1, 8 if self.has_sketch else 1)
 
 
-class BatchSpec(Wire, frozen=True):
-    """How much work is in flight.
+class PoolsSpec(Wire, frozen=True):
+    """Pools of problems by difficulty, as in INTELLECT-3 (technical report, 2025); see `node.protocol.pools`.
 
-    `only_signal`: groups whose rewards are all equal are admitted and credited, but no step takes them.
+    `easy`, `normal` and `hard` are shares of the slots: each by the sum of the three. A problem is easy where the mean
+    reward of its last group is `easy_from` or more, hard where it is `hard_to` or less.
     """
+
+    easy: Share = 1
+    normal: Share = 8
+    hard: Share = 1
+    easy_from: Annotated[float, Meta(ge=0, le=1)] = 0.9
+    hard_to: Annotated[float, Meta(ge=0, le=1)] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.easy + self.normal + self.hard == 0:
+            raise ValueError("one of the pools must have a share")
+        if self.hard_to >= self.easy_from:
+            raise ValueError("hard_to must be below easy_from")
+
+
+class BatchSpec(Wire, frozen=True):
+    """How much work is in flight; with `only_signal`, no step takes groups whose rewards are all equal."""
 
     groups_per_step: Positive = 16
     only_signal: bool = False
@@ -125,6 +165,7 @@ class BatchSpec(Wire, frozen=True):
     max_leases_per_node: Positive = 8
     rejection_backoff_seconds: NonNegativeFloat = 0.5
     rejection_backoff_max_seconds: NonNegativeFloat = 60.0
+    pools: PoolsSpec | UnsetType = UNSET
 
 
 class LevelSpec(Wire, frozen=True):
@@ -254,6 +295,11 @@ class RunSpec(Wire, frozen=True):
         """Refuse settings that contradict each other; msgspec turns the ValueError into its own error."""
         if self.broadcast.keep_versions < self.batch.max_async + 2:
             raise ValueError("broadcast.keep_versions must be at least batch.max_async + 2, or workers lose policies")
+        finite = [one.problems for one in self.environments if isinstance(one.problems, ProblemsSpec)]
+        if sum(len(one.kept or b"") for one in finite) > MAX_KEPT_BYTES:
+            raise ValueError(f"environments.problems.kept are at most {MAX_KEPT_BYTES} bytes together")
+        if isinstance(self.batch.pools, PoolsSpec) and not finite:
+            raise ValueError("batch.pools needs an environment with environments.problems")
 
     @property
     def digest(self) -> str:
@@ -338,6 +384,8 @@ __all__ = [
     "ModelSpec",
     "PeerAddress",
     "PolicyHead",
+    "PoolsSpec",
+    "ProblemsSpec",
     "ProofSpec",
     "PublicKey",
     "RunSpec",

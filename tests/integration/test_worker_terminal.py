@@ -62,7 +62,7 @@ async def test_a_contributor_reads_what_is_wrong_with_their_machine_and_where_th
 ) -> None:
     terminal = Terminal(*spoilt_worker(swarm, tmp_path / "worker"), columns=80, lines=40)
     try:
-        shown = await terminal.until_shown(r"verdicts +[3-9] admitted, 1 rejected")
+        shown = await terminal.until_shown(r"verdicts +([3-9]|\d\d+) admitted, 1 rejected")
         view = " ".join(shown[shown.rindex("── veriswarm worker") :].split())
         assert "1 wrong_logprob The tokens' probabilities are not the policy's" in view
         assert "→ Serve the policy as it was fetched, unquantised and in the run's dtype" in view

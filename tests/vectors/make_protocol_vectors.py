@@ -35,11 +35,13 @@ from node.protocol.control import (
 from node.protocol.evidence import Drift, Total, Totals, evidences, follow
 from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
 from node.protocol.peers import Address, Invitation, PeerRecord, peer_id_of, sign_peer
+from node.protocol.pools import candidates, first_candidate, slot_pool
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import sign_request
 from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
     DESCRIPTOR_VERSION,
+    BatchSpec,
     Descriptor,
     EnvironmentSpec,
     HonestSpec,
@@ -47,6 +49,8 @@ from node.protocol.run import (
     LevelSpec,
     LimitsSpec,
     PolicyHead,
+    PoolsSpec,
+    ProblemsSpec,
     ProofSpec,
     RunSpec,
     SamplingSpec,
@@ -178,7 +182,17 @@ def wire_vectors() -> dict[str, Any]:
         ),
         m.LeaseRequest(held_versions=(3, 4), slots=2, instance="0f" * 16),
         m.LeaseReply(
-            leases=(m.Lease(lease_id=DIGEST_A, version=4, manifest_digest=DIGEST_B, slot=9, expires_at=1_760_000_060),),
+            leases=(
+                m.Lease(lease_id=DIGEST_A, version=4, manifest_digest=DIGEST_B, slot=9, expires_at=1_760_000_060),
+                m.Lease(
+                    lease_id=DIGEST_B,
+                    version=4,
+                    manifest_digest=DIGEST_B,
+                    slot=10,
+                    expires_at=1_760_000_060,
+                    candidate=3,
+                ),
+            ),
             head_version=4,
             retry_after_seconds=0.5,
         ),
@@ -440,7 +454,27 @@ def slot_vectors() -> dict[str, Any]:
                 }
             )
     weights = [environment.weight for environment in spec().environments]
-    return {"run_id": RUN_ID, "weights": weights, "group_size": 4, "slots": slots, "lengths": _lengths()}
+    where = {"run_id": RUN_ID, "weights": weights, "group_size": 4}
+    return {**where, "slots": slots, "lengths": _lengths(), "pools": _pools()}
+
+
+def _pools() -> dict[str, Any]:
+    """Section 5.1: of a run with four problems and pools, which candidate some slots are for."""
+    environment = EnvironmentSpec(name="arithmetic", problems=ProblemsSpec(count=10, kept=b"\x29\x02"))
+    rules = PoolsSpec(easy=1, normal=2, hard=1)
+    run = RunSpec(name="pools", environments=(environment,), batch=BatchSpec(pools=rules))
+    means = {"0": 1.0, "5": 0.0, "9": 0.5}
+    where = {"run_id": RUN_ID, "manifest_digest": DIGEST_A}
+    slots = [
+        {
+            "slot": slot,
+            "pool": str(slot_pool(rules, **where, slot=slot)),
+            "problems": [one.problem for one in candidates(run, **where, slot=slot)],
+            "candidate": first_candidate(run, **where, slot=slot, mean_of=lambda one: means.get(str(one.problem))),
+        }
+        for slot in (*range(12), 2**53 - 1)
+    ]
+    return {**where, "spec": encode(run).decode(), "means": means, "slots": slots}
 
 
 def _lengths() -> dict[str, Any]:

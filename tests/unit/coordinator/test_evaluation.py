@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from talking import SPEC as TALKING
 from talking import talkative_file
 
-from coordinator.training.evaluation import EvaluationSettings, _greedy, _Tasks, confidence, evaluate_policy, held_out
+from coordinator.training.evaluation import EvaluationSettings, Tasks, _greedy, confidence, evaluate_policy, held_out
 from node.cli import main
 from node.engines.base import Interrupted
 from node.environments import load_environment
@@ -104,9 +104,9 @@ def test_the_interval_is_wilsons(mean, count, low, high):
     assert confidence(mean, count) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-def tasks(environment: Environment, policy: Path, *, problems: int, samples: int) -> _Tasks:
+def tasks(environment: Environment, policy: Path, *, problems: int, samples: int) -> Tasks:
     settings = EvaluationSettings(problems=problems, samples=samples)
-    return _Tasks(environment, load_policy(policy, dtype=torch.float32), settings, 0)
+    return Tasks(environment, load_policy(policy, dtype=torch.float32), settings, 0)
 
 
 def completion(text: str, *, ends: bool = True) -> Rollout:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import UNSET
 
 from node.engines.torch import TorchEngine
 from node.exchange import Backoff
@@ -65,6 +66,7 @@ class SmallCoordinator:
         self.spec, self.version, self.key = SPEC, 0, RUN_KEY
         self.nodes, self.leases, self.submissions, self.returned = set(), {}, {}, []
         self.next_slot, self.most_slots = 0, 10**6
+        self.candidate = UNSET
         self.outcome, self.reason, self.receipt_key = Outcome.ADMITTED, None, RUN_KEY
         self.receipts_withheld = False
         self.lease_seconds, self.head_version = 30, 0
@@ -139,6 +141,7 @@ class SmallCoordinator:
                 manifest_digest=self.manifest_digest,
                 slot=self.next_slot,
                 expires_at=int(time.time()) + self.lease_seconds,
+                candidate=self.candidate,
             )
             self.next_slot += 1
             self.leases[lease.lease_id] = lease

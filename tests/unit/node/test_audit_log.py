@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -24,13 +25,17 @@ from logged import (
     together,
     unmeasured,
 )
+from msgspec import UNSET, UnsetType
 
 from node.audit_log import LeafTree, LoggedVerdict, check_log, choose_verdicts, read_entries
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals, drift_limit
 from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
 from node.protocol.messages import LogEntry, RunEntry, VerdictEntry
+from node.protocol.pools import first_candidate
 from node.protocol.reasons import Reason
+from node.protocol.run import EnvironmentSpec, PoolsSpec, ProblemsSpec
+from node.protocol.slots import MOST_CANDIDATES, SlotProblem
 from shardcast.wire import encode
 
 RULES = RunEntry(run_id=RUN, spec_digest=SPEC.digest)
@@ -67,6 +72,77 @@ def test_a_step_that_took_a_group_without_signal_is_seen() -> None:
     ):
         problems = check_log(entries, run_id=RUN, spec=spec)
         assert [(problem.code, problem.log_index) for problem in problems] == wanted
+
+
+POOLS = PoolsSpec(easy=1, normal=1, hard=0, easy_from=0.9, hard_to=0.1)
+FINITE = (EnvironmentSpec(name="arithmetic", problems=ProblemsSpec(count=4)),)
+POOLED = replace(SPEC, environments=FINITE, batch=replace(SPEC.batch, pools=POOLS))
+
+
+def in_pools(number: int, candidate: int | UnsetType, **changes: object) -> VerdictEntry:
+    return admitted(number, candidate=candidate, **changes)
+
+
+def pool_codes(*entries: LogEntry) -> list[tuple[str, int | None]]:
+    rules = RunEntry(run_id=RUN, spec_digest=POOLED.digest)
+    problems = check_log([rules, *entries], run_id=RUN, spec=POOLED)
+    return [(problem.code, problem.log_index) for problem in problems]
+
+
+def solved_all(problem: SlotProblem) -> float:
+    return 1.0
+
+
+def right_candidate(number: int, version: int, means: Callable[[SlotProblem], float | None]) -> int:
+    manifest = f"{version + 100:064x}"
+    return first_candidate(POOLED, run_id=RUN, manifest_digest=manifest, slot=number, mean_of=means)
+
+
+def test_a_coordinator_that_picks_a_slots_problem_is_seen() -> None:
+    """At policy 0 all problems are normal: a slot of that pool is for its first candidate, others for the last."""
+    wanted = {number: right_candidate(number, 0, lambda _: None) for number in range(20)}
+    assert set(wanted.values()) == {0, MOST_CANDIDATES - 1}
+    honest = [in_pools(number, candidate) for number, candidate in wanted.items()]
+    assert pool_codes(policy(0), *honest) == []
+    for number, candidate in wanted.items():
+        picked = [*honest[:number], in_pools(number, (candidate + 1) % MOST_CANDIDATES), *honest[number + 1 :]]
+        assert pool_codes(policy(0), *picked) == [("wrong_pool", number + 2)]
+    refused = unmeasured(3, candidate=wanted[3] - 1 if wanted[3] else 7)
+    assert pool_codes(policy(0), refused) == [("wrong_pool", 2)]
+
+
+def test_pools_are_those_before_the_policy_and_no_later_ones() -> None:
+    """A coordinator that could use what it learned after a policy could wait until a favourite is in the pool."""
+    solved = [in_pools(n, right_candidate(n, 0, lambda _: None), rewards=(1.0, 1.0)) for n in range(40)]
+    # All four problems were solved: each is easy at policy 1, and still normal at policy 0.
+    late = in_pools(40, right_candidate(40, 0, lambda _: None), rewards=(1.0, 1.0))
+    easy = [in_pools(50 + n, right_candidate(n, 1, solved_all), version=1, slot=n) for n in range(20)]
+    stale = [in_pools(50 + n, right_candidate(n, 1, lambda _: None), version=1, slot=n) for n in range(20)]
+    assert pool_codes(policy(0), *solved, policy(1), late, *easy) == []
+    assert {code for code, _ in pool_codes(policy(0), *solved, policy(1), *stale)} == {"wrong_pool"}
+
+
+def test_rewards_of_any_size_end_no_audit() -> None:
+    """A log whose sums overflow would otherwise be one that nobody can audit."""
+    huge = in_pools(1, right_candidate(1, 0, lambda _: None), rewards=(1e308, 1e308))
+    assert pool_codes(policy(0), huge) == [("contradictory_verdict", 2)]
+
+
+def test_a_candidate_is_named_exactly_where_there_are_pools() -> None:
+    unnamed = in_pools(1, UNSET)
+    assert pool_codes(policy(0), unnamed) == [("wrong_pool", 2)]
+    assert codes([RULES, policy(0), in_pools(1, 0)]) == [("wrong_pool", 2)]
+
+
+def test_a_second_verdict_is_on_the_same_candidate() -> None:
+    wanted = right_candidate(1, 0, lambda _: None)
+    spec = replace(POOLED, standing=replace(POOLED.standing, probation=1, full_rate_floor=0.5))
+    rules = RunEntry(run_id=RUN, spec_digest=spec.digest)
+    first = [in_pools(n, right_candidate(n, 0, lambda _: None)) for n in range(2, 4)]
+    partly = in_pools(1, wanted, spot=0)
+    again = in_pools(1, 0 if wanted else 5, recheck=True)
+    found = check_log([rules, policy(0), *first, partly, again], run_id=RUN, spec=spec)
+    assert ("unfounded_recheck", 5) in [(problem.code, problem.log_index) for problem in found]
 
 
 def edited(index: int, entry: LogEntry | None) -> list[LogEntry | None]:

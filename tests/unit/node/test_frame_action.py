@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -218,6 +219,10 @@ def test_from_pretrained_reads_what_save_pretrained_wrote(tmp_path: Path) -> Non
         {"foregrounds": 17},
         {"frame_size": 65},
         {"num_attention_heads": 0},
+        {"rows": 64, "columns": 256, "cell_size": 2048},
+        {"rows": 64, "columns": 256, "convolution_size": 2048},
+        {"rows": 64, "columns": 256, "frame_size": 1024},
+        {"rows": 64, "columns": 256, "intermediate_size": 2**18},
         {"token_codepoints": [0] * 129},
         {"token_codepoints": [-1]},
         {"token_codepoints": [128]},
@@ -240,3 +245,14 @@ def test_a_configuration_of_screens_that_cannot_be_is_refused(changes: dict[str,
 def test_the_largest_model_of_the_paper_has_a_configuration() -> None:
     config = FrameActionConfig()
     assert (config.rows, config.columns, config.hidden_size) == (48, 160, 1024)
+
+
+def test_a_vocabulary_that_no_weights_bear_out_takes_no_memory() -> None:
+    """A small file may say that there are millions of tokens; whether its weights agree is seen only later."""
+    sizes = make_frame_action(seed=3).config.to_dict() | {"vocab_size": 2**24}
+    with torch.device("meta"):
+        tracemalloc.start()
+        FrameActionForCausalLM(FrameActionConfig(**sizes))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 2**24

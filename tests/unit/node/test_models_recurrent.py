@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from node.models.base import LENGTH, state_bytes
 from node.models.tiny import MAKERS
 from node.models.wkv import WKV_CHUNK
 from node.policy import inspect_policy, load_policy
+from node.policy_config import parse_config
 from node.policy_errors import MalformedPolicy
 from node.protocol.run import RunSpec
+from node.tiny import make_tokenizer
 
 RWKV = ["eagle", "finch"]
 
@@ -36,7 +39,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def draw(rows: int, columns: int, *, seed: int = 0) -> Tensor:
-    return torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    """Tokens after an empty line, from which on a frame-based policy sees its screen."""
+    ids = torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    ids[:, :2] = make_tokenizer().convert_tokens_to_ids("\n")
+    return ids
 
 
 def step_by_step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -210,6 +216,19 @@ def test_a_hostile_configuration_is_refused_before_it_takes_memory(
         with pytest.raises(MalformedPolicy) as caught:
             build()
         assert caught.value.code == code
+
+
+def test_every_field_of_a_configuration_has_its_type_checked(name: str, tmp_path: Path) -> None:
+    """What is not, a stranger's file makes fail anywhere, with an error that no command knows."""
+    path = random_policy(name, tmp_path / "policy")
+    with safe_open(path, framework="pt") as file:
+        fields = json.loads(file.metadata()["config"])
+    for field in fields.keys() - {"model_type", "dtype"}:
+        for value in ({"a": 1}, "x", 1.5):
+            if not (isinstance(fields[field], float) and isinstance(value, float)):
+                with pytest.raises(MalformedPolicy) as caught:
+                    parse_config(json.dumps(fields | {field: value}), tensors=1000)
+                assert caught.value.code == "bad_config"
 
 
 def test_vllm_says_that_it_has_no_such_model_and_what_to_do(name: str, tmp_path: Path) -> None:

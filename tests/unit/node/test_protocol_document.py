@@ -27,6 +27,8 @@ from node.protocol.run import (
     LevelSpec,
     LimitsSpec,
     PolicyHead,
+    PoolsSpec,
+    ProblemsSpec,
     ProofSpec,
     RunSpec,
     parse_run_toml,
@@ -272,15 +274,18 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
         elif isinstance(kind, msgspec.inspect.StructType):
             yield from _fields(f"[{field.name}]", kind.cls)
     yield from _fields("[environments.length]", LengthSpec)
+    yield from _fields("[environments.problems]", ProblemsSpec)
+    yield from _fields("[batch.pools]", PoolsSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
 
 
 def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
     for field in msgspec.structs.fields(cls):
         kind = msgspec.inspect.type_info(field.type)
+        if isinstance(kind, msgspec.inspect.UnionType):
+            (kind,) = (one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
         items = getattr(kind, "item_type", kind)
-        optional = isinstance(kind, msgspec.inspect.UnionType)
-        if not optional and not isinstance(items, msgspec.inspect.StructType):
+        if not isinstance(items, msgspec.inspect.StructType):
             yield table, field.name, _type(kind), _default(field)
 
 
@@ -292,8 +297,9 @@ def _type(kind: object) -> str:
             bounds = [(">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le)]
             shown = [f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None]
             return ", ".join(["number", *shown])
-        case msgspec.inspect.StrType(min_length=low, max_length=high):
-            return f"text, {low} .. {high} characters"
+        case msgspec.inspect.StrType(max_length=high) | msgspec.inspect.BytesType(max_length=high):
+            is_text = isinstance(kind, msgspec.inspect.StrType)
+            return f"text, {kind.min_length} .. {high} characters" if is_text else f"base64 of at most {high} bytes"
         case msgspec.inspect.LiteralType(values=values):
             # msgspec sorts the alternatives; the document's order is free.
             return " ".join(sorted(values))
@@ -321,6 +327,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return f"`{field.default_factory()}`"
     if field.default is msgspec.NODEFAULT:
         return "required"
+    if field.default is None:
+        return "none"
     if isinstance(field.default, tuple):
         return f"`{json.dumps(field.default)}`"
     if isinstance(field.default, bool):

@@ -15,6 +15,7 @@ from node.protocol.run import (
     MAX_DESCRIPTOR_BYTES,
     Descriptor,
     EnvironmentSpec,
+    ProblemsSpec,
     RunSpec,
     open_descriptor,
     parse_run_toml,
@@ -42,6 +43,7 @@ DESCRIPTOR = Descriptor(
     expires_at=200,
 )
 SMALLEST = 'name = "t"\n[[environments]]\nname = "arithmetic"\n'
+FINITE = SMALLEST + "problems = { count = 8 }\n"
 
 
 def sealed(descriptor: Descriptor = DESCRIPTOR, *, key: Ed25519PrivateKey = KEY, **changes: object) -> bytes:
@@ -57,6 +59,26 @@ def test_a_spec_has_one_digest_whatever_way_it_was_written() -> None:
     spelled = SMALLEST + "weight = 1\n[sampling]\ntemperature = 1\nmax_new_tokens = 0x30\n[batch]\n"
     assert parse_run_toml(spelled).digest == SPEC.digest
     assert decode(RunSpec, encode(SPEC), max_bytes=10_000).digest == SPEC.digest
+
+
+def test_a_run_without_finite_sets_and_pools_is_spelt_as_before_there_were_any() -> None:
+    """Else a coordinator that is updated would refuse its own run: the rules' digest is the log's first entry."""
+    text = encode(SPEC)
+    assert b"problems" not in text
+    assert b"pools" not in text
+    finite = parse_run_toml(FINITE + "[batch.pools]\nhard = 2\n")
+    assert decode(RunSpec, encode(finite), max_bytes=10_000) == finite
+    assert len({SPEC.digest, parse_run_toml(FINITE).digest, finite.digest}) == 3
+
+
+def test_the_bitmaps_of_a_run_fit_its_descriptor() -> None:
+    """What no peer reads must not be signed."""
+    full = ProblemsSpec(count=65_536, kept=b"\xff" * 8192)
+    most = tuple(EnvironmentSpec(name="arithmetic", problems=full) for _ in range(12))
+    spec = RunSpec(name="t", environments=most)
+    assert len(encode(msgspec.structs.replace(DESCRIPTOR, spec=spec))) < MAX_DESCRIPTOR_BYTES
+    with pytest.raises(ValueError, match="together"):
+        RunSpec(name="t", environments=(*most, EnvironmentSpec(name="reverse", problems=full)))
 
 
 def test_every_setting_is_part_of_the_digest() -> None:
@@ -123,6 +145,17 @@ def test_every_setting_is_part_of_the_digest() -> None:
         (SMALLEST + "length = { targets = [16], penalty = 1.5 }\n", "environments[0].length.penalty"),
         (SMALLEST + "length = { target = [16] }\n", "target"),
         (SMALLEST + "length = { targets = [16, 49] }\n", "max_new_tokens"),
+        (SMALLEST + "problems = { count = 0 }\n", "environments[0].problems.count"),
+        (SMALLEST + "problems = { count = 65537 }\n", "environments[0].problems.count"),
+        (SMALLEST + "problems = { count = 9, kept = '/w==' }\n", "one bit for each of count"),
+        (SMALLEST + "problems = { count = 8, kept = '/wA=' }\n", "one bit for each of count"),
+        (SMALLEST + "problems = { count = 7, kept = '/w==' }\n", "zeros after them"),
+        (SMALLEST + "problems = { count = 8, kept = 'AA==' }\n", "must keep a problem"),
+        (SMALLEST + "problems = { count = 8, kept = '!' }\n", "environments[0].problems.kept"),
+        (SMALLEST + "[batch.pools]\n", "needs an environment with environments.problems"),
+        (FINITE + "[batch.pools]\neasy = 0\nnormal = 0\nhard = 0\n", "must have a share"),
+        (FINITE + "[batch.pools]\neasy_from = 0.5\nhard_to = 0.5\n", "below easy_from"),
+        (FINITE + "[batch.pools]\nhard = -1\n", "batch.pools.hard"),
         ("sampling = 3\n" + SMALLEST, "sampling"),
         (SMALLEST + "[extra]\n", "extra"),
         (SMALLEST + "[batch]\nmax_async = 7\n", "keep_versions"),

@@ -53,10 +53,13 @@ def test_slots_are_the_published(vector: dict) -> None:
 
 
 def test_more_identities_buy_no_choice_of_work() -> None:
-    """No function of section 5 takes anything that a worker could vary: no key, no lease, no time."""
+    """No function of section 5 takes anything that a worker could vary: no key, no lease, no time.
+
+    Which of its candidates a slot is for follows from the log (`test_protocol_pools`).
+    """
     for function in (slot_problem, sample_seed, group_seeds):
         parameters = set(inspect.signature(function).parameters)
-        assert parameters <= {"spec", "run_id", "manifest_digest", "slot", "sample"}
+        assert parameters <= {"spec", "run_id", "manifest_digest", "slot", "sample", "candidate"}
     public = {
         name for name, value in vars(slots).items() if inspect.isfunction(value) and value.__module__ == slots.__name__
     }

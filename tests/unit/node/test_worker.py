@@ -119,6 +119,16 @@ async def test_attack_equivocation_a_lease_of_another_manifest_is_not_worked_on(
     assert "not the one that the run signed" in caplog.text
 
 
+async def test_attack_a_lease_on_a_candidate_is_not_worked_on_in_a_run_without_pools(swarm, caplog):
+    """There a slot has one problem: an operator that may name another picks what the run learns."""
+    swarm.coordinator.candidate = 3
+    async with swarm.working():
+        await swarm.until(lambda: swarm.coordinator.returned)
+    assert swarm.coordinator.submissions == {}
+    assert swarm.status()["tokens"] == 0
+    assert "on a problem that the run's rules do not know" in caplog.text
+
+
 async def test_attack_a_lease_of_a_policy_that_was_never_verified_is_not_worked_on(swarm):
     swarm.coordinator.version = 7
     async with swarm.working():

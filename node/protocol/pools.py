@@ -1,0 +1,107 @@
+"""Pools of problems by difficulty: which of its candidates a slot is for (docs/protocol.md, section 5.1).
+
+A slot's seed draws a pool, by the run's shares, and candidates, one after the other; the slot is for the first that
+lies in the pool. A problem's pool at a policy follows from the log entries before that policy's own. So the operator
+picks no problem, a node buys no choice of work, and whoever reads the log comes to the same candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from itertools import accumulate
+
+from node.protocol.run import PoolsSpec, ProblemsSpec, RunSpec
+from node.protocol.slots import MOST_CANDIDATES, SlotProblem, slot_problem
+from shardcast.wire import derive
+
+
+class Pool(StrEnum):
+    EASY = "easy"
+    NORMAL = "normal"
+    HARD = "hard"
+
+
+def group_mean(rewards: Sequence[float]) -> float:
+    """The mean reward of a group: the correctly rounded sum of its rewards by their number, in float64."""
+    return math.fsum(rewards) / len(rewards)
+
+
+def pool_of(mean: float | None, rules: PoolsSpec) -> Pool:
+    """The pool of a problem whose last group earned `mean`; None where it had none yet."""
+    if mean is None:
+        return Pool.NORMAL
+    if mean >= rules.easy_from:
+        return Pool.EASY
+    return Pool.HARD if mean <= rules.hard_to else Pool.NORMAL
+
+
+def slot_pool(rules: PoolsSpec, *, run_id: str, manifest_digest: str, slot: int) -> Pool:
+    """The pool from which `slot` is to have its problem."""
+    drawn = derive(
+        "veriswarm/1 slot pool", bytes.fromhex(run_id), bytes.fromhex(manifest_digest), slot.to_bytes(8, "big")
+    )
+    bounds = list(accumulate((rules.easy, rules.normal, rules.hard)))
+    return list(Pool)[bisect_right(bounds, int.from_bytes(drawn[:8], "big") % bounds[-1])]
+
+
+def has_pools(spec: RunSpec, environment: int) -> bool:
+    """Whether the problems of this environment of the run's list are in pools: a finite set, in a run with pools."""
+    finite = isinstance(spec.environments[environment].problems, ProblemsSpec)
+    return finite and isinstance(spec.batch.pools, PoolsSpec)
+
+
+def candidates(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int) -> Iterator[SlotProblem]:
+    """All problems that `slot` may be for, in the order in which they are tried; some may be equal."""
+    for at in range(MOST_CANDIDATES):
+        tried = slot_problem(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot, candidate=at)
+        yield tried
+        if not has_pools(spec, tried.environment):
+            return
+
+
+def first_candidate(
+    spec: RunSpec,
+    *,
+    run_id: str,
+    manifest_digest: str,
+    slot: int,
+    mean_of: Callable[[SlotProblem], float | None],
+) -> int:
+    """Which of its candidates `slot` is for: the first in its pool, or the last of all where none is.
+
+    `mean_of` tells the mean reward of the last group on a problem that was admitted before the policy, None without.
+    """
+    rules, where = spec.batch.pools, {"run_id": run_id, "manifest_digest": manifest_digest}
+    if not isinstance(rules, PoolsSpec):
+        return 0
+    wanted = slot_pool(rules, **where, slot=slot)
+    for at, problem in enumerate(candidates(spec, **where, slot=slot)):
+        if pool_of(mean_of(problem), rules) is wanted:
+            return at
+    return at
+
+
+class PoolHistory:
+    """What the log's admitted groups earned, problem by problem, so that every policy's pools can be told."""
+
+    def __init__(self) -> None:
+        self._heads: dict[SlotProblem, list[int]] = {}
+        self._means: dict[SlotProblem, list[float]] = {}
+
+    def note(self, problem: SlotProblem, mean: float, *, head: int) -> None:
+        """A group on `problem` was admitted while `head` was the newest policy."""
+        heads = self._heads.setdefault(problem, [])
+        means = self._means.setdefault(problem, [])
+        if heads and heads[-1] == head:
+            means[-1] = mean
+        else:
+            heads.append(head)
+            means.append(mean)
+
+    def mean_before(self, problem: SlotProblem, version: int) -> float | None:
+        """What the last group on `problem` earned that was admitted before policy `version`; None without one."""
+        at = bisect_left(self._heads.get(problem, ()), version)
+        return self._means[problem][at - 1] if at else None

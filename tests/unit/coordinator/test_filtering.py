@@ -1,0 +1,179 @@
+"""Offline filtering: which problems a run is left with, and that its run.toml says exactly that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from coordinator.errors import BadConfiguration
+from coordinator.problems_command import filtered_text
+from coordinator.training.evaluation import EvaluationSettings, judged_tasks
+from coordinator.training.filtering import (
+    Filtered,
+    FilterSettings,
+    _filtered,
+    bitmap_of,
+    filter_problems,
+    filtered_spec,
+)
+from node.cli import main
+from node.policy import save_policy
+from node.protocol.run import EnvironmentSpec, ProblemsSpec, parse_run_toml
+from node.protocol.slots import kept_problems
+from node.tiny import make_model, make_tokenizer
+
+RUN_TOML = """
+name = "t"  # a run
+[sampling]
+max_new_tokens = 24
+
+[[environments]]
+name = "arithmetic"  # sums
+weight = 3
+[environments.length]
+targets = [2, 20]
+penalty = 0.02
+form = "short"
+
+[[environments]]
+name = "reverse"
+
+[batch]
+groups_per_step = 4
+"""
+SPEC = parse_run_toml(RUN_TOML)
+SETTINGS = FilterSettings(count=10, samples=2, lowest=0.0, highest=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy") / "policy.safetensors"
+    save_policy(make_model(0), make_tokenizer(), path)
+    return path
+
+
+def test_problems_are_kept_by_their_rate_with_both_bounds() -> None:
+    """0.0 and 1.0 have groups without signal; what could not be judged here is not kept as if it had a rate."""
+    rates = [0.0, 0.125, 0.5, None, 0.875, 1.0, 0.9, 0.25, 0.1, 0.0]
+    found = _filtered(SPEC.environments[1], rates, FilterSettings(lowest=0.1, highest=0.875))
+    assert found == Filtered(
+        name="reverse",
+        count=10,
+        kept=5,
+        below=2,
+        above=2,
+        unjudged=1,
+        rate=pytest.approx(3.75 / 9),
+        bitmap=bytes([0b10010110, 0b00000001]),
+    )
+    problems = ProblemsSpec(count=10, kept=found.bitmap)
+    assert list(kept_problems(problems)) == [1, 2, 4, 7, 8]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 65_536])
+def test_a_bitmap_of_any_length_is_one_that_a_run_takes(count: int) -> None:
+    kept = [at % 3 == 0 for at in range(count)]
+    problems = ProblemsSpec(count=count, kept=bitmap_of(kept))
+    assert list(kept_problems(problems)) == list(range(0, count, 3))
+
+
+def test_the_first_problems_are_measured_and_not_held_out_ones(policy: Path) -> None:
+    """What is kept is said by index: rates of other problems would keep the wrong ones."""
+    drawn = judged_tasks(policy, spec=SPEC, settings=EvaluationSettings(problems=3), indexes=range(3))
+    asked = [tasks._problems for tasks in drawn]
+    again = judged_tasks(policy, spec=SPEC, settings=EvaluationSettings(problems=3))
+    assert [len(problems) for problems in asked] == [3, 3]
+    assert asked != [tasks._problems for tasks in again]
+    sources = [tasks.environment for tasks in drawn]
+    assert asked == [[source.problem(index) for index in range(3)] for source in sources]
+
+
+def test_the_same_seed_keeps_the_same_problems(policy: Path) -> None:
+    found = filter_problems(policy, spec=SPEC, settings=SETTINGS)
+    assert found == filter_problems(policy, spec=SPEC, settings=SETTINGS)
+    assert [one.name for one in found] == ["arithmetic", "reverse"]
+    assert [one.kept + one.below + one.above + one.unjudged for one in found] == [10, 10]
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="lowest first"):
+        FilterSettings(lowest=0.6, highest=0.5)
+    with pytest.raises(ValueError, match="completions"):
+        FilterSettings(count=65_536, samples=1024)
+
+
+def filtered(*bitmaps: bytes) -> list[Filtered]:
+    about = {"count": 10, "kept": 1, "below": 0, "above": 0, "unjudged": 0, "rate": 0.5}
+    return [
+        Filtered(name=environment.name, bitmap=bitmap, **about)
+        for environment, bitmap in zip(SPEC.environments, bitmaps, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RUN_TOML,
+        RUN_TOML + "[training]\nsteps = 3\n",
+        RUN_TOML.replace("[batch]", "[environments.problems]\ncount = 3\n\n[batch]"),
+    ],
+    ids=["plain", "more tables", "filtered before"],
+)
+def test_the_written_file_is_the_run_with_its_comments(text: str) -> None:
+    wanted = filtered_spec(parse_run_toml(text), filtered(b"\x29\x02", b"\x01\x00"))
+    written = filtered_text(text, wanted)
+    assert parse_run_toml(written) == wanted
+    assert "# a run" in written
+    assert "# sums" in written
+    assert [environment.problems for environment in wanted.environments] == [
+        ProblemsSpec(count=10, kept=b"\x29\x02"),
+        ProblemsSpec(count=10, kept=b"\x01\x00"),
+    ]
+
+
+def test_a_run_without_a_problem_left_is_none() -> None:
+    with pytest.raises(ValueError, match="keep a problem"):
+        filtered_spec(SPEC, filtered(b"\x01\x00", b"\x00\x00"))
+    other = filtered_spec(SPEC, filtered(b"\x01\x00", b"\x01\x00"))
+    with pytest.raises(BadConfiguration, match="cannot be written"):
+        filtered_text(RUN_TOML + '[[environments]]\nname = "code"\n', other)
+
+
+def invoke(folder: Path, *arguments: str) -> Result:
+    (folder / "run.toml").write_text(RUN_TOML)
+    return CliRunner().invoke(main, ["problems", "--run", str(folder / "run.toml"), *arguments])
+
+
+def test_the_command_writes_a_run_toml_whose_slots_are_of_kept_problems(tmp_path: Path, policy: Path) -> None:
+    """End to end: measured, written, and read as the coordinator reads it."""
+    given = ("--policy", str(policy), "--count", "12", "--samples", "2", "--min", "0", "--json")
+    result = invoke(tmp_path, *given)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    spec = parse_run_toml((tmp_path / "run.filtered.toml").read_text())
+    assert said["out"] == str(tmp_path / "run.filtered.toml")
+    for environment, one in zip(spec.environments, said["environments"], strict=True):
+        assert isinstance(environment.problems, ProblemsSpec)
+        assert len(kept_problems(environment.problems)) == one["kept"] > 0
+        assert one["count"] == environment.problems.count == 12
+    assert spec.environments[0].length == SPEC.environments[0].length
+    assert [type(environment) for environment in spec.environments] == [EnvironmentSpec] * 2
+
+
+def test_the_command_says_so_where_nothing_is_left_and_writes_no_file(tmp_path: Path, policy: Path) -> None:
+    result = invoke(tmp_path, "--policy", str(policy), "--count", "4", "--samples", "1", "--min", "1", "--max", "1")
+    assert result.exit_code != 0
+    assert "widen the bounds" in result.output
+    assert not (tmp_path / "run.filtered.toml").exists()
+    assert invoke(tmp_path, "--min", "0.5", "--max", "0.4").exit_code == 2
