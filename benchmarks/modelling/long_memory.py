@@ -29,7 +29,7 @@ from node.tiny import VOCABULARY, make_tokenizer, token_codepoints
 
 LENGTHS = (32, 64, 128, 256)
 VALIDATED = 256
-STEPS = 150
+STEPS = 300
 SEQUENCES = 32
 VALIDATION_SEQUENCES = 256
 LETTERS, PROMPT = "ABCDEFGI", "\n\n"
