@@ -40,6 +40,8 @@ class PoolChecker:
         """Take in a group that was admitted while `head` was the newest policy."""
         if not isinstance(self._spec.batch.pools, PoolsSpec) or not entry.rewards:
             return
+        if not all(0 <= reward <= 1 for reward in entry.rewards):
+            return  # a contradiction in itself (8.1), and sums of any size are none
         problem = slot_problem(
             self._spec,
             run_id=self._run_id,

@@ -19,6 +19,7 @@ MAX_HEADER_BYTES: Final = 100_000_000
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 
 _GOLDFINCH: Final = "goldfinch"
+_FRAME_ACTION: Final = "frame_action"
 _TOKEN_ID_BYTES: Final = 4
 
 _Size = Annotated[int, Meta(ge=0, le=2**40)]
@@ -34,6 +35,8 @@ class _Config(msgspec.Struct, frozen=True):
     model_type: str
     num_hidden_layers: _Number
     hidden_size: _Number
+    rows: _Number = 1
+    columns: _Number = 1
     num_attention_heads: _Number | None = None
     max_position_embeddings: _Number = 2**24
     num_key_value_heads: _Number | None = None
@@ -88,12 +91,14 @@ def read_footprint(path: Path) -> Footprint:
         item_bytes=item_bytes,
         token_numbers=_token_numbers(config),
         max_tokens=config.max_position_embeddings,
-        state_bytes=0 if config.num_attention_heads else _state_bytes(config),
+        state_bytes=_state_bytes(config),
         token_bytes=_TOKEN_ID_BYTES if config.model_type == _GOLDFINCH else 0,
     )
 
 
 def _token_numbers(config: _Config) -> int:
+    if config.model_type == _FRAME_ACTION:
+        return 0
     if not config.num_attention_heads:
         return config.hidden_size // 16 if config.model_type == _GOLDFINCH else 0
     heads = config.num_key_value_heads or config.num_attention_heads
@@ -101,7 +106,13 @@ def _token_numbers(config: _Config) -> int:
 
 
 def _state_bytes(config: _Config) -> int:
-    """In float32: a matrix per head of 64, and two vectors, in each layer; GoldFinch's last third has no matrices."""
+    """In float32: a matrix per head of 64, and two vectors, in each layer; GoldFinch's last third has no matrices. Of a
+    frame-based policy two vectors, and a screen of four bytes a cell with its cursor; with attention alone nothing.
+    """
+    if config.model_type == _FRAME_ACTION:
+        return 4 * (2 * config.hidden_size + config.rows * config.columns + 3)
+    if config.num_attention_heads:
+        return 0
     layers = config.num_hidden_layers
     recurrent = layers - layers // 3 if config.model_type == _GOLDFINCH else layers
     return config.hidden_size * (recurrent * 64 + layers * 2) * 4

@@ -1,11 +1,12 @@
 """What the frame-based action model gains from longer sequences in training, a power law in arXiv 2510.06828.
 
-A task where frames long gone decide. On the screen is one cell: a cue, one of four letters, then other signs until
-the next cue, and the key to press at each frame is the last cue. It holds for n frames, P(n >= x) = x^-1.5 up to 256,
-so that of all frames a share of about d^-0.5 is further than d from its cue. Models of one size are trained with the
-same number of steps and of sequences in a step, and differ only in the length T of those sequences, pieces cut out of
-longer ones at a random place. All are validated on the same pieces of 256, by the mean loss in nats from a piece's
-first cue on. Longer pieces also have more frames: what is compared is length at a fixed number of steps.
+A task where all frames so far count: somebody presses one of eight letters by habits of their own, probabilities
+drawn from Dirichlet(0.2) for each sequence, and each frame shows the letter that was pressed last. What comes next is
+the better known the more was seen, at best with an excess that falls as one over the number of frames. Models of one
+size are trained with the same number of steps and of sequences in a step, and differ only in the length T of those
+sequences. All are validated on the same sequences of 256, by the mean loss in nats of the next letter. Longer
+sequences also have more frames: what is compared is length at a fixed number of steps. The loss cannot fall below the
+habits' own entropy, `frame_action_entropy`.
 
 A line is fitted to log(loss) against log(T): `frame_action_loss_slope`, and `frame_action_loss_r2`.
 """
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.random import Generator
-from numpy.typing import NDArray
 from torch import Tensor
 
 from node.models.frame_action import FrameActionConfig, FrameActionForCausalLM
@@ -32,9 +32,8 @@ VALIDATED = 256
 STEPS = 300
 SEQUENCES = 32
 VALIDATION_SEQUENCES = 256
-CUES, SIGNS = "ABCD", ".,;:"
-TAIL = 1.5
-IGNORED = -100
+LETTERS, PROMPT = "ABCDEFGI", "\n\n"
+CONCENTRATION = 0.2
 LEARNING_RATE = 4e-3
 WARMUP_STEPS = 20
 HIDDEN = 64
@@ -47,6 +46,7 @@ def measure(*, steps: int = STEPS, lengths: Sequence[int] = LENGTHS, seed: int =
     return {
         "frame_action_loss_slope": round(slope, 4),
         "frame_action_loss_r2": round(r2, 4),
+        "frame_action_entropy": round(_validation()[1], 4),
         **{f"frame_action_loss_{length}": round(loss, 4) for length, loss in losses.items()},
     }
 
@@ -68,14 +68,14 @@ def validated(length: int, *, steps: int, seed: int) -> float:
         for group in optimizer.param_groups:
             cosine = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
             group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARMUP_STEPS) * cosine
-        loss = loss_of(model, *pieces(rng, SEQUENCES, length))
+        loss = loss_of(model, sequences(rng, SEQUENCES, length)[0])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.train(mode=False)
     with torch.inference_mode():
-        found = loss_of(model, *pieces(np.random.default_rng(99), VALIDATION_SEQUENCES, VALIDATED)).item()
+        found = loss_of(model, _validation()[0]).item()
     print(f"length {length}: trained to {loss.item():.3f}, validated {found:.3f}", file=sys.stderr, flush=True)
     return found
 
@@ -103,31 +103,24 @@ def small_model(seed: int) -> FrameActionForCausalLM:
     return FrameActionForCausalLM(config)
 
 
-def loss_of(model: FrameActionForCausalLM, ids: Tensor, keys: Tensor) -> Tensor:
-    """The mean loss of the keys to press after each token of `ids` [B, T]; `keys` [B, T] has IGNORED for any key."""
-    return F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), keys.flatten(), ignore_index=IGNORED)
+def loss_of(model: FrameActionForCausalLM, ids: Tensor) -> Tensor:
+    """The mean loss of the letters in `ids` [B, 2 + T], behind an empty prompt."""
+    logits = model(input_ids=ids[:, :-1]).logits[:, len(PROMPT) - 1 :]
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, len(PROMPT) :].flatten())
 
 
-def pieces(rng: Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """`count` pieces of `length` tokens behind an empty prompt, and the key to press after each."""
-    opening = np.array(_ids("\n\n"))
-    rows = [_piece(rng, length) for _ in range(count)]
-    ids = np.stack([np.concatenate([opening, tokens]) for tokens, _ in rows])
-    keys = np.stack([np.concatenate([np.full_like(opening, IGNORED), wanted]) for _, wanted in rows])
-    return torch.from_numpy(ids), torch.from_numpy(keys)
+def sequences(rng: Generator, count: int, length: int) -> tuple[Tensor, float]:
+    """`count` prompts with `length` letters behind each, and the mean entropy of the habits, in nats."""
+    habits = rng.dirichlet([CONCENTRATION] * len(LETTERS), size=count)
+    letters = np.stack([rng.choice(_ids(LETTERS), size=length, p=habit) for habit in habits])
+    prompts = np.tile(_ids(PROMPT), (count, 1))
+    entropy = -(habits * np.log(np.maximum(habits, 1e-300))).sum(1).mean()
+    return torch.from_numpy(np.concatenate([prompts, letters], axis=1)), float(entropy)
 
 
-def _piece(rng: Generator, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of a piece that begins anywhere, and the cue that holds at each; any key before the first."""
-    skipped = int(rng.integers(2 * VALIDATED))
-    held = np.minimum((1 - rng.random(skipped + length)) ** (-1 / TAIL), VALIDATED).astype(np.int64)
-    cues = np.repeat(rng.choice(_ids(CUES), size=len(held)), held)
-    begins = np.zeros(len(cues), dtype=bool)
-    begins[np.cumsum(held) - held] = True
-    tokens = np.where(begins, cues, rng.choice(_ids(SIGNS), size=len(cues)))
-    piece = slice(skipped, skipped + length)
-    known = np.maximum.accumulate(begins[piece])
-    return tokens[piece], np.where(known, cues[piece], IGNORED)
+@functools.cache
+def _validation() -> tuple[Tensor, float]:
+    return sequences(np.random.default_rng(99), VALIDATION_SEQUENCES, VALIDATED)
 
 
 @functools.cache

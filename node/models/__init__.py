@@ -12,10 +12,8 @@ from node.models.finch import FinchForCausalLM
 from node.models.frame_action import FrameActionForCausalLM
 from node.models.goldfinch import GoldFinchForCausalLM
 
-RECURRENT: Final[dict[str, type[RecurrentForCausalLM]]] = {
-    model.config_class.model_type: model
-    for model in (EagleForCausalLM, FinchForCausalLM, GoldFinchForCausalLM, FrameActionForCausalLM)
-}
+_MODELS: Final = (EagleForCausalLM, FinchForCausalLM, GoldFinchForCausalLM, FrameActionForCausalLM)
+RECURRENT: Final[dict[str, type[RecurrentForCausalLM]]] = {model.config_class.model_type: model for model in _MODELS}
 """By `model_type`."""
 
 for _name, _model in RECURRENT.items():

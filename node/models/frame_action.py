@@ -219,9 +219,8 @@ class FrameActionModel(RecurrentModel):
         self.frame_head = FrameHead(config)
         self.layers = nn.ModuleDict({"lstm": Integrator(config.hidden_size)})
         self.embed_start = nn.Embedding(2, config.hidden_size)  # h and c before the first frame
+        self.gradient_checkpointing = False  # for transformers to set; frames are embedded again in any case
         self._codepoints = list(config.token_codepoints or [])
-        # The switch that transformers looks for; frames are recomputed in the backward pass whatever it says.
-        self.gradient_checkpointing = False
         self.post_init()
 
     def _begin(self, batch: int) -> State:

@@ -27,7 +27,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from node.models.base import LENGTH, RecurrentForCausalLM, RecurrentModel, State
+from node.models.base import LENGTH, RecurrentForCausalLM, RecurrentModel, State, join
 from node.models.rwkv import ChannelMix, Layer, RwkvConfig, begin_layers, behind, run_layers, shares
 from node.models.wkv import HEAD_SIZE, WKV_CHUNK, log_decay, wkv_chunked, wkv_step
 
@@ -37,6 +37,8 @@ COMPRESSION = 16
 """The model's width over that of c_t."""
 PREFILL_TOKENS = 32 * WKV_CHUNK
 """Columns that the Finch-C2 layers read at a time where few hidden states are wanted."""
+DECOMPRESSED_TOKENS = 2**16
+"""Tokens whose keys and values exist at once, over the sequences of a batch; a longer one goes alone."""
 CACHE = ("compressed", "token_ids")
 """What a state has that grows with a sequence."""
 
@@ -255,14 +257,27 @@ class GoldFinchModel(RecurrentModel):
     def _read(self, ids_BT: Tensor, state: State, *, start: int, last: int) -> tuple[Tensor, State]:
         """As `_run`, but the GOLD layers see the `last` columns alone: hidden states [B, last, D]. Where those are not
         all, the first 2 G are wrong, and the others and the state exact."""
-        finch, is_cut = self.config.finch_layers, last < ids_BT.shape[1]
         x_BQD, compressed, after = self._compress(ids_BT, state, start=start, last=last)
         after |= extended(state, compressed, ids_BT)
-        memory = self._memory(after, state[LENGTH] + ids_BT.shape[1], last=last)
-        for index, layer in enumerate(self.layers[finch:], start=finch):
+        seen = {**state, **{name: after[name] for name in CACHE}, LENGTH: state[LENGTH] + ids_BT.shape[1]}
+        rows = max(1, DECOMPRESSED_TOKENS // after["token_ids"].shape[1])
+        hidden, gold = [], []
+        for first in range(0, len(ids_BT), rows):
+            places = slice(first, first + rows)
+            part = {name: each[places] for name, each in seen.items()}
+            read, left = self._attend(x_BQD[places], part, is_cut=last < ids_BT.shape[1])
+            hidden.append(read)
+            gold.append(left)
+        return torch.cat(hidden), after | join(gold)
+
+    def _attend(self, x_BQD: Tensor, seen: State, *, is_cut: bool) -> tuple[Tensor, State]:
+        """What the GOLD layers make of the last columns, [B, Q, D], and the part of the state that is theirs."""
+        memory = self._memory(seen, last=x_BQD.shape[1])
+        after: State = {}
+        for index, layer in enumerate(self.layers[self.config.finch_layers :], start=self.config.finch_layers):
             names = (f"time_{index}", f"channel_{index}")
-            before = [torch.zeros_like(state[name]) if is_cut else state[name] for name in names]
-            x_BQD, left = layer(x_BQD, (*before, memory), start)
+            before = [torch.zeros_like(seen[name]) if is_cut else seen[name] for name in names]
+            x_BQD, left = layer(x_BQD, (*before, memory), 0)
             after.update(zip(names, left[:2], strict=True))
         return self.last_norm(x_BQD), after
 
@@ -282,15 +297,15 @@ class GoldFinchModel(RecurrentModel):
         assert ending is not None
         return ending, torch.cat(compressed, dim=1), after
 
-    def _memory(self, cache: State, lengths: Tensor, *, last: int) -> Memory:
-        """TokenCat: what the `last` tokens of sequences of these lengths look at."""
-        embedded = self.first_norm(self.embeddings(cache["token_ids"]))
+    def _memory(self, seen: State, *, last: int) -> Memory:
+        """TokenCat: what the `last` tokens of sequences look at, of which the cache and LENGTH are in `seen`."""
+        embedded = self.first_norm(self.embeddings(seen["token_ids"]))
         columns, width = embedded.shape[1], embedded.shape[2:]
-        keys = F.rms_norm(self.decompress(torch.cat([embedded, cache["compressed"]], dim=-1)), width, eps=EPSILON)
+        keys = F.rms_norm(self.decompress(torch.cat([embedded, seen["compressed"]], dim=-1)), width, eps=EPSILON)
         visible = None
         if last < columns:
-            position = lengths[:, None] - torch.arange(last, 0, -1, device=lengths.device)
-            visible = (torch.arange(columns, device=lengths.device) <= position[..., None])[:, None]
+            position = seen[LENGTH][:, None] - torch.arange(last, 0, -1, device=embedded.device)
+            visible = (torch.arange(columns, device=embedded.device) <= position[..., None])[:, None]
         return Memory(keys, F.rms_norm(embedded, width, eps=EPSILON), visible)
 
 

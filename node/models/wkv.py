@@ -27,7 +27,7 @@ HEAD_SIZE = 64
 WKV_CHUNK = 16
 """Tokens of a chunk. docs/protocol.md pins it: the order of the sums depends on it."""
 MAX_LOG_RATE = 4.8
-"""Of e^w: exp(-e^4.8) is 0 in float32, while the sums of such decays, and their gradients, are not infinite."""
+"""Of w: exp(-e^4.8) is 0 in float32, while the sums of such decays, and their gradients, are not infinite."""
 
 
 def log_decay(w: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def slot_problem(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int,
 def kept_problems(problems: ProblemsSpec) -> array[int]:
     """The indexes of a finite set's problems that are kept, ascending."""
     kept = problems.kept
-    return array("L", (at for at in range(problems.count) if kept is None or kept[at // 8] >> (at % 8) & 1))
+    return array("I", (at for at in range(problems.count) if kept is None or kept[at // 8] >> (at % 8) & 1))
 
 
 def sample_seed(*, run_id: str, manifest_digest: str, slot: int, sample: int) -> bytes:

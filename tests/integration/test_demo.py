@@ -68,9 +68,11 @@ def swarm_processes(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("model", ["tiny", "finch"])
+@pytest.mark.parametrize("model", ["tiny", "finch", "frame-action"])
 def test_a_small_demo_admits_honest_work_only_and_is_confirmed_by_its_audit(tmp_path: Path, model: str) -> None:
     rules = SMALL_RUN.replace("random-tiny", f"random-{model}")
+    if model == "frame-action":
+        rules = rules.replace("reverse", "terminal")
     summary = Demonstration(DemoSettings(out=tmp_path, headless=True), run_toml=rules).run()
     (folder,) = tmp_path.iterdir()
     assert [step.step for step in summary.steps] == [0, 1, 2]

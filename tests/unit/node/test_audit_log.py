@@ -122,6 +122,12 @@ def test_pools_are_those_before_the_policy_and_no_later_ones() -> None:
     assert {code for code, _ in pool_codes(policy(0), *solved, policy(1), *stale)} == {"wrong_pool"}
 
 
+def test_rewards_of_any_size_end_no_audit() -> None:
+    """A log whose sums overflow would otherwise be one that nobody can audit."""
+    huge = in_pools(1, right_candidate(1, 0, lambda _: None), rewards=(1e308, 1e308))
+    assert pool_codes(policy(0), huge) == [("contradictory_verdict", 2)]
+
+
 def test_a_candidate_is_named_exactly_where_there_are_pools() -> None:
     unnamed = in_pools(1, UNSET)
     assert pool_codes(policy(0), unnamed) == [("wrong_pool", 2)]

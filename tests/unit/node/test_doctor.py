@@ -245,7 +245,7 @@ def test_the_sizes_of_a_policy_are_those_that_it_has_once_loaded(tiny_policy_pat
     assert footprint.file_bytes == tiny_policy_path.stat().st_size
 
 
-@pytest.mark.parametrize("name", ["eagle", "finch"])
+@pytest.mark.parametrize("name", ["eagle", "finch", "frame-action"])
 def test_a_recurrent_policy_takes_as_much_memory_for_a_long_sequence_as_for_a_short_one(name, tmp_path):
     import torch
 

@@ -271,6 +271,22 @@ def test_the_doctor_knows_what_a_text_takes(path: Path):
         assert footprint.sequence_bytes(tokens) == state_bytes(state) - state[LENGTH].nbytes
 
 
+def test_keys_of_few_sequences_exist_at_once(model: GoldFinchModel, monkeypatch: pytest.MonkeyPatch):
+    """A batch of many long texts must not need the memory that the small cache has saved, nor give other answers."""
+    ids, more = some(5, TOKENS), some(5, 1, seed=1)
+    full, after = read(model, ids)
+    then, _ = read(model, more, after)
+    asked: list[int] = []
+    model.decompress.register_forward_hook(lambda _module, given, _made: asked.append(given[0].shape[0]))
+    monkeypatch.setattr("node.models.goldfinch.DECOMPRESSED_TOKENS", 2 * TOKENS + 5)
+    again, state = read(model, ids)
+    assert furthest(again, full) < 1e-5
+    assert all(furthest(state[name].double(), after[name].double()) < 1e-4 for name in after)
+    assert furthest(read(model, more, state)[0], then) < 1e-5
+    model.decompress._forward_hooks.clear()
+    assert asked == [2, 2, 1] * 2
+
+
 def test_a_place_that_is_left_takes_its_columns_along(model: GoldFinchModel):
     """The longest text's end must give back the memory that only it needed."""
     state = join([read(model, some(1, length))[1] for length in (4, 40)])
