@@ -189,7 +189,7 @@ def load_policy(path: Path, *, dtype: torch.dtype | None) -> Policy:
         blueprint, skeleton = _read_blueprint(file)
         model: Any = skeleton
         dtype = dtype or skeleton.dtype
-        _fill(model.to(dtype), {name: file.get_tensor(name).to(dtype, copy=True) for name in _stored(skeleton)})
+        _fill(model.to(dtype), {name: _finite(file, name).to(dtype, copy=True) for name in _stored(skeleton)})
         _probe(model)
         return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)
 
@@ -197,16 +197,23 @@ def load_policy(path: Path, *, dtype: torch.dtype | None) -> Policy:
 def inspect_policy(path: Path) -> Blueprint:
     """What `path` holds, for an engine that loads the weights itself: as `load_policy`, one tensor in memory at a time.
 
-    Instead of a forward pass every weight is looked at: one that is not finite is refused as `broken_model`.
+    There is no forward pass; a weight that is not finite is refused as `broken_model`, as there.
     Raises as `load_policy`.
     """
     with _opened(path) as file:
         blueprint, skeleton = _read_blueprint(file)
         _probe_shapes(skeleton)
         for name in _stored(skeleton):
-            if not bool(file.get_tensor(name).isfinite().all()):
-                raise MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
+            _finite(file, name)
         return blueprint
+
+
+def _finite(file: Any, name: str) -> Tensor:
+    """A tensor of the file, every number of which is one: a probe of two tokens does not meet each of them."""
+    tensor: Tensor = file.get_tensor(name)
+    if not bool(tensor.isfinite().all()):
+        raise MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
+    return tensor
 
 
 @contextlib.contextmanager

@@ -84,7 +84,8 @@ class FrameActionConfig(RecurrentConfig):
     tie_word_embeddings: bool = False
 
     def validate_architecture(self) -> None:
-        """Raises ValueError for screens that are too large or do not divide, and code points without an embedding."""
+        """Raises ValueError for screens that are too large or do not divide, for code points without an embedding, and
+        for a norm that would divide by 0."""
         if not (0 < self.rows <= MAX_ROWS and 0 < self.columns <= MAX_COLUMNS):
             raise ValueError(f"a screen of {self.rows} x {self.columns}; {MAX_ROWS} x {MAX_COLUMNS} cells are the most")
         if self.rows % POOLED or self.columns % POOLED:
@@ -97,6 +98,8 @@ class FrameActionConfig(RecurrentConfig):
             raise ValueError(f"{self.backgrounds} backgrounds, {LEAST_BACKGROUNDS} to {MAX_COLOURS} can be")
         if self.frame_size % self.num_attention_heads:
             raise ValueError(f"{self.num_attention_heads} heads do not divide {self.frame_size}")
+        if not 0 < self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps of {self.rms_norm_eps}")
         tokens = self.rows * self.columns // POOLED**2
         cell = max(self.cell_size, self.convolution_size)
         numbers = tokens * max(POOLED**2 * cell, POOLED * self.frame_size, self.intermediate_size)

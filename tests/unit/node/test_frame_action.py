@@ -230,6 +230,8 @@ def test_from_pretrained_reads_what_save_pretrained_wrote(tmp_path: Path) -> Non
         {"token_codepoints": {"0": 1}},
         {"token_codepoints": [[1]]},
         {"num_hidden_layers": 0},
+        {"rms_norm_eps": -1.0},
+        {"rms_norm_eps": 0.0},
         {"kernel": "x"},
     ],
 )
@@ -240,6 +242,17 @@ def test_a_configuration_of_screens_that_cannot_be_is_refused(changes: dict[str,
     with pytest.raises(MalformedPolicy) as refused:
         parse_config(json.dumps(values | changes), tensors=100)
     assert refused.value.code == "bad_config"
+
+
+def test_a_weight_that_no_blank_screen_meets_is_a_number_too(tmp_path: Path) -> None:
+    """Else a worker would find out in the middle of its first slot."""
+    model = make_frame_action(seed=3)
+    with torch.no_grad():
+        model.get_parameter("model.frame_head.embed_codepoint.weight")[ord("X"), 0] = torch.nan
+    save_policy(model, make_tokenizer(), tmp_path / "policy")
+    with pytest.raises(MalformedPolicy) as refused:
+        load_policy(tmp_path / "policy", dtype=torch.float32)
+    assert refused.value.code == "broken_model"
 
 
 def test_the_largest_model_of_the_paper_has_a_configuration() -> None:
