@@ -208,20 +208,30 @@ class Terminal:
         self._mark = None
 
     def close(self) -> None:
-        """End the shell, and whatever it started."""
-        shell = psutil.Process(self.pid)
-        family = [*shell.children(recursive=True), shell]
-        for process in family:
-            _signal(process, signal.SIGTERM)
-        _, left = psutil.wait_procs(family, timeout=END_SECONDS)
-        for process in left:
-            _signal(process, signal.SIGKILL)
+        """End the shell, and whatever it started; what is being started just now is found the next time."""
+        deadline, asked = time.monotonic() + END_SECONDS, set[int]()
+        while family := [process for process in psutil.process_iter() if _session(process) == self.pid]:
+            for process in family:
+                if time.monotonic() > deadline:
+                    _signal(process, signal.SIGKILL)
+                elif process.pid not in asked:
+                    asked.add(process.pid)
+                    _signal(process, signal.SIGTERM)
+            psutil.wait_procs(family, timeout=0.2)
         self._shell.stdin.close()
         self._shell.wait()
 
     def _write(self, text: str) -> None:
         self._shell.stdin.write(text.encode())
         self._shell.stdin.flush()
+
+
+def _session(process: psutil.Process) -> int | None:
+    """That of a process which has not ended."""
+    try:
+        return None if process.status() == psutil.STATUS_ZOMBIE else os.getsid(process.pid)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return None
 
 
 def _signal(process: psutil.Process, number: int) -> None:

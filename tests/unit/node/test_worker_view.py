@@ -312,7 +312,7 @@ async def test_ctrl_c_twice_ends_at_once_and_a_closed_window_hands_slots_back(sw
     endless += "from node.cli import main\nmain(prog_name='veriswarm')"
     command = ["worker", "--coordinator", swarm.url, "--run-id", swarm.run_id, "--state", str(swarm.state)]
     grace = ("--grace", "1000") if ending == "twice" else ("--grace", "0.5")
-    terminal = Terminal("env", "--default-signal=INT", sys.executable, "-c", endless, *command, *grace)
+    terminal = Terminal("env", "--default-signal=INT,HUP", sys.executable, "-c", endless, *command, *grace)
     try:
         await terminal.until_shown(r"now +generating 1 slot")
         if ending == "twice":
