@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md")])
 FENCE = re.compile(r"^ *(```+).*?^ *\1", re.MULTILINE | re.DOTALL)
+PATCH = re.compile(r"^```diff title=.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
@@ -55,6 +56,15 @@ def test_links_lead_somewhere(page):
         assert there.exists(), target
         if address.fragment:
             assert address.fragment in anchors(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_patches_fit_the_code_that_is_here(page, tmp_path):
+    """Who follows a tutorial applies them to this release."""
+    for number, patch in enumerate(PATCH.findall(page.read_text())):
+        file = tmp_path / f"{number}.patch"
+        file.write_text(patch)
+        subprocess.run(["git", "apply", "--check", file], cwd=ROOT, check=True)
 
 
 def test_an_anchor_names_one_heading():
