@@ -1,10 +1,11 @@
-"""Who takes proofs of states that nobody computed: a ladder of forgers against three architectures.
+"""Who takes proofs of states that nobody computed: a ladder of forgers against three architectures, or others.
 
-`python -m benchmarks.forgery [--json] [--forgeries N] [--short N]`. A forgery is a rollout of a stated length whose
-tokens and log-probabilities are right and whose proofs are made up (`benchmarks.forging.forgers`). Each is judged by
-the code of a real verdict, under both proof schemes at once and each by itself, at the default limits and at limits
-that were calibrated in the same run: twice the maximum of honest work in bfloat16, decoded token by token with one
-attention kernel and prefilled with another, and levels of it as `coordinator.calibration.fit` fits them.
+`python -m benchmarks.forgery [--json] [--forgeries N] [--short N] [--architectures NAME ...]`. A forgery is a rollout
+of a stated length whose tokens and log-probabilities are right and whose proofs are made up
+(`benchmarks.forging.forgers`). Each is judged by the code of a real verdict, under both proof schemes at once and each
+by itself, at the default limits and at limits that were calibrated in the same run: twice the maximum of honest work in
+bfloat16, decoded token by token with one kernel and prefilled with another, and levels of it as
+`coordinator.calibration.fit` fits them.
 
 The policies are small (hidden 256, 4 layers, about 3 million weights) and trained for half a minute on characters, so
 that their states depend on the text; one character out of 128 says much about a state, which is to a forger's
@@ -38,7 +39,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.forging import judging, stages
-from benchmarks.forging.policies import FAMILIES
+from benchmarks.forging.architectures import ATTENTION, FAMILIES
 from benchmarks.forging.stages import FULL, LENGTHS, RUNGS, Counted, Prepared, Settings
 from benchmarks.peers import FOLDER, PeerUnavailable
 from benchmarks.toploc import find_peer
@@ -167,8 +168,9 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         tempfile.TemporaryDirectory(prefix="forgery-") as folder,
         ProcessPoolExecutor(options.processes, mp_context=context) as pool,
     ):
-        say(f"training {', '.join(FAMILIES)}, and what the forgers need")
-        waiting = [pool.submit(stages.prepare, name, Path(folder) / name, settings) for name in FAMILIES]
+        names: list[str] = options.architectures
+        say(f"training {', '.join(names)}, and what the forgers need")
+        waiting = [pool.submit(stages.prepare, name, Path(folder) / name, settings) for name in names]
         prepared = [task.result() for task in waiting]
         ready = time.perf_counter()
         say("forging")
@@ -213,6 +215,14 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--architectures",
+        nargs="+",
+        choices=FAMILIES,
+        default=list(ATTENTION),
+        metavar="NAME",
+        help=f"of {', '.join(FAMILIES)} (default: the first {len(ATTENTION)})",
+    )
     parser.add_argument("--forgeries", type=int, default=100_000, help="of 32 tokens, each rung (default 100000)")
     parser.add_argument("--short", type=int, default=5_000, help="of each other length, each rung (default 5000)")
     parser.add_argument(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.forging import forgers, judging, policies
+from benchmarks.forging.architectures import LAYERS, embedding
 from benchmarks.forging.forgers import Forger, Window
 from benchmarks.forging.judging import Terms
 from node.protocol.admission import Figures
@@ -145,11 +146,10 @@ def error(source: Window, states: Tensor, window: Window, verifier: Tensor) -> f
 def make_surrogates(model: Any, drawn: policies.Drawn, folder: Path, settings: Settings) -> dict[str, float]:
     """The states that forgers prove, into files, and how far they are from the verifier's."""
     known = policies.draw(model, prompts=max(2, settings.prompts // 4), tokens=POSITIONS, seed=1)
-    half, all_but_last = policies.depths(model, drawn.ids, (policies.LAYERS // 2, policies.LAYERS - 1))
+    half, all_but_last = policies.depths(model, drawn.ids, (LAYERS // 2, LAYERS - 1))
     student = policies.distil(model, known, steps=settings.training_steps)
-    embedding = model.base_model.embed_tokens.weight.detach()
     states = {
-        "linear": forgers.linear(embedding, known.ids, known.verifier, drawn.ids),
+        "linear": forgers.linear(embedding(model), known.ids, known.verifier, drawn.ids),
         "half_depth": half,
         "all_but_last_layer": all_but_last,
         "distilled": policies.prefill(student, drawn.ids),

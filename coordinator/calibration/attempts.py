@@ -14,6 +14,8 @@ from coordinator.calibration.measure import draw
 from coordinator.calibration.slots import Slots
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
+from node.models.base import RecurrentForCausalLM
+from node.models.frame_action import FrameActionForCausalLM
 from node.policy import Policy
 from node.protocol.run import RunSpec
 from node.protocol.slots import SEED_BYTES
@@ -25,6 +27,19 @@ IN_FLIGHT = 8
 BEST_OF = 8
 
 Groups = list[list[Rollout]]
+
+
+def _memories(model: object) -> dict[str, Callable[..., TorchEngine]]:
+    """Engines that remember, or see, something else than this policy's own does."""
+    if not isinstance(model, RecurrentForCausalLM):
+        return {"fp8 cache": cheats.Fp8CacheEngine}
+    found: dict[str, Callable[..., TorchEngine]] = {
+        f"state forgotten every {cheats.RESET_TOKENS} tokens": cheats.StateResetEngine
+    }
+    if isinstance(model, FrameActionForCausalLM):
+        forged = {name: partial(cheats.ForgedFrameEngine, forge=forge) for name, forge in cheats.FORGERIES.items()}
+        found |= {f"frames: {name.replace('_', ' ')}": engine for name, engine in forged.items()}
+    return found
 
 
 class Attempts:
@@ -55,6 +70,7 @@ class Attempts:
         self._numbers = slots.take(groups)
         self._asked = [slots.requests(slot) for slot in self._numbers]
         self._prover = cheats.Prover(policy, spec)
+        self._memories = _memories(policy.model)
 
     async def groups(self) -> AsyncIterator[tuple[str, Groups]]:
         """What each cheat is called, and the groups that it sends."""
@@ -62,7 +78,7 @@ class Attempts:
             "int8 weights": partial(self._altered, int8),
             "int4 weights": partial(self._altered, cheats.int4),
             "1 % noise on weights": partial(self._altered, cheats.noise),
-            "fp8 cache": self._fp8_cache,
+            **{name: partial(self._draw, self._asked, engine=engine) for name, engine in self._memories.items()},
             "temperature x 0.9": partial(self._chosen, cheats.tempered(0.9)),
             "greedy": partial(self._chosen, cheats.greedy()),
             "top-p 0.95": partial(self._chosen, cheats.nucleus(0.95)),
@@ -81,7 +97,7 @@ class Attempts:
         asked: Sequence[Sequence[SampleRequest]],
         *,
         path: Path | None = None,
-        engine: type[TorchEngine] = TorchEngine,
+        engine: Callable[..., TorchEngine] = TorchEngine,
         rule: Choose = choose,
         max_prompt_tokens: int | None = None,
     ) -> Groups:
@@ -100,9 +116,6 @@ class Attempts:
         path = self._folder / "altered.safetensors"
         cheats.alter(self._path, path, change)
         return await self._draw(self._asked, path=path)
-
-    async def _fp8_cache(self) -> Groups:
-        return await self._draw(self._asked, engine=cheats.Fp8CacheEngine)
 
     async def _chosen(self, rule: Choose) -> Groups:
         return await self._draw(self._asked, rule=rule)

@@ -24,6 +24,7 @@ from coordinator.calibration.workers import Worker, make_workers
 from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
 from node.exchange import measure_body
+from node.models.base import RecurrentForCausalLM
 from node.policy import load_policy, save_policy
 from node.prefill import Prefill
 from node.protocol.admission import NOT_FINITE
@@ -81,7 +82,6 @@ class _Calibration:
         self._spec = spec
         self._settings = settings
         self._folder = folder
-        self._workers = make_workers(settings.engines, threads=settings.threads)
 
     async def run(self) -> Found:
         self._path = await asyncio.to_thread(_policy_file, self._spec, self._settings.policy, self._folder)
@@ -90,6 +90,10 @@ class _Calibration:
         assert policy is not None, "it was read in this process"
         self._policy = policy
         self._slots = Slots(self._spec, policy)
+        recurrent = isinstance(policy.model, RecurrentForCausalLM)
+        if recurrent and "vllm" in self._settings.engines:
+            raise BadConfiguration("vLLM has no models for recurrent policies; calibrate with --engine torch")
+        self._workers = make_workers(self._settings.engines, threads=self._settings.threads, recurrent=recurrent)
         if self._spec.proofs.has_sketch:
             self._spec = await find_step(self._spec, self._farthest, hidden=policy.hidden)
         honest = {worker.name: await self._honest(worker) for worker in self._workers}

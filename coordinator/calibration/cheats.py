@@ -148,8 +148,8 @@ Forge = Callable[[Cells, bool], Cells]
 class ForgedFrameEngine(TorchEngine):
     """The torch engine with a frame-based policy that is shown other frames than its terminal's."""
 
-    def __init__(self, spec: RunSpec, forge: Forge) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: RunSpec, forge: Forge, **options: Any) -> None:
+        super().__init__(spec, **options)
         self._forge = forge
 
     async def load(self, path: Path, *, version: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from coordinator.calibration.measure import draw
 from coordinator.calibration.slots import Slots
@@ -29,6 +31,26 @@ class EagerEngine(TorchEngine):
         await super().load(path, version=version)
         model: Any = self.policy.model
         model.set_attn_implementation("eager")
+
+
+class PlainEngine(TorchEngine):
+    """The torch engine without oneDNN, whose kernels of convolutions and of an LSTM round otherwise."""
+
+    def _decode(self) -> None:
+        with without_onednn():
+            super()._decode()
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Torch's own kernels in this process."""
+    flags: Any = torch.backends.mkldnn  # its `flags` would change the precision of products, too
+    before = flags.enabled
+    flags.enabled = False
+    try:
+        yield
+    finally:
+        flags.enabled = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +84,24 @@ class Worker:
         return drawn
 
 
-def make_workers(engines: Sequence[str], *, threads: int | None) -> list[Worker]:
-    """Those of each of `engines` ("torch", "vllm"), once each."""
+_KERNELS: Mapping[str, type[TorchEngine]] = {"torch sdpa": TorchEngine, "torch eager": EagerEngine}
+_RECURRENT_KERNELS: Mapping[str, type[TorchEngine]] = {"torch": TorchEngine, "torch without oneDNN": PlainEngine}
+
+
+def make_workers(engines: Sequence[str], *, threads: int | None, recurrent: bool = False) -> list[Worker]:
+    """Those of each of `engines` ("torch", "vllm"), once each, for a policy of attention or a recurrent one."""
     workers: list[Worker] = []
     for engine in dict.fromkeys(engines):
         if engine == "torch":
-            workers.append(Worker("torch sdpa", lambda spec, _: TorchEngine(spec, threads=threads or 1)))
-            workers.append(Worker("torch eager", lambda spec, _: EagerEngine(spec, threads=threads or 1)))
+            kernels = _RECURRENT_KERNELS if recurrent else _KERNELS
+            workers += [Worker(name, _torch_maker(made, threads)) for name, made in kernels.items()]
         else:
             workers.append(Worker("vllm", _vllm_maker(threads)))
     return workers
+
+
+def _torch_maker(made: type[TorchEngine], threads: int | None) -> Callable[[RunSpec, Path], Engine]:
+    return lambda spec, _: made(spec, threads=threads or 1)
 
 
 def _vllm_maker(threads: int | None) -> Callable[[RunSpec, Path], Engine]:

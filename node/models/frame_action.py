@@ -200,13 +200,16 @@ class Integrator(nn.Module):
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs [B, T, size] of inputs `x` [B, T, size], and h and c after the last."""
-        size = x.shape[-1]
+        rows, size = len(x), x.shape[-1]
+        if rows == 1 and not torch.is_grad_enabled():
+            # One row is computed as two: for a vector kernels round otherwise, and a worker decodes many together.
+            x, h, c = (each.expand(2, *each.shape[1:]) for each in (x, h, c))
         opening = torch.zeros_like(self.bias)
         opening[size : 2 * size] = 1
         weights = (self.input_weight, self.hidden_weight, self.bias, opening)
         start = (h[None].contiguous(), c[None].contiguous())
         outputs, h, c = torch.lstm(x, start, weights, True, 1, 0.0, self.training, False, True)
-        return outputs, h[0], c[0]
+        return outputs[:rows], h[0][:rows], c[0][:rows]
 
 
 class FrameActionModel(RecurrentModel):

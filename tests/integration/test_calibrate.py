@@ -12,6 +12,7 @@ from PIL import Image
 
 from coordinator import cli
 from coordinator.calibration import command
+from coordinator.errors import BadConfiguration
 from node.protocol.run import HonestSpec, RunSpec, parse_run_toml
 
 RUN = """\
@@ -19,7 +20,7 @@ RUN = """\
 name = "calibrated"   # kept as well
 
 [[environments]]
-name = "arithmetic"
+name = "{environment}"
 
 [model]
 initial = "{initial}"
@@ -27,7 +28,7 @@ dtype = "{dtype}"
 
 [sampling]
 group_size = {group_size}
-max_prompt_tokens = 32
+max_prompt_tokens = 64
 max_new_tokens = {tokens}
 
 [proofs]
@@ -36,12 +37,19 @@ scheme = "toploc/1+sketch/1"
 [limits]
 max_submission_bytes = 1_000_000   # not calibrated
 """
+DEFAULTS = {
+    "initial": "random-tiny",
+    "environment": "arithmetic",
+    "dtype": "float32",
+    "group_size": 2,
+    "tokens": 12,
+}
 WEIGHTS = ("int8 weights", "int4 weights", "1 % noise on weights", "fp8 cache", "changed prompt")
 
 
-def calibrate(folder: Path, *options: str, initial="random-tiny", dtype="float32", group_size=2, tokens=12):
+def calibrate(folder, *options, **changes):
     """What the command says and writes, for a run of its own in `folder`."""
-    text = RUN.format(initial=initial, dtype=dtype, group_size=group_size, tokens=tokens)
+    text = RUN.format(**DEFAULTS | changes)
     (folder / "run.toml").write_text(text)
     asked = ["--run", str(folder / "run.toml"), *options]
     result = CliRunner().invoke(command.calibrate, asked, catch_exceptions=False)
@@ -110,6 +118,24 @@ def test_a_person_gets_tables(tmp_path):
         assert words in shown
     assert "Cheats" not in shown
     assert not math.isnan(written(tmp_path).limits.honest.logprob.mean)
+
+
+def test_a_recurrent_policys_memory_and_what_it_sees_are_tampered_with(tmp_path):
+    """It has no cache of keys and values: a cheat that rounds one would be honest work in the table."""
+    options = ("--groups", "12", "--cheat-groups", "1", "--json")
+    told = json.loads(calibrate(tmp_path, *options, initial="random-frame-action", environment="terminal"))
+    assert [one["name"] for one in told["honest"]] == ["torch", "torch without oneDNN"]
+    assert [one["rejected_groups"] for one in told["honest"]] == [0, 0]
+    rejected = {one["name"]: one["rejected_groups"] for one in told["cheats"]}
+    own = {"state forgotten every 32 tokens", *(name for name in rejected if name.startswith("frames: "))}
+    assert len(own) == 5
+    assert {name: rejected[name] for name in own} == dict.fromkeys(own, 1)
+    assert "fp8 cache" not in rejected
+
+
+def test_an_engine_that_has_no_such_model_is_named(tmp_path):
+    with pytest.raises(BadConfiguration, match="vLLM has no models for recurrent policies"):
+        calibrate(tmp_path, "--engine", "vllm", initial="random-eagle")
 
 
 def test_a_missing_package_is_one_sentence_that_names_the_extra(tmp_path, monkeypatch):
