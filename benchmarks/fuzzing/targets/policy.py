@@ -5,6 +5,7 @@ Whoever holds a run's key may be an attacker of those who join the run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import tempfile
@@ -81,6 +82,26 @@ ROPES: tuple[dict[str, Any], ...] = (
     },
 )
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+_FRAMES: dict[str, Any] = {
+    "frame_size": 8,
+    "cell_size": 8,
+    "convolution_size": 8,
+    "num_attention_heads": 2,
+    "rows": 4,
+    "columns": 8,
+    "codepoints": 8,
+    "foregrounds": 3,
+    "backgrounds": 2,
+    "token_codepoints": [*range(8)],
+}
+_RANKS = {"shift_rank": 1, "decay_rank": 1}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "eagle": {"hidden_size": 64},
+    "finch": {"hidden_size": 64, **_RANKS},
+    "goldfinch": {"hidden_size": 64, "num_hidden_layers": 3, "value_rank": 1, "adapt_rank": 1, **_RANKS},
+    "frame_action": _FRAMES,
+}
+"""Families of `node.models`, and the sizes that they have otherwise; a head of RWKV is 64 wide."""
 
 
 def _finished(backend: Tokenizer) -> PreTrainedTokenizerFast:
@@ -146,10 +167,15 @@ def policy_bytes(
     dtype: torch.dtype = torch.float32,
     tied: bool = True,
 ) -> bytes:
-    """A policy of a few thousand bytes, as an honest publisher writes it."""
+    """A policy of a few thousand bytes, or of 100,000 where it is recurrent, as an honest publisher writes it."""
     config: Any = CONFIG_MAPPING[family]
     build: Any = AutoModelForCausalLM.from_config
-    model = build(config(**SIZES | {"rope_parameters": dict(rope), "tie_word_embeddings": tied}), dtype=dtype)
+    if family in RECURRENT:
+        declared = {field.name for field in dataclasses.fields(config)}
+        sizes = {name: value for name, value in SIZES.items() if name in declared} | RECURRENT[family]
+    else:
+        sizes = SIZES | {"rope_parameters": dict(rope), "tie_word_embeddings": tied}
+    model = build(config(**sizes), dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy"
         save_policy(model, _finished(tokenizer()), path)
@@ -224,7 +250,8 @@ def _seeds() -> list[bytes]:
     families = [policy_bytes(family) for family in FAMILIES]
     tokenizers = [policy_bytes(tokenizer=tokenizer) for tokenizer in TOKENIZERS[1:]]
     ropes = [policy_bytes(rope=rope) for rope in ROPES[1:]]
-    return [*families, *tokenizers, *ropes, policy_bytes(dtype=torch.bfloat16, tied=False)]
+    recurrent = [policy_bytes(family, dtype=torch.bfloat16) for family in RECURRENT]
+    return [*families, *tokenizers, *ropes, policy_bytes(dtype=torch.bfloat16, tied=False), *recurrent]
 
 
 def _scratch(stack: ExitStack) -> Path:
