@@ -60,6 +60,7 @@ from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, phi
 from node.protocol.slots import group_seeds, sample_seed, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
 from node.protocol.turns import interleaved, pieces, replay
+from node.terminal import BACKGROUND_BIT, CODEPOINT, FOREGROUND_BIT, Cells, Terminal
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
 
@@ -499,6 +500,43 @@ def _lengths() -> dict[str, Any]:
     return {"environment": encode(wanted).decode(), "cases": cases}
 
 
+FRAME_TEXTS = (
+    (4, 4, "@..\n.*.\n\nljjxhhhk kkl\nx"),
+    (2, 4, "one\ntwo long\nthree\n\nll\x07\x00j \n"),
+    (2, 4, "\n\nnothing was printed\n"),
+    (4, 8, "a@b@\n~\u20ac\n\n\u20achl\n\n"),
+)
+"""Screens, and the characters that their terminals are fed, a token each."""
+
+
+def frame_vectors() -> dict[str, Any]:
+    """Section 4.9: after each token row, column and phase, and each frame that differs from the one before."""
+    cases = []
+    for rows, columns, text in FRAME_TEXTS:
+        terminal = Terminal.blank(rows, columns)
+        before, places, frames = terminal.frame(), [], []
+        for index, character in enumerate(text):
+            terminal.feed(ord(character))
+            places.append([*terminal.cursor, terminal.phase.name.lower()])
+            frame = terminal.frame()
+            if (frame != before).any():
+                frames.append({"after": index + 1, "cells": _cells(frame)})
+            before = frame
+        codepoints = [ord(character) for character in text]
+        cases.append({"rows": rows, "columns": columns, "codepoints": codepoints, "places": places, "frames": frames})
+    return {"cases": cases}
+
+
+def _cells(frame: Cells) -> list[str]:
+    """Of each cell that is not empty: row, column, code point, foreground and background."""
+    found = []
+    for row, column in np.argwhere(frame):
+        cell = int(frame[row, column])
+        parts = (row, column, cell & CODEPOINT, cell >> FOREGROUND_BIT & 15, cell >> BACKGROUND_BIT)
+        found.append(" ".join(map(str, parts)))
+    return found
+
+
 def segment_vectors() -> dict[str, Any]:
     """Sections 4.6, 6.2 and 6.3: what may be said about segments, and where their chunks are cut."""
     leased, lead, published, tokens, chunk_tokens = 7, 2, (7, 9), 10, 4
@@ -795,6 +833,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "slots": slot_vectors(),
         "segments": segment_vectors(),
         "turns": turn_vectors(),
+        "frames": frame_vectors(),
         "proofs": proof_vectors(),
         "admission": admission_vectors(),
         "evidence": evidence_vectors(),

@@ -28,6 +28,7 @@ NAMES = [
     "admission",
     "control",
     "evidence",
+    "frames",
     "log",
     "peers",
     "proofs",
@@ -336,3 +337,78 @@ def test_the_log_vectors_decode() -> None:
         signer=bytes.fromhex(load("run")["run_public_key"]),
     )
     assert decode(Checkpoint, opened.payload, max_bytes=1000).root == vector["roots"][8]
+
+
+class TerminalOfThePage:
+    """Section 4.9, rule by rule, on cells of (code point, foreground, background)."""
+
+    def __init__(self, rows, columns):
+        self.screen = [[(0, 0, 0)] * columns for _ in range(rows)]
+        self.row = self.column = 0
+        self.phase = "text"
+
+    def feed(self, u):
+        if (u < 32 and u != 10) or self.phase == "ended":
+            return
+        if self.phase == "keys":
+            self.press(u)
+        elif u == 10 and self.phase == "line":
+            self.begin()
+        elif u == 10:
+            self.row, self.column, self.phase = self.row + 1, 0, "line"
+        else:
+            self.print(u)
+
+    def print(self, u):
+        self.phase = "text"
+        columns = len(self.screen[0])
+        if self.row == len(self.screen):
+            self.screen = [*self.screen[1:], [(0, 0, 0)] * columns]
+            self.row -= 1
+        if self.column < columns:
+            self.screen[self.row][self.column] = (u, 1, 0)
+            self.column += 1
+
+    def begin(self):
+        marks = [(r, c) for r, line in enumerate(self.screen) for c, cell in enumerate(line) if cell[0] == 64]
+        if marks:
+            self.screen[marks[0][0]][marks[0][1]] = (32, 1, 0)
+        self.row, self.column = marks[0] if marks else (0, 0)
+        self.phase = "keys"
+
+    def press(self, u):
+        moves = {104: (0, -1), 106: (1, 0), 107: (-1, 0), 108: (0, 1)}
+        if u == 10:
+            self.phase = "ended"
+        elif u in moves:
+            row, column = self.row + moves[u][0], self.column + moves[u][1]
+            inside = 0 <= row < len(self.screen) and 0 <= column < len(self.screen[0])
+            if inside and self.screen[row][column] != (0, 0, 0):
+                self.row, self.column = row, column
+        else:
+            self.screen[self.row][self.column] = (u, 2, 0)
+
+    def seen(self):
+        if self.phase in {"text", "line"}:
+            return []
+        found = []
+        for r, line in enumerate(self.screen):
+            for c, cell in enumerate(line):
+                shown = (0, 0, 0) if cell[0] == 32 else cell
+                if self.phase == "keys" and (r, c) == (self.row, self.column):
+                    shown = (*shown[:2], 1)
+                if shown != (0, 0, 0):
+                    found.append(" ".join(map(str, (r, c, *shown))))
+        return found
+
+
+@pytest.mark.parametrize("vector", load("frames")["cases"], ids=lambda v: f"{v['rows']}x{v['columns']}")
+def test_a_reader_of_section_4_9_sees_the_same_frames(vector):
+    terminal, before, frames = TerminalOfThePage(vector["rows"], vector["columns"]), [], []
+    for after, (u, place) in enumerate(zip(vector["codepoints"], vector["places"], strict=True), start=1):
+        terminal.feed(u)
+        assert [terminal.row, terminal.column, terminal.phase] == place
+        if terminal.seen() != before:
+            before = terminal.seen()
+            frames.append({"after": after, "cells": before})
+    assert frames == vector["frames"]
