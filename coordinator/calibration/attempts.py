@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from coordinator.calibration import cheats
 from coordinator.calibration.measure import draw
@@ -36,6 +37,9 @@ def _memories(model: object) -> dict[str, Callable[..., TorchEngine]]:
     found: dict[str, Callable[..., TorchEngine]] = {
         f"state forgotten every {cheats.RESET_TOKENS} tokens": cheats.StateResetEngine
     }
+    kept = [each.dtype for each in model.model.started(1).values() if each.is_floating_point()]
+    if torch.float32 in kept:
+        found["bfloat16 state"] = cheats.RoundedStateEngine
     if isinstance(model, FrameActionForCausalLM):
         forged = {name: partial(cheats.ForgedFrameEngine, forge=forge) for name, forge in cheats.FORGERIES.items()}
         found |= {f"frames: {name.replace('_', ' ')}": engine for name, engine in forged.items()}

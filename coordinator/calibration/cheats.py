@@ -123,6 +123,25 @@ def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.float8_e4m3fn).to(output.dtype)
 
 
+class RoundedStateEngine(TorchEngine):
+    """The torch engine with a recurrent policy whose state is kept in bfloat16."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        base: Any = self.policy.model.base_model
+        base.register_forward_pre_hook(_round_state, with_kwargs=True)
+
+
+def _round_state(_base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    state = named.get("state")
+    if state is None:
+        return arguments, named
+    rounded = {
+        name: each.bfloat16().to(each.dtype) if each.is_floating_point() else each for name, each in state.items()
+    }
+    return arguments, {**named, "state": rounded}
+
+
 class StateResetEngine(TorchEngine):
     """The torch engine with a recurrent policy that forgets all it has read, every RESET_TOKENS tokens."""
 

@@ -127,8 +127,12 @@ def test_a_recurrent_policys_memory_and_what_it_sees_are_tampered_with(tmp_path)
     assert [one["name"] for one in told["honest"]] == ["torch", "torch without oneDNN"]
     assert [one["rejected_groups"] for one in told["honest"]] == [0, 0]
     rejected = {one["name"]: one["rejected_groups"] for one in told["cheats"]}
-    own = {"state forgotten every 32 tokens", *(name for name in rejected if name.startswith("frames: "))}
-    assert len(own) == 5
+    own = {
+        "bfloat16 state",
+        "state forgotten every 32 tokens",
+        *(name for name in rejected if name.startswith("frames: ")),
+    }
+    assert len(own) == 6
     assert {name: rejected[name] for name in own} == dict.fromkeys(own, 1)
     assert "fp8 cache" not in rejected
 

@@ -1,6 +1,7 @@
 """deploy/one-host/supervisord.conf as an operator starts it, with an API and a verifier killed in the middle.
 
-What is at stake is the promise that an operator scales out for: that no process matters.
+What is at stake is the promise that an operator scales out for: that no process matters. Bodies are in an object store,
+as where there are several machines.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+from object_store import Store, object_store
 from postgresql import binaries
 
 from coordinator.demo.local_http import get, get_json
@@ -87,7 +89,7 @@ def free_port() -> int:
 class Host:
     """The processes of one host, and what they say."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, store: Store) -> None:
         self.home, self.ports = home, free_tens()
         names = pwd.getpwuid(os.getuid()).pw_name, "pgserver"
         self.postgres_user = names[os.geteuid() == 0]  # it refuses to run as root
@@ -102,6 +104,8 @@ class Host:
             "POSTGRES_BIN": str(binaries()),
             "POSTGRES_USER": self.postgres_user,
             "OMP_NUM_THREADS": "1",
+            "VERISWARM_COORDINATOR_BLOBS": store.url,
+            **store.environment,
         }
         self.do("veriswarm", "keys", "new", str(home / "run.key"))
         self.run_id = self.do("veriswarm", "keys", "run-id", str(home / "run.key")).strip()
@@ -160,9 +164,9 @@ class Host:
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    with tempfile.TemporaryDirectory(prefix="host-") as folder:
+    with object_store() as store, tempfile.TemporaryDirectory(prefix="host-") as folder:
         Path(folder).chmod(0o755)
-        host = Host(Path(folder))
+        host = Host(Path(folder), store)
         with (Path(folder) / "log" / "supervisord.txt").open("wb") as output:
             command = host.shell(f'supervisord -c "{HERE}/supervisord.conf"')
             host.supervisor = subprocess.Popen(command, env=host.environment, stdout=output, stderr=output)
@@ -201,6 +205,7 @@ def test_an_api_and_a_verifier_that_are_killed_cost_nothing(host: Host) -> None:
     audit += ["--state", str(host.home / "audit"), "--source", f"http://127.0.0.1:{host.environment['ORIGIN_PORT']}"]
     report = json.loads(host.do(*audit))
     assert (report["problems"], report["error"]) == ([], None)
+    assert not (host.home / "data" / "blobs").exists()
 
 
 def check_the_log(host: Host) -> None:

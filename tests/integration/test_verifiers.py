@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -28,8 +29,8 @@ from node.engines.torch import TorchEngine
 from node.exchange import Backoff
 from node.joining import Entry
 from node.parquet_reader import ParquetReader
-from node.protocol.admission import Outcome
-from node.protocol.messages import LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.admission import Outcome, has_signal
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, run_id_of
 from node.protocol.turns import turns_of
 from node.tiny import EOS
@@ -61,7 +62,7 @@ def spec_of() -> RunSpec:
                     "package_version": "0.1.10",
                 },
             ),
-            EnvironmentSpec(name="verifiers:verifiers_examples", arguments={"count": 8}),
+            EnvironmentSpec(name="verifiers:verifiers_examples", arguments={"count": 8}, weight=4),
         )
     )
     return msgspec.structs.replace(
@@ -151,11 +152,16 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
             )
         )
     verdicts = [entry for entry in entries(home) if isinstance(entry, VerdictEntry)]
-    trained = {policy.result_digest for policy in policies(home)}
+    digests = [policy.result_digest for policy in policies(home)]
+    rewards_of = {verdict.submission: verdict.rewards or () for verdict in verdicts}
+    batches = [entry for entry in entries(home) if isinstance(entry, BatchEntry)][:STEPS]
+    taught = [any(has_signal(rewards_of[one]) for one in batch.submissions) for batch in batches]
     home.database.close()
     assert audited == 0, capsys.readouterr().out
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
-    assert len(trained) == STEPS + 1
+    # Where slots drew the package's problems alone, for which noise earns nothing, there was nothing to learn.
+    assert [before != after for before, after in pairwise(digests[: STEPS + 1])] == taught
+    assert sum(taught) >= STEPS - 1
     rewards = [reward for verdict in verdicts for reward in verdict.rewards or ()]
     assert len(set(rewards)) > 4
     assert all(0 <= reward <= 1 for reward in rewards)
