@@ -25,7 +25,9 @@ MARGIN_MEDIANS = 80.0
 """By so many times that median one token of an honest rollout may lose: the tail is heavy."""
 
 UNSEEN = 3.0
-"""What did not happen in n values may still happen in 3 of n (the rule of three, at 95 %)."""
+"""What did not happen in n values may still happen in 3 of n (the rule of three, at 95 %). Completions of one prompt
+may be the very same, so in 3 of n groups it may happen once to each of them.
+"""
 
 MEAN_ERRORS = 3.0
 """Standard errors by which a mean may be higher than it was measured."""
@@ -144,12 +146,14 @@ def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float) -> _Mo
         within += math.fsum((s - k * own) ** 2 / k for k, s in group if k)
         degrees += max(0, len(group) - 1)
     reach = max(largest - mean, 1e-6)
-    variance = max(within / max(1, degrees), UNSEEN / count * reach**2, 1e-18)
+    seen, unseen = within / max(1, degrees), UNSEEN / count * reach**2
+    variance = max(seen, unseen, 1e-18)
     for group in sums:
         n = sum(n for n, _ in group)
         off = math.fsum(s for _, s in group) - n * mean
         shared.append((off**2 - n * variance) / n**2)
-    shared_variance = max(0.0, statistics.fmean(shared))
+    once_each = reach * sum(map(len, groups)) / count
+    shared_variance = max(0.0, statistics.fmean(shared), UNSEEN / len(sums) * once_each**2 if seen < unseen else 0.0)
     mean += MEAN_ERRORS * math.sqrt(variance / count + shared_variance / len(sums))
     return _Moments(mean=mean, reach=reach, variance=variance, shared_variance=shared_variance)
 

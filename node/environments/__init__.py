@@ -29,7 +29,11 @@ def load_environment(spec: EnvironmentSpec) -> Environment:
 
     Raises EnvironmentFault where there is none.
     """
-    return with_lengths(_load(spec), spec)
+    environment = _load(spec)
+    if spec.length is not None and isinstance(environment, TerminalTarget):
+        # The request would stand on a frame-based policy's screen, where the cursor can go, and not on the reward's.
+        raise EnvironmentFault("terminal takes no length targets, which its frames would show", code="bad_arguments")
+    return with_lengths(environment, spec)
 
 
 def _load(spec: EnvironmentSpec) -> Environment:

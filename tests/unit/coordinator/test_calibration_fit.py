@@ -69,6 +69,28 @@ def most_evidence(groups, limits):
 # -- levels
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rare_bit_that_all_completions_of_a_group_share_rejects_nobody(seed):
+    """In float32 a bit differs in one chunk of a thousand; a group of equal completions has it in all, or in none."""
+    rng = random.Random(seed)
+
+    def group():
+        rare = (
+            [rng.random() < 0.002] * ROLLOUTS if rng.random() < 0.7 else [rng.random() < 0.002 for _ in range(ROLLOUTS)]
+        )
+        return [bits([0.0078125 if one else 0.0]) for one in rare]
+
+    limits = fit_limits([group() for _ in range(64)], [group() for _ in range(64)], false_rejections=1e-6)
+    caught = try_groups([group() for _ in range(2000)], rounded(limits))
+    assert (caught.rejected_groups, caught.drifted_groups) == (0, 0)
+
+
+def test_a_cheat_whose_bits_all_differ_is_stopped_within_three_slots_where_none_ever_did():
+    """By what its slots show together: one group of equal completions could be an honest accident."""
+    limits = fit_limits(*[[[bits([0.0])] * ROLLOUTS for _ in range(64)] for _ in range(2)], false_rejections=1e-6)
+    assert try_groups([[bits([0.0078125])] * ROLLOUTS] * 3, rounded(limits)).first <= 3
+
+
 def test_no_honest_group_is_refused_by_the_levels_that_it_was_fitted_to():
     """One prompt of hundreds may be harder on the arithmetic than its mean square tells: its worker is as honest."""
     groups = worker_groups(300, seed=6)

@@ -14,7 +14,7 @@ from sandboxing import needs_sandbox
 from node.environments import EnvironmentFault, load_environment
 from node.environments.base import Environment, answer_in
 from node.environments.reasoning_gym import MAX_ANSWER_CHARACTERS, PLAIN, REVIEWED, WHY_REFUSED
-from node.protocol.run import EnvironmentSpec
+from node.protocol.run import EnvironmentSpec, LengthSpec
 
 LAST = 2**63 - 1
 
@@ -101,6 +101,14 @@ def test_the_terminal_rewards_enter_on_the_target_and_nothing_else(index):
         "\n" * 10**6,
     ):
         assert source.reward(problem, completion) == 0.0, completion[:80]
+
+
+def test_a_terminal_takes_no_length_targets():
+    """The policy would see the request above the field and go there, where the reward's terminal has nothing."""
+    spec = EnvironmentSpec(name="terminal", length=LengthSpec(targets=(8,)))
+    with pytest.raises(EnvironmentFault, match="no length targets") as caught:
+        load_environment(spec)
+    assert caught.value.code == "bad_arguments"
 
 
 def test_a_terminal_field_has_one_beginning_and_one_target_elsewhere():
