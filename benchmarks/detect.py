@@ -45,7 +45,7 @@ from coordinator.calibration.fit import Group, fit_limits
 from coordinator.calibration.measure import measure
 from coordinator.calibration.slots import Slots
 from coordinator.calibration.trial import judge_rollouts, try_groups
-from coordinator.calibration.workers import Worker, make_workers
+from coordinator.calibration.workers import IN_FLIGHT, Worker, make_workers
 from coordinator.training.groups import Group as TrainingGroup
 from coordinator.training.groups import Sample
 from coordinator.training.grpo import train_step
@@ -196,7 +196,9 @@ async def honest(bench: Bench, counts: Sequence[tuple[Worker, int]], *, false_re
         drawn.append(await worker.draw(bench.spec, bench.path, bench.slots, groups=count))
         workload.say(f"honest: {count} groups by {worker.name}")
     measured = [bench.measured(groups) for groups in drawn]
-    bench.limits = fit_limits(*(groups[::2] for groups in measured), false_rejections=false_rejections)
+    bench.limits = fit_limits(
+        *(groups[::2] for groups in measured), false_rejections=false_rejections, parts=len(IN_FLIGHT)
+    )
     rejected = drifted = 0
     for groups in measured:
         caught = try_groups(groups[1::2], bench.limits)

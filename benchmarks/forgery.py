@@ -4,7 +4,7 @@
 of a stated length whose tokens and log-probabilities are right and whose proofs are made up
 (`benchmarks.forging.forgers`). Each is judged by the code of a real verdict, under both proof schemes at once and each
 by itself, at the default limits and at limits that were calibrated in the same run: twice the maximum of honest work in
-bfloat16, decoded token by token with one kernel and prefilled with another, and levels of it as
+bfloat16 (`--dtype`), decoded token by token with one kernel and prefilled with another, and levels of it as
 `coordinator.calibration.fit` fits them.
 
 The policies are small (hidden 256, 4 layers, about 3 million weights) and trained for half a minute on characters, so
@@ -155,6 +155,7 @@ def peer_figures(
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]]]:
     """Figures, notes, and the rows of the table."""
     settings = Settings(
+        dtype=options.dtype,
         hidden=options.hidden,
         training_steps=options.training_steps,
         prompts=options.prompts,
@@ -207,7 +208,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         "forgeries_per_rung": f"of {FULL} tokens, for each architecture",
         "accepted": f"of {FULL} tokens or more, scheme {RECOMMENDED}, calibrated limits",
         "calibrated": "as `veriswarm calibrate` fits them: twice the honest maximum, levels, and the sketch's step",
-        "policies": f"hidden {options.hidden}, trained for {options.training_steps} steps in this run",
+        "policies": f"{options.dtype}, hidden {options.hidden}, trained for {options.training_steps} steps in this run",
     }
     return figures, notes, rows_of(counted)
 
@@ -223,6 +224,7 @@ def arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"of {', '.join(FAMILIES)} (default: the first {len(ATTENTION)})",
     )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the policies")
     parser.add_argument("--forgeries", type=int, default=100_000, help="of 32 tokens, each rung (default 100000)")
     parser.add_argument("--short", type=int, default=5_000, help="of each other length, each rung (default 5000)")
     parser.add_argument(

@@ -121,6 +121,8 @@ def problems(
     except ValueError as error:
         raise click.UsageError(f"{error}.") from error
     text, spec = read_run_file(run_file)
+    out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
+    _check_result(text, spec, count=count, out=out)
     with tempfile.TemporaryDirectory(prefix="problems-") as folder:
         found = filter_problems(policy_file(spec, policy, Path(folder)), spec=spec, settings=settings)
     if not as_json:
@@ -134,12 +136,26 @@ def problems(
         wanted = filtered_spec(spec, found)
     except ValueError as error:
         raise BadConfiguration(f"so many problems make no run: {error}") from error
-    out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
     write_atomically(out, filtered_text(text, wanted).encode())
     if as_json:
         click.echo(msgspec.json.encode({"environments": found, "out": str(out)}))
     else:
         click.echo(f"written: {out}")
+
+
+def _check_result(text: str, spec: RunSpec, *, count: int, out: Path) -> None:
+    """Raise BadConfiguration now, and not after all measuring, where the result could not be written."""
+    from node.protocol.run import ProblemsSpec
+
+    bitmap = bytes([255] * (count // 8)) + bytes([2 ** (count % 8) - 1] if count % 8 else [])
+    kept = ProblemsSpec(count=count, kept=bitmap)
+    try:
+        every = tuple(msgspec.structs.replace(one, problems=kept) for one in spec.environments)
+        filtered_text(text, msgspec.structs.replace(spec, environments=every))
+    except ValueError as error:
+        raise BadConfiguration(f"so many problems make no run: {error}") from error
+    if not out.parent.is_dir():
+        raise BadConfiguration(f"{out.parent} is no folder")
 
 
 def filtered_text(text: str, wanted: RunSpec) -> str:

@@ -16,11 +16,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from msgspec import UNSET
 
 from node.coordinator_client import DEFAULT_BACKOFF
 from node.engines.base import DoesNotFit, Engine, WrongEngine
@@ -31,6 +31,7 @@ from node.instance import instance_of
 from node.joining import Entrance, Entry, entered
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
+from node.protocol.pools import has_candidate
 from node.protocol.run import RunSpec
 from node.relay_advice import Serving, announcement
 from node.signals import Stopped, first_of, race
@@ -163,7 +164,7 @@ class Worker:
             self._feed,
             registrar=self._registrar,
             last_step=descriptor.spec.training.steps,
-            has_pools=descriptor.spec.batch.pools is not UNSET,
+            has_candidate=partial(has_candidate, descriptor.spec, run_id=settings.entry.run_id),
             evidence=state.folder,
             onlooker=onlooker,
         )

@@ -113,6 +113,7 @@ class EngineHost:
         """
         try:
             expected = self._expected(lease)
+            _check_prompt(expected, self._spec)
             requests = requests_for(expected)
             rollouts = await self._engine.generate(requests, ended=ended)
         except (EnvironmentFault, SandboxFailed):
@@ -184,6 +185,16 @@ class EngineHost:
             manifest_digest=lease.manifest_digest,
             slot=lease.slot,
             candidate=candidate_of(lease),
+        )
+
+
+def _check_prompt(expected: Expected, spec: RunSpec) -> None:
+    """Raise EnvironmentFault for a prompt that the run does not allow: another engine would not take it either."""
+    tokens, most = len(expected.prompt_ids), spec.sampling.max_prompt_tokens
+    if not 1 <= tokens <= most:
+        raise EnvironmentFault(
+            f"its prompt has {tokens} tokens, 1 to {most} are allowed (sampling.max_prompt_tokens)",
+            code="prompt_too_long",
         )
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-from msgspec import UNSET
 
 from node.coordinator_client import CoordinatorClient
 from node.errors import BadReply, CoordinatorFault, Refused
@@ -63,7 +61,7 @@ class LeaseDesk:
     """One worker's way to leases. `is_over` says that the run's last policy is published.
 
     `registrar` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has,
-    `has_pools` whether its leases name a candidate: without pools a slot has one problem, whatever a lease says.
+    `has_candidate` whether a lease names a problem that its slot can be for (`node.protocol.pools`).
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class LeaseDesk:
         *,
         registrar: Registrar,
         last_step: int,
-        has_pools: bool = False,
+        has_candidate: Callable[[Lease], bool],
         evidence: Path,
         onlooker: Onlooker = NOBODY,
     ) -> None:
@@ -83,7 +81,7 @@ class LeaseDesk:
         self._feed = feed
         self._registrar = registrar
         self._last_step = last_step
-        self._has_pools = has_pools
+        self._has_candidate = has_candidate
         self._evidence = evidence
         self._onlooker = onlooker
         self._complaints = Complaints()
@@ -142,7 +140,7 @@ class LeaseDesk:
     def _is_sound(self, lease: Lease, version: int) -> bool:
         """Whether a lease is of the reply's version, of the manifest that this worker itself verified, and on a problem
         that its slot can be for."""
-        if (lease.candidate is not UNSET) != self._has_pools:
+        if not self._has_candidate(lease):
             log.error("not working on slot %d: its lease is on a problem that the run's rules do not know", lease.slot)
             return False
         held = self._feed.get(lease.version)

@@ -31,7 +31,7 @@ _PREFILLED_TOGETHER = 64
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Completions and the states that their tokens were chosen from.
+    """Completions and the states that their tokens were chosen from, as proofs are made of them: in bfloat16.
 
     `ids` [rows, PROMPT_TOKENS + tokens]; `worker`, from decoding, and `verifier`, from a prefill: [rows, tokens,
     hidden], bfloat16. Rows of one prompt are adjacent, `SAMPLES` of them.
@@ -49,8 +49,8 @@ def corpus() -> Tensor:
     return torch.tensor([min(ord(character), VOCABULARY - 1) for character in text])
 
 
-def train(family: str, *, hidden: int, steps: int) -> tuple[Any, float]:
-    """A policy of `family`, in bfloat16, and its last loss in nats per character; log(128) is 4.85."""
+def train(family: str, *, hidden: int, steps: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, float]:
+    """A policy of `family`, and its last loss in nats per character; log(128) is 4.85."""
     torch.manual_seed(0)
     model = architectures.make(family, hidden=hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95))
@@ -66,7 +66,7 @@ def train(family: str, *, hidden: int, steps: int) -> tuple[Any, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return model.bfloat16().eval(), float(loss.detach())
+    return model.to(dtype).eval(), float(loss.detach())
 
 
 def _excerpts(model: Any, rows: int, tokens: int) -> Tensor:
@@ -100,7 +100,7 @@ def _decode(model: Any, ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         read, memory = architectures.decode(model, fed, memory)
         last = read[:, -1]
         fed = torch.multinomial(model.lm_head(last).float().softmax(-1), 1)
-        states.append(last)
+        states.append(last.bfloat16())
         ids = torch.cat([ids, fed], 1)
     return ids, torch.stack(states, 1)
 
@@ -119,7 +119,7 @@ def depths(model: Any, ids: Tensor, layers: tuple[int, ...]) -> list[Tensor]:
 def _prefill(body: Any, ids: Tensor) -> Tensor:
     parts = torch.split(ids[:, :-1], _PREFILLED_TOGETHER)
     return torch.cat(
-        [body(input_ids=part, use_cache=False).last_hidden_state[:, PROMPT_TOKENS - 1 :] for part in parts]
+        [body(input_ids=part, use_cache=False).last_hidden_state[:, PROMPT_TOKENS - 1 :].bfloat16() for part in parts]
     )
 
 
@@ -138,4 +138,4 @@ def distil(model: Any, drawn: Drawn, *, steps: int) -> Any:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-    return student.bfloat16().eval()
+    return student.to(model.dtype).eval()

@@ -53,6 +53,7 @@ class Settings:
     full chunks and `short` of each of the other lengths, and `default` of each are judged by the default limits too.
     """
 
+    dtype: str
     hidden: int
     training_steps: int
     prompts: int
@@ -115,7 +116,8 @@ def prepare(family: str, folder: Path, settings: Settings) -> Prepared:
     """Train a policy, let it work honestly, fit limits to half of that, and make what the forgers prove."""
     torch.set_num_threads(1)
     folder.mkdir()
-    model, loss = policies.train(family, hidden=settings.hidden, steps=settings.training_steps)
+    dtype = getattr(torch, settings.dtype)
+    model, loss = policies.train(family, hidden=settings.hidden, steps=settings.training_steps, dtype=dtype)
     drawn = policies.draw(model, prompts=settings.prompts, tokens=POSITIONS, seed=2)
     errors = make_surrogates(model, drawn, folder, settings)
     groups = honest_windows(min(settings.prompts, HONEST_PROMPTS))

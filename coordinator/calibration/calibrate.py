@@ -20,7 +20,7 @@ from coordinator.calibration.result import Found, Outcome, outcome
 from coordinator.calibration.sketch_step import find_step
 from coordinator.calibration.slots import Slots
 from coordinator.calibration.trial import judge_alone
-from coordinator.calibration.workers import Worker, make_workers
+from coordinator.calibration.workers import IN_FLIGHT, Worker, make_workers
 from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
 from node.exchange import measure_body
@@ -139,8 +139,9 @@ class _Calibration:
             raise BadConfiguration("honest work has numbers that are not finite: the policy overflows in its dtype")
         accepted = self._settings.false_rejections
         chance = own.false_rejections if accepted is None else accepted
-        found = fit_limits(*honest, false_rejections=chance)
-        levels = fit(*(groups[::2] for groups in honest), false_rejections=chance)
+        parts = len(IN_FLIGHT)
+        found = fit_limits(*honest, false_rejections=chance, parts=parts)
+        levels = fit(*(groups[::2] for groups in honest), false_rejections=chance, parts=parts)
         found = rounded(msgspec.structs.replace(found, honest=levels))
         changes = {name: getattr(found, name) for name in judged_alone(self._spec.proofs)}
         limits = msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)

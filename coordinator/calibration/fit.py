@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from itertools import chain
+from itertools import chain, pairwise
 
 import msgspec
 
@@ -59,13 +59,17 @@ def judged_alone(proofs: ProofSpec) -> list[str]:
     return [name for name in LEAST if name not in useless]
 
 
-def fit(*workers: Sequence[Group], false_rejections: float) -> HonestSpec:
+def fit(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> HonestSpec:
     """The level of each statistic that the groups have values of; at least two groups of each worker.
 
     A worker has one machine and one kernel, so that what sets it apart from the others never averages out: the
     levels are such as none of `workers` exceeds, and not those of the mixture. Mean, variance and reach are the
     largest of any. What a worker's groups share may be larger by the room that its lower mean leaves it: the bound
     holds for each worker, at `false_rejections` and for whatever is likelier.
+
+    A worker's groups come in so many `parts` of equal size, one behind the other, which it drew in different ways: with
+    few rows at a time and with many, for which kernels round otherwise. Who always works in the worst of them is as
+    honest, so the mean is that of a worker's highest part.
 
     The sample has the last word: where these levels make a group or a completion of it unlikelier than `SURPRISE`
     allows, the values of a group share more than their mean square shows, and that is made larger.
@@ -77,7 +81,7 @@ def fit(*workers: Sequence[Group], false_rejections: float) -> HonestSpec:
         name: [[[one.statistics[name] for one in group] for group in groups] for groups in workers]
         for name in STATISTICS
     }
-    levels = {name: _fit(every, name, spreads=spreads) for name, every in values.items()}
+    levels = {name: _fit(every, name, spreads=spreads, parts=parts) for name, every in values.items()}
     # What the run's proofs do not have keeps its default.
     return HonestSpec(**{name: level for name, level in levels.items() if level is not None})
 
@@ -90,12 +94,14 @@ class _Moments:
     shared_variance: float
 
 
-def _fit(workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str, *, spreads: float) -> LevelSpec | None:
+def _fit(
+    workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str, *, spreads: float, parts: int
+) -> LevelSpec | None:
     every = [sorted(value for group in groups for values in group for value in values) for groups in workers]
     if not all(every):
         return None
     largest = max(_cut(values, name) for values in every)
-    found = [_moments(groups, largest) for groups in workers]
+    found = [_moments(groups, largest, parts=parts) for groups in workers]
     mean = max(one.mean for one in found)
     level = LevelSpec(
         mean=mean,
@@ -134,8 +140,10 @@ def _believable(level: LevelSpec, sums: Sequence[Total]) -> LevelSpec:
     return wider(high)
 
 
-def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float) -> _Moments:
-    """The variance within groups, of sums of completions, and what the groups' means add to it."""
+def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float, *, parts: int) -> _Moments:
+    """The variance within groups, of sums of completions, and what the groups' means add to it; the mean of the highest
+    part, and by how much it may be higher than it was seen.
+    """
     sums = [[(len(values), math.fsum(min(largest, value) for value in values)) for values in group] for group in groups]
     count = sum(n for group in sums for n, _ in group)
     mean = math.fsum(s for group in sums for _, s in group) / count
@@ -154,18 +162,26 @@ def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float) -> _Mo
         shared.append((off**2 - n * variance) / n**2)
     once_each = reach * sum(map(len, groups)) / count
     shared_variance = max(0.0, statistics.fmean(shared), UNSEEN / len(sums) * once_each**2 if seen < unseen else 0.0)
-    mean += MEAN_ERRORS * math.sqrt(variance / count + shared_variance / len(sums))
-    return _Moments(mean=mean, reach=reach, variance=variance, shared_variance=shared_variance)
+    bounds = [len(sums) * part // parts for part in range(parts + 1)]
+    highest = max((_mean(sums[start:end]) for start, end in pairwise(bounds)), default=mean)
+    error = MEAN_ERRORS * math.sqrt(variance / count + shared_variance / len(sums))
+    return _Moments(mean=max(mean, highest) + error, reach=reach, variance=variance, shared_variance=shared_variance)
 
 
-def fit_limits(*workers: Sequence[Group], false_rejections: float) -> LimitsSpec:
-    """The levels, and for what is judged alone, the largest honest value seen with as much again to spare.
+def _mean(sums: Sequence[Sequence[tuple[int, float]]]) -> float:
+    """Of the values whose numbers and sums these are; -inf of none."""
+    count = sum(n for group in sums for n, _ in group)
+    return math.fsum(s for group in sums for _, s in group) / count if count else -math.inf
+
+
+def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> LimitsSpec:
+    """The levels, as `fit` finds them, and for what is judged alone, the largest honest value with as much to spare.
 
     One token may lose by `MARGIN_MEDIANS` medians, and a rollout of ordinary length may have one such token, if the
     defaults allow that. Sketch distances end where states are unrelated, so that twice an honest one may mean
     nothing: there the default counts, unless it leaves less than half as much to spare.
     """
-    honest, default = fit(*workers, false_rejections=false_rejections), LimitsSpec()
+    honest, default = fit(*workers, false_rejections=false_rejections, parts=parts), LimitsSpec()
     levels = LimitsSpec(honest=honest, false_rejections=false_rejections)
     every = [one for groups in workers for group in groups for one in group]
     figures = [one.figures(levels) for one in every]

@@ -34,11 +34,21 @@ class EagerEngine(TorchEngine):
 
 
 class PlainEngine(TorchEngine):
-    """The torch engine without oneDNN, whose kernels of convolutions and of an LSTM round otherwise."""
+    """The torch engine without oneDNN, whose kernels of convolutions and of an LSTM round otherwise.
 
-    def _decode(self) -> None:
-        with without_onednn():
-            super()._decode()
+    The whole process is without it from here to `close`.
+    """
+
+    def __init__(self, spec: RunSpec, *, threads: int = 1) -> None:
+        super().__init__(spec, threads=threads)
+        self._flags = contextlib.ExitStack()
+        self._flags.enter_context(without_onednn())
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self._flags.close()
 
 
 @contextlib.contextmanager

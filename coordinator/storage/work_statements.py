@@ -128,10 +128,15 @@ REOPEN_SLOT = (
 
 
 def _open_slots(*, with_failures: bool) -> Select[Any]:
-    """Oldest first; not those in which `node` failed. Without those in which others failed a few times."""
+    """Oldest first; not those in which `node` failed, or which it let lapse: whatever kept it may do so again. Without
+    those in which others failed a few times.
+    """
     failed_here = select(submissions.c.slot_id).where(
         submissions.c.node == bindparam("node"),
         or_(submissions.c.outcome == Outcome.REJECTED, submissions.c.recheck == Outcome.REJECTED),
+    )
+    lapsed_here = _how_many(
+        leases.c.slot_id == slots.c.id, leases.c.node == bindparam("node"), leases.c.state == LeaseState.EXPIRED
     )
     # A slot that is open now was let lapse so often, or submitted without being admitted.
     failed = _one_of(leases.c.state, LeaseState.EXPIRED, LeaseState.SUBMITTED)
@@ -143,6 +148,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
             slots.c.state == SlotState.OPEN,
             slots.c.version.in_(bindparam("versions", expanding=True)),
             slots.c.id.not_in(failed_here),
+            lapsed_here.scalar_subquery() == 0,
             true() if with_failures else failures < MOST_FAILURES,
         )
         .order_by(slots.c.id)

@@ -222,12 +222,19 @@ class Tasks:
             indexes = held_out(seed=settings.seed, environment=place, count=settings.problems)
         self._problems: list[Problem] = [environment.problem(index) for index in indexes]
         self.rewards: list[list[float]] = [[] for _ in indexes]
+        self._drawn = list(range(len(self._problems)))
         self._cut_off = 0
 
     def requests(self, sampling: SamplingSpec) -> Iterator[SampleRequest]:
-        """One for each completion, problem after problem."""
+        """One for each completion, problem after problem. None for a prompt of a length that the run does not allow:
+        nobody could work on it.
+        """
         for number, problem in enumerate(self._problems):
             prompt = tuple(render_prompt(self._policy, problem.prompt))
+            if not 1 <= len(prompt) <= sampling.max_prompt_tokens:
+                log.warning("problem %d of %s has a prompt of %d tokens", number, self.environment.name, len(prompt))
+                self._drawn.remove(number)
+                continue
             ask = asking(self._policy, self.environment, problem, sampling=sampling)
             for sample in range(self._settings.samples):
                 seed = _derive(self._settings.seed, self._place, number, sample)[:SEED_BYTES]
@@ -236,7 +243,7 @@ class Tasks:
     def judge(self, rollouts: Sequence[Rollout]) -> None:
         """Take the next completions, in the order of the requests."""
         for rollout in rollouts:
-            number = len(self.lengths) // self._settings.samples
+            number = self._drawn[len(self.lengths) // self._settings.samples]
             self.lengths.append(len(rollout.completion_ids))
             self._cut_off += rollout.completion_ids[-1] not in self._policy.eos_ids
             try:
@@ -260,8 +267,8 @@ class Tasks:
             reward=reward,
             low=low,
             high=high,
-            tokens_mean=fmean(self.lengths),
-            tokens_median=median(self.lengths),
-            tokens_most=max(self.lengths),
-            cut_off=self._cut_off / len(self.lengths),
+            tokens_mean=fmean(self.lengths or [0]),
+            tokens_median=median(self.lengths or [0]),
+            tokens_most=max(self.lengths, default=0),
+            cut_off=self._cut_off / max(1, len(self.lengths)),
         )

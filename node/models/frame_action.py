@@ -51,6 +51,10 @@ MAX_TRAINED_CELLS = 2**17
 """Cells in a pass where gradients are wanted, and rounding does not matter."""
 MAX_FRAME_NUMBERS = 2**21
 """Numbers that a stage of the frame head makes of one frame: a small file may not ask for much memory."""
+MAX_FRAME_WORK = 2**33
+"""What the frame head may cost for one frame, in multiplications: a small file may not ask for much time either."""
+SOFTMAX_WORK = 32
+"""What an attention weight costs besides, in multiplications: heads may be narrow."""
 _DIGEST_BYTES = 16
 
 
@@ -105,6 +109,13 @@ class FrameActionConfig(RecurrentConfig):
         numbers = tokens * max(POOLED**2 * cell, POOLED * self.frame_size, self.intermediate_size)
         if numbers > MAX_FRAME_NUMBERS:
             raise ValueError(f"{numbers} numbers for a frame; {MAX_FRAME_NUMBERS} are the most")
+        size = self.frame_size
+        attention = tokens**2 * (2 * size + SOFTMAX_WORK * self.num_attention_heads)
+        block = tokens * size * (4 * size + 2 * self.intermediate_size) + attention
+        work = 9 * tokens * self.convolution_size * (POOLED**2 * self.cell_size + POOLED * size)
+        work += self.num_hidden_layers * block
+        if work > MAX_FRAME_WORK:
+            raise ValueError(f"a frame costs {work} multiplications; {MAX_FRAME_WORK} are the most")
         shown = self.token_codepoints or []
         if len(shown) > self.vocab_size or not all(0 <= codepoint < self.codepoints for codepoint in shown):
             raise ValueError("token_codepoints has more entries than the vocabulary, or code points than embeddings")

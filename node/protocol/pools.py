@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 
+from msgspec import UnsetType
+
+from node.protocol.messages import Lease
 from node.protocol.run import PoolsSpec, ProblemsSpec, RunSpec
 from node.protocol.slots import MOST_CANDIDATES, SlotProblem, slot_problem
 from shardcast.wire import derive
@@ -60,6 +63,16 @@ def candidates(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int) -
         yield tried
         if not has_pools(spec, tried.environment):
             return
+
+
+def has_candidate(spec: RunSpec, lease: Lease, *, run_id: str) -> bool:
+    """Whether a lease names a problem that its slot can be for, as far as can be told without the log: one in a
+    run with pools alone, and another than the first where the problem is of a finite set.
+    """
+    if isinstance(lease.candidate, UnsetType):
+        return not isinstance(spec.batch.pools, PoolsSpec)
+    first = slot_problem(spec, run_id=run_id, manifest_digest=lease.manifest_digest, slot=lease.slot)
+    return isinstance(spec.batch.pools, PoolsSpec) and (lease.candidate == 0 or has_pools(spec, first.environment))
 
 
 def first_candidate(

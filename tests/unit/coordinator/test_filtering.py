@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.errors import BadConfiguration
 from coordinator.problems_command import filtered_text
+from coordinator.training import filtering
 from coordinator.training.evaluation import EvaluationSettings, judged_tasks
 from coordinator.training.filtering import (
     Filtered,
@@ -21,6 +22,7 @@ from coordinator.training.filtering import (
     filtered_spec,
 )
 from node.cli import main
+from node.environments import load_environment
 from node.policy import save_policy
 from node.protocol.run import EnvironmentSpec, ProblemsSpec, parse_run_toml
 from node.protocol.slots import kept_problems
@@ -169,6 +171,36 @@ def test_the_command_writes_a_run_toml_whose_slots_are_of_kept_problems(tmp_path
         assert one["count"] == environment.problems.count == 12
     assert spec.environments[0].length == SPEC.environments[0].length
     assert [type(environment) for environment in spec.environments] == [EnvironmentSpec] * 2
+
+
+def test_a_problem_whose_prompt_is_too_long_is_left_out(tmp_path: Path, policy: Path) -> None:
+    """Nobody could work on its slots; `reverse` asks for 12 to 14 tokens."""
+    text = '[sampling]\nmax_prompt_tokens = 13\nmax_new_tokens = 4\n[[environments]]\nname = "reverse"\n'
+    spec = parse_run_toml('name = "t"\n' + text)
+    (found,) = filter_problems(policy, spec=spec, settings=FilterSettings(count=24, samples=1, lowest=0.0, highest=1.0))
+    fits = [len(load_environment(spec.environments[0]).problem(index).prompt) <= 13 for index in range(24)]
+    assert 0 < sum(fits) < 24
+    assert (found.bitmap, found.unjudged) == (bitmap_of(fits), 24 - sum(fits))
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filtering, "filter_problems", None)  # calling it would be another error
+    result = invoke(tmp_path, "--policy", str(policy), "--out", str(tmp_path / "nowhere" / "run.toml"))
+    assert result.exit_code != 0
+    assert "nowhere is no folder" in result.output.replace("\n", "")
+
+
+def test_environments_that_take_no_tables_are_named_before_anything_is_measured(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filtering, "filter_problems", None)
+    (tmp_path / "run.toml").write_text('name = "t"\nenvironments = [{ name = "reverse" }]\n')
+    given = ["problems", "--run", str(tmp_path / "run.toml"), "--policy", str(policy), "--json"]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code != 0
+    assert "cannot be written into this run.toml" in result.output.replace("\n", " ")
 
 
 def test_the_command_says_so_where_nothing_is_left_and_writes_no_file(tmp_path: Path, policy: Path) -> None:

@@ -119,13 +119,20 @@ def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actor
         actors.now += 51
 
 
-def test_letting_a_lease_lapse_makes_a_node_wait(actors: Actors) -> None:
-    actors.lease("a", held=(0,))
+def test_letting_a_lease_lapse_makes_a_node_wait_and_the_slot_goes_to_others_alone(actors: Actors) -> None:
+    """A problem that no worker can do would take up a proven one for good: it gets the oldest slot each time."""
+    (lapsed,) = actors.lease("a", held=(0,))
     actors.now += 51
-    assert actors.lease("b", held=(0,)), "whoever asks next ends the lease"
+    (again,) = actors.lease("b", held=(0,))
+    assert again.slot == lapsed.slot, "whoever asks next ends the lease"
     assert actors.lease("a", held=(0,)) == []
+    with actors.home.database.write() as connection:
+        work.give_back(connection, node=who("b"), lease_id=again.lease_id, now=actors.now)
     actors.now += 4
-    assert actors.lease("a", held=(0,))
+    (other,) = actors.lease("a", held=(0,))
+    assert other.slot != lapsed.slot
+    (again,) = actors.lease("b", held=(0,))
+    assert again.slot == lapsed.slot
 
 
 def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path, database_url: str | None) -> None:

@@ -223,6 +223,8 @@ def test_from_pretrained_reads_what_save_pretrained_wrote(tmp_path: Path) -> Non
         {"rows": 64, "columns": 256, "convolution_size": 2048},
         {"rows": 64, "columns": 256, "frame_size": 1024},
         {"rows": 64, "columns": 256, "intermediate_size": 2**18},
+        {"rows": 64, "columns": 256, "frame_size": 16, "intermediate_size": 16, "num_hidden_layers": 100},
+        {"rows": 64, "columns": 256, "frame_size": 512, "num_attention_heads": 512},
         {"token_codepoints": [0] * 129},
         {"token_codepoints": [-1]},
         {"token_codepoints": [128]},

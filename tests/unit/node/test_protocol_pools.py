@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from node.protocol.pools import Pool, PoolHistory, candidates, first_candidate, group_mean, pool_of, slot_pool
+from node.protocol.messages import Lease
+from node.protocol.pools import (
+    Pool,
+    PoolHistory,
+    candidates,
+    first_candidate,
+    group_mean,
+    has_candidate,
+    pool_of,
+    slot_pool,
+)
 from node.protocol.run import BatchSpec, EnvironmentSpec, PoolsSpec, ProblemsSpec, RunSpec
 from node.protocol.slots import MOST_CANDIDATES, SlotProblem, slot_problem
 from shardcast.wire import decode
@@ -154,6 +164,26 @@ def test_an_environment_without_end_has_no_pools_in_a_run_that_has() -> None:
         else:
             assert drawn(spec, slot) == MOST_CANDIDATES - 1
     assert seen == {0, 1}
+
+
+def test_a_worker_takes_no_candidate_that_no_log_could_lead_to() -> None:
+    """An operator would pick one of 32 problems of an endless environment, and workers would go along."""
+    finite = EnvironmentSpec(name="arithmetic", problems=ProblemsSpec(count=4))
+    spec, plain = finite_spec(finite, ENDLESS, pools=PoolsSpec()), finite_spec(finite, ENDLESS)
+
+    def lease(slot: int, **candidate: int) -> Lease:
+        return Lease(lease_id="00" * 32, version=0, manifest_digest=MANIFEST, slot=slot, expires_at=0, **candidate)
+
+    seen = set()
+    for slot in range(20):
+        endless = slot_problem(spec, run_id=RUN, manifest_digest=MANIFEST, slot=slot).environment == 1
+        seen.add(endless)
+        assert has_candidate(spec, lease(slot, candidate=0), run_id=RUN)
+        assert has_candidate(spec, lease(slot, candidate=7), run_id=RUN) is not endless
+        assert not has_candidate(spec, lease(slot), run_id=RUN)
+        assert has_candidate(plain, lease(slot), run_id=RUN)
+        assert not has_candidate(plain, lease(slot, candidate=0), run_id=RUN)
+    assert seen == {True, False}
 
 
 def test_a_policys_pools_are_what_was_admitted_before_it() -> None:
