@@ -10,7 +10,7 @@ from node.plain_reasons import PLAIN
 from node.protocol.reasons import Reason
 
 NOTHING: Final = "-"
-_UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+_UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -21,10 +21,11 @@ def number(value: float | None, digits: int = 3) -> str:
         return "not finite"
     if value == int(value) and abs(value) < 100_000:
         return f"{int(value):,}"
+    short = float(f"{value:.{digits}g}")
     for size, unit in _UNITS:
-        if abs(value) >= size:
-            return f"{value / size:.{digits}g} {unit}" if abs(value) < 1000 * size else f"{value / size:,.0f} {unit}"
-    return f"{value:.{digits}g}"
+        if abs(short) >= size:
+            return f"{short / size:.{digits}g} {unit}" if abs(short) < 1000 * size else f"{short / size:,.0f} {unit}"
+    return f"{short:.{digits}g}"
 
 
 def seconds(value: float | None) -> str:
