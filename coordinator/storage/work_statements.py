@@ -40,7 +40,7 @@ from node.protocol.admission import DRIFT, Outcome
 from node.protocol.reasons import Reason
 
 MOST_FAILURES = 2
-"""After so many a slot is not for nodes that have shown nothing."""
+"""After so many a slot is not for nodes that have shown nothing, nor for the one that let it lapse so often."""
 
 
 def _one_of(column: Column[str], *values: str) -> ColumnElement[bool]:
@@ -128,8 +128,8 @@ REOPEN_SLOT = (
 
 
 def _open_slots(*, with_failures: bool) -> Select[Any]:
-    """Oldest first; not those in which `node` failed, or which it let lapse: whatever kept it may do so again. Without
-    those in which others failed a few times.
+    """Oldest first; not those in which `node` failed, or which it let lapse twice: an answer may be lost, but a problem
+    that it cannot do would take it up for good. Without those in which others failed a few times.
     """
     failed_here = select(submissions.c.slot_id).where(
         submissions.c.node == bindparam("node"),
@@ -148,7 +148,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
             slots.c.state == SlotState.OPEN,
             slots.c.version.in_(bindparam("versions", expanding=True)),
             slots.c.id.not_in(failed_here),
-            lapsed_here.scalar_subquery() == 0,
+            lapsed_here.scalar_subquery() < MOST_FAILURES,
             true() if with_failures else failures < MOST_FAILURES,
         )
         .order_by(slots.c.id)
