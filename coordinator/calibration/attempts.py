@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
 from node.sampling import Choose, choose
 from node.second_look import int8
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = 8
 BEST_OF = 8
@@ -158,5 +161,7 @@ class Attempts:
     def _reward(self, slot: int, rollout: Rollout) -> float:
         try:
             return self._slots.reward(slot, rollout)
-        except NodeError:
-            return 0.0  # a cheat, too, takes another one where its own machine cannot judge
+        except NodeError as error:
+            # A cheat, too, takes another one where its own machine cannot judge.
+            log.warning("a completion cannot be judged here, and counts as a wrong one: %s", error)
+            return 0.0

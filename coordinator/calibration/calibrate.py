@@ -23,6 +23,7 @@ from coordinator.calibration.trial import judge_alone
 from coordinator.calibration.workers import IN_FLIGHT, Worker, make_workers
 from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
+from node.environments import check_rewards, load_environment
 from node.exchange import measure_body
 from node.models.base import RecurrentForCausalLM
 from node.policy import load_policy, save_policy
@@ -84,6 +85,8 @@ class _Calibration:
         self._folder = folder
 
     async def run(self) -> Found:
+        if self._settings.cheat_groups:  # the best of eight needs rewards, at the very end
+            check_rewards([load_environment(environment) for environment in self._spec.environments])
         self._path = await asyncio.to_thread(_policy_file, self._spec, self._settings.policy, self._folder)
         self._prefill = await asyncio.to_thread(read_by_transformers, self._path, spec=self._spec)
         policy = policy_of(self._prefill)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.models.base import LENGTH, join, select
+from node.models.base import LENGTH, State, join, select
 from node.policy import Policy, load_policy, save_policy
 from node.prefill import TransformersPrefill, spans_of
 from node.proofs import build_proofs
@@ -123,41 +123,38 @@ def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.float8_e4m3fn).to(output.dtype)
 
 
-class RoundedStateEngine(TorchEngine):
-    """The torch engine with a recurrent policy whose state is kept in bfloat16."""
+class _TamperedStateEngine(TorchEngine):
+    """The torch engine with a recurrent policy that goes on from another state than the one it left."""
 
     async def load(self, path: Path, *, version: int) -> None:
         await super().load(path, version=version)
         base: Any = self.policy.model.base_model
-        base.register_forward_pre_hook(_round_state, with_kwargs=True)
+        base.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        state = named.get("state")
+        return arguments, named if state is None else {**named, "state": self.tampered(base, state)}
+
+    def tampered(self, base: Any, state: State) -> State:
+        """What it goes on from."""
+        raise NotImplementedError
 
 
-def _round_state(_base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    state = named.get("state")
-    if state is None:
-        return arguments, named
-    rounded = {
-        name: each.bfloat16().to(each.dtype) if each.is_floating_point() else each for name, each in state.items()
-    }
-    return arguments, {**named, "state": rounded}
+class RoundedStateEngine(_TamperedStateEngine):
+    """Keeps the state in bfloat16."""
+
+    def tampered(self, base: Any, state: State) -> State:  # noqa: ARG002  (the interface's arguments)
+        numbers = {name: each for name, each in state.items() if each.is_floating_point()}
+        return {**state, **{name: each.bfloat16().to(each.dtype) for name, each in numbers.items()}}
 
 
-class StateResetEngine(TorchEngine):
-    """The torch engine with a recurrent policy that forgets all it has read, every RESET_TOKENS tokens."""
+class StateResetEngine(_TamperedStateEngine):
+    """Forgets all it has read, every RESET_TOKENS tokens."""
 
-    async def load(self, path: Path, *, version: int) -> None:
-        await super().load(path, version=version)
-        base: Any = self.policy.model.base_model
-        base.register_forward_pre_hook(_forget, with_kwargs=True)
-
-
-def _forget(base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    state = named.get("state")
-    if state is None:
-        return arguments, named
-    fresh, due = base.started(1), state[LENGTH] % RESET_TOKENS == 0
-    places = torch.arange(len(due)).masked_fill(due, len(due))
-    return arguments, {**named, "state": select(join([state, fresh]), places)}
+    def tampered(self, base: Any, state: State) -> State:
+        fresh, due = base.started(1), state[LENGTH] % RESET_TOKENS == 0
+        places = torch.arange(len(due)).masked_fill(due, len(due))
+        return select(join([state, fresh]), places)
 
 
 Forge = Callable[[Cells, bool], Cells]
