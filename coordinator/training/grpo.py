@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coordinator.training import recipe
+from coordinator.training.attention import attending, packed_attention
 from coordinator.training.groups import Group, Sample
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, Row, Scored, pack, share
@@ -67,9 +68,10 @@ def train_step(
     stats = Statistics()
     model.train()
     updates = Updates(model, reference, spec, execution, stats)
-    padded = isinstance(model, RecurrentForCausalLM)
-    for samples in split(scored, training.minibatches):
-        updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens, padded=padded))
+    recurrent = isinstance(model, RecurrentForCausalLM)
+    with packed_attention(model, reference):
+        for samples in split(scored, training.minibatches):
+            updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens, recurrent=recurrent))
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         **stats.means(execution.world),
@@ -106,9 +108,10 @@ def split(scored: Sequence[Scored], minibatches: int) -> list[Sequence[Scored]]:
 
 
 def read(model: PreTrainedModel, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of all ids at a row's drawn tokens [N, V], and of those drawn [N]."""
+    """Log-probabilities of all ids at a row's drawn tokens [N, V], and of those drawn [N], in `packed_attention`."""
+    where = attending(model, row)
     logits_NV = model(
-        input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=row.predicts
+        input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=row.predicts, **where
     ).logits[0]
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
     return logprobs_NV, logprobs_NV.gather(-1, row.targets[:, None]).squeeze(-1)

@@ -72,6 +72,7 @@ def _adamw(parameters: list[nn.Parameter], training: TrainingSpec) -> torch.opti
         lr=training.learning_rate,
         betas=(training.beta1, training.beta2),
         weight_decay=training.weight_decay,
+        fused=True,
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from coordinator.trainer_command import trainer
+from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.grpo import read
-from coordinator.training.packing import Scored, pack, sample_tokens, share
+from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, pack, sample_tokens, share
+from node.policy_config import ATTENTION
 from node.tiny import make_model
 
 SAMPLES = [
@@ -17,6 +21,12 @@ SAMPLES = [
     # Two turns: the environment said 40, 41 after the second token.
     Sample((16, 17), (18, 19, 20), (-0.6, -0.7, -0.8), replies=((2, (40, 41)),)),
 ]
+# Two groups of the same length, with a conversation among them, and one more sample of the first.
+GROUPS = [
+    *(Sample((1, 2, 3, 4), (5 + at,) * (1 + at), (-1.0,) * (1 + at)) for at in range(4)),
+    *(Sample((1, 2, 3, 5), (5 + at, 60), (-1.0, -0.2), replies=((1, (40, 41 + at)),)) for at in range(3)),
+    Sample((1, 2, 3, 4), (5, 6), (-1.0, -0.2)),
+]
 
 
 def scored(samples):
@@ -25,15 +35,18 @@ def scored(samples):
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model(3)
+    made = make_model(3)
+    with packed_attention(made):
+        yield made
 
 
-def test_a_packed_sample_has_the_log_probabilities_that_it_has_alone(model):
+@pytest.mark.parametrize("samples", [SAMPLES, GROUPS], ids=["others", "groups"])
+def test_a_packed_sample_has_the_log_probabilities_that_it_has_alone(model, samples):
     """Else a rollout's gradient would depend on its neighbours."""
-    (together,) = pack(scored(SAMPLES), row_tokens=100)
+    (together,) = pack(scored(samples), row_tokens=100)
     with torch.no_grad():
         packed = read(model, together, temperature=0.7)[1]
-        alone = [read(model, pack(scored([sample]), row_tokens=1)[0], temperature=0.7)[1] for sample in SAMPLES]
+        alone = [read(model, pack(scored([sample]), row_tokens=1)[0], temperature=0.7)[1] for sample in samples]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
@@ -42,22 +55,56 @@ def test_a_packed_sample_agrees_with_an_ordinary_forward_pass(model):
     sample = SAMPLES[3]
     sequence = torch.tensor([[16, 17, 18, 19, 40, 41, 20]])
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids=sequence).logits[0].float() / 0.7, -1)
+        logprobs = torch.log_softmax(make_model(3)(input_ids=sequence).logits[0].float() / 0.7, -1)
         found = read(model, pack(scored(SAMPLES), row_tokens=100)[0], temperature=0.7)[1][-3:]
     wanted = torch.stack([logprobs[1, 18], logprobs[2, 19], logprobs[5, 20]])
     assert sample_tokens(sample) == sequence.numel()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_packed_rows_are_those_of_the_samples(model):
+@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_family_with_attention_trains_on_shared_prompts_as_on_whole_samples(family, recompute):
+    """A family that does not hand the layout on to its attention would mix samples; so would a second forward pass."""
+    config = CONFIG_MAPPING[family](
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=1, pad_token_id=0, sliding_window=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    samples = [*GROUPS, *SAMPLES]
+
+    def logprob(sequence):
+        ids, drawn = zip(*_sequence(sequence), strict=True)
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], -1)
+        return sum(logprobs[at - 1, token] for at, token in enumerate(ids) if drawn[at])
+
+    wanted = sum(at * logprob(sample) for at, sample in enumerate(samples))
+    wanted.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with packed_attention(model):
+        (row,) = pack(scored(samples), row_tokens=200)
+        found = (read(model, row, temperature=1.0)[1] * row.advantage).sum()
+        found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, GROUPS], ids=["others", "groups"])
+def test_gradients_of_packed_rows_are_those_of_the_samples(model, samples):
     def gradients(rows):
         model.zero_grad()
         for row in rows:
             (read(model, row, temperature=1.0)[1] * row.advantage).sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    together = gradients(pack(scored(SAMPLES), row_tokens=100))
-    alone = gradients(pack(scored(SAMPLES), row_tokens=1))
+    together = gradients(pack(scored(samples), row_tokens=100))
+    alone = gradients([row for each in scored(samples) for row in pack([each], row_tokens=1)])
     for left, right in zip(together, alone, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
@@ -71,18 +118,47 @@ def test_what_was_drawn_is_predicted_and_nothing_else():
     assert row.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]
 
 
-def test_samples_that_a_model_pads_to_the_longest_take_no_more_memory_than_two_full_rows():
-    """Else one long completion among many short ones ends the trainer of a recurrent policy."""
+def test_a_prompt_stands_once_in_a_row_for_the_samples_that_follow_each_other():
+    """Eight samples of a long prompt would else cost eight prompts."""
+    (row,) = pack(scored(GROUPS), row_tokens=100)
+    assert row.ids[0].tolist() == [
+        *(1, 2, 3, 4, 5, 6, 6, 7, 7, 7, 8, 8, 8, 8),
+        *(1, 2, 3, 5, 5, 40, 41, 60, 6, 40, 42, 60, 7, 40, 43, 60),
+        *(1, 2, 3, 4, 5, 6),
+    ]
+    assert row.positions[0, :14].tolist() == [0, 1, 2, 3, 4, 4, 5, 4, 5, 6, 4, 5, 6, 7]
+    alone = sum(sample_tokens(sample) for sample in GROUPS)
+    assert row.ids.numel() == alone - 3 * 4 - 2 * 4
+    assert [line.ids.shape[1] for line in pack(scored(GROUPS), row_tokens=100, recurrent=True)] == [alone]
+
+
+def test_a_row_of_shared_prompts_is_not_read_by_a_model_that_would_not_heed_them():
+    """It would take the samples for one sequence, and train on that."""
+    (row,) = pack(scored(GROUPS), row_tokens=100)
+    with pytest.raises(ValueError, match="does not attend by a row's layout"):
+        read(make_model(3), row, temperature=1.0)
+
+
+def test_a_model_computes_as_before_when_its_training_step_is_over():
+    made, ids = make_model(3), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = made(input_ids=ids).logits
+        with pytest.raises(KeyError), packed_attention(made, None):
+            raise KeyError
+        assert torch.equal(made(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize(("recurrent", "times"), [(True, 2), (False, 4)])
+def test_samples_that_are_padded_to_the_longest_take_no_more_memory_than_a_few_full_rows(recurrent, times):
+    """Else one long completion among many short ones ends the trainer."""
     lengths = [2] * 30 + [100] + [2] * 60 + [300] + [2] * 5
-    samples = [Sample((1,) * (length - 1), (5,), (-1.0,)) for length in lengths]
-
-    def padded_tokens(rows):
-        begins = [row.positions[0].eq(0).nonzero().flatten().tolist() for row in rows]
-        return [int(row.positions.max() + 1) * len(each) for row, each in zip(rows, begins, strict=True)]
-
-    rows = pack(scored(samples), row_tokens=256, padded=True)
-    assert max(padded_tokens(rows)) <= 2 * 256 < max(padded_tokens(pack(scored(samples), row_tokens=256)))
-    assert torch.equal(torch.cat([row.advantage for row in rows]), torch.arange(float(len(samples))))
+    samples = [Sample((1 + at,), (5,) * (length - 1), (-1.0,) * (length - 1)) for at, length in enumerate(lengths)]
+    rows = pack(scored(samples), row_tokens=256, recurrent=recurrent)
+    assert [each for row in rows for each in row.advantage.unique_consecutive().tolist()] == list(range(len(samples)))
+    counts = [row.advantage.unique().numel() for row in rows]
+    longest = [int(row.positions.max()) + 1 for row in rows]
+    assert 256 < max(count * most for count, most in zip(counts, longest, strict=True)) <= times * 256
+    assert all(row.layout is None or row.layout.columns.numel() <= times * 256 for row in rows)
 
 
 def test_rows_are_full_and_in_order_and_a_long_sample_has_its_own():
@@ -107,3 +183,8 @@ def test_a_row_that_fills_up_adds_nothing(model):
     filler = row.filler()
     (read(model, filler, temperature=1.0)[1] * filler.weight).sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_the_command_line_packs_rows_as_the_trainer_does_by_itself():
+    (option,) = [each for each in trainer.params if each.name == "row_tokens"]
+    assert option.default == ROW_TOKENS
