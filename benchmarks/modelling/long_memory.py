@@ -8,13 +8,15 @@ sequences. All are validated on the same sequences of 256, by the mean loss in n
 sequences also have more frames: what is compared is length at a fixed number of steps. The loss cannot fall below the
 habits' own entropy, `frame_action_entropy`.
 
-A line is fitted to log(loss) against log(T): `frame_action_loss_slope`, and `frame_action_loss_r2`.
+A line is fitted to log(loss) against log(T), losses being means over seeds, which differ by as much as lengths do:
+`frame_action_loss_slope`, and `frame_action_loss_r2`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +32,7 @@ from node.tiny import VOCABULARY, make_tokenizer, token_codepoints
 LENGTHS = (32, 64, 128, 256)
 VALIDATED = 256
 STEPS = 300
+SEEDS = 3
 SEQUENCES = 32
 VALIDATION_SEQUENCES = 256
 LETTERS, PROMPT = "ABCDEFGI", "\n\n"
@@ -39,9 +42,10 @@ WARMUP_STEPS = 20
 HIDDEN = 64
 
 
-def measure(*, steps: int = STEPS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> dict[str, float]:
-    """Slope, R^2, and the loss for each length."""
-    losses = {length: validated(length, steps=steps, seed=seed) for length in lengths}
+def measure(*, steps: int = STEPS, lengths: Sequence[int] = LENGTHS, seeds: int = SEEDS) -> dict[str, float]:
+    """Slope, R^2, and the mean loss for each length."""
+    each = {length: [validated(length, steps=steps, seed=seed) for seed in range(seeds)] for length in lengths}
+    losses = {length: statistics.fmean(found) for length, found in each.items()}
     slope, r2 = power_law(list(losses), list(losses.values()))
     return {
         "frame_action_loss_slope": round(slope, 4),
@@ -76,7 +80,11 @@ def validated(length: int, *, steps: int, seed: int) -> float:
     model.train(mode=False)
     with torch.inference_mode():
         found = loss_of(model, _validation()[0]).item()
-    print(f"length {length}: trained to {loss.item():.3f}, validated {found:.3f}", file=sys.stderr, flush=True)
+    print(
+        f"length {length}, seed {seed}: trained to {loss.item():.3f}, validated {found:.3f}",
+        file=sys.stderr,
+        flush=True,
+    )
     return found
 
 

@@ -1,0 +1,116 @@
+"""Whether limits hold for honest work they have not seen: `python -m benchmarks.levels [--model FAMILY] [--json]`.
+
+Each honest worker of a calibration (`coordinator.calibration.workers`) draws groups of 8 from the warm-started policy
+of the demonstration, with one, 8 and 32 slots in flight, and a verifier's prefill measures them. The same groups are
+then dealt out anew, many times: limits are fitted on so many groups of each worker as `veriswarm calibrate` fits them,
+and all others are judged by these, as the slots of one node for each worker. Over the deals:
+
+- `judged`: groups, each as often as it was judged;
+- `rejected_N`: of these, those that limits fitted on N groups of each worker reject, whatever the node did before;
+- `drifted_N`: slots at which the node's drift was over the limit;
+- `clean_N`: the share of deals without either.
+
+The stated bound is `limits.false_rejections` for each sum. Deals share groups, and differ less than calibrations do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from coordinator.calibration.fit import Group, fit_limits, rounded
+from coordinator.calibration.measure import measure
+from coordinator.calibration.slots import Slots
+from coordinator.calibration.trial import Caught, try_groups
+from coordinator.calibration.workers import IN_FLIGHT, make_workers
+from coordinator.demo.layout import family_run_toml
+from coordinator.training.warm_start import warm_start
+from node.families import TINY_FAMILIES
+from node.models.base import RecurrentForCausalLM
+from node.policy import load_policy, save_policy
+from node.protocol.run import RunSpec, parse_run_toml
+from node.readings import read_by_transformers
+
+SIZES = (24, 64, 128)
+"""Groups of each worker that limits are fitted on."""
+GROUPS, DEALS, SEED = 512, 12, 2
+
+
+async def draw(spec: RunSpec, *, groups: int, folder: Path) -> list[list[Group]]:
+    """Honest groups of each worker, measured a group at a time."""
+    model, tokenizer = warm_start(spec.model.initial, seed=SEED)
+    path = folder / "policy.safetensors"
+    save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, path)
+    slots = Slots(spec, load_policy(path, dtype=torch.float32))
+    prefill = read_by_transformers(path, spec=spec)
+    found: list[list[Group]] = []
+    for worker in make_workers(["torch"], threads=1, recurrent=isinstance(model, RecurrentForCausalLM)):
+        drawn = await worker.draw(spec, path, slots, groups=groups)
+        found.append(list(measure(prefill, drawn, spec=spec, at_once=spec.sampling.group_size)))
+        print(f"{len(drawn)} groups by {worker.name}", file=sys.stderr, flush=True)
+    return found
+
+
+def deal(workers: Sequence[Sequence[Group]], size: int, *, chance: float, rng: random.Random) -> list[Caught]:
+    """Fit limits on `size` groups of each worker; what happens to each worker's others, in their order."""
+    seen, others = [], []
+    for groups in workers:
+        taken = set(rng.sample(range(len(groups)), size))
+        seen.append([group for index, group in enumerate(groups) if index in taken])
+        others.append([group for index, group in enumerate(groups) if index not in taken])
+    limits = rounded(fit_limits(*seen, false_rejections=chance, parts=len(IN_FLIGHT)))
+    return [try_groups(groups, limits) for groups in others]
+
+
+def figures_of(workers: Sequence[Sequence[Group]], *, deals: int, chance: float) -> dict[str, float]:
+    """The figures of each size."""
+    figures: dict[str, float] = {"honest_groups": sum(map(len, workers)), "deals": deals, "judged": 0}
+    for size in SIZES:
+        rng = random.Random(size)
+        found = [deal(workers, size, chance=chance, rng=rng) for _ in range(deals)]
+        every = [caught for one in found for caught in one]
+        figures["judged"] += sum(caught.groups for caught in every)
+        clean = [not any(caught.rejected_groups or caught.drifted_groups for caught in one) for one in found]
+        figures |= {
+            f"rejected_{size}": sum(caught.rejected_groups for caught in every),
+            f"drifted_{size}": sum(caught.drifted_groups for caught in every),
+            f"clean_{size}": sum(clean) / deals,
+        }
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--model", choices=TINY_FAMILIES, default="tiny", help="the policy (default tiny)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--groups", type=int, default=GROUPS, help=f"honest groups of each worker (default {GROUPS})")
+    parser.add_argument("--deals", type=int, default=DEALS, help=f"times that they are dealt out (default {DEALS})")
+    options = parser.parse_args(arguments)
+    if options.groups < 2 * max(SIZES):
+        parser.error(f"--groups {2 * max(SIZES)} is the least: half of them are judged by what the others fit")
+    torch.set_num_threads(1)
+    spec = parse_run_toml(family_run_toml(options.model, dtype=f'"{options.dtype}"'))
+    with tempfile.TemporaryDirectory() as folder:
+        workers = asyncio.run(draw(spec, groups=options.groups, folder=Path(folder)))
+    figures = figures_of(workers, deals=options.deals, chance=spec.limits.false_rejections)
+    if options.json:
+        notes = {"model": options.model, "dtype": options.dtype, "false_rejections": spec.limits.false_rejections}
+        print(json.dumps({"benchmark": "levels", "machine": machine.describe(), "figures": figures, "notes": notes}))
+        return
+    for name, value in figures.items():
+        print(f"{name:16} {value:g}")
+
+
+if __name__ == "__main__":
+    main()
