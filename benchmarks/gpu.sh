@@ -72,6 +72,7 @@ if [[ $smallest == yes ]]; then
     generate=("${sizes[@]}" --rounds 1 --concurrency 1 8)
     verify=("${generate[@]}")
     honest=("${sizes[@]}" --completions 16 --warm-start 0.01)
+    step=(--hidden 64 --layers 1 --rounds 1)
     rounds=1
 else
     # A policy of 1.2 billion weights with a large vocabulary.
@@ -79,11 +80,15 @@ else
     generate=("${sizes[@]}" --tokens 256 --rounds 5 --concurrency 1 16 64 256)
     verify=("${sizes[@]}" --tokens 256 --rounds 3)
     honest=(--hidden 1024 --layers 16 --tokens 256)
+    # A training step of 0.6 billion weights, by the trainer's options for a GPU.
+    step=(--device cuda --family qwen3 --hidden 1024 --layers 28 --vocabulary 65536 --groups 8 --prompt 512
+        --completion 1024 --row-tokens 8192 --autocast bfloat16 --recompute --rounds 5)
     rounds=20
 fi
 
 part 50 sampling "$python" -m benchmarks.sampling --json --rounds "$rounds"
 part 40 toploc "$python" -m benchmarks.toploc --json --no-peer --threads 1 --rounds "$rounds"
+part 90 step "$python" -m benchmarks.step --json "${step[@]}"
 part 60 "the Triton kernel's tests" "$python" -m pytest -q -p no:cacheprovider \
     tests/unit/node/test_sampling_fast.py tests/unit/node/test_sampling_triton.py
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then

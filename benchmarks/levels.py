@@ -5,8 +5,8 @@ of the demonstration, with one, 8 and 32 slots in flight, and a verifier's prefi
 then dealt out anew, many times: limits are fitted on so many groups of each worker as `veriswarm calibrate` fits them,
 and all others are judged by these, as the slots of one node for each worker. Over the deals:
 
-- `judged`: groups, each as often as it was judged;
-- `rejected_N`: of these, those that limits fitted on N groups of each worker reject, whatever the node did before;
+- `judged_N`: groups, each as often as limits fitted on N groups of each worker judged it;
+- `rejected_N`: of these, those that are rejected whatever the node did before;
 - `drifted_N`: slots at which the node's drift was over the limit;
 - `clean_N`: the share of deals without either.
 
@@ -21,7 +21,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,23 +64,31 @@ def deal(workers: Sequence[Sequence[Group]], size: int, *, chance: float, rng: r
     """Fit limits on `size` groups of each worker; what happens to each worker's others, in their order."""
     seen, others = [], []
     for groups in workers:
-        taken = set(rng.sample(range(len(groups)), size))
+        taken = set(sampled(len(groups), size, rng=rng))
         seen.append([group for index, group in enumerate(groups) if index in taken])
         others.append([group for index, group in enumerate(groups) if index not in taken])
     limits = rounded(fit_limits(*seen, false_rejections=chance, parts=len(IN_FLIGHT)))
     return [try_groups(groups, limits) for groups in others]
 
 
+def sampled(groups: int, size: int, *, rng: random.Random) -> Iterator[int]:
+    """Which `size` of so many groups: equal parts of those drawn with one slot in flight, with 8, and with 32."""
+    parts = len(IN_FLIGHT)
+    for part in range(parts):
+        first, after = (groups * each // parts for each in (part, part + 1))
+        yield from rng.sample(range(first, after), size * (part + 1) // parts - size * part // parts)
+
+
 def figures_of(workers: Sequence[Sequence[Group]], *, deals: int, chance: float) -> dict[str, float]:
     """The figures of each size."""
-    figures: dict[str, float] = {"honest_groups": sum(map(len, workers)), "deals": deals, "judged": 0}
+    figures: dict[str, float] = {"honest_groups": sum(map(len, workers)), "deals": deals}
     for size in SIZES:
         rng = random.Random(size)
         found = [deal(workers, size, chance=chance, rng=rng) for _ in range(deals)]
         every = [caught for one in found for caught in one]
-        figures["judged"] += sum(caught.groups for caught in every)
         clean = [not any(caught.rejected_groups or caught.drifted_groups for caught in one) for one in found]
         figures |= {
+            f"judged_{size}": sum(caught.groups for caught in every),
             f"rejected_{size}": sum(caught.rejected_groups for caught in every),
             f"drifted_{size}": sum(caught.drifted_groups for caught in every),
             f"clean_{size}": sum(clean) / deals,

@@ -214,7 +214,7 @@ def execution_options(function: F) -> F:
         "--row-tokens",
         type=click.IntRange(1, 2**20),
         metavar="TOKENS",
-        default=1024,
+        default=512,
         show_default=True,
         help="Samples are packed into rows of so many tokens; memory grows with it.",
     )

@@ -60,7 +60,7 @@ _STEP_FIGURES = {
     "grad_norm": ("veriswarm_step_gradient_norm", "Mean norm of that step's gradients, before they are clipped."),
     "clip_fraction": (
         "veriswarm_step_clipped_ratio",
-        "Share of that step's tokens whose ratio of probabilities was clipped.",
+        "Share of that step's tokens whose ratio of probabilities was beyond the objective's bounds.",
     ),
     "logprob_gap": (
         "veriswarm_step_logprob_gap_nats",

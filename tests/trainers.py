@@ -146,11 +146,11 @@ def spec_with(**recipe: object) -> RunSpec:
     return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, **recipe))
 
 
-def learn(state: Path, *, steps: int, **recipe: object) -> None:
+def learn(state: Path, *, steps: int, recompute: bool = False, **recipe: object) -> None:
     """What each process does; the first leaves the curve in `state`."""
     torch.set_num_threads(1)
     with open_world(device="cpu") as world:
-        team = Team(state, Execution(world=world, row_tokens=64))
+        team = Team(state, Execution(world=world, row_tokens=64, recompute=recompute))
         if not world.is_first:
             team.follow()
             return

@@ -1,7 +1,7 @@
 """How far recurrent models are from what they should be, in float32: from the authors' package, and from themselves.
 
 Logits beside the `rwkv` package's, of the same random weights over 200 tokens; and hidden states of decoding step by
-step beside those of one prefill over 512 tokens, a length that is no multiple of the grid's chunk.
+step beside those of one prefill over 509 tokens, a length that is no multiple of the grid's chunk.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -64,13 +65,27 @@ def attend(
     Places behind a sample's end hold column 0's, and what is computed there is dropped.
     """
     assert attention_mask is None
-    query, key, value = (each[0].transpose(0, 1)[layout.columns].transpose(1, 2) for each in (query, key, value))
-    shares_keys = query.shape[1] != key.shape[1]
+    query, key, value = (_lines(each, layout) for each in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    shares_keys = groups > 1
+    if shares_keys and query.is_cuda and query.dtype == torch.float32:
+        # CUDA's kernels that know of heads that share keys either take no float32, or keep all scores in memory.
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        shares_keys = False
     attended = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=shares_keys
     )
     flat: Tensor = attended.transpose(1, 2).flatten(0, 1)
     return flat[layout.places][None], None
+
+
+def _lines(row: Tensor, layout: Layout) -> Tensor:
+    """[1, heads, L, D] to [S, heads, W, D]. A prompt's columns are in several lines, and what these give back is added
+    in one order by `embedding`, whatever the number of threads; indexing adds as it comes.
+    """
+    heads_LHD = row[0].transpose(0, 1)
+    lines = F.embedding(layout.columns, heads_LHD.flatten(1))
+    return lines.view(*layout.columns.shape, *heads_LHD.shape[1:]).transpose(1, 2)
 
 
 def _kernel(model: PreTrainedModel) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -109,10 +110,14 @@ def split(scored: Sequence[Scored], minibatches: int) -> list[Sequence[Scored]]:
 
 def read(model: PreTrainedModel, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities of all ids at a row's drawn tokens [N, V], and of those drawn [N], in `packed_attention`."""
+    # The end of a prompt predicts the first token of each of its samples. As in `attention`, gradients of what is used
+    # more than once are added by `embedding`, in one order.
+    columns, place_N = torch.unique(row.predicts, return_inverse=True)
     where = attending(model, row)
-    logits_NV = model(
-        input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=row.predicts, **where
+    logits = model(
+        input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=columns, **where
     ).logits[0]
+    logits_NV = F.embedding(place_N, logits)
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
     return logprobs_NV, logprobs_NV.gather(-1, row.targets[:, None]).squeeze(-1)
 

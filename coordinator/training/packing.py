@@ -17,9 +17,9 @@ from torch import Tensor
 
 from coordinator.training.groups import Sample
 
-ROW_TOKENS = 1024
-"""The default, `coordinator.options` has it too: of rows of 256 to 4,096 tokens those of 1,024 and more were fastest for
-the tiny policy on a CPU core, by little, and a row's logits take memory."""
+ROW_TOKENS = 512
+"""The default, `coordinator.options` has it too: longer rows were faster by less than a tenth for the tiny policy on a
+CPU core, and most of a row may be drawn tokens, whose logits take memory."""
 WIDEST, WIDEST_RECURRENT = 4, 2
 """A row's samples, each with its prompt and padded to the longest, have at most so many times the row's tokens."""
 

@@ -74,9 +74,10 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
         ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny"),
         ({}, (2,), 1e-5, "finch"),
+        ({"recompute": True}, (2,), 1e-5, "goldfinch"),
         ({}, (2,), 1e-5, "frame-action"),
     ],
-    ids=["plain", "muon", "terms", "recurrent", "frames"],
+    ids=["plain", "muon", "terms", "recurrent", "recomputed", "frames"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
     tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import select
 from swarm import running, serve, small_spec, verifying
@@ -24,8 +26,10 @@ from coordinator.service import Coordinator
 from coordinator.storage import log
 from coordinator.storage.schema import submissions
 from coordinator.trainer import Trainer, TrainerSettings
+from coordinator.training.warm_start import collate
 from node.audit import run_audit
 from node.engines.torch import TorchEngine
+from node.environments import load_environment
 from node.exchange import Backoff
 from node.joining import Entry
 from node.parquet_reader import ParquetReader
@@ -33,7 +37,7 @@ from node.protocol.admission import Outcome, has_signal
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, run_id_of
 from node.protocol.turns import turns_of
-from node.tiny import EOS
+from node.tiny import EOS, make_model, make_tokenizer
 from node.worker import WorkerSettings, run_worker
 from shardcast import Origin, OriginServer
 from shardcast.wire import decode
@@ -46,32 +50,46 @@ pytestmark = [
 
 STEPS = 5
 SECONDS = 300.0
+SYLLOGISMS = EnvironmentSpec(
+    name="verifiers:verifiers:ReasoningGymEnv",
+    arguments={
+        "gym": "syllogism",
+        "num_train_examples": 200,
+        "num_eval_examples": 1,
+        "system_prompt": "",
+        "package_version": "0.1.10",
+    },
+)
 
 
-def spec_of() -> RunSpec:
-    """Five steps over the package's own ReasoningGymEnv, and an environment whose rewards noise earns a part of."""
-    spec = small_spec(
-        environments=(
-            EnvironmentSpec(
-                name="verifiers:verifiers:ReasoningGymEnv",
-                arguments={
-                    "gym": "leg_counting",
-                    "num_train_examples": 50,
-                    "num_eval_examples": 1,
-                    "system_prompt": "",
-                    "package_version": "0.1.10",
-                },
-            ),
-            EnvironmentSpec(name="verifiers:verifiers_examples", arguments={"count": 8}, weight=4),
-        )
-    )
+def spec_of(initial: Path) -> RunSpec:
+    """Five steps over the package's own ReasoningGymEnv, whose answers are right or wrong and nothing between."""
+    spec = small_spec(environments=(SYLLOGISMS,))
     return msgspec.structs.replace(
         spec,
-        model=msgspec.structs.replace(spec.model, initial="random-tiny"),
-        sampling=msgspec.structs.replace(spec.sampling, max_prompt_tokens=400, max_new_tokens=24),
+        model=msgspec.structs.replace(spec.model, initial=str(initial)),
+        sampling=msgspec.structs.replace(spec.sampling, max_prompt_tokens=256, max_new_tokens=24),
         batch=msgspec.structs.replace(spec.batch, groups_per_step=4, lease_seconds=300.0),
         training=msgspec.structs.replace(spec.training, steps=STEPS, minibatches=2),
     )
+
+
+def guessing_policy(folder: Path) -> Path:
+    """A policy that answers Yes as often as No, as the package's environment wants it written."""
+    environment, rng = load_environment(SYLLOGISMS), Random(0)
+    prompts = [environment.problem(index).prompt for index in range(32)]
+    model, tokenizer = make_model(seed=1), make_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        examples = [(rng.choice(prompts), f"<answer>{rng.choice(('Yes', 'No'))}</answer>") for _ in range(8)]
+        ids, labels = collate(tokenizer, examples)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()).backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def entries(home: Home) -> list[LogEntry]:
@@ -128,7 +146,8 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
     """Worker, verifier and auditor each run the environment themselves, and agree on every prompt and reward."""
     key = Ed25519PrivateKey.generate()
     public_key = key.public_key().public_bytes_raw()
-    home = create_home(tmp_path / "data", public_key=public_key, spec=spec_of())
+    initial = guessing_policy(tmp_path / "initial")
+    home = create_home(tmp_path / "data", public_key=public_key, spec=spec_of(initial))
     with (
         training(home, key, tmp_path / "trainer") as origin,
         serve(Coordinator(home, key=key, relay_urls=(origin,))) as url,
@@ -159,12 +178,11 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
     home.database.close()
     assert audited == 0, capsys.readouterr().out
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
-    # Where slots drew the package's problems alone, for which noise earns nothing, there was nothing to learn.
+    # A group whose guesses are all alike, one in eight, teaches nothing; a step has four.
     assert [before != after for before, after in pairwise(digests[: STEPS + 1])] == taught
     assert sum(taught) >= STEPS - 1
     rewards = [reward for verdict in verdicts for reward in verdict.rewards or ()]
-    assert len(set(rewards)) > 4
-    assert all(0 <= reward <= 1 for reward in rewards)
+    assert {0.0, 1.0} <= set(rewards)
 
 
 def test_a_conversation_of_the_package_is_drawn_and_verified(tmp_path: Path) -> None:

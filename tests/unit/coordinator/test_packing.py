@@ -139,6 +139,25 @@ def test_a_row_of_shared_prompts_is_not_read_by_a_model_that_would_not_heed_them
         read(make_model(3), row, temperature=1.0)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_same_row_gives_the_same_gradients_bit_for_bit_whatever_the_threads(threads):
+    """A run that is resumed, or audited by training again, must find the same weights; shared prompts add gradients."""
+    samples = [Sample(tuple(range(5, 65)), (70 + at,) * 8, (-1.0,) * 8) for at in range(8)]
+    (row,) = pack(scored(samples), row_tokens=512)
+    made, before = make_model(3), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = set()
+        for _ in range(10):
+            made.zero_grad()
+            with packed_attention(made):
+                (read(made, row, temperature=1.0)[1] * row.advantage).sum().backward()
+            found.add(tuple(parameter.grad.double().sum().item() for parameter in made.parameters()))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
 def test_a_model_computes_as_before_when_its_training_step_is_over():
     made, ids = make_model(3), torch.tensor([[1, 2, 3]])
     with torch.no_grad():

@@ -126,8 +126,8 @@ def gradients(model: Any, rows: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
 def test_packed_rows_give_the_log_probabilities_and_gradients_of_their_samples_alone(name: str) -> None:
     """A sample must not learn from its neighbour in the row."""
     model, samples = random_model(name).train(), scored([12, 31, 16, 45])
-    together, packed = gradients(model, pack(samples, row_tokens=512))
-    alone, single = gradients(model, pack(samples, row_tokens=1))
+    together, packed = gradients(model, pack(samples, row_tokens=512, recurrent=True))
+    alone, single = gradients(model, pack(samples, row_tokens=1, recurrent=True))
     assert (len(together), len(alone)) == (1, 4)
     assert (together[0] - torch.cat(alone)).abs().max() < 1e-4
     for one, other in zip(packed, single, strict=True):
@@ -136,7 +136,7 @@ def test_packed_rows_give_the_log_probabilities_and_gradients_of_their_samples_a
 
 def test_every_weight_learns(name: str) -> None:
     model = random_model(name).train()
-    _, found = gradients(model, pack(scored([40]), row_tokens=512))
+    _, found = gradients(model, pack(scored([40]), row_tokens=512, recurrent=True))
     silent = [
         parameter for (parameter, _), grad in zip(model.named_parameters(), found, strict=True) if not grad.abs().any()
     ]
@@ -151,7 +151,7 @@ def test_a_row_of_one_token_has_a_gradient_for_every_weight(name: str) -> None:
 
 
 def test_recomputed_activations_give_the_same_gradients(name: str) -> None:
-    model, rows = random_model(name).train(), pack(scored([40]), row_tokens=512)
+    model, rows = random_model(name).train(), pack(scored([40]), row_tokens=512, recurrent=True)
     _, kept = gradients(model, rows)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _, again = gradients(model, rows)

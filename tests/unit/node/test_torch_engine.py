@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
 from node.engines.torch import Batch, Call, Loaded, TorchEngine
 from node.policy import Policy, load_policy, save_policy
@@ -361,13 +362,18 @@ async def test_closing_ends_what_is_under_way_and_the_engine_can_be_loaded_anew(
 # A policy that arrives in flight: a verifier prefills each segment under its own policy, and must find it.
 
 
+@pytest.mark.parametrize("family", ["qwen3", *RECURRENT_NAMES])
 async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither keys and values nor a recurrent state may outlive the policy that made them."""
     spec = make_spec(max_new_tokens=150, max_version_lead=1, temperature=0.8)
     paths = {version: tmp_path / f"policy-{version}" for version in (1, 2)}
     for version, path in paths.items():
-        save_family("qwen3", path, eos=[1], seed=version)
+        if family in RECURRENT_NAMES:
+            random_policy(family, path, seed=version)
+        else:
+            save_family(family, path, eos=[1], seed=version)
     engine = await loaded(paths[1], spec)
     requests = make_requests(3, samples=4)
     halt = Halt(monkeypatch, at=20)
