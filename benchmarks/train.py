@@ -6,17 +6,12 @@ over seeds in one run, with as many threads. `seconds_per_step_vs_trl` is TRL's 
 seeds; `reward_minus_trl` the mean reward of the last ten steps, ours minus theirs, mean over the seeds.
 
 **utilisation**: a whole swarm on this machine, with `max_async` 0, 1 and 2: the share of the time between its first and
-its last step in which the trainer did not wait for rollouts. Workers and verifiers cost more than the trainer, and here
-they share its processor; how busy it is among enough of them is asked of the same swarm with a trainer that gets what
-the others leave (niceness 19), so that rollouts are ready as soon as the rules let them be: `utilisation_asyncN`.
-Where all have equal claims, it is `utilisation_equal_asyncN`.
+its last step in which the trainer did not wait for rollouts.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import json
 import os
 import statistics
@@ -36,7 +31,7 @@ from benchmarks.learning.loop import ENVIRONMENTS, Curve, Task, learn, spec_of, 
 from benchmarks.peers import FOLDER, PeerUnavailable, environment
 from coordinator.demo.layout import demo_run_toml, lay_out
 from coordinator.demo.local_http import get_json
-from coordinator.demo.supervisor import Command, Supervisor
+from coordinator.demo.supervisor import Supervisor
 from node.environments import load_environment
 from node.policy import load_policy
 
@@ -45,7 +40,6 @@ WORKER = Path(__file__).parent / "learning" / "trl_worker.py"
 LAST = 10
 PARTS = ("trl", "utilisation")
 SWARM_STEPS, SWARM_SECONDS = 16, 600.0
-NICENESS = 19
 
 
 def trl_python(folder: Path) -> Path:
@@ -137,21 +131,18 @@ def utilisation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[
         initial = Path(folder) / "initial"
         policy.model.save_pretrained(initial)
         policy.tokenizer.save_pretrained(initial)
-        for lag, (name, niceness) in itertools.product((0, 1, 2), (("", NICENESS), ("equal_", 0))):
-            run = Path(folder) / f"run-{name}{lag}"
-            found = busy(run, initial, lag, workers=options.workers, niceness=niceness)
-            rows.append({"figure": f"utilisation_{name}async{lag}", "niceness": niceness} | found)
-            print(json.dumps(rows[-1]), file=sys.stderr)
-    return {row["figure"]: row["utilisation"] for row in rows}, rows
+        for lag in (0, 1, 2):
+            rows.append({"max_async": lag} | busy(Path(folder) / f"run-{lag}", initial, lag, workers=options.workers))
+            print(f"max_async {lag}: {json.dumps(rows[-1])}", file=sys.stderr)
+    return {f"utilisation_async{row['max_async']}": row["utilisation"] for row in rows}, rows
 
 
-def busy(folder: Path, initial: Path, max_async: int, *, workers: int, niceness: int) -> dict[str, float]:
+def busy(folder: Path, initial: Path, max_async: int, *, workers: int) -> dict[str, float]:
     """What the trainer of a swarm did between its first finished step and its last."""
     text = demo_run_toml(initial=json.dumps(str(initial)), steps=SWARM_STEPS, max_async=max_async)
     swarm = lay_out(folder, text, honest=workers, hostile=(), leaves=1)
-    commands = [nicer(each, niceness) if each.name == "trainer" else each for each in swarm.commands]
     with Supervisor(swarm.folder / "logs", grace_seconds=10.0) as supervisor:
-        supervisor.start(commands)
+        supervisor.start(swarm.commands)
         deadline = time.monotonic() + SWARM_SECONDS
         steps: list[dict[str, Any]] = []
         while len(steps) < SWARM_STEPS:
@@ -166,13 +157,6 @@ def busy(folder: Path, initial: Path, max_async: int, *, workers: int, niceness:
     working = sum(step["train_seconds"] + step["publish_seconds"] for step in known)
     seconds = working + waiting
     return {"utilisation": round(working / seconds, 4), "step_seconds": round(seconds / len(known), 3)}
-
-
-def nicer(command: Command, niceness: int) -> Command:
-    """The same, `python -m MODULE ...`, with that niceness."""
-    _, module, *others = command.arguments
-    start = f"import os, runpy; os.nice({niceness}); runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
-    return dataclasses.replace(command, arguments=("-c", start, *others))
 
 
 @contextmanager
