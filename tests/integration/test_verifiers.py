@@ -68,7 +68,7 @@ def spec_of(initial: Path) -> RunSpec:
     return msgspec.structs.replace(
         spec,
         model=msgspec.structs.replace(spec.model, initial=str(initial)),
-        sampling=msgspec.structs.replace(spec.sampling, max_prompt_tokens=256, max_new_tokens=24),
+        sampling=msgspec.structs.replace(spec.sampling, group_size=8, max_prompt_tokens=256, max_new_tokens=24),
         batch=msgspec.structs.replace(spec.batch, groups_per_step=4, lease_seconds=300.0),
         training=msgspec.structs.replace(spec.training, steps=STEPS, minibatches=2),
     )
@@ -81,7 +81,8 @@ def guessing_policy(folder: Path) -> Path:
     model, tokenizer = make_model(seed=1), make_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(40):
-        examples = [(rng.choice(prompts), f"<answer>{rng.choice(('Yes', 'No'))}</answer>") for _ in range(8)]
+        drawn = rng.sample(prompts, 4)
+        examples = [(prompt, f"<answer>{answer}</answer>") for prompt in drawn for answer in ("Yes", "No")]
         ids, labels = collate(tokenizer, examples)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         optimizer.zero_grad()
@@ -178,7 +179,7 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
     home.database.close()
     assert audited == 0, capsys.readouterr().out
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
-    # A group whose guesses are all alike, one in eight, teaches nothing; a step has four.
+    # A group of eight whose guesses are all alike teaches nothing; a step has four groups.
     assert [before != after for before, after in pairwise(digests[: STEPS + 1])] == taught
     assert sum(taught) >= STEPS - 1
     rewards = [reward for verdict in verdicts for reward in verdict.rewards or ()]
