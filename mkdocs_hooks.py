@@ -30,12 +30,12 @@ INTERRUPTED = re.compile(r"^(?![-*] |1\. |[ |#]|$)(.+)\n(?=[-*] |1\. )", re.MULT
 
 INTRODUCTION = """# The command line
 
-What `veriswarm COMMAND --help` says. Each flag can also be given as a variable, such as `VERISWARM_WORKER_SLOTS=8` for
-`veriswarm worker --slots 8`, or as a key of the file that `veriswarm --config FILE` reads: `slots = 8` in the table
-`[worker]`. The flag wins, then the variable, then the file. Exit code 2 is a wrong command line, and 1 everything else,
-where a command does not say otherwise.
+What `swarmproof COMMAND --help` says. Each flag can also be given as a variable, such as `SWARMPROOF_WORKER_SLOTS=8`
+for `swarmproof worker --slots 8`, or as a key of the file that `swarmproof --config FILE` reads: `slots = 8` in the
+table `[worker]`. The flag wins, then the variable, then the file. Exit code 2 is a wrong command line, and 1 everything
+else, where a command does not say otherwise.
 
-`veriswarm --verbose` logs every detail, and `veriswarm --debug` shows tracebacks; both stand before the command.
+`swarmproof --verbose` logs every detail, and `swarmproof --debug` shows tracebacks; both stand before the command.
 
 """
 
@@ -87,7 +87,7 @@ def _copied(target: str) -> str:
 
 def command_line_page() -> str:
     """Every command with its usage, its text and its flags, as Markdown."""
-    root = click.Context(main, info_name="veriswarm")
+    root = click.Context(main, info_name="swarmproof")
     sections = [_section(one, root) for one in _commands(main, root)]
     return INTRODUCTION + "\n".join(sections)
 
@@ -100,7 +100,7 @@ def _commands(group: click.Group, ctx: click.Context) -> Iterator[click.Command]
 def _section(command: click.Command, parent: click.Context, level: int = 2) -> str:
     ctx = click.Context(command, info_name=command.name, parent=parent)
     usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
-    said = [f"{'#' * level} {ctx.command_path.removeprefix('veriswarm ')}", f"    {usage}", _text(command.help or "")]
+    said = [f"{'#' * level} {ctx.command_path.removeprefix('swarmproof ')}", f"    {usage}", _text(command.help or "")]
     if flags := list(_flags(command, ctx)):
         said.append("\n".join(["| flag | |", "|---|---|", *flags]))
     if isinstance(command, click.Group):

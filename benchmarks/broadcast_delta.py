@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardcast.delta import MIB, Delta, encode, window_bytes_of
-from shardcast.layout import read_layout
-from shardcast.words import WORD_TYPES
+from shardcast.codec.delta import MIB, DeltaFile, encode, window_bytes_of
+from shardcast.codec.layout import read_layout
+from shardcast.codec.word_codec import WORD_TYPES
 
 CHUNK_BYTES = 4 * MIB
 GB = 1e9
@@ -71,7 +71,7 @@ def trace(paths: Sequence[Path]) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
         rows = []
         for base, result in pairwise(paths):
-            size = encode(base, result, Path(folder, "delta"), chunk_bytes=CHUNK_BYTES, most_bytes=2**63)
+            size = encode(base, result, Path(folder, "delta"), chunk_bytes=CHUNK_BYTES, max_bytes=2**63)
             if size is None:
                 raise ValueError(f"{result} is not as long as {base}")
             _decode(base, Path(folder, "delta"), Path(folder, "again"))
@@ -97,7 +97,7 @@ def _case(size_bytes: int, repeats: int, kind: Kind) -> dict[str, Any]:
 
         def make() -> None:
             nonlocal size
-            size = encode(base, result, delta, chunk_bytes=CHUNK_BYTES, most_bytes=2**63, threads=1)
+            size = encode(base, result, delta, chunk_bytes=CHUNK_BYTES, max_bytes=2**63, threads=1)
 
         encoding = _seconds(make, repeats)
         decoding = _seconds(lambda: _decode(base, delta, again), repeats)
@@ -131,7 +131,7 @@ def _seconds(work: Callable[[], None], repeats: int) -> tuple[float, float]:
 def _decode(base: Path, delta: Path, result: Path) -> None:
     with base.open("rb") as source, result.open("wb") as sink:
         size = base.stat().st_size
-        with Delta.open(delta, result_bytes=size, chunk_bytes=CHUNK_BYTES) as opened:
+        with DeltaFile.open(delta, result_bytes=size, chunk_bytes=CHUNK_BYTES) as opened:
             for window in range(opened.window_count):
                 data = source.read(opened.window_bytes)
                 sink.write(opened.apply(window, data) if opened.changed(window) else data)

@@ -3,7 +3,7 @@
 A swarm of real processes (coordinator, verifier, trainer with its origin, two relays, two workers) trains a tiny policy
 on loopback while they are killed and stopped, their disk gets full and slow, their clocks jump, their database is
 locked, and their connections are cut (`benchmarks.faults`). Meanwhile a witness keeps every checkpoint and entry that
-the coordinator shows. At the end everything that was seen is compared with the log, `veriswarm audit --all` derives
+the coordinator shows. At the end everything that was seen is compared with the log, `swarmproof audit --all` derives
 every verdict again, and the blobs and the database are checked for damage. Figures:
 
     faults                faults that were done to the run
@@ -43,12 +43,12 @@ from benchmarks.faults.clocked import has_compiler
 from benchmarks.faults.disk import private_mounts
 from benchmarks.faults.kinds import KINDS, Kind, plan
 from benchmarks.faults.stage import staged
-from coordinator.demo.supervisor import interrupted_by_signals
+from coordinator.lab.processes.supervisor import interrupted_by_signals
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
 
 FAULTS: Final = 210
-IN_NAMESPACE: Final = "VERISWARM_CHAOS_IN_NAMESPACE"
+IN_NAMESPACE: Final = "SWARMPROOF_CHAOS_IN_NAMESPACE"
 _ENTRY: Any = LogEntry
 
 

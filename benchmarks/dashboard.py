@@ -1,6 +1,6 @@
 """What the run's pages cost: `python -m benchmarks.dashboard [--json]`.
 
-A real coordinator process (`veriswarm coordinator`, SQLite) on the database of a run with 10,000 workers and 100,000
+A real coordinator process (`swarmproof coordinator`, SQLite) on the database of a run with 10,000 workers and 100,000
 judged submissions, as `benchmarks.dashboards.stocked` writes it.
 
 - `first_paint_ms`: Chromium's first contentful paint of the run's page, median of `--loads`, each with an empty cache.

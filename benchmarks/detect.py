@@ -3,7 +3,7 @@
 `python -m benchmarks.detect [--json]`. The tiny policy is warm-started and trained for a few steps of GRPO at the
 demonstration's learning rate; the last policy is the run's, the one before it is what a stale worker serves. Honest
 groups of 8 are drawn in bfloat16, half by vLLM and half by the torch engine, with 1 to 32 slots in flight. Every second
-one fits the limits as `veriswarm calibrate` does; the others are judged by them.
+one fits the limits as `swarmproof calibrate` does; the others are judged by them.
 
 Changed weights are drawn by vLLM, other choices by the torch engine; what is proved by the right policy is proved by a
 prefill in this process. Every number is measured by transformers as a verifier does who reads twice, in bfloat16 and in
@@ -43,22 +43,23 @@ from coordinator.calibration import cheats
 from coordinator.calibration.attempts import Attempts
 from coordinator.calibration.fit import Group, fit_limits
 from coordinator.calibration.measure import measure
-from coordinator.calibration.slots import Slots
+from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import judge_rollouts, try_groups
-from coordinator.calibration.workers import IN_FLIGHT, Worker, make_workers
+from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_workers
 from coordinator.training.groups import Group as TrainingGroup
 from coordinator.training.groups import Sample
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.warm_start import warm_start
-from node.policy import Policy, load_policy, save_policy
-from node.prefill import Prefill, spans_of
+from node.policy.file import Policy, load_policy, save_policy
 from node.protocol.admission import GAIN_LIMIT, judge_group
 from node.protocol.evidence import add, evidences
 from node.protocol.run import HonestSpec, LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.readings import read_by_transformers
-from node.second_look import certain, int8, measure_gain, quantised
+from node.verification.prefill import Prefill
+from node.verification.readings import read_by_transformers
+from node.verification.second_look import certain, compare_weights, int8, quantised
+from node.verification.spans import spans_of
 
 Groups = list[list[Rollout]]
 
@@ -96,7 +97,7 @@ class Bench:
     policy: Policy
     previous: Policy | None
     prefill: Prefill
-    slots: Slots
+    slots: SyntheticSlots
     limits: LimitsSpec = field(default_factory=LimitsSpec)
     gains: list[list[float]] = field(default_factory=list)
 
@@ -122,7 +123,7 @@ class Bench:
             for _, span in spans_of(one, row=row, chunk_tokens=self.spec.proofs.chunk_tokens)
         ]
         suspects = [quantised(self.policy), *([self.previous] if self.previous is not None else [])]
-        gains = [measure_gain(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
+        gains = [compare_weights(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
         self.gains.append([certain(one) for one in gains])
         return max(self.gains[-1]) > GAIN_LIMIT
 
@@ -152,8 +153,8 @@ async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, stages: A
         save_policy(copy.deepcopy(model).to(getattr(torch, spec.model.dtype)), tokenizer, path)
         if step == steps:
             break
-        slots = Slots(spec, load_policy(path, dtype=torch.float32))
-        numbers = slots.take(GROUPS_PER_STEP)
+        slots = SyntheticSlots(spec, load_policy(path, dtype=torch.float32))
+        numbers = slots.allocate(GROUPS_PER_STEP)
         async with worker.running(spec, path) as engine:
             drawn = [await engine.generate(slots.requests(slot)) for slot in numbers]
         groups = [
@@ -186,10 +187,14 @@ def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
     policy = load_policy(path, dtype=dtype)
     before = load_policy(previous, dtype=dtype) if previous is not None else None
     prefill = read_by_transformers(path, spec=spec)
-    return Bench(spec=spec, path=path, policy=policy, previous=before, prefill=prefill, slots=Slots(spec, policy))
+    return Bench(
+        spec=spec, path=path, policy=policy, previous=before, prefill=prefill, slots=SyntheticSlots(spec, policy)
+    )
 
 
-async def honest(bench: Bench, counts: Sequence[tuple[Worker, int]], *, false_rejections: float) -> dict[str, Any]:
+async def honest(
+    bench: Bench, counts: Sequence[tuple[HonestWorker, int]], *, false_rejections: float
+) -> dict[str, Any]:
     """Fit limits on half of each worker's groups, and judge the others."""
     drawn: list[Groups] = []
     for worker, count in counts:
@@ -289,7 +294,7 @@ def _tokens_for(groups: Sequence[Group], bench: Bench, *, share: float) -> int |
     return None
 
 
-async def changed_weights(bench: Bench, worker: Worker, folder: Path, *, groups: int) -> dict[str, Any]:
+async def changed_weights(bench: Bench, worker: HonestWorker, folder: Path, *, groups: int) -> dict[str, Any]:
     """Weights other than the policy's, served by `worker`."""
     found: dict[str, Any] = {}
     for key, change in (("int8", int8), ("int4", cheats.int4), ("noise_1pct", cheats.noise)):

@@ -207,7 +207,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
     notes |= {
         "forgeries_per_rung": f"of {FULL} tokens, for each architecture",
         "accepted": f"of {FULL} tokens or more, scheme {RECOMMENDED}, calibrated limits",
-        "calibrated": "as `veriswarm calibrate` fits them: twice the honest maximum, levels, and the sketch's step",
+        "calibrated": "as `swarmproof calibrate` fits them: twice the honest maximum, levels, and the sketch's step",
         "policies": f"{options.dtype}, hidden {options.hidden}, trained for {options.training_steps} steps in this run",
     }
     return figures, notes, rows_of(counted)

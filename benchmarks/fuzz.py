@@ -1,7 +1,7 @@
 """Hostile bytes for every parser that a stranger can reach: `python -m benchmarks.fuzz [--json] [--inputs N]`.
 
 Each target (`benchmarks/fuzzing/targets`) starts from what the real writers write, and is fed mutations of it: edits of
-bytes, of trees (JSON, Thrift, MessagePack) and of HTTP, signed again where only a signature would keep them out. What
+bytes, of trees (JSON, MessagePack) and of HTTP, signed again where only a signature would keep them out. What
 goes a new way through a parser joins the corpus. A crash is anything but the documented errors, and a property that
 does not hold, such as: what is decoded encodes to the same bytes. Each target runs in a process of its own, so that the
 end of that process is a crash too, and one that hangs is ended. Time is processor time, so that another process on the

@@ -45,12 +45,12 @@ from benchmarks import workload
 from benchmarks.sampling import synchronised
 from benchmarks.toploc import median_ratio, rounds_ms
 from node.engines.base import Engine, SampleRequest
-from node.engines.recorder import Place, Recorder
+from node.engines.recorder import DecodeRow, Recorder
 from node.engines.torch_decoder import Decoder
-from node.proofs import build_proofs
 from node.protocol.run import RunSpec
-from node.sampling import choose, warm_up
-from node.verification import Rules
+from node.sampling.forced import choose, warm_up
+from node.verification.plan import Rules
+from node.verification.proofs import build_proofs
 
 STEPS = 10
 """Timed steps of the breakdown, all within one chunk."""
@@ -188,7 +188,7 @@ def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict
 
     def record() -> None:
         position = next(steps)
-        recorder.begin([Place(f"{row}", seeds[row], position) for row in range(rows)], states)
+        recorder.begin([DecodeRow(f"{row}", seeds[row], position) for row in range(rows)], states)
         recorder.sample(next(fresh))
 
     calls: dict[str, Callable[[], object]] = {

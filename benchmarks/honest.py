@@ -1,8 +1,8 @@
 """What honest work looks like to the verifier: figures of completions that nobody tampered with, and rejections.
 
 `python -m benchmarks.honest [--json]`. The engine draws whole groups in bfloat16 (`--dtype`), as a worker does for its
-slots, and each group's file goes through the whole verification (`node.verification.verify`) twice: by transformers
-in bfloat16, and by transformers in float32, at a run's default limits. Two policies:
+slots, and each group's file goes through the whole verification (`node.verification.verify.verify`) twice: by
+transformers in bfloat16, and by transformers in float32, at a run's default limits. Two policies:
 
 - `trained`: the tiny policy after its warm start, rounded to bfloat16 (most of its choices are clear);
 - `random`: random weights over a vocabulary of 32,000 (23 million by default), whose logits are normal with a
@@ -34,17 +34,17 @@ import torch
 
 from benchmarks import workload
 from benchmarks.workload import Held, Verifier
-from coordinator.training.warm_start import Stage, warm_start
-from node.measurement import Span, SpanMeasured
-from node.parquet import write_rollouts
-from node.parquet_reader import ParquetReader
-from node.policy import Blueprint, save_policy
-from node.prefill import TransformersPrefill
+from coordinator.training.warm_start import WarmStartStage, warm_start
+from node.policy.file import Blueprint, save_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
-from node.verification import Rules
+from node.submission.writer import write_rollouts
+from node.verification.deviations import SpanMeasured
+from node.verification.plan import Rules
+from node.verification.prefill import TransformersPrefill
+from node.verification.spans import Span
 
 DTYPES = ("bfloat16", "float32")
 SLOTS_AT_ONCE = 8
@@ -138,10 +138,10 @@ async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: 
     return [groups[slot] for slot in range(slots)]
 
 
-async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules: Rules, reader: ParquetReader) -> Seen:
+async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules: Rules) -> Seen:
     """All groups through the whole verification."""
     seen = Seen()
-    verifier = Verifier(rules, Held({0: keeping}), reader)
+    verifier = Verifier(rules, Held({0: keeping}))
     for slot, group in enumerate(groups):
         verdict = await verifier.verdict(write_rollouts(group), slot=slot)
         if verdict.outcome is Outcome.REJECTED:
@@ -155,7 +155,7 @@ async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules:
     return seen
 
 
-def save_trained(path: Path, *, stages: Sequence[Stage], threads: int) -> None:
+def save_trained(path: Path, *, stages: Sequence[WarmStartStage], threads: int) -> None:
     """The warm-started tiny policy, in bfloat16."""
     torch.set_num_threads(1)  # two are slower for a model of this size
     model, tokenizer = warm_start(stages=stages)
@@ -169,7 +169,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
     notes: dict[str, str] = {}
     seen: list[Seen] = []
     completions = 0
-    with tempfile.TemporaryDirectory() as folder, ParquetReader() as reader:
+    with tempfile.TemporaryDirectory() as folder:
         for name in ("trained", "random"):
             path = Path(folder) / f"{name}.safetensors"
             tokens = 48 if name == "trained" else options.tokens
@@ -187,7 +187,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
             )
             for dtype in DTYPES:
                 keeping = Keeping(TransformersPrefill(workload.verifier_policy(path, dtype=getattr(torch, dtype))))
-                one = await judge(groups, keeping, rules=rules, reader=reader)
+                one = await judge(groups, keeping, rules=rules)
                 workload.say(f"{name}: verified in {dtype}: {one.rejected} rejected")
                 detail |= {f"{key}_{name}_{dtype}": value for key, value in one.figures().items()}
                 if one.reasons:

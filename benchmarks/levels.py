@@ -2,7 +2,7 @@
 
 Each honest worker of a calibration (`coordinator.calibration.workers`) draws groups of 8 from the warm-started policy
 of the demonstration, with one, 8 and 32 slots in flight, and a verifier's prefill measures them. The same groups are
-then dealt out anew, many times: limits are fitted on so many groups of each worker as `veriswarm calibrate` fits them,
+then dealt out anew, many times: limits are fitted on so many groups of each worker as `swarmproof calibrate` fits them,
 and all others are judged by these, as the slots of one node for each worker. Over the deals:
 
 - `judged_N`: groups, each as often as limits fitted on N groups of each worker judged it;
@@ -29,16 +29,16 @@ import torch
 from benchmarks import machine
 from coordinator.calibration.fit import Group, fit_limits, rounded
 from coordinator.calibration.measure import measure
-from coordinator.calibration.slots import Slots
-from coordinator.calibration.trial import Caught, try_groups
+from coordinator.calibration.slots import SyntheticSlots
+from coordinator.calibration.trial import TrialCounts, try_groups
 from coordinator.calibration.workers import IN_FLIGHT, make_workers
-from coordinator.demo.layout import family_run_toml
+from coordinator.lab.processes.layout import family_run_toml
 from coordinator.training.warm_start import warm_start
-from node.families import TINY_FAMILIES
-from node.models.base import RecurrentForCausalLM
-from node.policy import load_policy, save_policy
+from node.policy.families import TINY_FAMILIES
+from node.policy.file import load_policy, save_policy
+from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, parse_run_toml
-from node.readings import read_by_transformers
+from node.verification.readings import read_by_transformers
 
 SIZES = (24, 64, 128)
 """Groups of each worker that limits are fitted on."""
@@ -50,7 +50,7 @@ async def draw(spec: RunSpec, *, groups: int, folder: Path) -> list[list[Group]]
     model, tokenizer = warm_start(spec.model.initial, seed=SEED)
     path = folder / "policy.safetensors"
     save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, path)
-    slots = Slots(spec, load_policy(path, dtype=torch.float32))
+    slots = SyntheticSlots(spec, load_policy(path, dtype=torch.float32))
     prefill = read_by_transformers(path, spec=spec)
     found: list[list[Group]] = []
     for worker in make_workers(["torch"], threads=1, recurrent=isinstance(model, RecurrentForCausalLM)):
@@ -60,7 +60,7 @@ async def draw(spec: RunSpec, *, groups: int, folder: Path) -> list[list[Group]]
     return found
 
 
-def deal(workers: Sequence[Sequence[Group]], size: int, *, chance: float, rng: random.Random) -> list[Caught]:
+def deal(workers: Sequence[Sequence[Group]], size: int, *, chance: float, rng: random.Random) -> list[TrialCounts]:
     """Fit limits on `size` groups of each worker; what happens to each worker's others, in their order."""
     seen, others = [], []
     for groups in workers:

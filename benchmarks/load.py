@@ -1,6 +1,6 @@
 """What a coordinator takes: `python -m benchmarks.load [--json]`.
 
-A real coordinator process (`veriswarm coordinator`, the default limits) and 1,000 simulated workers in another, on the
+A real coordinator process (`swarmproof coordinator`, the default limits) and 1,000 simulated workers in another, on the
 same cores: first with SQLite, then with a PostgreSQL server of its own on the same cores as well, its settings the
 defaults. Each worker has a key, an address of loopback (so that each has the limits of an address to itself;
 Linux only) and a connection that it keeps. It registers, and then, over and over, asks for a lease, submits a body of

@@ -1,6 +1,6 @@
 """What joining by peers is worth: `python -m benchmarks.network [--json] [--nodes N] [--only PART ...]`.
 
-A real `veriswarm coordinator` with a peer beside it, and 24 processes on loopback that are told one string
+A real `swarmproof coordinator` with a peer beside it, and 24 processes on loopback that are told one string
 (`benchmarks.networking.node`): each finds the run, registers, takes a lease, and follows the run's head. Policies are
 recorded in the coordinator's database as the trainer records them. Parts, each with processes of its own:
 
@@ -10,7 +10,7 @@ recorded in the coordinator's database as the trainer records them. Parts, each 
     hostile    a third of all are attackers (`networking.hostile`) and were there first; heads; then the same without
                the peer that all began with
     gossipsub  our links and GossipSub of py-libp2p 0.8.1, with as many processes each, at the same time and in turn
-    worker     one real `veriswarm worker --join`, with torch, a policy to fetch and a model to load
+    worker     one real `swarmproof worker --join`, with torch, a policy to fetch and a model to load
 
 Figures, `_p50`, `_p95`, `_p99` being quantiles:
 
@@ -46,7 +46,7 @@ from benchmarks.networking.hostile import KINDS
 from benchmarks.networking.reference import compare
 from benchmarks.networking.run import Run, running
 from benchmarks.networking.workers import join_seconds
-from coordinator.descriptor_watch import POLL_SECONDS
+from coordinator.http.descriptor_watch import POLL_SECONDS
 
 SETTLE_SECONDS: Final = 3.0
 FIRST_SECONDS: Final = 5.0

@@ -4,10 +4,10 @@ In one process and without a network: the torch engine draws groups of completio
 (`reasoning_gym:<dataset>`) gives the rewards as a verifier does, and the trainer's own step learns from them. Each
 dataset and each seed begins anew.
 
-The policy is the tiny one (`node.tiny`, 0.4 million parameters), which knows nothing. So it is warm-started on
-demonstrations in the way of `model.initial = "tiny"` (`coordinator.training.warm_start`): first worked ones in which
-each digit or letter is wrong with some probability, then a few steps in which half of the demonstrations guess. What is
-measured is what reinforcement learning adds to that, not what the warm start taught.
+The policy is the tiny one (`node.policy.models.tiny_llama`, 0.4 million parameters), which knows nothing. So it is
+warm-started on demonstrations in the way of `model.initial = "tiny"` (`coordinator.training.warm_start`): first worked
+ones in which each digit or letter is wrong with some probability, then a few steps in which half of the demonstrations
+guess. What is measured is what reinforcement learning adds to that, not what the warm start taught.
 
 `before` and `after`: mean reward of one completion, drawn at temperature 1, of each of `--problems` problems, which
 other seeds chose than those that are learned from. Many are the same all the same: `count_bits` has 99 problems in all,
@@ -43,14 +43,14 @@ from benchmarks import machine
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
-from coordinator.training.warm_start import Stage, demonstrate_addition, learn
+from coordinator.training.warm_start import WarmStartStage, demonstrate_addition, learn
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments.base import Problem
 from node.environments.reasoning_gym import INSTRUCTION, ReasoningGym, load_dataset
-from node.policy import render_completion, render_prompt, save_policy
+from node.policy.file import render_completion, render_prompt, save_policy
+from node.policy.models.tiny_llama import VOCABULARY, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec, TrainingSpec
-from node.tiny import VOCABULARY, make_model, make_tokenizer
 
 GROUPS, GROUP_SIZE, STEPS = 32, 8, 20
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -68,7 +68,7 @@ class Task:
     settings: dict[str, int]
     demonstrate: Demonstrate
     guess: Callable[[dict[str, Any], Random], str]
-    stages: tuple[Stage, ...]
+    stages: tuple[WarmStartStage, ...]
 
     def shortened(self, share: float) -> Task:
         """With a part of the warm start's steps."""
@@ -76,10 +76,10 @@ class Task:
         return replace(self, stages=tuple(steps))
 
 
-def stages(steps: int, *, noise: float, guessing: int = 60) -> tuple[Stage, Stage]:
+def stages(steps: int, *, noise: float, guessing: int = 60) -> tuple[WarmStartStage, WarmStartStage]:
     """The warm start's two stages: worked solutions with mistakes, then as many guesses as solutions."""
-    worked = Stage(steps, noise, noise, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
-    return worked, Stage(guessing, noise / 2, noise / 2, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
+    worked = WarmStartStage(steps, noise, noise, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
+    return worked, WarmStartStage(guessing, noise / 2, noise / 2, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 
 
 def work_out_sum(entry: dict[str, Any], noise: float, rng: Random) -> str:
@@ -214,7 +214,7 @@ class Trial:
         rng = Random(self.seed)
         pool, task = self.pools[WARM], self.task
 
-        def demonstrate(stage: Stage) -> tuple[str, str]:
+        def demonstrate(stage: WarmStartStage) -> tuple[str, str]:
             entry = pool.entry(rng.randrange(2**31))
             if rng.random() < stage.guesses:
                 return prompt_of(entry), f"<think></think>{task.guess(entry, rng)}"

@@ -1,4 +1,4 @@
-"""What `veriswarm redteam` finds in a long run: `python -m benchmarks.redteam [--json] [--slots N] [--hostile SHARE]`.
+"""What `swarmproof redteam` finds in a long run: `python -m benchmarks.redteam [--json] [--slots N] [--hostile SHARE]`.
 
 Runs the whole red team as a person would, in processes of its own, for as many steps as it takes until so many slots
 were submitted. Then, for comparison, the same run without attackers, and the same attackers in a run whose limits are
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from coordinator.redteam.rules import redteam_run_toml
+from coordinator.lab.redteam.rules import redteam_run_toml
 from node.protocol.run import parse_run_toml
 
 END_STEPS = 10

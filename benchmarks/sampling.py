@@ -3,7 +3,8 @@
 `python -m benchmarks.sampling [--json] [--rounds N]`. All contenders take the same float32 logits, in turn within
 each round, so that another process on the machine slows all of them alike; figures are medians over rounds.
 
-- `ours`: `node.sampling.choose`, in one thread and in two. Logits are normal, with a standard deviation of 3: noise
+- `ours`: `node.sampling.forced.choose`, in one thread and in two. Logits are normal, with a standard deviation of 3:
+noise
   is needed for every token. `ours_sharp` is the other extreme, one token far above the others in each row, where
   almost every block is passed over without noise.
 - `reference`: `node.protocol.sampling`'s noise, argmax and log-softmax, on a few rows, scaled to all of them.
@@ -31,7 +32,8 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.toploc import rounds_ms
 from node.protocol.sampling import gumbel_noise
-from node.sampling import Choice, choose, warm_up
+from node.sampling.forced import choose, warm_up
+from node.sampling.types import Choice
 
 SHAPES = ((256, 152_064), (64, 32_000))
 REFERENCE_ROWS = 4

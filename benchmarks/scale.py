@@ -30,7 +30,7 @@ from typing import Any
 from blake3 import blake3
 
 from benchmarks import machine
-from shardcast.tree import Member, Plan, plan
+from shardcast.tree import Member, TreePlan, plan
 
 MIB = 2**20
 ORIGIN = "http://origin"
@@ -132,7 +132,7 @@ def lower_bound_s(network: Network, payload: float) -> float:
     )
 
 
-def parents(planned: Plan, network: Network) -> list[dict[str, str]]:
+def parents(planned: TreePlan, network: Network) -> list[dict[str, str]]:
     """For each stripe, from whom each node fetches."""
     asked = {member.url: planned.parents(member.id) for member in network.members}
     asked |= {worker: planned.sources_for(worker) for worker in network.workers}

@@ -29,11 +29,11 @@ import torch
 from benchmarks import machine
 from benchmarks.learning.loop import ENVIRONMENTS, Curve, Task, learn, spec_of, warmed_up
 from benchmarks.peers import FOLDER, PeerUnavailable, environment
-from coordinator.demo.layout import demo_run_toml, lay_out
-from coordinator.demo.local_http import get_json
-from coordinator.demo.supervisor import Supervisor
+from coordinator.lab.processes.layout import demo_run_toml, lay_out
+from coordinator.lab.processes.local_http import get_json
+from coordinator.lab.processes.supervisor import Supervisor
 from node.environments import load_environment
-from node.policy import load_policy
+from node.policy.file import load_policy
 
 TRL = "1.16.0"
 WORKER = Path(__file__).parent / "learning" / "trl_worker.py"

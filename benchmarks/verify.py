@@ -2,9 +2,9 @@
 
 `python -m benchmarks.verify [--json]`. One policy of random weights (125 million by default), one machine. In each
 round the engine generates 1, 16 and 64 completions at a time, and then the verifier takes what the 64 became, slot by
-slot as it arrives: the Parquet file from bytes, every check, the prefill, all figures, the verdict
-(`node.verification.verify`). Tokens are completion tokens, prompts come on top for both. Engine and verifier take
-turns on the same cores (or the same GPU). Figures are medians over rounds, ratios medians of the rounds' own.
+slot as it arrives: the file from bytes, every check, the prefill, all figures, the verdict
+(`node.verification.verify.verify`). Tokens are completion tokens, prompts come on top for both. Engine and verifier
+take turns on the same cores (or the same GPU). Figures are medians over rounds, ratios medians of the rounds' own.
 
 - `verify_over_generate` is against 64 at a time: a worker with the default limits holds up to 8 slots of 8.
 - `share_*` is where the verifier's time goes, measured over one more pass with a clock around each part.
@@ -44,17 +44,17 @@ import torch
 from benchmarks import workload
 from benchmarks.toploc import median_ratio
 from benchmarks.workload import Verifier
-from node import measurement
 from node.engines.base import Engine
-from node.parquet import write_rollouts
-from node.parquet_reader import ParquetReader
-from node.policy import Blueprint
-from node.prefill import TransformersPrefill
-from node.proofs import build_proofs
-from node.protocol.admission import Outcome
+from node.policy.file import Blueprint
+from node.protocol.admission import Outcome, Verdict
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, chunk_count, proof_bytes
-from node.verification import Rules, Verdict
+from node.submission.writer import write_rollouts
+from node.verification import spans
+from node.verification import verify as verifying
+from node.verification.plan import Rules
+from node.verification.prefill import TransformersPrefill
+from node.verification.proofs import build_proofs
 
 MATMUL_ROWS = 1024
 
@@ -166,11 +166,11 @@ async def one_round(engine: Engine, verifier: Verifier, options: argparse.Namesp
 async def shares(verifier: Verifier, bodies: Mapping[int, bytes]) -> dict[str, float]:
     """Where the verifier's time goes."""
     parts = {
-        "read": (verifier.reader, "read"),
+        "read": (verifying, "read_rollouts"),
         "prefill": (TransformersPrefill, "_hidden_states"),
-        "logits_and_noise": (measurement, "_appraised"),
-        "noise": (measurement, "appraise"),
-        "proofs": (measurement, "_check_proofs"),
+        "logits_and_noise": (spans, "_appraised"),
+        "noise": (spans, "appraise"),
+        "proofs": (spans, "_check_proofs"),
     }
     total = 0.0
     with workload.clocks(parts) as taken:
@@ -229,15 +229,14 @@ def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Nam
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     rules = workload.make_rules(workload.make_spec(dtype=options.dtype, tokens=options.tokens))
-    with ParquetReader() as reader:
-        async with workload.running_random(options, rules) as (engine, path):
-            verifier = Verifier(rules, workload.held(path, dtype=getattr(torch, options.dtype)), reader)
-            # The first round warms up.
-            rounds = [await one_round(engine, verifier, options, turn) for turn in range(options.rounds + 1)][1:]
-            policy = engine.policy
-        prompt = len(workload.expected(rules, policy, 0).prompt_ids)
-        figures = figures_of(rounds, policy, options, prompt)
-        return figures | await shares(verifier, rounds[-1].bodies)
+    async with workload.running_random(options, rules) as (engine, path):
+        verifier = Verifier(rules, workload.held(path, dtype=getattr(torch, options.dtype)))
+        # The first round warms up.
+        rounds = [await one_round(engine, verifier, options, turn) for turn in range(options.rounds + 1)][1:]
+        policy = engine.policy
+    prompt = len(workload.expected(rules, policy, 0).prompt_ids)
+    figures = figures_of(rounds, policy, options, prompt)
+    return figures | await shares(verifier, rounds[-1].bodies)
 
 
 def main() -> None:

@@ -24,20 +24,21 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks import machine
-from coordinator.training.warm_start import STAGES, Stage
+from coordinator.training.warm_start import STAGES, WarmStartStage
 from node.engines.base import Engine, SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
 from node.environments import load_environment
-from node.parquet_reader import ParquetReader
-from node.policy import Blueprint, Policy, load_policy, save_policy
-from node.prefill import Prefill, TransformersPrefill
-from node.protocol.admission import Outcome
+from node.episodes.expected import expected_of
+from node.policy.file import Blueprint, Policy, load_policy, save_policy
+from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
+from node.protocol.admission import Outcome, Verdict
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected
-from node.tiny import EOS, PAD, make_tokenizer
-from node.verification import Rules, Verdict, expected_of, verify
+from node.verification.plan import Rules
+from node.verification.prefill import Prefill, TransformersPrefill
+from node.verification.verify import verify
 
 RUN_ID, MANIFEST = "01" * 32, "02" * 32
 CONSTANT = 0.06
@@ -140,7 +141,7 @@ def slot_requests(rules: Rules, policy: Blueprint, slots: Sequence[int]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`node.verification.Policies` of the one policy that there is."""
+    """`node.verification.measure.Policies` of the one policy that there is."""
 
     prefills: Mapping[int, Prefill]
 
@@ -157,13 +158,11 @@ class Verifier:
 
     rules: Rules
     policies: Held
-    reader: ParquetReader
 
     async def verdict(self, body: bytes, *, slot: int) -> Verdict:
         """On the file `body` for `slot` of version 0. A verifier that cannot decide ends the benchmark."""
-        verdict = await verify(
+        judgement = await verify(
             body,
-            reader=self.reader,
             version=0,
             manifest_digest=MANIFEST,
             slot=slot,
@@ -171,9 +170,9 @@ class Verifier:
             published=(0,),
             rules=self.rules,
         )
-        if verdict.outcome is Outcome.INDETERMINATE:
-            raise SystemExit(f"the verifier failed: {verdict.detail}")
-        return verdict
+        if judgement.verdict.outcome is Outcome.INDETERMINATE:
+            raise SystemExit(f"the verifier failed: {judgement.verdict.detail}")
+        return judgement.verdict
 
 
 def verifier_policy(path: Path, *, dtype: torch.dtype) -> Policy:
@@ -283,12 +282,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def stages(share: float) -> list[Stage]:
+def stages(share: float) -> list[WarmStartStage]:
     """The warm start, or a shorter one: `share` of each stage's steps."""
     if share == 1:
         return list(STAGES)
     return [
-        Stage(
+        WarmStartStage(
             max(1, int(stage.steps * share)),
             stage.addition_noise,
             stage.reversal_noise,

@@ -1,4 +1,4 @@
-"""The operator's commands: coordinator, verifier, trainer, calibration, and the demonstration."""
+"""The operator's commands: coordinator, leader, verifier, trainer, calibration, and what keeps a run."""
 
 from __future__ import annotations
 
@@ -13,35 +13,32 @@ from typing import Any
 
 import click
 
-from coordinator.backup_command import backup, restore
 from coordinator.calibration.command import calibrate
-from coordinator.demo.command import demo
-from coordinator.evaluation_command import evaluate
-from coordinator.export_command import export
-from coordinator.home import create_home, open_home
-from coordinator.opening import open_to_peers
-from coordinator.options import (
+from coordinator.commands.backup import backup, restore
+from coordinator.commands.evaluate import evaluate
+from coordinator.commands.export import export
+from coordinator.commands.options import (
     HOME_WAIT_SECONDS,
     contact_options,
     data_options,
-    key_option,
     limit_options,
-    listen_options,
-    state_option,
+    own_state_option,
+    run_key_option,
 )
-from coordinator.problems_command import problems
-from coordinator.redteam.command import redteam
-from coordinator.roles import ByRole, role_option
-from coordinator.run_file import read_run_file
-from coordinator.stakes_command import stakes
-from coordinator.trainer_command import trainer
-from node.engine_options import check_engine, engine_options, prefills_maker
-from node.exchange import checked_url
-from node.identity import load_key
-from node.logs import name_process
-from node.metrics_options import MetricsPlace, metrics_options
+from coordinator.commands.problems import problems
+from coordinator.commands.roles import ByRole, role_option
+from coordinator.commands.stakes import stakes
+from coordinator.commands.trainer import trainer
+from coordinator.run.definition import read_run_file
+from coordinator.run.home import create_home, open_home
+from coordinator.run.peer_setup import open_to_peers
+from node.client.http import checked_url
+from node.commands.engine_options import check_engine, engine_options, prefills_maker
+from node.commands.options import EXISTING_FILE, listen_options, metrics_options
+from node.keys.identity import load_key
 from node.protocol.run import HonestSpec, RunSpec
-from node.signals import stop_on_signals
+from node.runtime.logs import name_process
+from node.runtime.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ SWITCH_SECONDS = 0.0005
 
 def _warn_of_defaults(spec: RunSpec) -> None:
     if spec.limits.honest == HonestSpec():
-        log.warning("limits.honest is not set: conservative defaults; run `veriswarm calibrate`")
+        log.warning("limits.honest is not set: conservative defaults; run `swarmproof calibrate`")
 
 
 @click.command()
@@ -64,13 +61,13 @@ def leader(
 
     \b
     Example:
-      veriswarm leader --data run/ --database-url postgresql://...
+      swarmproof leader --data run/ --database-url postgresql://...
 
     One leads at a time; others stand by, and take over when it is gone.
     """
-    from coordinator.leader import Leader
-    from coordinator.metrics import leader_registry
-    from node.metrics import serving_metrics
+    from coordinator.metrics.roles import leader_registry
+    from coordinator.run.leader import Leader
+    from node.runtime.metrics import serving_metrics
 
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
     name_process(run=home.run_id, name=name or "leader")
@@ -79,13 +76,13 @@ def leader(
         signal.signal(number, lambda *_: stop.set())
     offering = Leader(home, name=name)
     registry = leader_registry(home, leads=lambda: offering.leading)
-    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+    with serving_metrics(registry, metrics_host, metrics_port):
         offering.run(stop)
 
 
 @click.command()
 @data_options
-@state_option
+@own_state_option
 @click.option("--name", default="verifier-1", show_default=True, help="Unique among the verifiers of a run.")
 @click.option(
     "--source", "sources", multiple=True, required=True, metavar="URL", help="An origin or relay; repeatable."
@@ -118,17 +115,17 @@ def verifier(
 
     \b
     Example:
-      veriswarm verifier --data run/ --state verifier-1/ \\
+      swarmproof verifier --data run/ --state verifier-1/ \\
         --source http://127.0.0.1:8710
 
     Start as many as the queue needs; each wants its own --name and --state. --engine torch prefills with
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
-    from coordinator.evidence import EvidenceLimits
-    from coordinator.metrics import VerifierMetrics, role_registry
-    from coordinator.verifier import Verifier, VerifierSettings
-    from node.metrics import serving_metrics
+    from coordinator.metrics.roles import VerifierMetrics, role_registry
+    from coordinator.verifier.daemon import Verifier, VerifierSettings
+    from coordinator.verifier.evidence import EvidenceLimits
+    from node.runtime.metrics import serving_metrics
 
     make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
@@ -147,7 +144,7 @@ def verifier(
     async def work() -> None:
         await Verifier(home, chosen, VerifierMetrics(registry)).run(stop_on_signals())
 
-    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+    with serving_metrics(registry, metrics_host, metrics_port):
         asyncio.run(work())
 
 
@@ -156,11 +153,11 @@ def verifier(
 @click.option(
     "--run",
     "run_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE,
     required=True,
     help="run.toml: the model, the problems, the batch and the limits of the run.",
 )
-@key_option
+@run_key_option
 @data_options
 @click.option(
     "--blobs",
@@ -196,18 +193,19 @@ def coordinator(
 
     \b
     Example, a new run:
-      veriswarm keys new run.key
-      veriswarm coordinator --run run.toml --key run.key --data run/ --port 8700
+      swarmproof keys new run.key
+      swarmproof coordinator --run run.toml --key run.key --data run/ --port 8700
 
-    Then start `veriswarm verifier` and `veriswarm trainer` on the same --data. For more than one machine, start
+    Then start `swarmproof verifier` and `swarmproof trainer` on the same --data. For more than one machine, start
     each --role by itself, any number of each, with --database-url postgresql://...
     """
-    from coordinator.app import RequestLimits, create_app
-    from coordinator.connections import ConnectionLimits, allow_connections, listening_socket, server_config
-    from coordinator.ending import Server
-    from coordinator.leader import Leader, leading
-    from coordinator.metrics import watch_leadership
-    from coordinator.service import Coordinator
+    from coordinator.app import create_app
+    from coordinator.http.connections import ConnectionLimits, allow_connections, listening_socket, server_config
+    from coordinator.http.service import RequestLimits
+    from coordinator.http.shutdown import Server
+    from coordinator.metrics.roles import watch_leadership
+    from coordinator.run.leader import Leader, leading
+    from coordinator.run.service import Coordinator
 
     _, spec = read_run_file(run_file)
     run_key = load_key(key)
@@ -236,7 +234,7 @@ def coordinator(
     if role == "api" and contact["with_peer"] is None:
         contact["with_peer"] = False  # one of several, of which at most one runs the peer
     opened = open_to_peers(host, bound, run_id=home.run_id, data=data, **contact)
-    click.echo(f"  veriswarm worker {opened.way}")
+    click.echo(f"  swarmproof worker {opened.way}")
     service = Coordinator(
         home, key=run_key, relay_urls=relays, leases_per_address=leases_per_address, contacts=opened.contacts
     )
@@ -245,13 +243,13 @@ def coordinator(
     config = server_config(app, limits)
     offering = Leader(home)
     if role == "all":
-        watch_leadership(app.state.metrics.registry, leads=lambda: offering.leading)
+        watch_leadership(app.state.service.metrics.registry, leads=lambda: offering.leading)
     # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
     sys.setswitchinterval(SWITCH_SECONDS)
     with opened.peer, leading(offering) if role == "all" else contextlib.nullcontext():
-        Server(config, app.state.ending).serve_on(listening)
+        Server(config, app.state.service.ending).serve_on(listening)
 
 
-COMMANDS = [coordinator, leader, verifier, trainer, calibrate, demo, redteam, stakes]
+COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
 COMMANDS += [evaluate, problems, export, backup, restore]
-"""What the entry point `veriswarm.commands` offers to the command line."""
+"""What the entry point `swarmproof.commands` offers to the command line."""

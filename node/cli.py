@@ -1,9 +1,9 @@
-"""The `veriswarm` command: what every participant runs, and the operator's commands where they are installed.
+"""The `swarmproof` command: what every participant runs, and the operator's commands where they are installed.
 
-Settings come from flags, then the environment (VERISWARM_<COMMAND>_<FLAG>), then the TOML file of --config,
+Settings come from flags, then the environment (SWARMPROOF_<COMMAND>_<FLAG>), then the TOML file of --config,
 then defaults. Whatever goes wrong is one sentence and, below it, what to do. Exit code 2 is for a wrong command line
 (and for a command that could not run, where 1 is an answer), 70 for a defect of this program, and 1 for everything
-else; --debug or VERISWARM_DEBUG=1 shows the traceback.
+else; --debug or SWARMPROOF_DEBUG=1 shows the traceback.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Any, Literal
 
 import click
 
-from node.broadcast.command import fetch, publish
-from node.command_line import ENVIRONMENT, Commands, CouldNotRun, explained
-from node.completion_command import completion
-from node.config import default_map, load_config
-from node.control_command import authority, control, control_options
-from node.engine_options import check_engine, engine_maker, engine_options
-from node.identity import load_or_create_key, node_id
-from node.joining_options import Way, check_run_id, joining_options
-from node.keys_command import keys
-from node.logs import FORMATS, LEVELS, Format, Level, name_process, set_up_logging
-from node.metrics_options import MetricsPlace, metrics_options
-from node.peer_command import peer
+from node.commands.broadcast import fetch, publish
+from node.commands.click_ext import ENVIRONMENT, Commands, CouldNotRun, explained
+from node.commands.completion import completion
+from node.commands.config import default_map, load_config
+from node.commands.control import authority, control, control_options
+from node.commands.engine_options import check_engine, engine_maker, engine_options
+from node.commands.joining_options import check_run_id, joining_options
+from node.commands.keys import keys
+from node.commands.options import FILE, json_option, key_option, listen_options, metrics_options, state_option
+from node.commands.peer import peer
+from node.commands.serving_options import server_limits, serving, serving_options, worker_serving_options
+from node.commands.status import status
+from node.joining.way import Way
+from node.keys.identity import load_or_create_key, node_id
 from node.protocol.control import Purpose
-from node.serving_options import server_limits, serving, serving_options, worker_serving_options
-from node.signals import stop_on_signals
-from node.status_command import status
+from node.runtime.logs import FORMATS, LEVELS, Format, Level, name_process, set_up_logging
+from node.runtime.signals import stop_on_signals
 
 # vLLM's processes import this module before vLLM, which speaks before it has read how much it may say.
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -39,7 +40,7 @@ logging.getLogger("vllm").setLevel(logging.ERROR)
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     envvar=f"{ENVIRONMENT}_CONFIG",
     help="TOML file with a table per command.",
 )
@@ -61,7 +62,7 @@ logging.getLogger("vllm").setLevel(logging.ERROR)
     help="Lines for people, or a JSON object a line.",
 )
 @click.option("--debug", is_flag=True, envvar=f"{ENVIRONMENT}_DEBUG", help="Show tracebacks.")
-@click.version_option(package_name="veriswarm")
+@click.version_option(package_name="swarmproof")
 @click.pass_context
 def main(
     ctx: click.Context,
@@ -75,13 +76,13 @@ def main(
     """Train a language model on machines that nobody vouches for.
 
     \b
-    Contribute:   veriswarm worker --join veriswarm://...
-    Help others:  veriswarm relay --join veriswarm://...
-    How it goes:  veriswarm status --coordinator URL --run-id ID
-    Check a run:  veriswarm audit URL --run-id ID
-    Any file:     veriswarm publish FILE
+    Contribute:   swarmproof worker --join swarmproof://...
+    Help others:  swarmproof relay --join swarmproof://...
+    How it goes:  swarmproof status --coordinator URL --run-id ID
+    Check a run:  swarmproof audit URL --run-id ID
+    Any file:     swarmproof publish FILE
 
-    Every flag can also be an environment variable, such as VERISWARM_WORKER_SLOTS=8, or a key in the
+    Every flag can also be an environment variable, such as SWARMPROOF_WORKER_SLOTS=8, or a key in the
     TOML file of --config, such as `slots = 8` under [worker]. The flag wins, then the environment.
     """
     set_up_logging(level="debug" if verbose else log_level, log_format=log_format)
@@ -96,20 +97,12 @@ _RUN_ID_OPTION = click.option(
     callback=check_run_id,
     help="Which run; all that is trusted follows from it.",
 )
-_KEY = click.option(
-    "--key",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="This node's key file, made if missing.  [default: key in the state folder]",
-)
-_STATE = click.option(
-    "--state",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="This node's own folder, kept across restarts.  [default: under ~/.veriswarm]",
-)
+_KEY = key_option()
+_STATE = state_option()
 
 
 def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
-    return state or Path.home() / ".veriswarm" / run_id[:16] / role
+    return state or Path.home() / ".swarmproof" / run_id[:16] / role
 
 
 @main.command()
@@ -134,7 +127,7 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
     help="How long Ctrl-C and SIGTERM wait for slots; those that take longer are handed back.",
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
-@click.option("--json", "as_json", is_flag=True, help="Events on stdout, one JSON object a line, instead of a view.")
+@json_option("Events on stdout, one JSON object a line, instead of a view.")
 @control_options
 @worker_serving_options
 @metrics_options
@@ -161,7 +154,7 @@ def worker(
 
     \b
     Example:
-      veriswarm worker --join veriswarm://5f3c.../ip4/192.0.2.1/tcp/8701/p2p/12D3...
+      swarmproof worker --join swarmproof://5f3c.../ip4/192.0.2.1/tcp/8701/p2p/12D3...
 
     The run's operator gives the string to join by; with a coordinator's URL and the run's id it works as well.
     It makes its key, fetches the policy, works, and waits whenever the coordinator or the relays are away.
@@ -169,9 +162,9 @@ def worker(
     them back, and ends with what came of all of them; a second one ends at once.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
-    from node.metrics import StatusFigures, process_registry, serving_metrics
-    from node.node_metrics import WORKER, Asking
-    from node.worker_view.watching import Watched, watching
+    from node.runtime.metrics import StatusFigures, process_registry, serving_metrics
+    from node.worker.metrics import WORKER, Asking
+    from node.worker.view.watching import Watched, watching
 
     folder = _state_folder(state, way.run_id, "worker")
     node_key = load_or_create_key(key or folder / "key")
@@ -182,7 +175,7 @@ def worker(
     async def work() -> None:
         stop = stop_on_signals()
         async with watching(watched, as_json=as_json, stop=stop) as onlooker:
-            from node.worker import WorkerSettings, run_worker
+            from node.worker.daemon import WorkerSettings, run_worker
 
             settings = WorkerSettings(
                 entry=entry,
@@ -201,7 +194,7 @@ def worker(
 
     name_process(run=way.run_id, node=node_id(node_key))
     registry = process_registry("worker", folders={"state": folder})
-    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+    with serving_metrics(registry, metrics_host, metrics_port):
         asyncio.run(work())
 
 
@@ -209,15 +202,7 @@ def worker(
 @joining_options
 @_KEY
 @_STATE
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    metavar="PORT",
-    default=8720,
-    show_default=True,
-    help="0 takes a free one.",
-)
+@listen_options(8720)
 @click.option("--public-url", metavar="URL", help="Where others find this relay.  [default: http://HOST:PORT]")
 @click.option(
     "--upstream",
@@ -250,14 +235,14 @@ def relay(
 
     \b
     Example, reachable by others:
-      veriswarm relay --join veriswarm://5f3c.../ip4/192.0.2.1/tcp/8701/p2p/12D3... \\
+      swarmproof relay --join swarmproof://5f3c.../ip4/192.0.2.1/tcp/8701/p2p/12D3... \\
         --host 0.0.0.0 --public-url http://198.51.100.7:8720
 
     Nobody has to trust a relay: whoever fetches from it checks every byte.
     """
     from node.broadcast.progress import FetchProgress
-    from node.metrics import process_registry, serving_metrics
-    from node.relay import RelaySettings, run_relay
+    from node.relay.daemon import RelaySettings, run_relay
+    from node.runtime.metrics import process_registry, serving_metrics
 
     folder = _state_folder(state, way.run_id, "relay")
     node_key = load_or_create_key(key or folder / "key")
@@ -277,7 +262,7 @@ def relay(
 
     name_process(run=way.run_id, node=node_id(node_key))
     registry = process_registry("relay", folders={"state": folder})
-    with serving_metrics(registry, MetricsPlace(metrics_host, metrics_port)):
+    with serving_metrics(registry, metrics_host, metrics_port):
         asyncio.run(serve())
 
 
@@ -300,7 +285,7 @@ def relay(
 )
 @click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
 @_STATE
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@json_option("One JSON object instead of a table.")
 @click.pass_context
 def audit(
     ctx: click.Context,
@@ -318,14 +303,14 @@ def audit(
 
     \b
     Example:
-      veriswarm audit http://192.0.2.1:8700 --run-id 5f3c... --sample 20
+      swarmproof audit http://192.0.2.1:8700 --run-id 5f3c... --sample 20
 
     Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
     """
     with explained(CouldNotRun):
         if all_ and sample is not None:
             raise click.UsageError("Give --sample or --all, not both.")
-        from node.audit import run_audit
+        from node.audit.auditor import run_audit
 
         folder = _state_folder(state, run_id, "audit")
         code = asyncio.run(
@@ -355,23 +340,15 @@ def audit(
 @click.option(
     "--run",
     "run_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="The run's run.toml: how long sequences are, and how many policies are kept.",
 )
-@click.option(
-    "--policy", type=click.Path(path_type=Path, dir_okay=False), help="A policy file, to see whether it fits."
-)
-@click.option(
-    "--key", type=click.Path(path_type=Path, dir_okay=False), help="The key file to check.  [default: key in --state]"
-)
-@click.option(
-    "--state",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The folder whose disk to look at.  [default: ~/.veriswarm]",
-)
+@click.option("--policy", type=FILE, help="A policy file, to see whether it fits.")
+@key_option("The key file to check.  [default: key in --state]")
+@state_option("The folder whose disk to look at.  [default: ~/.swarmproof]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where a relay would listen, with --port.")
 @click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="See whether a relay could listen here.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@json_option("One JSON object instead of a table.")
 @click.pass_context
 def doctor(
     ctx: click.Context,
@@ -390,17 +367,17 @@ def doctor(
 
     \b
     Example:
-      veriswarm doctor --engine vllm --coordinator http://192.0.2.1:8700
+      swarmproof doctor --engine vllm --coordinator http://192.0.2.1:8700
 
     It says what to do about each problem, and changes nothing. Exit code 0: no problem. 1: there is one.
     2: the doctor could not run.
     """
     with explained(CouldNotRun):
-        from node.doctor import DoctorSettings, run_doctor
+        from node.doctor.checks import DoctorSettings, run_doctor
 
         settings = DoctorSettings(
             engine=engine,
-            state=state or Path.home() / ".veriswarm",
+            state=state or Path.home() / ".swarmproof",
             key=key or (state / "key" if state else None),
             coordinator=coordinator,
             run_file=run_file,

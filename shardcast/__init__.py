@@ -16,21 +16,20 @@ while it is still arriving; slow, silent and lying relays cost time only. Non-go
 public to whoever asks) and choosing whom to fetch from (the caller lists the sources).
 """
 
-from shardcast.board import Board
 from shardcast.client import Client
-from shardcast.download import DownloadLimits
-from shardcast.fetching import Fetched, Progress, Report, Watch, unwatched
-from shardcast.listener import Listener, ServerLimits, listen
+from shardcast.fetch.download import DownloadLimits
+from shardcast.fetch.fetcher import Fetched, Report, VersionProgress, Watch, no_watch
+from shardcast.fetch.sources import SourceLimits
+from shardcast.fetch.transport import TransportLimits
 from shardcast.manifest import Delta, Head, Limits, Manifest, Payload, SignedManifest
 from shardcast.origin import DeltaSettings, Origin, OriginServer
 from shardcast.relay import Relay
-from shardcast.server import make_app
-from shardcast.sources import SourceLimits
-from shardcast.transport import TransportLimits
+from shardcast.serve.listener import Listener, ServerLimits, listen
+from shardcast.serve.server import make_app
+from shardcast.serve.state import ServedState
 from shardcast.trust import FraudProof, TrustedState, check_fraud_proof
 
 __all__ = [
-    "Board",
     "Client",
     "Delta",
     "DeltaSettings",
@@ -44,17 +43,18 @@ __all__ = [
     "Origin",
     "OriginServer",
     "Payload",
-    "Progress",
     "Relay",
     "Report",
+    "ServedState",
     "ServerLimits",
     "SignedManifest",
     "SourceLimits",
     "TransportLimits",
     "TrustedState",
+    "VersionProgress",
     "Watch",
     "check_fraud_proof",
     "listen",
     "make_app",
-    "unwatched",
+    "no_watch",
 ]

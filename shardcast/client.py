@@ -1,8 +1,8 @@
-"""The fetching end: wait for a version, get it from several sources at once, trust none of them.
+"""Fetching client: wait for a version and download it from several untrusted sources at once.
 
 `<state_dir>/state.json` holds the highest version seen, so that a restart opens no way for a rollback. A file
-`<state_dir>/versions/<version>-<digest16>.bin` was checked chunk by chunk before it got its name, whose second half
-begins the manifest digest (`shardcast.store`).
+`<state_dir>/versions/<version>-<digest16>.bin` was checked chunk by chunk before it got its name; `digest16` is the
+start of the manifest digest (`shardcast.store.versions`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardcast.board import Announced, Board
-from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.errors import (
     Equivocation,
     LocalFault,
@@ -28,23 +26,25 @@ from shardcast.errors import (
     TooSlow,
     Unreachable,
 )
-from shardcast.fetching import Fetched, Fetcher, Progress
-from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
+from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
+from shardcast.fetch.fetcher import Fetched, Fetcher, VersionProgress
+from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
+from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
-from shardcast.server import make_app
-from shardcast.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
-from shardcast.store import KEPT_DELTAS, Store
-from shardcast.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
+from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
+from shardcast.serve.server import make_app
+from shardcast.serve.state import Announced, ServedState
+from shardcast.store.versions import KEPT_DELTAS, Store
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
 logger = logging.getLogger(__name__)
 
 HEAD_SOURCES = 3
-"""How many sources are asked for the newest head at once: one alone could withhold it."""
+"""Sources polled for the newest head at once: a single one could withhold it."""
 
 
 class Client:
-    """One consumer of one run, for one event loop; `async with`, or `close()` at the end."""
+    """Client of one run, bound to one event loop; use `async with`, or call `close()`."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Client:
             sources=self._sources,
             transport=self._transport,
             archived=self._archived,
-            everything=False,
+            mirror_deltas=False,
             limits=download_limits,
         )
-        self._said: dict[str, str] = {}
-        self._board: Board | None = None
+        self._last_logged_code: dict[str, str] = {}
+        self._board: ServedState | None = None
         self._listener: Listener | None = None
         self._shown: Announced | None = None
 
@@ -104,11 +104,11 @@ class Client:
     async def serve(
         self, host: str = "127.0.0.1", port: int = 0, *, limits: ServerLimits = DEFAULT_SERVER_LIMITS
     ) -> int:
-        """Serve others what is fetched from now on, while it arrives, as a relay does; returns the bound port.
+        """Serve fetched data to others as a relay does, while it arrives; return the bound port.
 
-        Deltas are then fetched and kept for others, too.
+        From now on deltas are fetched and kept as well.
         """
-        board = Board(
+        board = ServedState(
             store=self._store,
             role="worker",
             run_id=self._trust.run_id,
@@ -117,52 +117,46 @@ class Client:
             fetched=self.fetched,
         )
         board.open()
-        self._board, self._fetcher.everything = board, True
+        self._board, self._fetcher.mirror_deltas = board, True
         self._store.keep_deltas = KEPT_DELTAS
         self._listener = await listen(make_app(board, limits), host=host, port=port, limits=limits)
         return self._listener.port
 
-    def _show(self, signed: SignedManifest) -> None:
-        """Show the newest head to those who are served here, once its manifest is here."""
+    def _announce_if_held(self, signed: SignedManifest) -> None:
+        """Announce the newest head to downstream peers once its manifest is held."""
         seen = self._trust.seen
         if self._board is not None and seen is not None and seen.manifest_digest == signed.digest:
             self._shown = Announced(seen.version, seen.head)
             self._board.announce()
 
-    @property
-    def highest_seen(self) -> int:
-        """The highest version this client has ever seen a valid head for; -1 before the first."""
-        return self._trust.version
-
     def set_sources(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
-        """Fetch from these from now on; those that stay keep their measurements.
+        """Replace the sources; those that stay keep their measurements.
 
-        `stripes` has the candidates for each stripe, as `shardcast.tree` plans them.
+        `stripes` lists the candidate URLs of each stripe, as planned by `shardcast.tree`.
         """
         self._sources.set_urls(urls, stripes=stripes)
 
     @property
     def fetched(self) -> Fetched:
-        """What was transferred since the start, and how."""
+        """Return the transfer counters since the start."""
         return self._fetcher.fetched
 
     def sources_status(self) -> list[dict[str, Any]]:
-        """One JSON-ready row per source: state, reason of a quarantine, success, bandwidth, bytes."""
+        """Return one JSON-ready row per source: state, quarantine reason, success rate, bandwidth, bytes."""
         return self._sources.status(time.monotonic())
 
     # -- the newest head
 
     async def wait_head(self, after: int = -1, timeout_s: float = 30.0) -> Head | None:
-        """The newest head once its version exceeds `after`; None if in `timeout_s` there was no newer one.
+        """Wait for a head whose version exceeds `after`; return None if none came within `timeout_s`.
 
-        None is only returned when a source showed a head that is still fresh. Otherwise the most telling
-        error is raised: Equivocation, Stale when sources show only expired or older heads (a freeze),
-        another PeerFault, or a NetworkFault.
+        None means that some source showed a fresh head. Otherwise raises the most telling error: Equivocation, Stale if
+        sources show only expired or older heads (a freeze), another PeerFault, or a NetworkFault.
         """
         deadline = time.monotonic() + timeout_s
         urls = self._sources.usable(time.monotonic())[:HEAD_SOURCES] or self._sources.urls[:HEAD_SOURCES]
         if not urls:
-            raise Unreachable("there is no source to ask", code="no_sources")
+            raise Unreachable("no source to poll for a head: configure at least one", code="no_sources")
         watchers = [asyncio.create_task(self._watch_head(url, after, deadline)) for url in urls]
         try:
             return await _first_newer(watchers, after)
@@ -172,18 +166,18 @@ class Client:
             await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _watch_head(self, url: str, after: int, deadline: float) -> Head:
-        """Ask one source until it shows a version above `after` or the time is up; then its last answer."""
+        """Poll one source until it shows a version above `after` or the deadline passes; return its last head."""
         attempt = 0
         while True:
-            asked = time.monotonic()
-            wait_s = max(0.0, min(self._poll_s, deadline - asked))
+            polled_at = time.monotonic()
+            wait_s = max(0.0, min(self._poll_s, deadline - polled_at))
             outcome = await self._ask_head(url, after, wait_s)
             if isinstance(outcome, Equivocation):
                 raise outcome
             if isinstance(outcome, Head) and outcome.version > after:
                 return outcome
             # A source that answers a long poll at once without news must not make this loop spin.
-            waited = time.monotonic() - asked > wait_s / 2
+            waited = time.monotonic() - polled_at > wait_s / 2
             attempt = 0 if waited else min(attempt + 1, 10)
             pause_s = 0.0 if waited else min(2.0, 0.05 * 2**attempt)
             if time.monotonic() + pause_s >= deadline:
@@ -195,14 +189,14 @@ class Client:
     async def _ask_head(self, url: str, after: int, wait_s: float) -> Head | ShardcastError:
         try:
             data = await self._transport.head(url, after=after, wait_s=wait_s)
-            before = self._trust.version
+            previous_version = self._trust.version
             head = self._trust.accept_head(data, self._clock())
-            self._said.pop(url, None)
+            self._last_logged_code.pop(url, None)
             self._sources.answered(url)
-            if self._trust.version > before:
+            if self._trust.version > previous_version:
                 self._save_seen()
             elif self._shown is not None and self._trust.seen is not None and self._shown.version == head.version:
-                # Signed again: those who are served here must not see it grow old.
+                # Re-signed head of the same version: pass it on, or downstream peers would see it expire.
                 self._shown = Announced(head.version, self._trust.seen.head)
             return head
         except NoVersionYet as error:
@@ -217,13 +211,13 @@ class Client:
             save_seen(self._root / "state.json", self._trust.seen)
 
     def _note_failure(self, url: str, error: ShardcastError) -> None:
-        # What a source goes on doing wrong is said once, though a number in the sentence may change.
-        level = logging.DEBUG if self._said.get(url) == error.code else logging.WARNING
-        self._said[url] = error.code
+        # Log a source's repeated fault once; numbers in the message may differ, so compare codes.
+        level = logging.DEBUG if self._last_logged_code.get(url) == error.code else logging.WARNING
+        self._last_logged_code[url] = error.code
         logger.log(level, "source %s: %s (%s)", url, error, error.code)
         if isinstance(error, Equivocation) and self._trust.fraud is not None:
             save_fraud_proof(self._root, self._trust.version, self._trust.fraud)
-        # A relay that lags shows an old head in good faith; a fault of this machine is nobody else's.
+        # A lagging relay shows an old head in good faith; a local fault is not the source's.
         if not isinstance(error, Stale | LocalFault):
             self._sources.failed(url, error, time.monotonic())
 
@@ -234,13 +228,12 @@ class Client:
         target: Head | int,
         *,
         timeout_s: float | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[VersionProgress], None] | None = None,
     ) -> Path:
-        """The verified file of a version that is not older than the highest seen.
+        """Fetch a version not older than the highest seen and return the path of its verified file.
 
-        `target` is a head from `wait_head`, or a version number. Older ones are refused as rollback (Stale):
-        `fetch_archived` is for those. Raises TooSlow after `timeout_s`; what was fetched is kept, and the
-        next call goes on from there.
+        `target` is a head from `wait_head` or a version number. Raises Stale for an older version (rollback protection;
+        use `fetch_archived`) and TooSlow after `timeout_s`; the next call resumes the partial download.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -251,7 +244,7 @@ class Client:
                 )
                 return await self._complete(signed, progress)
         except TimeoutError as error:
-            raise TooSlow(f"not fetched within {timeout_s} s; it resumes where it stopped") from error
+            raise TooSlow(f"version not fetched within {timeout_s} s; the next fetch resumes it") from error
 
     async def fetch_archived(
         self,
@@ -259,26 +252,26 @@ class Client:
         *,
         manifest_digest: str | None = None,
         timeout_s: float | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[VersionProgress], None] | None = None,
     ) -> Path:
-        """The verified file of an old version, asked for by number on purpose: age and order are waived.
+        """Fetch an old version by number and return its verified file; age and order are not checked.
 
-        Give `manifest_digest` where it is known (a lease or a log entry names it); without it the
-        publisher's signature on that version number is all there is.
+        Pass `manifest_digest` where it is known (from a lease or log entry); without it only the publisher's signature
+        vouches for the version. Raises TooSlow after `timeout_s`; the next call resumes the partial download.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 held = None if manifest_digest is None else self._held(version, manifest_digest)
                 return await self._complete(held or await self._archived(version, manifest_digest), progress)
         except TimeoutError as error:
-            raise TooSlow(f"not fetched within {timeout_s} s; it resumes where it stopped") from error
+            raise TooSlow(f"version not fetched within {timeout_s} s; the next fetch resumes it") from error
 
     async def _resolve(self, target: Head | int) -> tuple[int, str]:
-        """(version, manifest digest) of what is asked for, by the highest head seen."""
+        """Resolve `target` to (version, manifest digest) using the highest head seen; may wait for a newer head."""
         version = target if isinstance(target, int) else target.version
         if version < self._trust.version:
             raise Stale(
-                f"version {version} after version {self._trust.version} was seen; fetch_archived gets old ones",
+                f"version {version} is older than version {self._trust.version}, already seen; use fetch_archived",
                 code="rollback",
             )
         if isinstance(target, Head):
@@ -287,25 +280,27 @@ class Client:
             await self.wait_head(after=version - 1, timeout_s=self._poll_s)
         seen = self._trust.seen
         if seen is None or seen.version != version:
-            raise NotServed(f"no source has version {version} as its newest", code="no_such_version")
+            raise NotServed(f"version {version} is not the newest of any source", code="no_such_version")
         return version, seen.manifest_digest
 
     async def _manifest(
-        self, ask: Callable[[str], Awaitable[bytes]], accept: Callable[[bytes], SignedManifest]
+        self, request: Callable[[str], Awaitable[bytes]], accept: Callable[[bytes], SignedManifest]
     ) -> SignedManifest:
-        """The first manifest that `accept` believes, from one source after the other."""
-        last: ShardcastError = Unreachable("there is no source to ask", code="no_sources")
+        """Request the manifest from one source after the other; return the first that `accept` validates."""
+        last_error: ShardcastError = Unreachable(
+            "no source to request a manifest from: configure at least one", code="no_sources"
+        )
         for url in self._sources.usable(time.monotonic()) or self._sources.urls:
             try:
-                return accept(await ask(url))
+                return accept(await request(url))
             except Equivocation as error:
                 self._note_failure(url, error)
                 raise
             except ShardcastError as error:
                 self._note_failure(url, error)
-                if not (isinstance(last, PeerFault) and not isinstance(error, PeerFault)):
-                    last = error
-        raise last
+                if not (isinstance(last_error, PeerFault) and not isinstance(error, PeerFault)):
+                    last_error = error
+        raise last_error
 
     async def _archived(self, version: int, manifest_digest: str | None = None) -> SignedManifest:
         return await self._manifest(
@@ -314,7 +309,7 @@ class Client:
         )
 
     def _held(self, version: int, manifest_digest: str) -> SignedManifest | None:
-        """A manifest that is here, verified again: the store takes any signer's."""
+        """Return the held manifest if it has this digest, verified again: the store accepts any signer."""
         held = self._store.get(version)
         if held is None or held.digest != manifest_digest:
             return None
@@ -324,14 +319,14 @@ class Client:
             self._store.drop(version)
             return None
 
-    async def _complete(self, signed: SignedManifest, progress: Callable[[Progress], None] | None) -> Path:
+    async def _complete(self, signed: SignedManifest, progress: Callable[[VersionProgress], None] | None) -> Path:
         await asyncio.to_thread(self._store.add_manifest, signed)
-        self._show(signed)
+        self._announce_if_held(signed)
         return await self._fetcher.complete(signed, progress)
 
 
 async def _first_newer(watchers: list[asyncio.Task[Head]], after: int) -> Head | None:
-    """The first head above `after`; None if the best that was shown is fresh but not newer."""
+    """Return the first head above `after`; None if the newest one shown is fresh but not newer."""
     fresh, errors = False, list[ShardcastError]()
     for finished in asyncio.as_completed(watchers):
         try:

@@ -49,7 +49,7 @@ class Opened:
 
 
 def seal(payload: bytes, *, domain: str, version: int, key: Ed25519PrivateKey) -> bytes:
-    """Sign `payload` for `domain`."""
+    """Sign `payload` for `domain` and return the envelope."""
     tag = domain.encode("ascii")
     body = b"".join(
         (
@@ -68,35 +68,38 @@ def seal(payload: bytes, *, domain: str, version: int, key: Ed25519PrivateKey) -
 def open_envelope(
     data: bytes, *, domain: str, versions: Collection[int], max_payload_bytes: int, signer: bytes | None = None
 ) -> Opened:
-    """Check `data` and return what it carries.
+    """Verify the envelope `data` and return its contents.
 
-    `signer` is the raw public key that must have signed; None accepts any key, and then the caller decides
-    by `Opened.signer`. Raises Malformed or BadSignature.
+    `signer` is the raw public key required; with None any key is accepted and the caller must check `Opened.signer`.
+    Raises Malformed or BadSignature.
     """
     if len(data) > max_payload_bytes + _OVERHEAD_BYTES:
-        raise Malformed(f"an envelope of {len(data)} bytes, more than is allowed here", code="oversized")
+        raise Malformed(f"envelope of {len(data)} bytes exceeds the limit", code="oversized")
     opened, signed_bytes = _split(data)
     if opened.domain != domain or opened.version not in versions:
         raise Malformed(
-            f"signed for {opened.domain!r} version {opened.version}, expected {domain!r}", code="wrong_domain"
+            f"envelope is signed for {opened.domain!r} version {opened.version}, expected {domain!r}",
+            code="wrong_domain",
         )
     if len(opened.payload) > max_payload_bytes:
-        raise Malformed(f"a payload of {len(opened.payload)} bytes, more than is allowed here", code="oversized")
+        raise Malformed(f"payload of {len(opened.payload)} bytes exceeds the limit", code="oversized")
     if signer is not None and opened.signer != signer:
-        raise BadSignature(f"signed by {opened.signer.hex()[:16]}…, expected {signer.hex()[:16]}…", code="wrong_signer")
+        raise BadSignature(
+            f"envelope is signed by {opened.signer.hex()[:16]}…, expected {signer.hex()[:16]}…", code="wrong_signer"
+        )
     if opened.signer[:-1] + bytes([opened.signer[-1] & 0x7F]) in _SMALL_ORDER:
-        raise BadSignature("signed by a key of small order, which signs anything", code="weak_key")
+        raise BadSignature("envelope is signed by a small-order key, under which any message verifies", code="weak_key")
     try:
         Ed25519PublicKey.from_public_bytes(opened.signer).verify(data[signed_bytes:], data[:signed_bytes])
     except (InvalidSignature, ValueError) as error:
-        raise BadSignature("the signature does not match the signed bytes") from error
+        raise BadSignature("signature does not match the signed bytes") from error
     return opened
 
 
 def _split(data: bytes) -> tuple[Opened, int]:
-    """Cut an envelope into its fields without checking the signature; also how many bytes were signed."""
+    """Split an envelope without checking its signature; return it and the number of signed bytes."""
     if data[: len(MAGIC)] != MAGIC:
-        raise Malformed("not an envelope: it does not begin with VSW1")
+        raise Malformed("envelope does not begin with VSW1")
     try:
         at = len(MAGIC)
         (tag_bytes,) = struct.unpack_from(">B", data, at)
@@ -108,8 +111,8 @@ def _split(data: bytes) -> tuple[Opened, int]:
         (payload_bytes,) = struct.unpack_from(">I", data, at)
         at += 4
     except (struct.error, UnicodeDecodeError) as error:
-        raise Malformed("an envelope that ends inside its header") from error
+        raise Malformed("envelope ends inside its header") from error
     end = at + payload_bytes
     if len(data) != end + SIGNATURE_BYTES:
-        raise Malformed("an envelope whose length is not what its header says")
+        raise Malformed("envelope length differs from its header")
     return Opened(signer=key, domain=domain, version=version, payload=data[at:end]), end

@@ -1,4 +1,4 @@
-"""What can go wrong in a broadcast, and whose fault it is.
+"""Broadcast errors, classed by whose fault they are.
 
 ShardcastError
 ├── PeerFault              a peer sent something no honest peer sends
@@ -9,7 +9,7 @@ ShardcastError
 │   └── CorruptChunk       a chunk whose digest is not the manifest's
 ├── NetworkFault           nobody could serve it in time
 │   ├── Unreachable        connection refused, reset, or timed out
-│   ├── NotServed          the peer answers, but does not have it
+│   ├── NotServed          the peer responds, but does not have it
 │   │   └── NoVersionYet   it has no version at all: the run may not have begun
 │   └── TooSlow            below the minimum rate, or past the deadline
 └── LocalFault             this machine: disk full, permissions, a bad setting

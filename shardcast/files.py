@@ -1,4 +1,4 @@
-"""The few file operations that must survive a crash at any instruction."""
+"""Crash-safe file operations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: after a crash there is the old content or the new, never a mixture.
+    """Replace the content of `path` by `data` atomically: a crash leaves the old content or the new.
 
-    Raises LocalFault, "disk_full" among others.
+    Raises LocalFault, e.g. with code "disk_full".
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
@@ -30,7 +30,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
+    """Fsync `folder`, so that created and renamed entries are durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -39,17 +39,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, from any thread."""
+    """Write all of `data` at `offset`; thread-safe."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)
         if written <= 0:
-            raise LocalFault("the disk takes no more bytes")
+            raise LocalFault("disk accepted no more bytes: check free space")
         view, offset = view[written:], offset + written
 
 
 def read_bounded(path: Path, *, max_bytes: int) -> bytes:
-    """All of `path`; raises Malformed when it is longer than `max_bytes`."""
+    """Read all of `path`; raises Malformed when it is longer than `max_bytes`."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -58,9 +58,9 @@ def read_bounded(path: Path, *, max_bytes: int) -> bytes:
 
 
 def as_local_fault(error: OSError, path: Path) -> LocalFault:
-    """`error` as a LocalFault that says what to do."""
+    """Convert `error` to a LocalFault that says what to do."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return LocalFault(f"no space left for {path}: free some, or keep fewer versions", code="disk_full")
+        return LocalFault(f"no space left for {path}: free some space, or keep fewer versions", code="disk_full")
     return LocalFault(f"{path}: {error.strerror or error}")
 
 

@@ -1,8 +1,8 @@
 """What a publisher signs: the manifest of one version, and the short-lived head that names the newest.
 
 No file names travel: a manifest lists the BLAKE3 digests of chunks, and a version is named by the digest of its
-manifest. A version can be had as a whole, or as a delta from an earlier one (`shardcast.delta`); what is transferred
-of either is a payload, named by the digest of its chunk list. The head is
+manifest. A version can be had as a whole, or as a delta from an earlier one (`shardcast.codec.delta`); what is
+transferred of either is a payload, named by the digest of its chunk list. The head is
 re-signed every few seconds, so that a relay which withholds a new version can show nothing but a head that has
 expired (after TUF's timestamp role).
 
@@ -32,10 +32,10 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is believed about sizes and clocks before anything is parsed, allocated or kept.
+    """Upper bounds on sizes and clock skew, checked before anything is parsed, allocated or kept.
 
-    The defaults carry 128 GiB in chunks of 1 MiB, or 2 TiB in chunks of 16 MiB: a manifest of 2**17 digests
-    takes 5.6 MiB in base64.
+    The defaults allow 128 GiB in chunks of 1 MiB, or 2 TiB in chunks of 16 MiB: a manifest of 2**17 digests takes 5.6
+    MiB in base64.
     """
 
     max_head_bytes: int = KIB
@@ -62,7 +62,7 @@ class Head(Wire, frozen=True, kw_only=True):
 
 
 class Payload(Wire, frozen=True, kw_only=True):
-    """Bytes to be transferred, as chunks. `chunk_digests` are 32-byte BLAKE3 digests end to end."""
+    """Bytes to be transferred in chunks. `chunk_digests` are concatenated 32-byte BLAKE3 digests."""
 
     chunk_bytes: Count
     payload_bytes: Count
@@ -70,7 +70,7 @@ class Payload(Wire, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """What names this payload: the digest of its canonical encoding, so of sizes and chunks alike."""
+        """Digest of the canonical encoding, which covers sizes and chunks; it names this payload."""
         return wire.digest(wire.encode(self))
 
     @property
@@ -81,16 +81,16 @@ class Payload(Wire, frozen=True, kw_only=True):
         return self.chunk_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES].hex()
 
     def chunk_length(self, index: int) -> int:
-        """Bytes of chunk `index`; only the last may be shorter than `chunk_bytes`."""
+        """Return the length of chunk `index` in bytes; only the last may be shorter than `chunk_bytes`."""
         return min(self.chunk_bytes, self.payload_bytes - index * self.chunk_bytes)
 
     def chunks(self) -> Iterator[tuple[str, int]]:
-        """(digest, length in bytes) of every chunk, in order."""
+        """Yield (digest, length in bytes) of every chunk, in order."""
         return ((self.chunk_digest(index), self.chunk_length(index)) for index in range(self.chunk_count))
 
 
 class Delta(Wire, frozen=True, kw_only=True):
-    """A way to the result from the one whose digest is `base`, published as `base_version`."""
+    """A delta to the result from the result with digest `base`, published as `base_version`."""
 
     base: Digest
     base_version: Count
@@ -98,10 +98,10 @@ class Delta(Wire, frozen=True, kw_only=True):
 
 
 class Manifest(Wire, frozen=True, kw_only=True):
-    """One published version: its bytes as chunks, and shorter ways to them for those who hold an earlier one.
+    """One published version: its payload, and deltas to it from earlier versions.
 
-    `previous` is the manifest digest of the version published before this one. `result_digest` is the BLAKE3
-    digest of the whole file. Whatever way was taken, every chunk of the result has the digest that `full` gives.
+    `previous` is the manifest digest of the version published before this one. `result_digest` is the BLAKE3 digest of
+    the whole file. However it is obtained, every chunk of the result must have the digest given in `full`.
     """
 
     run_id: Digest
@@ -115,7 +115,7 @@ class Manifest(Wire, frozen=True, kw_only=True):
 
     @property
     def payloads(self) -> tuple[Payload, ...]:
-        """Everything of this version that can be asked for, the result first."""
+        """Every payload of this version, the result first."""
         return (self.full, *(delta.payload for delta in self.deltas))
 
 
@@ -129,17 +129,19 @@ class SignedManifest:
 
 
 def seal_head(head: Head, key: Ed25519PrivateKey) -> bytes:
+    """Sign a head and return its envelope."""
     return seal(wire.encode(head), domain=HEAD_DOMAIN, version=HEAD_VERSION, key=key)
 
 
 def seal_manifest(manifest: Manifest, key: Ed25519PrivateKey) -> SignedManifest:
+    """Sign a manifest and return it with its digest and envelope."""
     payload = wire.encode(manifest)
     envelope = seal(payload, domain=MANIFEST_DOMAIN, version=MANIFEST_VERSION, key=key)
     return SignedManifest(manifest=manifest, digest=wire.digest(payload), envelope=envelope)
 
 
 def open_head(data: bytes, *, run_id: str, publisher_key: bytes, limits: Limits = DEFAULT_LIMITS) -> Head:
-    """Check signature, form and run of a head; its time is for `TrustedState` to judge."""
+    """Verify signature, encoding and run of a head; `TrustedState` judges its times."""
     opened = open_envelope(
         data,
         domain=HEAD_DOMAIN,
@@ -155,10 +157,10 @@ def open_head(data: bytes, *, run_id: str, publisher_key: bytes, limits: Limits 
 def open_manifest(
     data: bytes, *, run_id: str | None, publisher_key: bytes | None, limits: Limits = DEFAULT_LIMITS
 ) -> SignedManifest:
-    """Check signature, form, run and inner consistency of a manifest; its time is for `TrustedState` to judge.
+    """Verify signature, encoding, run and consistency of a manifest; `TrustedState` judges its times.
 
-    `publisher_key` None accepts any signer, `run_id` None any run: only for manifests that were checked before they
-    were stored.
+    `publisher_key` None accepts any signer and `run_id` None any run: only for stored manifests that were verified
+    before.
     """
     opened = open_envelope(
         data,
@@ -175,33 +177,35 @@ def open_manifest(
 
 
 def check_consistency(manifest: Manifest, limits: Limits) -> None:
-    """Refuse a manifest whose figures contradict each other or exceed `limits`."""
+    """Raise Malformed if a manifest contradicts itself or exceeds `limits`."""
     if manifest.expires_at <= manifest.issued_at:
-        raise Malformed("a manifest that expires before it is issued", code="bad_window")
+        raise Malformed("manifest expires before it is issued", code="bad_window")
     if len(manifest.deltas) > limits.max_deltas:
-        raise Malformed(f"{len(manifest.deltas)} deltas, more than {limits.max_deltas}", code="bad_base")
+        raise Malformed(f"manifest has {len(manifest.deltas)} deltas, more than {limits.max_deltas}", code="bad_base")
     _check_payload(manifest.full, limits)
     bases = [delta.base_version for delta in manifest.deltas]
     if len(set(bases)) < len(bases) or any(base >= manifest.version for base in bases):
-        raise Malformed("deltas whose bases are not different earlier versions", code="bad_base")
+        raise Malformed("delta bases are not distinct earlier versions", code="bad_base")
     for delta in manifest.deltas:
         _check_payload(delta.payload, limits)
         if delta.payload.payload_bytes >= manifest.full.payload_bytes:
-            raise Malformed("a delta that is not smaller than its result", code="payload_size")
+            raise Malformed("delta is not smaller than its result", code="payload_size")
 
 
 def _check_payload(payload: Payload, limits: Limits) -> None:
     if not 1 <= payload.payload_bytes <= limits.max_payload_bytes:
-        raise Malformed(f"a payload of {payload.payload_bytes} bytes is out of bounds", code="payload_size")
+        raise Malformed(f"payload of {payload.payload_bytes} bytes is out of bounds", code="payload_size")
     if not limits.min_chunk_bytes <= payload.chunk_bytes <= limits.max_chunk_bytes:
-        raise Malformed(f"chunks of {payload.chunk_bytes} bytes are out of bounds", code="chunk_size")
+        raise Malformed(f"chunk size of {payload.chunk_bytes} bytes is out of bounds", code="chunk_size")
     expected = -(-payload.payload_bytes // payload.chunk_bytes)
     if expected > limits.max_chunks:
-        raise Malformed(f"{expected} chunks, more than {limits.max_chunks}", code="chunk_count")
+        raise Malformed(f"payload has {expected} chunks, more than {limits.max_chunks}", code="chunk_count")
     if len(payload.chunk_digests) != expected * DIGEST_BYTES:
-        raise Malformed(f"{len(payload.chunk_digests)} bytes of digests for {expected} chunks", code="chunk_count")
+        raise Malformed(
+            f"payload has {len(payload.chunk_digests)} bytes of digests for {expected} chunks", code="chunk_count"
+        )
 
 
 def _check_run(found: str, expected: str) -> None:
     if found != expected:
-        raise Malformed(f"signed for run {found[:16]}…, expected {expected[:16]}…", code="wrong_run")
+        raise Malformed(f"envelope is signed for run {found[:16]}…, expected {expected[:16]}…", code="wrong_run")

@@ -1,7 +1,7 @@
-"""The publisher's end: cut a file into chunks, find deltas to it, sign its manifest, and serve all to the first relays.
+"""Publisher: chunk a file, encode deltas to it, sign its manifest, and serve it to the first relays.
 
-Publishing is idempotent, so a trainer that was killed publishes its newest version again after a restart
-and nobody downstream notices. A version is announced only after its chunks and manifest are on disk.
+Publishing is idempotent, so a restarted trainer may publish its newest version again. A version is announced only after
+its chunks and manifest are on disk.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shardcast.board import Announced, Board
 from shardcast.errors import LocalFault
-from shardcast.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
 from shardcast.manifest import (
     DEFAULT_LIMITS,
     Delta,
@@ -31,35 +29,38 @@ from shardcast.manifest import (
     seal_head,
     seal_manifest,
 )
-from shardcast.server import make_app
-from shardcast.staging import Staged, chunk_bytes_for, stage
-from shardcast.store import KEPT_DELTAS, Store
+from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
+from shardcast.serve.server import make_app
+from shardcast.serve.state import Announced, ServedState
+from shardcast.store.staging import Staged, chunk_bytes_for, stage
+from shardcast.store.versions import KEPT_DELTAS, Store
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSettings:
-    """Which deltas an origin makes. Each version has one from the version before it, and one from the last whose
-    number is a multiple of `fold_every`, which stands for all those in between. One by which they come to more than
-    `most_of_full` of the result, all together, is left out. `enabled` False makes none.
+    """Which deltas an origin makes: one from the previous version, and one from the last version whose number is a
+    multiple of `fold_every`.
+
+    Deltas are left out once they total more than `max_share_of_full` of the result. `enabled` False makes none.
     """
 
     enabled: bool = True
     fold_every: int = 8
-    most_of_full: float = 0.8
+    max_share_of_full: float = 0.8
 
 
 DEFAULT_DELTA_SETTINGS = DeltaSettings()
 
 
 class Origin:
-    """Signs and stores versions of one run. Safe to use from several threads.
+    """Sign and store versions of one run. Thread-safe.
 
-    A head lives for `head_lifetime_s` and is signed again once it is `head_refresh_s` old: the first bounds
-    how long a withholding relay goes unnoticed, the second how far the clocks of a relay tree may lag.
-    `announced` is the newest version that others may have heard of, -1 for none: a later one in the store was
-    being published when the publisher died, and is announced when it is published again. None: all of them were.
+    A head lives for `head_lifetime_s` and is re-signed after `head_refresh_s`: the first bounds how long a withholding
+    relay goes unnoticed, the second how far the clocks of a relay tree may lag. `announced` is the newest version that
+    others may have heard of (-1 for none, None for all): a later one in the store was interrupted while publishing, and
+    is announced once it is published again.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Origin:
         clock: Callable[[], float] = time.time,
     ) -> None:
         if chunk_bytes is not None and not limits.min_chunk_bytes <= chunk_bytes <= limits.max_chunk_bytes:
-            raise LocalFault(f"chunks of {chunk_bytes} bytes are out of bounds", code="bad_setting")
+            raise LocalFault(f"chunk size of {chunk_bytes} bytes is out of bounds", code="bad_setting")
         self.run_id = run_id
         self.publisher_key = key.public_key().public_bytes_raw()
         self._key, self._limits, self._clock = key, limits, clock
@@ -97,8 +98,10 @@ class Origin:
             quota_bytes=quota_bytes,
             limits=limits,
         )
-        shown = [held for held in self.store.versions() if announced is None or held.manifest.version <= announced]
-        self._latest = shown[-1] if shown else None
+        announced_versions = [
+            held for held in self.store.versions() if announced is None or held.manifest.version <= announced
+        ]
+        self._latest = announced_versions[-1] if announced_versions else None
 
     def close(self) -> None:
         self.store.close()
@@ -106,14 +109,14 @@ class Origin:
     def publish(
         self, path: Path | str, *, version: int, before_announcing: Callable[[SignedManifest], None] | None = None
     ) -> str:
-        """Make the bytes of `path` version `version`; returns its manifest digest.
+        """Publish the bytes of `path` as `version` and return the manifest digest.
 
-        `before_announcing` is called with the manifest when it is on disk and no head names it yet: for a caller
-        whose own records must not be behind what others see. If it raises, nothing is announced; publishing
-        again calls it again. The same bytes for a published version return its manifest again, and repair chunks
-        that were lost.
-        Raises LocalFault: "version_conflict" for other bytes, "version_not_rising", "empty", "quota",
-        "disk_full", or "too_large" for the limits.
+        `before_announcing` is called with the manifest once it is on disk and before any head names it, so that the
+        caller's records are never behind what others see; if it raises, nothing is announced, and publishing again
+        repeats it. Publishing the same bytes again returns the same manifest and repairs lost chunks.
+
+        Raises LocalFault "version_conflict" for other bytes, "version_not_rising", "empty", "quota", "disk_full" or
+        "too_large".
         """
         with self._publishing:
             held = self.store.get(version)
@@ -141,16 +144,16 @@ class Origin:
             return held.digest
 
     def head(self) -> Announced | None:
-        """The newest head, signed again if it is no longer fresh; None before the first version."""
+        """Return the newest head, re-signed when due; None before the first version."""
         latest, now = self._latest, self._clock()
         if latest is None:
             return None
         current = self._head
-        if current is None or current[0].manifest_digest != latest.digest or self._is_due(current[0], now):
+        if current is None or current[0].manifest_digest != latest.digest or self._needs_refresh(current[0], now):
             current = self._head = self._sign_head(latest, int(now))
         return Announced(current[0].version, current[1])
 
-    def _is_due(self, head: Head, now: float) -> bool:
+    def _needs_refresh(self, head: Head, now: float) -> bool:
         return not head.issued_at <= now < head.issued_at + self._head_refresh_s
 
     def _sign_head(self, latest: SignedManifest, now: int) -> tuple[Head, bytes]:
@@ -165,7 +168,7 @@ class Origin:
 
     def _add(self, staged: Staged, version: int) -> SignedManifest:
         now = int(self._clock())
-        found = self._find_deltas(staged, version)
+        deltas = self._find_deltas(staged, version)
         manifest = Manifest(
             run_id=self.run_id,
             version=version,
@@ -174,17 +177,17 @@ class Origin:
             expires_at=now + self._manifest_lifetime_s,
             result_digest=staged.digest,
             full=staged.payload,
-            deltas=tuple(way for way, _ in found),
+            deltas=tuple(delta for delta, _ in deltas),
         )
         check_consistency(manifest, self._limits)
         signed = seal_manifest(manifest, self._key)
-        self.store.adopt(signed, [staged.path, *(each.path for _, each in found)])
+        self.store.adopt(signed, [staged.path, *(staged_delta.path for _, staged_delta in deltas)])
         if (result := self.store.payload(staged.payload.digest)) is not None:
             self.store.finish(result, signed)
         return signed
 
     def _repair(self, held: SignedManifest, staged: Staged) -> None:
-        """Published again: the same bytes, or none."""
+        """Rewrite missing chunks of a published version from the same bytes; raise LocalFault for other bytes."""
         manifest = held.manifest
         if (staged.payload, staged.digest) != (manifest.full, manifest.result_digest):
             raise LocalFault(f"version {manifest.version} was published with other bytes", code="version_conflict")
@@ -195,16 +198,16 @@ class Origin:
         self.store.finish(result, held)
 
     def _find_deltas(self, staged: Staged, version: int) -> list[tuple[Delta, Staged]]:
-        """The deltas that are worth their bytes, the one from the version before first."""
-        from shardcast import delta  # noqa: PLC0415  brings numpy
+        """Encode the deltas that are worth their bytes, the one from the previous version first."""
+        from shardcast.codec import delta  # noqa: PLC0415  numpy is imported only when deltas are made
 
         whole = self.store.whole_results() if self._deltas.enabled else []
         earlier = [(signed.manifest, file) for signed, file in whole if signed.manifest.version < version]
-        anchors = [each for each in earlier if each[0].version % self._deltas.fold_every == 0]
+        anchors = [candidate for candidate in earlier if candidate[0].version % self._deltas.fold_every == 0]
         found = list[tuple[Delta, Staged]]()
-        # Relays fetch all of them: together, too, they must be less than the result.
-        budget = int(self._deltas.most_of_full * staged.payload.payload_bytes)
-        for manifest, file in {each[0].version: each for each in (*earlier[:1], *anchors[:1])}.values():
+        # Relays fetch every delta: their total must stay below the result's size.
+        budget = int(self._deltas.max_share_of_full * staged.payload.payload_bytes)
+        for manifest, file in {candidate[0].version: candidate for candidate in (*earlier[:1], *anchors[:1])}.values():
             if (base := file.path) is None or manifest.full.payload_bytes != staged.payload.payload_bytes:
                 continue
             path = self.store.incoming / f"delta-{manifest.version}"
@@ -214,20 +217,20 @@ class Origin:
                 staged.path,
                 path,
                 chunk_bytes=full.chunk_bytes,
-                most_bytes=budget,
+                max_bytes=budget,
             )
             if size_bytes is not None:
                 budget -= size_bytes
                 chunk_bytes = min(full.chunk_bytes, chunk_bytes_for(path))
-                each = stage(path, path.with_suffix(".cut"), chunk_bytes=chunk_bytes, limits=self._limits)
+                staged_delta = stage(path, path.with_suffix(".cut"), chunk_bytes=chunk_bytes, limits=self._limits)
                 path.unlink()
-                way = Delta(base=manifest.result_digest, base_version=manifest.version, payload=each.payload)
-                found.append((way, each))
+                entry = Delta(base=manifest.result_digest, base_version=manifest.version, payload=staged_delta.payload)
+                found.append((entry, staged_delta))
         return found
 
 
 class OriginServer:
-    """Serves an origin from a thread with its own event loop; `publish` may be called from any thread."""
+    """Serve an origin from a thread with its own event loop; `publish` may be called from any thread."""
 
     def __init__(
         self,
@@ -240,11 +243,11 @@ class OriginServer:
         self._origin, self._host, self._port, self._limits = origin, host, port, limits
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._board: Board | None = None
+        self._board: ServedState | None = None
         self._stopping: asyncio.Event | None = None
 
     def start(self) -> int:
-        """Returns the bound port once it accepts connections. Raises LocalFault "cannot_bind"."""
+        """Start serving and return the bound port. Raises LocalFault "cannot_bind"."""
         bound: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(bound,), name="shardcast-origin", daemon=True)
         self._thread.start()
@@ -253,7 +256,7 @@ class OriginServer:
     def publish(
         self, path: Path | str, *, version: int, before_announcing: Callable[[SignedManifest], None] | None = None
     ) -> str:
-        """`Origin.publish`, then wake everyone who waits for a new version."""
+        """Call `Origin.publish`, then wake every client waiting for a new version."""
         digest = self._origin.publish(path, version=version, before_announcing=before_announcing)
         if self._loop is not None and self._board is not None:
             self._loop.call_soon_threadsafe(self._board.announce)
@@ -271,11 +274,11 @@ class OriginServer:
             asyncio.run(self._serve(bound))
         finally:
             if not bound.done():
-                bound.set_exception(LocalFault("the origin's server ended before it was ready"))
+                bound.set_exception(LocalFault("origin server ended before it was ready"))
 
     async def _serve(self, bound: concurrent.futures.Future[int]) -> None:
         origin = self._origin
-        board = Board(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
+        board = ServedState(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
         board.open()
         try:
             listener = await listen(

@@ -1,8 +1,8 @@
-"""A relay: follows its upstreams, verifies everything before it is visible, and serves it on at once.
+"""Relay: follow upstreams, verify mirror_deltas before it is visible, and serve it downstream at once.
 
-A new head is shown as soon as its manifest is verified; the chunks follow, and whoever asks for one that
-is still on its way waits for it here. Nobody trusts a relay, and it trusts no upstream: it passes on the
-publisher's envelopes byte for byte. When every upstream is away it serves what it has.
+A new head is shown as soon as its manifest is verified; requests for chunks still on their way wait for them. Nobody
+trusts a relay and it trusts no upstream: it forwards the publisher's envelopes byte for byte. When every upstream is
+away it serves what it has.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shardcast.board import Announced, Board
-from shardcast.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.errors import Equivocation, LocalFault, NotServed, NoVersionYet, PeerFault, ShardcastError, Stale
-from shardcast.fetching import Fetcher, Watch, unwatched
-from shardcast.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
+from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
+from shardcast.fetch.fetcher import Fetcher, Watch, no_watch
+from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
+from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
-from shardcast.server import make_app
-from shardcast.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
-from shardcast.store import Store
-from shardcast.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
+from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
+from shardcast.serve.server import make_app
+from shardcast.serve.state import Announced, ServedState
+from shardcast.store.versions import Store
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
 logger = logging.getLogger(__name__)
 
 
 class Relay:
-    """One relay of one run. `start` binds and begins to follow; `stop` ends both. `watch` sees what is fetched."""
+    """A relay of one run. `start` binds and begins to follow, `stop` ends both; `watch` observes downloads."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Relay:
         source_limits: SourceLimits = DEFAULT_SOURCE_LIMITS,
         transport_limits: TransportLimits = DEFAULT_TRANSPORT_LIMITS,
         server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
-        watch: Watch = unwatched,
+        watch: Watch = no_watch,
         clock: Callable[[], float] = time.time,
     ) -> None:
         root = Path(store_dir)
@@ -69,7 +69,7 @@ class Relay:
             sources=self._sources,
             transport=self._transport,
             archived=self._archived,
-            everything=True,
+            mirror_deltas=True,
             limits=download_limits,
         )
         self._shown: tuple[Head, bytes] | None = None
@@ -78,7 +78,7 @@ class Relay:
         self._downloads: dict[int, asyncio.Task[None]] = {}
         self._completed = set[int]()
         self._listener: Listener | None = None
-        self._board = Board(
+        self._board = ServedState(
             store=self._store,
             role="relay",
             run_id=run_id,
@@ -88,7 +88,7 @@ class Relay:
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Serve what is held and follow the upstreams; returns the bound port."""
+        """Serve what is held, follow the upstreams, and return the bound port."""
         self._show_remembered_head()
         self._board.open()
         self._listener = await listen(
@@ -99,7 +99,7 @@ class Relay:
         return self._listener.port
 
     async def stop(self) -> None:
-        """End every task and connection; what was verified stays on disk."""
+        """Cancel every task and close every connection; verified data stays on disk."""
         tasks = [*self._watchers.values(), *self._downloads.values()]
         for task in tasks:
             task.cancel()
@@ -111,13 +111,13 @@ class Relay:
         self._store.close()
 
     def upstreams(self) -> list[dict[str, object]]:
-        """One row per upstream: state, reason of a quarantine, success, bandwidth, bytes."""
+        """Return one row per upstream: state, quarantine reason, success rate, bandwidth, bytes."""
         return self._sources.status(time.monotonic())
 
     def set_upstreams(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
-        """Follow these from now on; those that stay keep their measurements.
+        """Replace the upstreams; those that stay keep their measurements.
 
-        `stripes` has the candidates for each stripe, as `shardcast.tree` plans them.
+        `stripes` lists the candidate URLs of each stripe, as planned by `shardcast.tree`.
         """
         self._sources.set_urls(urls, stripes=stripes)
         for url in [url for url in self._watchers if url not in self._sources.urls]:
@@ -125,7 +125,7 @@ class Relay:
         self._watch_upstreams()
 
     def newest_whole(self) -> int | None:
-        """The newest version of which everything is here; None before the first."""
+        """Return the newest version held in full; None before the first."""
         return next((signed.manifest.version for signed, _ in self._store.whole_results()), None)
 
     # -- heads
@@ -134,11 +134,11 @@ class Relay:
         return None if self._shown is None else Announced(self._shown[0].version, self._shown[1])
 
     def _show_remembered_head(self) -> None:
-        """After a restart, the last head; readers judge its age themselves."""
+        """Show the last head again after a restart; readers judge its age themselves."""
         seen = self._trust.seen
         if seen is None or self._store.by_digest(seen.manifest_digest) is None:
             return
-        with contextlib.suppress(PeerFault):  # signed by a key that is no longer the run's
+        with contextlib.suppress(PeerFault):  # signed by a key the run no longer uses
             head = open_head(seen.head, run_id=self._trust.run_id, publisher_key=self._trust.publisher_key)
             self._shown = (head, seen.head)
 
@@ -148,9 +148,9 @@ class Relay:
                 self._watchers[url] = asyncio.create_task(self._watch(url))
 
     async def _watch(self, url: str) -> None:
-        fruitless = 0
+        idle_polls = 0
         while True:
-            asked = time.monotonic()
+            polled_at = time.monotonic()
             progressed = failed = False
             try:
                 progressed = await self._poll(url)
@@ -161,11 +161,11 @@ class Relay:
                 self._note_failure(url, error)
             self._resume_downloads()
             # A peer that answers a long poll at once without news must not make this loop spin.
-            if progressed or not (failed or time.monotonic() - asked < self._poll_s / 2):
-                fruitless = 0
+            if progressed or not (failed or time.monotonic() - polled_at < self._poll_s / 2):
+                idle_polls = 0
                 continue
-            fruitless = min(fruitless + 1, 16)
-            await asyncio.sleep(min(self._poll_s, 0.05 * 2**fruitless) * random.uniform(0.5, 1.5))
+            idle_polls = min(idle_polls + 1, 16)
+            await asyncio.sleep(min(self._poll_s, 0.05 * 2**idle_polls) * random.uniform(0.5, 1.5))
 
     def _note_failure(self, url: str, error: ShardcastError) -> None:
         logger.warning("upstream %s: %s (%s)", url, error, error.code)
@@ -176,18 +176,18 @@ class Relay:
             self._sources.failed(url, error, time.monotonic())
 
     async def _poll(self, url: str) -> bool:
-        """Ask once for a newer head; True if it was adopted."""
-        shown = -1 if self._shown is None else self._shown[0].version
-        data = await self._transport.head(url, after=shown, wait_s=self._poll_s)
+        """Poll once for a newer head; return whether one was adopted."""
+        shown_version = -1 if self._shown is None else self._shown[0].version
+        data = await self._transport.head(url, after=shown_version, wait_s=self._poll_s)
         self._sources.answered(url)
         self._board.traffic.bytes_in += len(data)
         async with self._adopting:
             return await self._adopt(url, data)
 
     async def _adopt(self, url: str, data: bytes) -> bool:
-        before = self._trust.version
+        previous_version = self._trust.version
         head = self._trust.accept_head(data, self._clock())
-        if self._trust.version > before and self._trust.seen is not None:
+        if self._trust.version > previous_version and self._trust.seen is not None:
             await asyncio.to_thread(save_seen, self._state_path, self._trust.seen)
         if self._shown is not None and self._shown[0].version == head.version:
             if head.issued_at > self._shown[0].issued_at:
@@ -205,7 +205,7 @@ class Relay:
     # -- chunks
 
     def _resume_downloads(self) -> None:
-        """One download per held version that lacks chunks; none for versions that were dropped."""
+        """Keep one download per held version that lacks chunks; cancel those of dropped versions."""
         for version, task in list(self._downloads.items()):
             if task.done() or self._store.get(version) is None:
                 task.cancel()
@@ -213,7 +213,7 @@ class Relay:
         held = self._store.versions()
         for signed in held:
             version = signed.manifest.version
-            # Of the newest everything is wanted, of the others what was begun.
+            # Complete the newest version; of older ones only what was begun.
             unknown = signed is held[-1] and version not in self._completed
             if version not in self._downloads and (unknown or not self._store.is_whole(version)):
                 self._downloads[version] = asyncio.create_task(self._download(signed))
@@ -225,12 +225,12 @@ class Relay:
             with self._watch_fetch(version) as report:
                 await self._fetcher.complete(signed, report)
             self._completed.add(version)
-            logger.info("version %d is complete", version)
-        except ShardcastError as error:  # the watchers start it again
-            logger.warning("version %d is incomplete: %s (%s)", version, error, error.code)
+            logger.info("version %d fetched completely", version)
+        except ShardcastError as error:  # the watchers retry it
+            logger.warning("version %d not fetched completely: %s (%s); will retry", version, error, error.code)
 
     async def _archived(self, version: int) -> SignedManifest:
-        """The manifest of an old version, from the first upstream that has it."""
+        """Fetch the manifest of an old version from the first upstream that has it."""
         for url in self._sources.usable(time.monotonic()):
             try:
                 return self._trust.accept_archived(await self._transport.version(url, version), version)

@@ -74,12 +74,12 @@ class Member:
 def median_reports(
     reports: Mapping[str, float], *, subject: str, flows: int = 1, least: int = MIN_REPORTERS
 ) -> float | None:
-    """The uplink of `subject` in bytes/s from what others received of it; None from fewer than `least` of them.
+    """Estimate the uplink of `subject` in bytes/s from what others received; None with fewer than `least` reports.
 
-    `reports` has one figure per reporter, over the same span of time. A child sees one flow of several, so the median
-    is multiplied by `flows`, how many children the registry had given `subject`. The subject's own word does not count.
-    With at least three reporters, one liar moves the median no further than to the next honest figure; half of them can
-    move it anywhere, so reporters must be identities that cost something.
+    `reports` has one figure per reporter, over the same time span. A child sees one of several flows, so the median is
+    multiplied by `flows`, the number of children the registry assigned to `subject`. The subject's own report is
+    ignored. With at least three reporters one liar moves the median no further than to the next honest figure; half of
+    them can move it anywhere, so reporter identities must cost something.
     """
     figures = sorted(
         figure for reporter, figure in reports.items() if reporter != subject and math.isfinite(figure) and figure >= 0
@@ -89,14 +89,14 @@ def median_reports(
 
 def plan(
     origins: Sequence[str], members: Iterable[Member], *, stripes: int = 4, fan_out: int = 16, salt: bytes = b""
-) -> Plan:
-    """Trees over `members`, in at most `stripes` stripes. An unknown uplink is taken for the median of the known.
+) -> TreePlan:
+    """Plan trees over `members` in at most `stripes` stripes; an unknown uplink counts as the median of the known.
 
-    Raises ValueError without origins, for an id or URL that occurs twice, for an uplink that is negative or not finite,
-    and for a `fan_out` below 2 * `stripes`, which could not hold every set of relays.
+    Raises ValueError without origins, for a duplicate id or URL, for an uplink that is negative or not finite, and for
+    a `fan_out` below 2 * `stripes`, which could not seat every set of relays.
     """
     if not origins or stripes < 1 or fan_out < 2 * stripes:
-        raise ValueError("a plan takes an origin, at least one stripe, and a fan-out of twice the stripes")
+        raise ValueError("a plan needs an origin, at least one stripe, and fan_out >= 2 * stripes")
     key = derive("shardcast tree", salt)
     nodes = _rank(members, key, stripes, fan_out)
     good = GOOD_SHARE * sum(node.weight for node in nodes) / max(1, len(nodes) - 1)
@@ -110,11 +110,11 @@ def plan(
         if rate >= good:
             break
     trees = [_Tree(nodes, seats, stripe) for stripe, seats in enumerate(best)]
-    return Plan(tuple(origins), nodes, trees, key)
+    return TreePlan(tuple(origins), nodes, trees, key)
 
 
-class Plan:
-    """What `plan` returns; `stripes` is k, the number that chunk indices are divided by, at least 1."""
+class TreePlan:
+    """Striped trees over all members. Chunk i belongs to stripe i % `stripes` (at least 1)."""
 
     def __init__(self, origins: tuple[str, ...], nodes: list[_Node], trees: list[_Tree], key: bytes) -> None:
         self.origins, self.stripes = origins, len(trees)
@@ -126,7 +126,7 @@ class Plan:
         self._tables: dict[str | None, list[int]] = {}
 
     def parents(self, member_id: str) -> tuple[tuple[str, ...], ...]:
-        """For each stripe, the URLs that a relay asks: its parent, then its backup. Raises KeyError for a stranger."""
+        """Return, per stripe, the URLs a relay polls: parent, then backup. Raises KeyError for an unknown id."""
         index = self._index[member_id]
         return tuple(
             tuple(url for parent in tree.candidates[index] for url in self._urls(parent, stripe))
@@ -134,11 +134,10 @@ class Plan:
         )
 
     def sources_for(self, worker_id: str, place: str | None = None) -> tuple[tuple[str, ...], ...]:
-        """For each stripe, the URLs that a worker asks; a member's own are its parents.
+        """Return, per stripe, the URLs a worker polls; for a member, its parents.
 
-        Two relays, drawn by uplink from all, and before them one of the same place if there is any. Where there are
-        fewer than two relays, the origins come last. The first call builds a table (milliseconds), the others take
-        microseconds.
+        Two relays drawn by uplink, preceded by one of the same place if there is any, followed by the origins where
+        there are fewer than two relays. The first call builds a table (milliseconds), later ones take microseconds.
         """
         if worker_id in self._index:
             return self.parents(worker_id)
@@ -146,7 +145,7 @@ class Plan:
         return tuple(self._sources(stripe, point, place) for stripe, point in enumerate(points))
 
     def depth(self) -> int:
-        """Hops from the origin to the relay that is farthest from it; 0 without relays."""
+        """Return the hops from the origin to the farthest relay; 0 without relays."""
         return max((level for tree in self._trees for level in tree.level), default=-1) + 1
 
     def _sources(self, stripe: int, point: int, place: str | None) -> tuple[str, ...]:
@@ -165,7 +164,7 @@ class Plan:
         return self.origins[first:] + self.origins[:first]
 
     def _table(self, place: str | None) -> list[int]:
-        """The relay of each cell, by uplink: of all relays (None), or of one place."""
+        """Return the relay of each cell, by uplink: of all relays (None) or of one place."""
         if place not in self._tables:
             members = list(range(len(self._nodes))) if place is None else self._places[place]
             self._tables[place] = _table(self._nodes, members, self._key)
@@ -177,7 +176,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A member, its uplink class in bytes/s, how it likes each stripe, and its points: as a child, and of its seats."""
+    """A member, its uplink class in bytes/s, its hash preference per stripe, and its ring points as child and of its
+    seats.
+    """
 
     member: Member
     weight: int
@@ -187,13 +188,13 @@ class _Node:
 
 
 def _rank(members: Iterable[Member], key: bytes, stripes: int, fan_out: int) -> list[_Node]:
-    """Nodes by uplink class, the strongest first; among equals measured ones first, then by hash."""
+    """Sort nodes by uplink class, strongest first; among equals measured ones first, then by hash."""
     listed = list(members)
     if len({member.id for member in listed}) < len(listed) or len({member.url for member in listed}) < len(listed):
         raise ValueError("two members have the same id or URL")
     known = [member.bytes_per_s for member in listed if member.bytes_per_s is not None]
     if not all(math.isfinite(figure) and figure >= 0 for figure in known):
-        raise ValueError("an uplink is a finite number of bytes per second")
+        raise ValueError("an uplink must be a finite, non-negative number of bytes per second")
     unknown = statistics.median_low(known) if known else 1.0
     keyed = []
     for member in listed:
@@ -205,13 +206,14 @@ def _rank(members: Iterable[Member], key: bytes, stripes: int, fan_out: int) -> 
 
 
 def _class(bytes_per_s: float) -> int:
+    """Round an uplink down to its class: the CLASS_BITS leading bits."""
     whole = max(1, int(min(bytes_per_s, MAX_BYTES_PER_S)))
     dropped = max(0, whole.bit_length() - CLASS_BITS)
     return whole >> dropped << dropped
 
 
 def _points(key: bytes, kind: str, name: str, count: int) -> tuple[int, ...]:
-    """`count` uniform 64-bit integers."""
+    """Derive `count` uniform 64-bit integers."""
     data = f"{kind}:{name}".encode(errors="surrogatepass")
     return struct.unpack(f"<{count}Q", blake3(data, key=key).digest(length=8 * count))
 
@@ -220,9 +222,9 @@ def _points(key: bytes, kind: str, name: str, count: int) -> tuple[int, ...]:
 
 
 def _deal(nodes: list[_Node], count: int, fan_out: int) -> list[dict[int, int]]:
-    """For each of `count` stripes the relays that may be interior there, the strongest first, and their seats.
+    """Assign interior relays to each of `count` stripes; return per stripe their seats, the strongest first.
 
-    Stripes get nearly the same capacity. The strongest choose first, by hash where there is room, and each stripe gets
+    Stripes get nearly equal capacity. The strongest choose first, by hash where there is room, and each stripe gets
     enough relays to seat everybody within `fan_out`.
     """
     others = max(1, len(nodes) - 1)
@@ -246,20 +248,20 @@ def _deal(nodes: list[_Node], count: int, fan_out: int) -> list[dict[int, int]]:
     return [dict(zip(own, given, strict=True)) for own, given in zip(members, seats, strict=True)]
 
 
-def _apportion(weights: Sequence[int], seats: int, most: int, smallest: int = 1) -> list[int]:
-    """`seats` by D'Hondt's highest averages: none gets more than `most`, or less than `smallest` unless nothing.
+def _apportion(weights: Sequence[int], seats: int, max_seats: int, min_seats: int = 1) -> list[int]:
+    """Apportion `seats` by D'Hondt's highest averages: each gets 0, or `min_seats` to `max_seats`.
 
-    Of equals the first comes first. It stops short where all have as many as they may.
+    Ties go to the first. Stops short once all have `max_seats`.
     """
     given = [0] * len(weights)
-    heap = [(-weight / smallest, index) for index, weight in enumerate(weights)]
+    heap = [(-weight / min_seats, index) for index, weight in enumerate(weights)]
     heapq.heapify(heap)
     while seats > 0 and heap:
         index = heap[0][1]
-        added = 1 if given[index] else smallest
+        added = 1 if given[index] else min_seats
         given[index] += added
         seats -= added
-        if given[index] < most:
+        if given[index] < max_seats:
             heapq.heapreplace(heap, (-weights[index] / (given[index] + 1), index))
         else:
             heapq.heappop(heap)
@@ -305,7 +307,7 @@ class _Tree:
         )
 
     def _settle(self, children: list[int], ring: list[Seat]) -> list[Seat]:
-        """Seat `children`, those of a place with their own first; returns the free seats. There are enough."""
+        """Seat `children`, first next to parents of the same place; return the free seats. Seats must suffice."""
         own, waiting = defaultdict(list), defaultdict(list)
         for seat in ring:
             own[self._nodes[seat[1]].member.place].append(seat)
@@ -327,7 +329,9 @@ class _Tree:
         self.candidates[child] = (parent, self._backup(child, parent))
 
     def _backup(self, child: int, parent: int) -> int:
-        """Another node of the parent's level; the grandparent where there is none; below the root an elder sibling."""
+        """Choose a backup parent: another node of the parent's level; the grandparent if there is none; below the root
+        an elder sibling.
+        """
         point = self._points[child]
         if self.level[parent] == 0:
             elder = self._first_children
@@ -346,9 +350,9 @@ class _Tree:
 
 
 def _match(children: Sequence[tuple[int, int]], seats: Sequence[Seat]) -> tuple[dict[int, int], list[Seat]]:
-    """Give each child, by (point, child), a seat: those that come first in `children` choose first.
+    """Match children (point, child) to seats; earlier children choose first.
 
-    Returns the seats' owners by child, which lacks those that came too late, and the free seats. `seats` are sorted.
+    `seats` must be sorted. Returns seat owner by child, without those that got none, and the free seats.
     """
     taken = bytearray(len(seats))
     owners: dict[int, int] = {}
@@ -360,7 +364,7 @@ def _match(children: Sequence[tuple[int, int]], seats: Sequence[Seat]) -> tuple[
 
 
 def _free_seat(point: int, seats: Sequence[Seat], taken: bytearray) -> int:
-    """Tried at unrelated points of the ring: neighbours would fill up together, and push each other on for long."""
+    """Probe unrelated points of the ring for a free seat: neighbouring seats would fill up in clusters."""
     for _ in range(MAX_PROBES):
         at = bisect_left(seats, (point, 0)) % len(seats)
         if not taken[at]:
@@ -371,7 +375,7 @@ def _free_seat(point: int, seats: Sequence[Seat], taken: bytearray) -> int:
 
 
 def _table(nodes: Sequence[_Node], members: list[int], key: bytes) -> list[int]:
-    """For each of 4**n cells the index of the member that it belongs to, in proportion to uplinks; [] without any."""
+    """Assign each of 4**n cells to the index of a member, in proportion to uplinks; [] without members."""
     cells = 16 if members else 0
     while cells < min(MAX_CELLS, CELLS_PER_RELAY * len(members)):
         cells *= 4
@@ -387,7 +391,7 @@ def _table(nodes: Sequence[_Node], members: list[int], key: bytes) -> list[int]:
 
 
 def _draw(table: list[int], point: int, wanted: int) -> list[int]:
-    """The first `wanted` different relays from the cell of `point` on, or as many as there are."""
+    """Return the first `wanted` distinct relays from the cell of `point` on, or all there are."""
     drawn: list[int] = []
     for step in range(len(table)):
         if (owner := table[(point + step) % len(table)]) not in drawn:

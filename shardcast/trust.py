@@ -1,9 +1,9 @@
-"""Whom to believe about the newest version: every rule in one place, without IO, the clock passed in.
+"""Decide what to believe about the newest version: every rule in one place, without IO, the clock passed in.
 
-A valid signature says who spoke, not that he said it now, or that he says the same to everyone. TrustedState
-remembers the highest version it has seen and refuses anything older (rollback), anything expired (freeze),
-another run's signatures (replay across runs), and keeps both envelopes when a publisher signs two different
-histories (equivocation). After python-tuf's TrustedMetadataSet.
+A valid signature proves who signed, not when, nor that everyone was told the same. TrustedState remembers the highest
+version seen and refuses anything older (rollback), anything expired (freeze) and another run's signatures (replay
+across runs), and keeps both envelopes when a publisher signs two different histories (equivocation). After python-tuf's
+TrustedMetadataSet.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, Manifest, SignedMan
 from shardcast.wire import Count, Digest, Wire
 
 HEADS_REMEMBERED = 8
-"""Enough to notice two histories among versions that workers still use; each is about 500 bytes."""
+"""Enough to notice a fork among versions that workers still use; each is about 500 bytes."""
 
 _MAX_STATE_BYTES = 16 * 1024
 
 
 class Seen(Wire, frozen=True, kw_only=True):
-    """The highest version that was seen, and the signed head that proves it."""
+    """The highest version seen, and the signed head that proves it."""
 
     run_id: Digest
     version: Count
@@ -33,7 +33,7 @@ class Seen(Wire, frozen=True, kw_only=True):
 
 
 class FraudProof(Wire, frozen=True, kw_only=True):
-    """Two envelopes of one publisher that cannot both be honest; `check_fraud_proof` says why."""
+    """Two envelopes of one publisher that contradict each other; see `check_fraud_proof`."""
 
     first: bytes
     second: bytes
@@ -60,7 +60,7 @@ class TrustedState:
         seen: Seen | None = None,
     ) -> None:
         if seen is not None and seen.run_id != run_id:
-            raise LocalFault(f"this state belongs to run {seen.run_id[:16]}…; use another folder", code="wrong_run")
+            raise LocalFault(f"state folder belongs to run {seen.run_id[:16]}…; use another folder", code="wrong_run")
         self.run_id = run_id
         self.publisher_key = publisher_key
         self.limits = limits
@@ -73,50 +73,53 @@ class TrustedState:
 
     @property
     def version(self) -> int:
-        """The highest version seen; -1 before the first."""
+        """Highest version seen; -1 before the first."""
         return -1 if self.seen is None else self.seen.version
 
     def accept_head(self, data: bytes, now: float) -> Head:
-        """Believe `data` to be the newest head at time `now` (Unix seconds), or raise a PeerFault."""
+        """Accept `data` as the newest head at time `now` (Unix seconds), or raise a PeerFault."""
         head = open_head(data, run_id=self.run_id, publisher_key=self.publisher_key, limits=self.limits)
-        # Before its age: an expired head that contradicts a known one still convicts the publisher.
+        # Before the age check: an expired head that contradicts a known one still convicts the publisher.
         self._refuse_contradiction(head.version, head.manifest_digest, data)
         self._check_window(head.issued_at, head.expires_at, now)
         if head.version < self.version:
-            raise Stale(f"head of version {head.version}, after version {self.version} was seen", code="rollback")
+            raise Stale(
+                f"head of version {head.version} is older than version {self.version}, already seen", code="rollback"
+            )
         self._remember(head, data)
         return head
 
     def accept_manifest(self, data: bytes, now: float, expected_digest: str) -> SignedManifest:
-        """Believe `data` to be the manifest that a head named by `expected_digest`, or raise a PeerFault."""
+        """Accept `data` as the manifest that a head named by `expected_digest`, or raise a PeerFault."""
         signed = self._open_manifest(data)
         if signed.digest != expected_digest:
-            raise Malformed("a manifest other than the one asked for", code="wrong_manifest")
+            raise Malformed("manifest is not the one requested", code="wrong_manifest")
         manifest = signed.manifest
         if self.seen is not None and expected_digest == self.seen.manifest_digest:
             if manifest.version != self.seen.version:
-                raise Malformed("the head and its manifest differ in version", code="head_mismatch")
+                raise Malformed("head and manifest differ in version", code="head_mismatch")
         elif manifest.version < self.version:
             raise Stale(
-                f"manifest of version {manifest.version}, after version {self.version} was seen", code="rollback"
+                f"manifest of version {manifest.version} is older than version {self.version}, already seen",
+                code="rollback",
             )
-        # How fresh it is says the head that names it: a publisher whose clock was ahead signs heads anew, not this.
+        # issued_at is not checked: a publisher whose clock was ahead re-signs heads but not manifests.
         self._check_expiry(manifest.expires_at, now)
         return signed
 
     def accept_archived(self, data: bytes, version: int, *, expected_digest: str | None = None) -> SignedManifest:
-        """Believe `data` to be the manifest of an old `version` that the caller itself asked for.
+        """Accept `data` as the manifest of an old `version` that the caller itself requested, or raise a PeerFault.
 
-        Age and order are waived, signature, run and consistency are not. Without `expected_digest` the
-        publisher's word stands alone, except against the heads that are remembered.
+        Age and order are waived; signature, run and consistency are not. Without `expected_digest` only the publisher's
+        signature and the remembered heads vouch for it.
         """
         signed = self._open_manifest(data)
         if signed.manifest.version != version:
             raise Malformed(
-                f"a manifest of version {signed.manifest.version}, asked for {version}", code="wrong_manifest"
+                f"manifest is of version {signed.manifest.version}, requested {version}", code="wrong_manifest"
             )
         if expected_digest is not None and signed.digest != expected_digest:
-            raise Malformed("a manifest other than the one asked for", code="wrong_manifest")
+            raise Malformed("manifest is not the one requested", code="wrong_manifest")
         return signed
 
     def _open_manifest(self, data: bytes) -> SignedManifest:
@@ -130,21 +133,23 @@ class TrustedState:
         known = self._heads.get(version)
         if known is not None and known.digest != digest:
             self.fraud = FraudProof(first=known.envelope, second=envelope)
-            raise Equivocation(f"the publisher signed two different histories of version {version}")
+            raise Equivocation(f"publisher signed two different histories of version {version}")
 
     def _check_window(self, issued_at: int, expires_at: int, now: float) -> None:
         if issued_at > now + self.limits.clock_skew_s:
-            raise Stale(f"issued {issued_at - now:.0f} s in the future: check the clock", code="not_yet_valid")
+            raise Stale(
+                f"signed {issued_at - now:.0f} s in the future: check this machine's clock", code="not_yet_valid"
+            )
         self._check_expiry(expires_at, now)
 
     def _check_expiry(self, expires_at: int, now: float) -> None:
         if expires_at < now - self.limits.clock_skew_s:
-            raise Stale(f"expired {now - expires_at:.0f} s ago", code="expired")
+            raise Stale(f"signature window expired {now - expires_at:.0f} s ago", code="expired")
 
     def _remember(self, head: Head, envelope: bytes) -> None:
         self._heads[head.version] = _Signed(head.manifest_digest, envelope)
         if head.version == self.version and head.issued_at < self._issued_at:
-            return  # a source that lags: what is shown to others must not grow old by it
+            return  # a lagging source must not make the shown head older
         self._issued_at = head.issued_at
         while len(self._heads) > HEADS_REMEMBERED:
             del self._heads[min(self._heads)]
@@ -152,20 +157,21 @@ class TrustedState:
 
 
 def check_fraud_proof(proof: FraudProof, *, run_id: str, publisher_key: bytes, limits: Limits = DEFAULT_LIMITS) -> int:
-    """The version whose history the publisher signed twice; raises Malformed when `proof` proves nothing.
+    """Return the version whose history the publisher signed twice; raises Malformed if `proof` proves nothing.
 
-    A head or manifest states the digest of its version. A manifest of version v also states that v - 1, if
-    it was ever published, has the digest `previous`.
+    A head or manifest states the digest of its version. A manifest of version v also states that v - 1, if it was ever
+    published, has the digest `previous`.
     """
     first = _statements(proof.first, run_id, publisher_key, limits)
     second = _statements(proof.second, run_id, publisher_key, limits)
     for version in sorted(first.keys() & second.keys(), reverse=True):
         if first[version] != second[version]:
             return version
-    raise Malformed("two envelopes that do not contradict each other", code="no_fraud")
+    raise Malformed("envelopes do not contradict each other", code="no_fraud")
 
 
 def _statements(data: bytes, run_id: str, publisher_key: bytes, limits: Limits) -> dict[int, str]:
+    """Return the digest per version that an envelope states."""
     try:
         head = open_head(data, run_id=run_id, publisher_key=publisher_key, limits=limits)
         return {head.version: head.manifest_digest}
@@ -184,7 +190,7 @@ def _manifest_statements(manifest: Manifest, digest: str) -> dict[int, str]:
 def load_seen(path: Path) -> Seen | None:
     """Read what `save_seen` wrote; None if there is nothing yet.
 
-    A file that cannot be read is a LocalFault: forgetting silently would let a rollback through.
+    Raises LocalFault for an unreadable file: ignoring it would allow a rollback.
     """
     try:
         return wire.decode(Seen, read_bounded(path, max_bytes=_MAX_STATE_BYTES), max_bytes=_MAX_STATE_BYTES)
@@ -197,12 +203,12 @@ def load_seen(path: Path) -> Seen | None:
 
 
 def save_seen(path: Path, seen: Seen) -> None:
-    """Make `seen` survive a crash before anything is done on the strength of it."""
+    """Persist `seen` durably; call before acting on it."""
     write_atomically(path, wire.encode(seen))
 
 
 def save_fraud_proof(folder: Path, version: int, proof: FraudProof) -> Path:
-    """Keep the evidence where an operator finds it; the file is the canonical JSON of `proof`."""
+    """Save the proof for an operator as canonical JSON and return its path."""
     path = folder / f"equivocation-{version}.json"
     if not path.exists():
         write_atomically(path, wire.encode(proof))

@@ -31,35 +31,35 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every value that travels: immutable, and deaf to fields it does not know."""
+    """Base of every wire value: immutable, refuses unknown fields."""
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """The one canonical encoding of `value`."""
+    """Encode `value` canonically."""
     return msgspec.json.encode(value)
 
 
 def decode(cls: type[T], data: bytes, *, max_bytes: int) -> T:
-    """Read `data` as `cls`; raise Malformed for anything but the canonical encoding of a valid value."""
+    """Decode `data` as `cls`; raises Malformed for anything but the canonical encoding of a valid value."""
     if len(data) > max_bytes:
-        raise Malformed(f"{len(data)} bytes where at most {max_bytes} are allowed", code="oversized")
+        raise Malformed(f"message of {len(data)} bytes exceeds the limit of {max_bytes}", code="oversized")
     try:
         value = msgspec.json.decode(data, type=cls)
         again = msgspec.json.encode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise Malformed(f"not a valid {_name(cls)}: {error}") from error
+        raise Malformed(f"message is not a valid {_name(cls)}: {error}") from error
     if again != data:
-        raise Malformed(f"not the canonical encoding of a {_name(cls)}", code="not_canonical")
+        raise Malformed(f"message is not the canonical encoding of a {_name(cls)}", code="not_canonical")
     return value
 
 
 def digest(data: bytes | memoryview) -> str:
-    """BLAKE3 of `data` in hexadecimal."""
+    """Compute the BLAKE3 digest of `data` in hexadecimal."""
     return blake3(data).hexdigest()
 
 
 def derive(context: str, *parts: bytes) -> bytes:
-    """32 bytes from BLAKE3's key derivation mode; each part is preceded by its length as a u32, big-endian."""
+    """Derive 32 bytes with BLAKE3's key derivation mode; each part is length-prefixed (u32, big-endian)."""
     hasher: Any = blake3(derive_key_context=context)
     for part in parts:
         hasher.update(len(part).to_bytes(4, "big"))
@@ -68,10 +68,10 @@ def derive(context: str, *parts: bytes) -> bytes:
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` is a digest in the one form that is allowed; safe as a file name if so."""
+    """Return whether `text` is a digest in canonical form, and so safe as a file name."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def _name(cls: Any) -> str:
-    """The name of a type for people; a union of types has none of its own."""
+    """Return a type's name for messages; a union has none of its own."""
     return str(getattr(cls, "__name__", cls))

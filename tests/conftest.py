@@ -11,11 +11,13 @@ import pytest
 import torch
 from postgresql import new_database, running_server
 
-from node.policy import save_policy
-from node.tiny import make_model, make_tokenizer
+from node.policy.file import save_policy
+from node.policy.models.tiny_llama import make_model, make_tokenizer
 
 # Tests, and the processes they start, share the machine's cores: more threads in each make all of them slower.
 torch.set_num_threads(1)
+
+pytest_plugins = ["tiers"]
 
 HAS_VLLM = find_spec("vllm") is not None
 

@@ -1,6 +1,6 @@
-"""Proofs of inference: activations in, a few bytes per token out, and how far a proof is from them.
+"""Proofs of inference: commit to activations in a few bytes per token, and measure distances from a proof.
 
-TOPLOC proofs (`toploc.poly`) have 258 bytes per chunk of tokens; sketches (`toploc.sketch`), 4 bytes per token.
+TOPLOC proofs (`toploc.poly`) take 258 bytes per chunk of tokens, sketches (`toploc.sketch`) 4 bytes per token.
 """
 
 from toploc.poly import (

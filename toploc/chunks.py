@@ -1,8 +1,8 @@
-"""From activations to the points of a proof: which elements of which chunk.
+"""Select the elements of each chunk that a proof commits to.
 
-A chunk is what one proof covers: the prefill, or up to `decode_batching_size` decoded tokens; the last one may
-be shorter. Its points are (index in the flattened chunk, bf16 bit pattern) of its k largest magnitudes. Chunks
-of similar size share a batch, whatever sequence they come from.
+A chunk is what one proof covers: the prefill, or up to `decode_batching_size` decoded tokens (the last may be shorter).
+Its points are (index in the flattened chunk, bf16 bit pattern) of its k largest magnitudes. Chunks of similar size are
+batched, whatever sequence they come from.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from toploc.errors import BadActivations, BadArgument, ChunkTooSmall, NonFiniteA
 from toploc.field import MAX_TOPK
 from toploc.largest import MAGNITUDE_BITS, largest
 
-# Elements in one pass, 16 MiB of bf16, so that memory does not grow with the number of chunks.
-_PASS_ELEMENTS = 2**23
+# Elements in one batch, 16 MiB of bf16, so that memory does not grow with the number of chunks.
+_BATCH_ELEMENTS = 2**23
 _INFINITY_BITS = 0x7F80
 _ELEMENT_BYTES = 2
 
@@ -30,15 +30,15 @@ Chunk = Sequence[Tensor]
 
 
 def split(activations: Sequence[Tensor] | Tensor, decode_batching_size: int, *, skip_prefill: bool) -> list[Chunk]:
-    """The chunks of one sequence, none for an empty one.
+    """Split one sequence into chunks; none for an empty sequence.
 
-    `activations`: one tensor per decoded token, after one of the whole prefill unless `skip_prefill`; or a
-    single tensor whose rows stand for them.
+    `activations`: one tensor per decoded token, preceded by one of the whole prefill unless `skip_prefill`; or a single
+    tensor whose rows stand for them. Raises BadArgument or BadActivations.
     """
     if decode_batching_size < 1:
-        raise BadArgument(f"decode_batching_size is at least 1, not {decode_batching_size}")
+        raise BadArgument(f"decode_batching_size must be at least 1, not {decode_batching_size}")
     if isinstance(activations, Tensor) and activations.ndim < 2:
-        raise BadActivations("activations in one tensor have a row for each token")
+        raise BadActivations("activations in one tensor must have a row for each token")
     first = 0 if skip_prefill else 1
     chunks: list[Chunk] = [[activations[0]]] if first and len(activations) else []
     for start in range(first, len(activations), decode_batching_size):
@@ -48,28 +48,28 @@ def split(activations: Sequence[Tensor] | Tensor, decode_batching_size: int, *, 
 
 
 def checked_sizes(chunks: Sequence[Chunk], topk: int) -> list[int]:
-    """The elements of each chunk. Raises a `CallerFault` if `top_points` could not take them for their form."""
+    """Return the number of elements of each chunk; raises a `CallerFault` for chunks `top_points` cannot process."""
     require_topk(topk)
     sizes = [_checked_size(chunk, topk, index) for index, chunk in enumerate(chunks)]
     if len(set().union(*(map(attrgetter("device"), chunk) for chunk in chunks))) > 1:
-        raise BadActivations("activations lie on one device")
+        raise BadActivations("activations must be on one device")
     return sizes
 
 
 def require_topk(topk: int) -> None:
-    """Raise `BadArgument` for more points than a proof can have, or fewer than one."""
+    """Raise `BadArgument` unless `topk` is in 1 .. MAX_TOPK."""
     if not 1 <= topk <= MAX_TOPK:
-        raise BadArgument(f"topk is in 1 .. {MAX_TOPK}, not {topk}")
+        raise BadArgument(f"topk must be in 1 .. {MAX_TOPK}, not {topk}")
 
 
 def _checked_size(chunk: Chunk, topk: int, index: int) -> int:
-    # By sets and not part by part: a list of a thousand tokens took longer to check than to copy.
+    # By sets, not element by element: checking a list of a thousand tokens took longer than copying it.
     if not _all_tensors(chunk) or not set(map(attrgetter("dtype"), chunk)) <= {torch.bfloat16}:
-        message = "activations are tensors of bfloat16: cast with .to(torch.bfloat16), as the prover did"
+        message = "activations must be bfloat16 tensors: cast with .to(torch.bfloat16), as the prover did"
         raise BadActivations(message, index=index)
     size = sum(map(Tensor.numel, chunk))
     if size < topk:
-        raise ChunkTooSmall(f"a chunk of {size} elements has no {topk} largest", index=index)
+        raise ChunkTooSmall(f"chunk of {size} elements is smaller than topk = {topk}", index=index)
     return size
 
 
@@ -79,16 +79,15 @@ def _all_tensors(chunk: Chunk) -> bool:
 
 @torch.no_grad()
 def top_points(chunks: Sequence[Chunk], sizes: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
-    """Indices and bf16 bit patterns, both [n, topk] int64, of each chunk's `topk` largest magnitudes.
+    """Return indices and bf16 bit patterns, both [n, topk] int64, of each chunk's `topk` largest magnitudes.
 
-    `chunks`: at least one; `sizes`: theirs, checked. The points of a row are in no particular order. They lie
-    on the activations' device, or on the CPU where that has no float64 to interpolate with. Raises
-    `NonFiniteActivations`.
+    `chunks`: at least one; `sizes`: as returned by `checked_sizes`. The points of a row are unordered. The result is on
+    the activations' device, or on the CPU where that has no float64. Raises `NonFiniteActivations`.
     """
     device = chunks[0][0].device
     index = torch.empty(len(chunks), topk, dtype=torch.int64, device=device)
     bits = torch.empty_like(index)
-    for members in _passes(sizes):
+    for members in _batches(sizes):
         rows = _rows([chunks[i] for i in members], [sizes[i] for i in members]).view(torch.int16)
         top = largest(rows, topk)
         index[members] = top
@@ -97,42 +96,43 @@ def top_points(chunks: Sequence[Chunk], sizes: Sequence[int], topk: int) -> tupl
     return (index, bits) if device.type == "cuda" else (index.cpu(), bits.cpu())
 
 
-def _passes(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Positions of chunks to look at together: within a factor of two in size, and not too many at once."""
-    alike: defaultdict[int, list[int]] = defaultdict(list)
+def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield batches of chunk positions: sizes within a factor of two, bounded in total."""
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
     for position, size in enumerate(sizes):
-        alike[size.bit_length()].append(position)
-    for members in alike.values():
-        count = max(1, _PASS_ELEMENTS // max(sizes[i] for i in members))
+        by_size[size.bit_length()].append(position)
+    for members in by_size.values():
+        count = max(1, _BATCH_ELEMENTS // max(sizes[i] for i in members))
         for start in range(0, len(members), count):
             yield members[start : start + count]
 
 
 def _rows(chunks: Sequence[Chunk], sizes: Sequence[int]) -> Tensor:
-    """Chunks as rows [n, size of the largest]: a view where they are views of one tensor, in order; else a copy.
+    """Arrange chunks as rows [n, size of the largest]: a view where they are contiguous, else a copy.
 
-    Shorter chunks end in zeros. Padding is never among the k largest: nothing is smaller, and at equal magnitude it
-    comes last.
+    Shorter chunks are zero-padded; padding is never among the k largest, as it comes last among equal magnitudes.
     """
     parts = [part for chunk in chunks for part in chunk]
-    if len(set(sizes)) == 1 and _follow_each_other(parts):
+    if len(set(sizes)) == 1 and _are_contiguous(parts):
         return parts[0].as_strided((len(chunks), sizes[0]), (sizes[0], 1))
     if len({part.shape for part in parts}) == 1 and len({len(chunk) for chunk in chunks}) == 1:
         return torch.stack(parts).view(len(chunks), -1)
     return pad_sequence([torch.cat([part.reshape(-1) for part in chunk]) for chunk in chunks], batch_first=True)
 
 
-def _follow_each_other(parts: Sequence[Tensor]) -> bool:
-    """Whether the storage of the first part holds all of them, one after the other and without a gap."""
-    places = list(map(Tensor.data_ptr, parts))
+def _are_contiguous(parts: Sequence[Tensor]) -> bool:
+    """Return whether the parts lie in the first one's storage, in order and without gaps."""
+    addresses = list(map(Tensor.data_ptr, parts))
     steps = map(mul, map(Tensor.numel, parts), repeat(_ELEMENT_BYTES))
-    *expected, end = accumulate(steps, initial=places[0])
+    *expected, end = accumulate(steps, initial=addresses[0])
     storage = parts[0].untyped_storage()
-    return places == expected and end <= storage.data_ptr() + storage.nbytes() and all(map(Tensor.is_contiguous, parts))
+    return (
+        addresses == expected and end <= storage.data_ptr() + storage.nbytes() and all(map(Tensor.is_contiguous, parts))
+    )
 
 
 def _require_finite(bits: Tensor) -> None:
-    """NaN and infinity have the largest magnitudes of all, so a chunk that has one has it among its points."""
+    """Raise `NonFiniteActivations`; NaN and infinity have the largest magnitudes, so the points show them."""
     bad = ((bits & MAGNITUDE_BITS) >= _INFINITY_BITS).any(1).nonzero()
     if bad.numel():
-        raise NonFiniteActivations("activations are finite", index=int(bad[0]))
+        raise NonFiniteActivations("activations must be finite: NaN or infinity found", index=int(bad[0]))

@@ -1,19 +1,18 @@
-"""What can go wrong with a proof, and whose fault it is.
+"""TOPLOC errors, classed by whose fault they are.
 
 ToplocError
 ├── BadProof                     the prover sent something no honest prover sends
 │   ├── MalformedProof           wrong length, bad base64, a coefficient outside the field
 │   ├── BadModulus               0, above 65497, or one that no honest prover would have chosen
 │   └── WrongProofCount          not exactly one proof per chunk
-└── CallerFault                  whoever called us did; says nothing about the prover
+└── CallerFault                  the caller's fault; says nothing about the prover
     ├── BadActivations           wrong type, dtype or shape, or none at all
     │   ├── NonFiniteActivations NaN or infinity among the largest magnitudes
     │   └── ChunkTooSmall        a chunk with fewer elements than k
     └── BadArgument              k, batch size or points out of range
 
-A verifier that meets `BadProof` refuses the proof. One that meets `CallerFault` has no verdict: it could not
-look. Every error carries `code`, a stable identifier for machines, a sentence for people, and `index`, the
-position of the proof or chunk at fault where one is known.
+On `BadProof` a verifier refuses the proof; on `CallerFault` it has no verdict. Every error carries `code`, a stable
+identifier for machines, a sentence for people, and `index`, the position of the proof or chunk at fault if known.
 """
 
 from __future__ import annotations

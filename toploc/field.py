@@ -1,7 +1,7 @@
-"""Polynomials over GF(65497), many at once, in float64.
+"""Batched arithmetic on polynomials over GF(65497), in float64.
 
-Every intermediate is an integer below 2**45, so float64 arithmetic on it is exact on any device, in any order
-of summation, with or without fused multiply-add. Polynomials are rows of ascending coefficients.
+Every intermediate is an integer below 2**45, so float64 arithmetic is exact on any device, in any order of summation,
+with or without fused multiply-add. Polynomials are rows of ascending coefficients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def residues_(x: Tensor) -> Tensor:
 
 
 def powers(x: Tensor, count: int) -> Tensor:
-    """x**0 .. x**count for residues `x` [n, k]: [n, count + 1, k]; count a power of 2."""
+    """Compute x**0 .. x**count for residues `x` [n, k] as [n, count + 1, k]; `count` must be a power of 2."""
     rows = x.new_ones(x.shape[0], count + 1, x.shape[1])
     rows[:, 1], known = x, 1
     while known < count:
@@ -49,13 +49,13 @@ def powers(x: Tensor, count: int) -> Tensor:
 
 
 class Points:
-    """The powers of n rows of k points, split as x**(m*b + a) = giant[b] * baby[a].
+    """Powers of n rows of k points, split as x**(m*b + a) = giant[b] * baby[a].
 
-    Two factors of about sqrt(k) powers each take the place of a Vandermonde matrix of k x k.
+    Two factors of about sqrt(k) powers each replace a k x k Vandermonde matrix.
     """
 
     def __init__(self, x: Tensor, length: int) -> None:
-        """`x`: residues [n, k], float64; `length`: how many powers, counted from 0, will be asked for."""
+        """Precompute powers 0 .. `length` - 1 of the residues `x` [n, k], float64."""
         m = 1 << (((length - 1).bit_length() + 1) // 2)
         giants = -(-length // m)
         self._length = length
@@ -64,26 +64,26 @@ class Points:
         self._giant = powers(step, 1 << (giants - 1).bit_length())[:, :giants]
 
     def evaluate(self, coefficients: Tensor) -> Tensor:
-        """The values [n, k] of polynomials [n, length] at the points of their row."""
+        """Evaluate polynomials [n, length] at the points of their row; returns [n, k]."""
         giants, m = self._giant.shape[1], self._baby.shape[1]
         padded = F.pad(coefficients, (0, giants * m - self._length)).reshape(-1, giants, m)
         partial = residues_(torch.bmm(padded, self._baby))
         return residues_(partial.mul_(self._giant).sum(1))
 
     def power_sums(self, weights: Tensor) -> Tensor:
-        """sum_j weights_j * x_j**i for i < length: [n, length], from residues [n, k]."""
+        """Compute sum_j weights_j * x_j**i for i < length from residues [n, k]; returns [n, length]."""
         weighted = residues_(self._giant * weights.unsqueeze(1))
         sums = residues_(torch.bmm(weighted, self._baby.transpose(1, 2)))
         return sums.flatten(1)[:, : self._length]
 
 
 def _sliding_dot(x: Tensor, window: Tensor) -> Tensor:
-    """sum_i x[..., r + i] * window[..., i] for every r: one row of a Hankel matrix per result."""
+    """Compute sum_i x[..., r + i] * window[..., i] for every r: one row of a Hankel matrix per result."""
     return x.unfold(-1, window.shape[-1], 1).mul(window.unsqueeze(-2)).sum(-1)
 
 
-def _master(x: Tensor) -> Tensor:
-    """prod_j (X - x_j) without its leading 1: [n, k], by a product tree of monic polynomials."""
+def _monic_product(x: Tensor) -> Tensor:
+    """Multiply out prod_j (X - x_j) by a product tree; returns [n, k] without the leading 1."""
     n, k = x.shape
     padding = (1 << (k - 1).bit_length()) - k
     # A padding point at 0 multiplies the product by X, which only shifts its coefficients.
@@ -98,7 +98,7 @@ def _master(x: Tensor) -> Tensor:
 
 @functools.cache
 def _inverses(device: torch.device) -> Tensor:
-    """The inverse of each residue, by Fermat: a**(PRIME-2). The entry of 0 is 0."""
+    """Tabulate the inverse of each residue, by Fermat: a**(PRIME-2). The entry of 0 is 0."""
     base = torch.arange(PRIME, dtype=torch.float64, device=device)
     result, exponent = torch.ones_like(base), PRIME - 2
     while exponent:
@@ -109,27 +109,29 @@ def _inverses(device: torch.device) -> Tensor:
     return result
 
 
-def _sliced(function: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
-    """`function` of a few rows at a time, so that memory does not grow with their number."""
+def _map_slices(function: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """Apply `function` to a few rows at a time, to bound memory."""
     rows = max(1, _SLICE_ELEMENTS // left.shape[1] ** 2)
     return torch.cat([function(*pair) for pair in zip(torch.split(left, rows), torch.split(right, rows), strict=True)])
 
 
 def interpolate(x: Tensor, y: Tensor) -> Tensor:
-    """Coefficients [n, k] of the polynomials of degree < k through (x, y).
+    """Return the coefficients [n, k] of the polynomials of degree < k through (x, y).
 
     `x`, `y`: residues [n, k], float64, on one device, x distinct within a row.
     """
-    return _sliced(_interpolate, x, y)
+    return _map_slices(_interpolate, x, y)
 
 
 def _interpolate(x: Tensor, y: Tensor) -> Tensor:
-    """Lagrange's formula with M(X) = prod_j (X - x_j) and u_j = y_j / M'(x_j). As M(X) / (X - x_j) has the
-    coefficients sum_i c_{r+i+1} x_j**i, the answer is a_r = sum_i c_{r+i+1} s_i with s_i = sum_j u_j x_j**i.
+    """Interpolate by Lagrange's formula with M(X) = prod_j (X - x_j) and u_j = y_j / M'(x_j).
+
+    As M(X) / (X - x_j) has the coefficients sum_i c_{r+i+1} x_j**i, the result is a_r = sum_i c_{r+i+1} s_i with s_i =
+    sum_j u_j x_j**i.
     """
     k = x.shape[1]
     points = Points(x, k)
-    upper = F.pad(_master(x)[:, 1:], (0, 1), value=1.0)  # c_1 .. c_k
+    upper = F.pad(_monic_product(x)[:, 1:], (0, 1), value=1.0)  # c_1 .. c_k
     derivative = residues_(upper * torch.arange(1, k + 1, dtype=x.dtype, device=x.device))
     weights = _inverses(x.device)[points.evaluate(derivative).long()].mul_(y)
     sums = points.power_sums(residues_(weights))
@@ -137,8 +139,8 @@ def _interpolate(x: Tensor, y: Tensor) -> Tensor:
 
 
 def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Values [n, k] of polynomials [n, k] at residues [n, k]; float64, on one device."""
-    return _sliced(lambda rows, points: Points(points, rows.shape[1]).evaluate(rows), coefficients, x)
+    """Evaluate polynomials [n, k] at residues [n, k]; float64, on one device."""
+    return _map_slices(lambda rows, points: Points(points, rows.shape[1]).evaluate(rows), coefficients, x)
 
 
 def _distinct(x: Tensor) -> Tensor:
@@ -147,9 +149,9 @@ def _distinct(x: Tensor) -> Tensor:
 
 
 def separating_moduli(x: Tensor) -> Tensor:
-    """The largest modulus m <= PRIME that keeps each row's integers distinct: [n], int64.
+    """Find the largest modulus m <= PRIME that keeps each row's integers distinct; returns [n] int64.
 
-    `x`: non-negative integers [n, k], int64. Raises `BadArgument` where no m >= MIN_MODULUS does.
+    `x`: non-negative integers [n, k], int64. Raises `BadArgument` if no m >= MIN_MODULUS does.
     """
     n, k = x.shape
     moduli = torch.full((n,), PRIME, dtype=torch.int64, device=x.device)

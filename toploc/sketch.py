@@ -1,23 +1,23 @@
 """Sketch final hidden states in 4 bytes per token, and measure how far other states are from a sketch.
 
-Eight random projections of a token's state, each rounded to a dithered grid, of which a sketch keeps the place
-modulo 16: the verifier has the state itself, so a remainder tells how far the two are apart. Dithered quantisation
-of random projections after Boufounos, "Universal Rate-Efficient Scalar Quantization" (IEEE Trans. Inf. Theory, 2012).
+A sketch is eight random projections of a token's state, each rounded to a dithered grid and kept modulo 16: the
+verifier has the state itself, so the remainder tells how far the two are apart. Dithered quantisation of random
+projections after Boufounos, "Universal Rate-Efficient Scalar Quantization" (IEEE Trans. Inf. Theory, 2012).
 
-    stream = SHAKE-128("veriswarm/1 sketch" || seed)
+    stream = SHAKE-128("swarmproof/1 sketch" || seed)
     u_j    = (word_j >> 8) / 2**24          word_0 .. word_7: u32, little-endian, the first 32 bytes
     R_ji   = -1 where bit j of byte 32 + i is set, else +1          for hidden element i = 0 .. d - 1
     z_j    = sum_i R_ji h_i / (sqrt(d) rms(h)) = sum_i R_ji h_i / |h|
     q_j    = floor(z_j / step + u_j) mod 16
     sketch = for each token four bytes; byte b holds q_2b in its low and q_2b+1 in its high four bits
 
-Arithmetic is float64. Signed sums of bfloat16 values are exact in it unless their magnitudes span nine decades, so
-that the order of summation (the kernel, the batch, the device) is not in the bytes.
+Arithmetic is float64. Signed sums of bfloat16 values are exact in it unless their magnitudes span nine decades, so the
+bytes do not depend on the order of summation (kernel, batch, device).
 
-Everything is in proportion to the length of the state: final hidden states come out of a normalisation, where the
-length follows from the direction. What it does not guarantee: an error is a distance, not a verdict, and the limits
-are the caller's. A state that a few elements dominate says little about the others. How tokens were sampled, and
-whether they were decoded from the states that were sketched, leaves no trace in a sketch.
+Everything is relative to the length of the state: final hidden states come out of a normalisation, where the length
+follows from the direction. Not guaranteed: an error is a distance, not a verdict; the caller sets the limits. A state
+dominated by a few elements says little about the others. How tokens were sampled, and whether they were decoded from
+the sketched states, leaves no trace in a sketch.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ LEVELS = 16
 TOKEN_BYTES = PROJECTIONS // 2
 
 SEED_BYTES = range(16, 65)
-# Above, a projection (of rms 1) wraps too seldom for a state that nobody computed to be far; below, the grid is finer
-# than bfloat16 can tell by three orders of magnitude, and only a mistake in the units asks for it.
+# Above, projections (of rms 1) wrap too seldom for an invented state to be far; below, the grid is three orders of
+# magnitude finer than bfloat16, which only a mistake in the units asks for.
 STEPS = (2.0**-20, 2.0**-4)
 MIN_HIDDEN = 8
 
-_DOMAIN = b"veriswarm/1 sketch"
+_DOMAIN = b"swarmproof/1 sketch"
 _DITHER_BYTES = 4 * PROJECTIONS
-# Elements in one pass: 2 MiB of float64, so that each step finds what the last one wrote in a core's cache.
-_PASS_ELEMENTS = 2**18
+# Elements projected at once: 2 MiB of float64, to stay in a core's cache.
+_SLICE_ELEMENTS = 2**18
 # Shifts up to a quarter of the range: with an honest error on top, none of them wraps.
 _MAX_SHIFT = LEVELS / 4
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What part of the way from a verifier's weights to a candidate's the prover's errors go.
+    """How far the prover's errors go from the verifier's weights towards a candidate's.
 
-    `gain`: about 0 where the prover used the verifier's weights, about 1 where it used the candidate's. `error`: its
-    standard error, infinite where nothing could be compared. `tokens`: those with a projection that was compared.
+    `gain`: about 0 if the prover used the verifier's weights, about 1 if it used the candidate's. `error`: its standard
+    error, infinite if nothing could be compared. `tokens`: those with a compared projection.
     """
 
     gain: float
@@ -65,57 +65,56 @@ class Gain:
 
 
 def build_chunk_sketches(chunks: Sequence[Tensor], seeds: Sequence[bytes], *, step: float) -> list[bytes]:
-    """The sketch of each chunk [tokens, hidden], bfloat16, of any number of sequences: 4 bytes per token.
+    """Build a sketch of 4 bytes per token for each chunk [tokens, hidden], bfloat16, of any number of sequences.
 
-    `seeds[i]`: 16 .. 64 bytes, the same for all chunks of a sequence. `step`: the grid's, relative to the rms of a
-    token's hidden state; about the rms error of honest states. A sketch does not depend on what shares its call.
-    Raises a `CallerFault`.
+    `seeds[i]`: 16 .. 64 bytes, the same for all chunks of a sequence. `step`: of the grid, relative to the rms of a
+    token's hidden state; about the rms error of honest states. Independent of batching. Raises a `CallerFault`.
     """
     tokens = _checked_tokens(chunks, seeds, step)
     if not chunks:
         return []
-    levels = torch.cat(_places(chunks, seeds, step)).floor().remainder(LEVELS).to(torch.uint8)
+    levels = torch.cat(_grid_positions(chunks, seeds, step)).floor().remainder(LEVELS).to(torch.uint8)
     return _encode(levels, tokens)
 
 
 def check_sketch_form(sketches: Sequence[bytes], tokens: Sequence[int]) -> None:
-    """Refuse what no honest prover sends for chunks of so many `tokens`; needs no activations.
+    """Raise a `BadProof` for sketches no honest prover sends for chunks of so many `tokens`; needs no activations.
 
-    Raises `WrongProofCount`, or `MalformedProof` with the index of the first sketch of another length. Any bytes of
-    the right length are the sketch of some states.
+    Raises `WrongProofCount`, or `MalformedProof` with the index of the first sketch of another length. Any bytes of the
+    right length are the sketch of some states.
     """
     if len(sketches) != len(tokens):
         raise WrongProofCount(f"{len(tokens)} chunks need as many sketches, not {len(sketches)}")
     for index, (sketch, count) in enumerate(zip(sketches, tokens, strict=True)):
         if not isinstance(sketch, bytes):
-            raise MalformedProof("a sketch is a bytes object", index=index)
+            raise MalformedProof("a sketch must be a bytes object", index=index)
         if len(sketch) != TOKEN_BYTES * count:
-            message = f"a sketch of {count} tokens has {TOKEN_BYTES * count} bytes, not {len(sketch)}"
+            message = f"a sketch of {count} tokens must have {TOKEN_BYTES * count} bytes, not {len(sketch)}"
             raise MalformedProof(message, index=index)
 
 
 def sketch_errors(
     chunks: Sequence[Tensor], seeds: Sequence[bytes], sketches: Sequence[bytes], *, step: float
 ) -> list[Tensor]:
-    """Of each chunk, the errors [tokens, 8] of its sketch, float32 in -8 .. 8, in units of `step`.
+    """Measure the errors [tokens, 8] of each chunk's sketch, float32 in -8 .. 8, in units of `step`.
 
-    `chunks`: at least one, recomputed by the verifier, as are `seeds`; `sketches` from a stranger. Identical states
-    have errors uniform in -1/2 .. 1/2; unrelated ones, uniform in -8 .. 8. Sketches are checked for form before
-    activations are looked into. Raises a `BadProof` if no honest prover of these chunks sends them, and a
-    `CallerFault` if the activations cannot be measured.
+    `chunks`: at least one, recomputed by the verifier, as are `seeds`; `sketches` are untrusted. Identical states have
+    errors uniform in -1/2 .. 1/2; unrelated ones, uniform in -8 .. 8. The sketches' form is checked first. Raises a
+    `BadProof` if no honest prover of these chunks sends them, and a `CallerFault` if the activations cannot be
+    measured.
     """
     tokens = _checked_tokens(chunks, seeds, step)
     if not chunks:
-        raise BadActivations("there is nothing to verify")
+        raise BadActivations("no chunks to verify")
     check_sketch_form(sketches, tokens)
-    own = torch.cat(_places(chunks, seeds, step))
+    own = torch.cat(_grid_positions(chunks, seeds, step))
     middle = _decode(sketches).to(own.device).double() + 0.5
     wrapped = (own - middle + LEVELS / 2).remainder(LEVELS) - LEVELS / 2
     return list(torch.split(wrapped.float(), tokens))
 
 
 def distances(errors: Tensor) -> Tensor:
-    """The distance of each token, [tokens], from its errors [tokens, 8]: their rms, in units of the step.
+    """Return the rms of each token's errors [tokens, 8], [tokens], in units of the step.
 
     Identical states give 0.29 on average over many tokens (rms), unrelated ones 4.62.
     """
@@ -125,34 +124,34 @@ def distances(errors: Tensor) -> Tensor:
 def shifts(
     chunks: Sequence[Tensor], other_chunks: Sequence[Tensor], seeds: Sequence[bytes], *, step: float
 ) -> list[Tensor]:
-    """Of each chunk, the errors [tokens, 8] that a prover of `other_chunks` would have, float32, in units of `step`.
+    """Predict the errors [tokens, 8] per chunk of a prover of `other_chunks`, float32, in units of `step`.
 
     `chunks`, `other_chunks`: states of the same tokens, [tokens, hidden], bfloat16, under the verifier's weights and
     under a candidate's. Neither wrapped nor rounded to the grid. Raises a `CallerFault`.
     """
     tokens = _checked_tokens(chunks, seeds, step)
     if _checked_tokens(other_chunks, seeds, step) != tokens:
-        raise BadArgument("chunks and other chunks have the same tokens")
+        raise BadArgument("chunks and other chunks must have the same tokens")
     if not chunks:
         return []
-    # An error is the verifier's place less the prover's.
-    both = zip(_places(chunks, seeds, step), _places(other_chunks, seeds, step), strict=True)
+    # An error is the verifier's grid position minus the prover's.
+    both = zip(_grid_positions(chunks, seeds, step), _grid_positions(other_chunks, seeds, step), strict=True)
     return [(own - other).float() for own, other in both]
 
 
 def gain(errors: Sequence[Tensor], shifts: Sequence[Tensor], seeds: Sequence[bytes]) -> Gain:
-    """The matched filter <x, d> / <d, d> of `errors` x for `shifts` d, both [tokens, 8] for each chunk.
+    """Apply the matched filter <x, d> / <d, d> to `errors` x for `shifts` d, both [tokens, 8] for each chunk.
 
-    `seeds`: as for both; chunks of one sequence share their projections, and so part of their errors. Therefore the
-    standard error is the larger of two: over tokens, and over sequences where there are at least two. Projections
-    whose shift is above 4 in magnitude are left out: their errors may have wrapped. For weights as far away as that,
-    `sketch_errors` of the candidate's own states is the better test. Raises `BadArgument`.
+    `seeds`: as for both. Chunks of one sequence share their projections and so part of their errors; the standard error
+    is therefore the larger of two, over tokens and (if at least two) over sequences. Projections whose shift exceeds 4
+    in magnitude are left out, as their errors may have wrapped; for weights that far away, `sketch_errors` of the
+    candidate's own states is the better test. Raises `BadArgument`.
     """
     if not len(errors) == len(shifts) == len(seeds):
-        raise BadArgument("there are as many errors, shifts and seeds")
+        raise BadArgument("errors, shifts and seeds must be of equal number")
     for index, (x, d) in enumerate(zip(errors, shifts, strict=True)):
         if x.shape != d.shape or x.ndim != 2 or x.shape[1] != PROJECTIONS:
-            raise BadArgument(f"errors and shifts have shape [tokens, {PROJECTIONS}]", index=index)
+            raise BadArgument(f"errors and shifts must have shape [tokens, {PROJECTIONS}]", index=index)
     if not errors:
         return Gain(0.0, math.inf, 0)
     x, d = torch.cat(list(errors)).double(), torch.cat(list(shifts)).double()
@@ -161,71 +160,77 @@ def gain(errors: Sequence[Tensor], shifts: Sequence[Tensor], seeds: Sequence[byt
     if tokens < 2:
         return Gain(0.0, math.inf, tokens)
     value = float((x * d).sum()) / power
-    rest = ((x - value * d) * d).sum(1)
-    numbers = {seed: number for number, seed in enumerate(dict.fromkeys(seeds))}
-    sums = torch.stack([part.sum() for part in torch.split(rest, [len(x) for x in errors])])
-    sequence = torch.tensor([numbers[seed] for seed in seeds], device=rest.device)
-    by_sequence = rest.new_zeros(len(numbers)).index_add(0, sequence, sums)
-    return Gain(value, max(_spread(rest, tokens), _spread(by_sequence, len(numbers))) / power, tokens)
+    residuals = ((x - value * d) * d).sum(1)
+    sequence_numbers = {seed: number for number, seed in enumerate(dict.fromkeys(seeds))}
+    sums = torch.stack([part.sum() for part in torch.split(residuals, [len(x) for x in errors])])
+    sequence = torch.tensor([sequence_numbers[seed] for seed in seeds], device=residuals.device)
+    by_sequence = residuals.new_zeros(len(sequence_numbers)).index_add(0, sequence, sums)
+    return Gain(
+        value,
+        max(_sum_deviation(residuals, tokens), _sum_deviation(by_sequence, len(sequence_numbers))) / power,
+        tokens,
+    )
 
 
-def _spread(residuals: Tensor, count: int) -> float:
-    """The standard deviation of the sum of `count` independent residuals, of which one is spent on the gain."""
+def _sum_deviation(residuals: Tensor, count: int) -> float:
+    """Estimate the standard deviation of the sum of `count` independent residuals; the gain takes one degree of
+    freedom.
+    """
     return math.sqrt(float(residuals.square().sum()) * count / (count - 1)) if count > 1 else 0.0
 
 
 def _checked_tokens(chunks: Sequence[Tensor], seeds: Sequence[bytes], step: float) -> list[int]:
-    """The tokens of each chunk. Raises a `CallerFault` if `_places` could not take them for their form."""
+    """Return the tokens of each chunk; raises a `CallerFault` for chunks `_grid_positions` cannot process."""
     if not STEPS[0] <= step <= STEPS[1]:
-        raise BadArgument(f"step is in {STEPS[0]:g} .. {STEPS[1]:g} of the rms of a state, not {step}")
+        raise BadArgument(f"step must be in {STEPS[0]:g} .. {STEPS[1]:g} of the rms of a state, not {step}")
     if len(seeds) != len(chunks):
         raise BadArgument(f"{len(chunks)} chunks need as many seeds, not {len(seeds)}")
     for index, seed in enumerate(seeds):
         if not isinstance(seed, bytes) or len(seed) not in SEED_BYTES:
-            raise BadArgument(f"a seed is {SEED_BYTES[0]} .. {SEED_BYTES[-1]} bytes", index=index)
+            raise BadArgument(f"a seed must have {SEED_BYTES[0]} .. {SEED_BYTES[-1]} bytes", index=index)
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, Tensor) or chunk.dtype != torch.bfloat16:
-            message = "activations are tensors of bfloat16: cast with .to(torch.bfloat16), as the prover did"
+            message = "activations must be bfloat16 tensors: cast with .to(torch.bfloat16), as the prover did"
             raise BadActivations(message, index=index)
         if chunk.ndim != 2 or chunk.shape[0] < 1 or chunk.shape[1] < MIN_HIDDEN:
-            message = f"a chunk is [tokens >= 1, hidden >= {MIN_HIDDEN}], not {list(chunk.shape)}"
+            message = f"a chunk must be [tokens >= 1, hidden >= {MIN_HIDDEN}], not {list(chunk.shape)}"
             raise BadActivations(message, index=index)
     if len({chunk.device for chunk in chunks}) > 1:
-        raise BadActivations("activations lie on one device")
+        raise BadActivations("activations must be on one device")
     return [len(chunk) for chunk in chunks]
 
 
 @torch.no_grad()
-def _places(chunks: Sequence[Tensor], seeds: Sequence[bytes], step: float) -> list[Tensor]:
-    """Where each chunk's projections lie on the dithered grid, z / step + u: [tokens, 8] float64, in steps.
+def _grid_positions(chunks: Sequence[Tensor], seeds: Sequence[bytes], step: float) -> list[Tensor]:
+    """Compute each chunk's projections on the dithered grid, z / step + u: [tokens, 8] float64, in steps.
 
-    They lie on the activations' device, or on the CPU where that has no float64. Raises `NonFiniteActivations`, or
+    On the activations' device, or on the CPU where that has no float64. Raises `NonFiniteActivations`, or
     `BadActivations` for a state without a direction.
     """
     # By sequence, so that one sequence's signs are held at a time.
-    together: defaultdict[tuple[bytes, int], list[int]] = defaultdict(list)
+    by_sequence: defaultdict[tuple[bytes, int], list[int]] = defaultdict(list)
     for position, (chunk, seed) in enumerate(zip(chunks, seeds, strict=True)):
-        together[seed, chunk.shape[1]].append(position)
+        by_sequence[seed, chunk.shape[1]].append(position)
     device = chunks[0].device if chunks[0].device.type == "cuda" else torch.device("cpu")
     patterns = _patterns(device)
-    places, lengths = [torch.empty(0)] * len(chunks), [torch.empty(0)] * len(chunks)
-    for (seed, hidden), members in together.items():
+    positions, lengths = [torch.empty(0)] * len(chunks), [torch.empty(0)] * len(chunks)
+    for (seed, hidden), members in by_sequence.items():
         dither, signs = _projection(seed, hidden, patterns)
         for position in members:
-            sums, lengths[position] = _projected(chunks[position].to(device), signs)
-            places[position] = sums / (lengths[position] * step).unsqueeze(1) + dither
+            sums, lengths[position] = _project(chunks[position].to(device), signs)
+            positions[position] = sums / (lengths[position] * step).unsqueeze(1) + dither
     _require_directions(lengths)
-    return places
+    return positions
 
 
 def _patterns(device: torch.device) -> Tensor:
-    """The signs [256, 8], float64, that each byte stands for: -1 where its bit is set."""
+    """Tabulate the signs [256, 8], float64, of each byte: -1 where its bit is set."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(PROJECTIONS, device=device) & 1
     return (1 - 2 * bits).double()
 
 
 def _projection(seed: bytes, hidden: int, patterns: Tensor) -> tuple[Tensor, Tensor]:
-    """A sequence's dithers [8], in steps, and signs [8, hidden], both float64."""
+    """Derive a sequence's dithers [8], in steps, and signs [8, hidden], both float64."""
     stream = hashlib.shake_128(_DOMAIN + seed).digest(_DITHER_BYTES + hidden)
     words = [int.from_bytes(stream[i : i + 4], "little") for i in range(0, _DITHER_BYTES, 4)]
     dither = torch.tensor([(word >> 8) / 2**24 for word in words], dtype=torch.float64, device=patterns.device)
@@ -233,31 +238,31 @@ def _projection(seed: bytes, hidden: int, patterns: Tensor) -> tuple[Tensor, Ten
     return dither, patterns.index_select(0, octets.int()).t().contiguous()
 
 
-def _projected(states: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Signed sums [tokens, 8] and lengths [tokens], float64, of states [tokens, hidden]."""
+def _project(states: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute signed sums [tokens, 8] and lengths [tokens], float64, of states [tokens, hidden]."""
     sums, lengths = [], []
-    for part in torch.split(states, max(1, _PASS_ELEMENTS // states.shape[1])):
+    for part in torch.split(states, max(1, _SLICE_ELEMENTS // states.shape[1])):
         wide = part.double()
-        # This way round the product takes two thirds of the time on a CPU.
+        # In this order the product takes two thirds of the time on a CPU.
         sums.append((signs @ wide.t()).t())
         lengths.append(torch.linalg.vector_norm(wide, dim=1))
     return torch.cat(sums), torch.cat(lengths)
 
 
 def _require_directions(lengths: Sequence[Tensor]) -> None:
-    """NaN and infinity show in a state's length, and so does a state of zeros."""
+    """Raise for a state with NaN, infinity or only zeros, all of which show in its length."""
     joined = torch.cat(list(lengths))
     bad = (~(joined.isfinite() & (joined > 0))).nonzero()
     if not bad.numel():
         return
     index = next(i for i, length in enumerate(lengths) if bool((~(length.isfinite() & (length > 0))).any()))
     if not bool(lengths[index].isfinite().all()):
-        raise NonFiniteActivations("activations are finite", index=index)
+        raise NonFiniteActivations("activations must be finite: NaN or infinity found", index=index)
     raise BadActivations("a hidden state of zeros has no direction to sketch", index=index)
 
 
 def _encode(levels: Tensor, tokens: Sequence[int]) -> list[bytes]:
-    """Levels [tokens, 8], uint8 and below 16, of all chunks as one sketch for each."""
+    """Pack levels [tokens, 8], uint8 and below 16, of all chunks into one sketch each."""
     octets = levels[:, 0::2] | levels[:, 1::2] << 4
     buffer = bytearray(octets.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(octets.flatten())
@@ -269,6 +274,6 @@ def _encode(levels: Tensor, tokens: Sequence[int]) -> list[bytes]:
 
 
 def _decode(sketches: Sequence[bytes]) -> Tensor:
-    """The levels [tokens, 8], uint8, of sketches that were checked for form."""
+    """Unpack the levels [tokens, 8], uint8, of sketches of checked form."""
     octets = torch.frombuffer(bytearray(b"".join(sketches)), dtype=torch.uint8).view(-1, TOKEN_BYTES)
     return torch.stack([octets & 15, octets >> 4], dim=-1).view(-1, PROJECTIONS)

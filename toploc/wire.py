@@ -1,10 +1,10 @@
-"""The bytes of a proof, the wire format of toploc 0.1.6.
+"""Wire format of a proof, that of toploc 0.1.6.
 
     modulus        uint16, big-endian, 1 .. 65497
     coefficient    uint16, big-endian, 0 .. 65496; k of them, ascending
 
-Base64 is the standard alphabet with padding. Each proof has exactly one encoding: what would decode to the same
-polynomial from other bytes is refused, so that a digest of the bytes identifies the proof.
+Base64 is the standard alphabet with padding. Each proof has exactly one encoding: other bytes that would decode to the
+same polynomial are refused, so that a digest of the bytes identifies the proof.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from toploc.field import MAX_TOPK, PRIME
 
 
 def proof_size(topk: int) -> int:
-    """Bytes of a proof of `topk` points: 258 for the usual 128."""
+    """Return the bytes of a proof of `topk` points: 258 for the usual 128."""
     return 2 + 2 * topk
 
 
 def encode(moduli: Tensor, coefficients: Tensor) -> list[bytes]:
-    """`moduli` [n] and `coefficients` [n, k], both integral and below 2**16, as n proofs."""
+    """Encode `moduli` [n] and `coefficients` [n, k], both integral and below 2**16, as n proofs."""
     words = torch.cat([moduli.unsqueeze(1), coefficients.long()], dim=1)
     octets = torch.stack([words >> 8, words & 0xFF], dim=-1)
     buffer = bytearray(octets.numel())
@@ -36,42 +36,42 @@ def encode(moduli: Tensor, coefficients: Tensor) -> list[bytes]:
 
 
 def decode(proofs: Sequence[bytes], topk: int) -> tuple[Tensor, Tensor]:
-    """Moduli [n], int64, and coefficients [n, topk], float64, of at least one proof from a stranger.
+    """Decode untrusted proofs, at least one, into moduli [n], int64, and coefficients [n, topk], float64.
 
     Raises `MalformedProof` or `BadModulus` with the index of the first proof that is not canonical.
     """
     size = proof_size(topk)
     for index, proof in enumerate(proofs):
         if not isinstance(proof, bytes):
-            raise MalformedProof("a proof is a bytes object", index=index)
+            raise MalformedProof("a proof must be a bytes object", index=index)
         if len(proof) != size:
-            raise MalformedProof(f"a proof of {topk} points has {size} bytes, not {len(proof)}", index=index)
+            raise MalformedProof(f"a proof of {topk} points must have {size} bytes, not {len(proof)}", index=index)
     octets = torch.frombuffer(bytearray(b"".join(proofs)), dtype=torch.uint8).view(len(proofs), -1, 2).long()
     words = octets[..., 0] * 256 + octets[..., 1]
     moduli, coefficients = words[:, 0], words[:, 1:]
     bad = (coefficients >= PRIME).any(1).nonzero()
     if bad.numel():
-        raise MalformedProof(f"a coefficient is not below {PRIME}", index=int(bad[0]))
+        raise MalformedProof(f"a coefficient must be below {PRIME}", index=int(bad[0]))
     bad = ((moduli < 1) | (moduli > PRIME)).nonzero()
     if bad.numel():
-        raise BadModulus(f"the modulus is not in 1 .. {PRIME}", index=int(bad[0]))
+        raise BadModulus(f"the modulus must be in 1 .. {PRIME}", index=int(bad[0]))
     return moduli, coefficients.double()
 
 
 def decode_one(proof: bytes) -> tuple[int, list[int]]:
-    """The modulus and coefficients of one proof whose k only its length tells; errors as `decode`."""
+    """Decode one proof whose k follows from its length; errors as `decode`."""
     if not isinstance(proof, bytes):
-        raise MalformedProof("a proof is a bytes object")
+        raise MalformedProof("a proof must be a bytes object")
     if len(proof) % 2 or not proof_size(1) <= len(proof) <= proof_size(MAX_TOPK):
-        raise MalformedProof(f"{len(proof)} bytes are no proof of 1 .. {MAX_TOPK} points")
+        raise MalformedProof(f"proof length of {len(proof)} bytes fits no k in 1 .. {MAX_TOPK}")
     moduli, coefficients = decode([proof], len(proof) // 2 - 1)
     return int(moduli[0]), coefficients[0].long().tolist()
 
 
 def from_base64(text: str, *, max_bytes: int, index: int | None = None) -> bytes:
-    """The bytes of canonical base64 of at most `max_bytes` bytes, else `MalformedProof`."""
+    """Decode canonical base64 of at most `max_bytes` bytes; raises `MalformedProof`."""
     if not isinstance(text, str) or len(text) > 4 * -(-max_bytes // 3):
-        raise MalformedProof("a proof in base64 is a string of bounded length", index=index)
+        raise MalformedProof("a proof in base64 must be a string of bounded length", index=index)
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

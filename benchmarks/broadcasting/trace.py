@@ -18,9 +18,9 @@ from benchmarks.broadcast_delta import trace
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
-from node.policy import save_policy
+from node.policy.file import save_policy
+from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, TrainingSpec
-from node.tiny import make_tokenizer
 
 RATES = (1e-6, 1e-5, 5e-5, 2e-4)
 SETTLING, STEPS = 3, 2

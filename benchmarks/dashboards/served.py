@@ -15,9 +15,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from benchmarks.dashboards.stocked import Stock, stock
-from coordinator.home import create_home
-from coordinator.run_file import read_run_file
-from node.identity import create_key
+from coordinator.run.definition import read_run_file
+from coordinator.run.home import create_home
+from node.keys.identity import create_key
 
 START_SECONDS = 60.0
 RUN_TOML = """

@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, insert
 
-from coordinator.home import Home
+from coordinator.run.home import Home
 from coordinator.storage import log
 from coordinator.storage.schema import (
     groups,
@@ -44,7 +44,13 @@ AT_ONCE = 5000
 TOKENS = 384
 SUBMISSIONS_PER_S = 4.0
 _FIGURES = Figures(**dict.fromkeys(Figures.__struct_fields__, 0.001))
-_REASONS = (Reason.WRONG_TOKEN, Reason.PROOF_MISMATCH, Reason.WRONG_LOGPROB, Reason.NOT_PARQUET, Reason.WRONG_SEED)
+_REASONS = (
+    Reason.WRONG_TOKEN,
+    Reason.PROOF_MISMATCH,
+    Reason.WRONG_LOGPROB,
+    Reason.MALFORMED_SUBMISSION,
+    Reason.WRONG_SEED,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ class Stock:
     groups_per_step: int = 16
     one_bad_of: int = 12
     seed: int = 1
-    software: str = "veriswarm 0.1.0"
+    software: str = "swarmproof 0.1.0"
     engines: Sequence[str] = ("torch", "vllm")
 
 

@@ -27,11 +27,11 @@ from benchmarks.faults.checks import Evidence
 from benchmarks.faults.kinds import Kind, Struck
 from benchmarks.faults.stage import RELAYS, WORKERS, Stage
 from benchmarks.faults.witness import read_checkpoint, read_leaves
-from coordinator.demo.local_http import get_json
-from coordinator.demo.supervisor import launched
+from coordinator.lab.processes.local_http import get_json
+from coordinator.lab.processes.supervisor import launched
 from node.protocol.admission import Outcome
 from node.protocol.messages import LogEntry, PolicyEntry, Receipt, VerdictEntry
-from node.worker_state import MAX_RECORD_BYTES, KeptReceipt
+from node.worker.state import MAX_RECORD_BYTES, KeptReceipt
 from shardcast.wire import decode, digest
 
 MOST_OPEN: Final = 2
@@ -134,7 +134,7 @@ class Campaign:
         )
 
     def audit(self) -> dict[str, Any]:
-        """What `veriswarm audit` says of every verdict of the run at rest; raises TimeoutError."""
+        """What `swarmproof audit` says of every verdict of the run at rest; raises TimeoutError."""
         swarm, logs = self._stage.swarm, self._stage.supervisor.log_folder
         output, errors = logs / "audit.json", logs / "audit.log"
         asked = ("audit", swarm.coordinator_url, "--run-id", swarm.run_id, "--all", "--source", swarm.origin_url)

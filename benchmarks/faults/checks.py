@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from node.audit_log import LeafTree, check_log
+from node.audit.log import LeafTree, read_log
 from node.protocol.admission import Outcome
 from node.protocol.merkle import leaf_hash
 from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, Receipt, VerdictEntry
@@ -62,7 +62,7 @@ def judge(evidence: Evidence, *, run_id: str, spec: RunSpec) -> Violations:
     _check_acknowledged(evidence, reading, found)
     _check_use(evidence, reading, found, max_async=spec.batch.max_async)
     found.admitted_twice += reading.twice
-    for problem in check_log(entries, run_id=run_id, spec=spec):
+    for problem in read_log(entries, run_id=run_id, spec=spec).problems:
         found.log_inconsistencies.append(f"entry {problem.log_index}: {problem.code}: {problem.detail}")
     return found
 

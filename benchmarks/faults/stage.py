@@ -23,8 +23,8 @@ from benchmarks.faults.clocked import compile_library, has_compiler, set_clock
 from benchmarks.faults.disk import Disk
 from benchmarks.faults.door import Door
 from benchmarks.faults.witness import Witness
-from coordinator.demo.layout import Swarm, free_ports, lay_out
-from coordinator.demo.supervisor import Command, RestartPolicy, Supervisor
+from coordinator.lab.processes.layout import Swarm, free_ports, lay_out
+from coordinator.lab.processes.supervisor import Command, RestartPolicy, Supervisor
 from coordinator.storage.database import sqlite_url
 
 OPERATOR: Final = ("coordinator", "verifier", "trainer")

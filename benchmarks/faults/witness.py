@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import msgspec
 
-from coordinator.demo.local_http import get, get_json
-from node.audit_log import LeafTree
+from coordinator.lab.processes.local_http import get, get_json
+from node.audit.log import LeafTree
 from node.protocol.merkle import ProofInvalid, verify_consistency
 from node.protocol.messages import (
     CHECKPOINT_DOMAIN,

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coordinator.calibration.workers import without_onednn
-from node.models.base import RecurrentForCausalLM
-from node.models.eagle import EagleConfig, EagleForCausalLM
-from node.models.finch import FinchConfig, FinchForCausalLM
-from node.models.frame_action import FrameActionConfig, FrameActionForCausalLM
-from node.models.goldfinch import GoldFinchConfig, GoldFinchForCausalLM
+from node.policy.models.base import RecurrentForCausalLM
+from node.policy.models.eagle import EagleConfig, EagleForCausalLM
+from node.policy.models.finch import FinchConfig, FinchForCausalLM
+from node.policy.models.frame_action import FrameActionConfig, FrameActionForCausalLM
+from node.policy.models.goldfinch import GoldFinchConfig, GoldFinchForCausalLM
 
 ATTENTION = ("llama", "qwen3", "olmo2")
 RECURRENT = ("eagle", "finch", "goldfinch", "frame-action")

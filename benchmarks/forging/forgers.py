@@ -104,8 +104,8 @@ Forger = ByteForger | StateForger
 def prove_all(rungs: Mapping[str, Forger], batch: Sequence[Window], spec: ProofSpec) -> dict[str, Proofs]:
     """What each rung sends for each rollout.
 
-    The bytes that `node.proofs.build_proofs` makes of each forger's chunks, but TOPLOC's, in which there is no seed,
-    are made once for all who prove the same states.
+    The bytes that `node.verification.proofs.build_proofs` makes of each forger's chunks, but TOPLOC's, in which there
+    is no seed, are made once for all who prove the same states.
     """
     found = {name: forger.prove(batch) for name, forger in rungs.items() if isinstance(forger, ByteForger)}
     states = {name: forger for name, forger in rungs.items() if isinstance(forger, StateForger)}

@@ -17,11 +17,11 @@ from torch import Tensor
 from benchmarks.forging.forgers import Proofs, StateForger, Window, prove_all
 from coordinator.calibration.fit import fit_limits, rounded
 from coordinator.calibration.sketch_step import error_of
-from node.measurement import Deviations, sketch_distances
-from node.proofs import verify_proofs
-from node.protocol.admission import Figures, judge, worst
+from node.protocol.admission import Figures, judge_rows, worst
 from node.protocol.evidence import Total, evidence, evidence_limit
 from node.protocol.run import LimitsSpec, ProofSpec
+from node.verification.deviations import Deviations, sketch_distances
+from node.verification.proofs import verify_proofs
 
 BOTH = "toploc/1+sketch/1"
 SCHEMES = ("toploc/1", "sketch/1", BOTH)
@@ -82,7 +82,7 @@ def accepted(measured: Sequence[Deviations], limits: LimitsSpec) -> dict[str, li
 
 def takes(found: Figures, scheme: str, *, limits: LimitsSpec) -> bool:
     """Whether a run of `scheme` has nothing against a rollout with these figures of both."""
-    return judge([msgspec.structs.replace(found, **_WITHOUT[scheme])], limits=limits) is None
+    return judge_rows({0: msgspec.structs.replace(found, **_WITHOUT[scheme])}, limits=limits) is None
 
 
 def prove_and_measure(
@@ -100,13 +100,13 @@ def prove_and_measure(
 
 
 def fitting_step(groups: Sequence[Group]) -> float:
-    """The sketch's step that honest work measured at the default's suggests, as `veriswarm calibrate` finds it."""
+    """The sketch's step that honest work measured at the default's suggests, as `swarmproof calibrate` finds it."""
     far = [value for group in groups for _, one in group for value in one.sketch_distances]
     return float(f"{error_of(far, step=DEFAULT.proofs.sketch_step):.2g}")
 
 
 def fitted(groups: Sequence[Group]) -> LimitsSpec:
-    """The limits that `veriswarm calibrate` writes after such honest work."""
+    """The limits that `swarmproof calibrate` writes after such honest work."""
     chance = DEFAULT.limits.false_rejections
     return rounded(fit_limits([[one for _, one in group] for group in groups], false_rejections=chance))
 

@@ -24,7 +24,12 @@ _HEADERS = tuple(
         *("Sec-WebSocket-Key: x", "Sec-WebSocket-Version: 13", "Expect: 100-continue", "Expect: \xff", "Keep-Alive: x"),
         *("Host: [", "Host: a/b?c#d", "Host:", "Range: bytes=0-", "Range: bytes=9-1", "Range: x=1", " folded"),
         *("Range: bytes=" + "0-0," * 200, "If-Range: x", "If-None-Match: *", "Accept-Encoding: gzip", "Cookie: a=b"),
-        *("Authorization: Veriswarm \xff", "Authorization: Veriswarm", "Authorization: Basic Og==", "X: " + "y" * 9000),
+        *(
+            "Authorization: Swarmproof \xff",
+            "Authorization: Swarmproof",
+            "Authorization: Basic Og==",
+            "X: " + "y" * 9000,
+        ),
         *("Content-Type: application/json; charset=x", "Content-Type: \xff; charset=\x80", "Date: x"),
         *("Retry-After: 99999999999999999999", "Retry-After: -1", "Location: http://[", "Set-Cookie: \xff"),
     )

@@ -25,8 +25,7 @@ class Harness:
 
     `seeds`: what an honest peer sends, written by the real writers; `run` takes them. `hostile`: other beginnings,
     which it may refuse. `run` raises one of `refusals` for what it refuses; an AssertionError tells of a property
-    that does not hold, and that or anything else is a crash. It may return what tells accepted inputs apart. `limit`
-    gives up what the parser's own process gives up; only a process of the target's own may call it.
+    that does not hold, and that or anything else is a crash. It may return what tells accepted inputs apart.
     """
 
     seeds: Sequence[bytes]
@@ -34,7 +33,6 @@ class Harness:
     refusals: tuple[type[BaseException], ...]
     mutate: Mutator
     hostile: Sequence[bytes] = ()
-    limit: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Edits of Python values, for formats whose documents have a writer that takes them: MessagePack, Parquet columns."""
+"""Edits of Python values, for formats whose documents have a writer that takes them: MessagePack."""
 
 from __future__ import annotations
 

@@ -167,8 +167,6 @@ def run(target: Target, *, seed: str, first: int, count: int, beat: mmap.mmap) -
         harness = target.prepare(stack)
         fuzzer = Fuzzer(target, harness, seed=seed)
         stack.callback(fuzzer.close)
-        if harness.limit is not None:
-            harness.limit()
         fuzzer.begin()
         gc.collect()
         gc.freeze()  # what is there now will be needed to the end, and need not be looked at again

@@ -23,7 +23,7 @@ from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environment
 from node.environments.grading import grade
-from node.policy import load_policy, render_completion, render_prompt, save_policy
+from node.policy.file import load_policy, render_completion, render_prompt, save_policy
 from node.protocol.pools import PoolHistory, first_candidate, group_mean
 from node.protocol.run import (
     BatchSpec,
@@ -54,12 +54,12 @@ class Task:
 
     def problems(self, step: int) -> list[tuple[int, int]]:
         """Step `step`'s problems as (environment, index), the same for everybody who has the seed."""
-        drawn = (derive("veriswarm/1 benchmark", *map(_bytes, (self.seed, step, at))) for at in range(self.prompts))
+        drawn = (derive("swarmproof/1 benchmark", *map(_bytes, (self.seed, step, at))) for at in range(self.prompts))
         return [(each[0] % len(self.environments), int.from_bytes(each[8:16], "big") >> 1) for each in drawn]
 
     def sample_seed(self, step: int, prompt: int, sample: int) -> bytes:
         """The 16 bytes that force a completion."""
-        return derive("veriswarm/1 benchmark sample", *map(_bytes, (self.seed, step, prompt, sample)))[:16]
+        return derive("swarmproof/1 benchmark sample", *map(_bytes, (self.seed, step, prompt, sample)))[:16]
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Problems:
         """The problems of a step whose completions are of policy `version`."""
         if not self._are_finite:
             return [SlotProblem(environment, index) for environment, index in self._task.problems(step)]
-        manifest = derive("veriswarm/1 benchmark manifest", _bytes(self._task.seed), _bytes(step)).hex()
+        manifest = derive("swarmproof/1 benchmark manifest", _bytes(self._task.seed), _bytes(step)).hex()
         drawn = []
         for slot in range(self._task.prompts):
             where = {"run_id": "0" * 64, "manifest_digest": manifest}

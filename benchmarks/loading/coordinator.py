@@ -18,12 +18,11 @@ from urllib.request import urlopen
 
 import psutil
 
-from coordinator.home import Home, open_home
+from coordinator.run.home import Home, open_home
 from coordinator.storage import training, verdicts
 from coordinator.storage.training import Published
-from coordinator.storage.verdicts import Decision
-from node.identity import create_key
-from node.protocol.admission import Outcome
+from node.keys.identity import create_key
+from node.protocol.admission import Outcome, Verdict
 
 GROUP_SIZE = 8
 START_SECONDS = 60.0
@@ -107,7 +106,7 @@ def serving(folder: Path, *flags: str, apis: int = 1, database_url: str | None =
 
 @contextlib.contextmanager
 def _running(folder: Path, name: str, command: Sequence[str]) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A command of `veriswarm`, and the file that has its output."""
+    """A command of `swarmproof`, and the file that has its output."""
     output = folder / f"{name}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -149,14 +148,7 @@ def judging(data: Path, database_url: str | None = None) -> Iterator[None]:
 def _judge(data: Path, database_url: str | None, stop: Event) -> None:
     home = open_home(data, database_url=database_url, wait_seconds=START_SECONDS)
     group = home.blobs.put(b"load")
-    decision = Decision(
-        outcome=Outcome.ADMITTED,
-        reason=None,
-        detail="",
-        tokens=GROUP_SIZE,
-        rewards=(0.5,) * GROUP_SIZE,
-        group=group,
-    )
+    verdict = Verdict(outcome=Outcome.ADMITTED, tokens=GROUP_SIZE, rewards=(0.5,) * GROUP_SIZE)
     while not stop.is_set():
         with home.database.write() as connection:
             claimed = verdicts.claim(
@@ -164,6 +156,6 @@ def _judge(data: Path, database_url: str | None, stop: Event) -> None:
             )
         for one in claimed:
             with home.database.write() as connection:
-                verdicts.record(connection, one, decision, spec=home.spec, now=time.time())
+                verdicts.record(connection, one, verdict, spec=home.spec, now=time.time(), group=group)
         stop.wait(0.0 if claimed else IDLE_SECONDS)
     home.database.close()

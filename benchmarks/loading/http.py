@@ -36,7 +36,7 @@ class Connection(asyncio.Protocol):
             )
             self._transport = transport
         self._received.clear()
-        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nUser-Agent: veriswarm\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nUser-Agent: swarmproof\r\n"
         if authorization:
             head += f"Authorization: {authorization}\r\n"
         if method == "GET":

@@ -1,7 +1,7 @@
 """Verdicts per second where the engine costs nothing: real verifiers on groups that a stub calls perfect.
 
 The submissions are files as workers send them: groups of 8, with the slot's own prompts and seeds, invented tokens and
-proofs of invented states. All that a verifier does is done: claims, the Parquet reader in its sandbox, every check, the
+proofs of invented states. All that a verifier does is done: claims, the reader of files, every check, the
 environment's rewards, the stored group, the verdict with its log entry. Only instead of a prefill the numbers of a
 perfect one come back.
 """
@@ -20,23 +20,24 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, insert, select
 
-from coordinator.home import Home, create_home, open_home
+from coordinator.run.home import Home, create_home, open_home
 from coordinator.storage import training, work
 from coordinator.storage.schema import nodes, submissions
 from coordinator.storage.training import Published
 from coordinator.storage.work import Arrival
-from coordinator.verifier import Verifier, VerifierSettings
+from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.environments import load_environment
-from node.measurement import Span, SpanMeasured
-from node.parquet import write_rollouts
-from node.policy import Blueprint, Policy, load_policy, save_policy
-from node.proofs import build_proofs
+from node.episodes.expected import expected_of
+from node.policy.file import Blueprint, Policy, load_policy, save_policy
+from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.messages import LeaseRequest
 from node.protocol.reasons import Refusal
 from node.protocol.run import BatchSpec, EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Rollout, chunk_count
-from node.tiny import make_model, make_tokenizer
-from node.verification import expected_of
+from node.submission.writer import write_rollouts
+from node.verification.deviations import SpanMeasured
+from node.verification.proofs import build_proofs
+from node.verification.spans import Span
 from shardcast import Origin, OriginServer
 from shardcast.manifest import SignedManifest
 from shardcast.wire import digest

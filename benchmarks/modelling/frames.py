@@ -30,15 +30,15 @@ from benchmarks.modelling.verified import SLOTS_AT_ONCE
 from coordinator.calibration.cheats import FORGERIES, ForgedFrameEngine
 from coordinator.calibration.fit import Group
 from coordinator.calibration.measure import draw, measure
-from coordinator.calibration.slots import Slots
+from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import try_groups
-from coordinator.demo.layout import family_run_toml
+from coordinator.lab.processes.layout import family_run_toml
 from coordinator.training.warm_start import warm_start
 from node.engines.torch import TorchEngine
-from node.policy import Policy, load_policy, save_policy
-from node.prefill import TransformersPrefill
+from node.policy.file import Policy, load_policy, save_policy
 from node.protocol.run import RunSpec, parse_run_toml
 from node.protocol.submission import Rollout
+from node.verification.prefill import TransformersPrefill
 
 FAMILY = "frame-action"
 FORGED_GROUPS = 100
@@ -61,7 +61,7 @@ class FrameTrial:
         self._path = path
         self._spec = parse_run_toml(family_run_toml(FAMILY))
         self._policy = load_policy(path, dtype=torch.float32)
-        self._slots, self._prefill = Slots(self._spec, self._policy), TransformersPrefill(self._policy)
+        self._slots, self._prefill = SyntheticSlots(self._spec, self._policy), TransformersPrefill(self._policy)
 
     def measure(self, *, chunks: int, forged_groups: int = FORGED_GROUPS) -> dict[str, float]:
         """Figures of honest work, of at least so many chunks, and of each forgery."""
@@ -99,7 +99,7 @@ class FrameTrial:
     async def _draw(self, engine: TorchEngine, count: int) -> list[list[Rollout]]:
         await engine.load(self._path, version=0)
         try:
-            asked = [self._slots.requests(slot) for slot in self._slots.take(count)]
+            asked = [self._slots.requests(slot) for slot in self._slots.allocate(count)]
             return await draw(engine, asked, at_once=SLOTS_AT_ONCE)
         finally:
             await engine.close()

@@ -19,8 +19,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 from benchmarks.modelling.policies import random_model
-from node.models.goldfinch import GoldFinchConfig, GoldFinchModel, cache_bytes
-from node.models.wkv import HEAD_SIZE
+from node.policy.models.goldfinch import CACHE, GoldFinchConfig, GoldFinchModel
+from node.policy.models.wkv import HEAD_SIZE
 
 SIZES = ((24, 2048), (80, 8192))
 """Layers and width of the two ends that the paper's abstract names."""
@@ -51,7 +51,7 @@ def cache_ratio(layers: int, width: int) -> float:
         for layer in range(layers):
             attention.update(keys, keys, layer)
     held = sum(each.nbytes for layer in attention.layers for each in (layer.keys, layer.values))
-    return held / cache_bytes(state)
+    return held / sum(state[name].nbytes for name in CACHE)
 
 
 @torch.inference_mode()

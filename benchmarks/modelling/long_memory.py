@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor
 
-from node.models.frame_action import FrameActionConfig, FrameActionForCausalLM
-from node.tiny import VOCABULARY, make_tokenizer, token_codepoints
+from node.policy.models.frame_action import FrameActionConfig, FrameActionForCausalLM
+from node.policy.models.tiny_llama import VOCABULARY, make_tokenizer, token_codepoints
 
 LENGTHS = (32, 64, 128, 256)
 VALIDATED = 256

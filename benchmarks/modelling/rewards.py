@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.learning.loop import Task, ends, learn, spec_of
-from coordinator.demo.layout import family_run_toml
+from coordinator.lab.processes.layout import family_run_toml
 from coordinator.training.warm_start import warm_start
-from node.policy import save_policy
+from node.policy.file import save_policy
 from node.protocol.run import parse_run_toml
 
 FAMILIES = ("eagle", "finch", "goldfinch", "frame-action")

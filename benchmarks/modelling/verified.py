@@ -22,15 +22,15 @@ from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from coordinator.calibration import cheats
 from coordinator.calibration.fit import Group
 from coordinator.calibration.measure import draw, measure
-from coordinator.calibration.slots import Slots
+from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import try_groups
-from coordinator.demo.layout import family_run_toml
+from coordinator.lab.processes.layout import family_run_toml
 from node.engines.torch import TorchEngine
-from node.policy import load_policy
-from node.prefill import TransformersPrefill
+from node.policy.file import load_policy
 from node.protocol.run import RunSpec, parse_run_toml
 from node.protocol.submission import Rollout
-from node.second_look import int8
+from node.verification.prefill import TransformersPrefill
+from node.verification.second_look import int8
 
 NEW_TOKENS = 96
 SLOTS_AT_ONCE = 8
@@ -66,7 +66,7 @@ class Trial:
         self._folder = folder
         self._path = random_policy(name, folder / f"{name}.safetensors")
         policy = load_policy(self._path, dtype=torch.float32)
-        self._slots, self._prefill = Slots(self.spec, policy), TransformersPrefill(policy)
+        self._slots, self._prefill = SyntheticSlots(self.spec, policy), TransformersPrefill(policy)
 
     def honest(self, *, chunks: int) -> dict[str, float]:
         """Groups until there are so many chunks: those that are rejected, and the largest figures."""
@@ -104,7 +104,7 @@ class Trial:
     async def _draw(self, engine: TorchEngine, path: Path, count: int) -> list[list[Rollout]]:
         await engine.load(path, version=0)
         try:
-            asked = [self._slots.requests(slot) for slot in self._slots.take(count)]
+            asked = [self._slots.requests(slot) for slot in self._slots.allocate(count)]
             return await draw(engine, asked, at_once=SLOTS_AT_ONCE)
         finally:
             await engine.close()

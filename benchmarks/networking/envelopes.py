@@ -8,7 +8,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.descriptors import VALID_SECONDS
+from coordinator.run.descriptors import VALID_SECONDS
 from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
     DESCRIPTOR_VERSION,

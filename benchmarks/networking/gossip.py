@@ -28,7 +28,7 @@ from libp2p.tools.anyio_service import background_trio_service  # noqa: TID251
 from benchmarks.broadcasting.lines import say
 from benchmarks.networking.meters import cpu_seconds, memory_mib
 from benchmarks.networking.node import Seen
-from node.board import Board
+from node.discovery.descriptor import Board
 from node.p2p.host import HostLimits, connect, listening_port, reset, running_host
 from node.protocol.peers import Address, parse_address
 from node.protocol.run import open_descriptor

@@ -31,7 +31,7 @@ from libp2p.abc import IHost, INetStream  # noqa: TID251
 from libp2p.custom_types import TProtocol  # noqa: TID251
 from msgspec import structs
 
-from node.board import MAX_ENVELOPE_BYTES
+from node.discovery.descriptor import MAX_ENVELOPE_BYTES
 from node.p2p.frames import read_frame, write_frame
 from node.p2p.host import HostLimits, connect, listening_port, peer_of, running_host
 from node.p2p.links import PROTOCOL

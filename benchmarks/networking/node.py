@@ -19,12 +19,12 @@ from typing import Any  # noqa: E402
 
 from benchmarks.broadcasting.lines import requests, say  # noqa: E402
 from benchmarks.networking.meters import TcpMeter, cpu_seconds, memory_mib  # noqa: E402
-from node.board import Board, Posted  # noqa: E402
-from node.identity import load_or_create_key  # noqa: E402
-from node.instance import instance_of  # noqa: E402
-from node.joining import Entrance, Entry, entered  # noqa: E402
-from node.joining_options import way_of  # noqa: E402
+from node.commands.joining_options import way_of  # noqa: E402
+from node.discovery.descriptor import Board, Posted  # noqa: E402
+from node.joining.entrance import Entrance, Entry, entered  # noqa: E402
+from node.keys.identity import load_or_create_key  # noqa: E402
 from node.protocol.messages import LeaseRequest, Registration  # noqa: E402
+from node.worker.instance import instance_of  # noqa: E402
 
 ASK_SECONDS = 0.05
 FOR_EVER = float("inf")

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from benchmarks.broadcasting.lines import requests, say
 from benchmarks.networking.meters import cpu_seconds, memory_mib
 from benchmarks.networking.node import Seen
-from node.board import Board
+from node.discovery.descriptor import Board
 from node.p2p import PeerNetwork, PeerSettings
 from node.protocol.peers import parse_address
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from benchmarks.broadcasting.processes import Node, Swarm
 from benchmarks.networking.envelopes import Signer
 from benchmarks.networking.heads import BURST, IN_TIME_SECONDS, Spread, heads_of, spread
-from coordinator.demo.supervisor import clean_environment
+from coordinator.lab.processes.supervisor import clean_environment
 
 START_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 12.0

@@ -14,9 +14,9 @@ import psutil
 
 from benchmarks.broadcasting.processes import Node, Swarm
 from benchmarks.loading.coordinator import Served, serving
-from coordinator.demo.layout import free_ports
-from coordinator.demo.supervisor import clean_environment
-from coordinator.peer_child import PEER_FOLDER, PeerPlan
+from coordinator.lab.processes.layout import free_ports
+from coordinator.lab.processes.supervisor import clean_environment
+from coordinator.run.peer_child import PEER_FOLDER, PeerPlan
 from coordinator.storage import training
 from coordinator.storage.training import Published
 from node.protocol.peers import Invitation

@@ -1,4 +1,4 @@
-"""Real workers: how long `veriswarm worker --join` takes from its start to its first lease, in a real swarm.
+"""Real workers: how long `swarmproof worker --join` takes from its start to its first lease, in a real swarm.
 
 Coordinator, verifier, trainer, and two relays are up and have the first policy. A worker then imports torch, finds the
 run, fetches the policy from a relay, loads it, registers, and asks for work; so most of its time is not the network's.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 
 from sqlalchemy import func, select
 
-from coordinator.demo.layout import demo_run_toml, lay_out
-from coordinator.demo.supervisor import Command, Supervisor
-from coordinator.home import Home, open_home
+from coordinator.lab.processes.layout import demo_run_toml, lay_out
+from coordinator.lab.processes.local_http import get
+from coordinator.lab.processes.supervisor import Command, Supervisor
+from coordinator.run.home import Home, open_home
 from coordinator.storage.schema import leases, policies
 
 START_SECONDS: Final = 120.0
@@ -29,7 +31,7 @@ def join_seconds(folder: Path, *, count: int) -> list[float]:
     commands = [command for command in swarm.commands if command.name not in names]
     with Supervisor(folder / "logs") as supervisor:
         supervisor.start(commands)
-        supervisor.wait_healthy([command.name for command in commands], seconds=START_SECONDS)
+        _wait_healthy([swarm.coordinator_url, swarm.origin_url, *swarm.relays.values()], supervisor)
         home = open_home(swarm.folder / "data", wait_seconds=START_SECONDS)
         _wait(home, select(func.count()).select_from(policies), supervisor)
         workers = [(place.node, _command(swarm.commands, place.name)) for place in swarm.workers]
@@ -46,6 +48,22 @@ def _join(home: Home, node: str, command: Command, supervisor: Supervisor) -> fl
     began = time.monotonic()
     supervisor.start([command])
     return _wait(home, select(func.count()).select_from(leases).where(leases.c.node == node), supervisor) - began
+
+
+def _wait_healthy(urls: Sequence[str], supervisor: Supervisor) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not all(_is_healthy(url) for url in urls):
+        if time.monotonic() >= deadline:
+            raise TimeoutError("the swarm did not start")
+        supervisor.poll()
+        time.sleep(LOOK_SECONDS)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return get(f"{url}/health", seconds=2.0) is not None
+    except (OSError, HTTPException):
+        return False
 
 
 def _wait(home: Home, counting: object, supervisor: Supervisor) -> float:

@@ -1,4 +1,4 @@
-"""The manifest of a backup, and the sums of its files."""
+"""Manifest of a backup, and the digests of its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 MAX_MISSING: Final = 100_000
 
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,62}\Z")]
-"""Of a table or a column; nothing that leads out of a folder."""
+"""Name of a table or column; cannot escape a folder."""
 
 _NO_CHECKSUM: Final = "0" * 64
 
@@ -35,7 +35,7 @@ class BackupError(CoordinatorError):
 
 
 class TableFile(Wire, frozen=True):
-    """The file of one table: its columns as they are in each row, and size and BLAKE3 of the file as it lies there."""
+    """File of one table: the columns of each row, and size and BLAKE3 of the compressed file."""
 
     name: Name
     columns: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=256)]
@@ -44,14 +44,14 @@ class TableFile(Wire, frozen=True):
     digest: Digest
 
 
-class Manifest(Wire, frozen=True):
-    """What a backup is: of which run, at which size and Merkle root of its log (hexadecimal), and its files.
+class BackupManifest(Wire, frozen=True):
+    """Content of a backup: its run, size and Merkle root of the log (hexadecimal), and its files.
 
-    `revision` is the schema's, `made_at` the time of the snapshot in Unix seconds. `missing` are blobs that the run's
-    own store did not have. `checksum` is the BLAKE3 of all this with 64 zeros in its place.
+    `revision` is the schema's, `made_at` the snapshot's time in Unix seconds. `missing` lists blobs absent from the
+    run's own store. `checksum` is the BLAKE3 of the manifest with 64 zeros in its place.
     """
 
-    format: Literal["veriswarm backup/1"]
+    format: Literal["swarmproof backup/1"]
     software: Text
     revision: Annotated[str, Meta(pattern=r"^[0-9a-z_]{1,32}\Z")]
     run_id: Digest
@@ -64,43 +64,45 @@ class Manifest(Wire, frozen=True):
     checksum: Digest = _NO_CHECKSUM
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Make `manifest` the one of the backup in `folder`, with its checksum, which it is returned with."""
+def write_manifest(folder: Path, manifest: BackupManifest) -> BackupManifest:
+    """Write the manifest with its checksum and return it."""
     whole = structs.replace(manifest, checksum=_checksum(manifest))
     write_atomically(folder / MANIFEST, encode(whole))
     return whole
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the backup in `folder`; raises BackupError."""
+def read_manifest(folder: Path) -> BackupManifest:
+    """Read the manifest of the backup in `folder`; raises BackupError."""
     path = folder / MANIFEST
     try:
-        manifest = decode(Manifest, read_bounded(path, max_bytes=MAX_MANIFEST_BYTES), max_bytes=MAX_MANIFEST_BYTES)
+        manifest = decode(
+            BackupManifest, read_bounded(path, max_bytes=MAX_MANIFEST_BYTES), max_bytes=MAX_MANIFEST_BYTES
+        )
     except FileNotFoundError as error:
-        raise BackupError(f"{folder} holds no complete backup: there is no {MANIFEST}") from error
+        raise BackupError(f"{folder} holds no complete backup: {MANIFEST} is missing") from error
     except Malformed as error:
         raise BackupError(f"{path} is damaged, or of another release: {error}") from error
     if manifest.checksum != _checksum(manifest):
-        raise BackupError(f"{path} is damaged: its checksum is not that of its content")
+        raise BackupError(f"{path} is damaged: its checksum does not match")
     return manifest
 
 
 def table_path(folder: Path, generation: str, table: str) -> Path:
-    """Where the rows of `table` lie in the backup in `folder`."""
+    """Return the path of a table's rows in the backup in `folder`."""
     return folder / TABLES / generation / f"{table}.jsonl.zst"
 
 
 def blob_path(folder: Path, name: str) -> Path:
-    """Where blob `name`, which must be a digest, lies in the backup in `folder`."""
+    """Return the path of blob `name` (a digest) in the backup in `folder`."""
     return folder / BLOBS / name[:2] / name
 
 
-def _checksum(manifest: Manifest) -> str:
+def _checksum(manifest: BackupManifest) -> str:
     return digest(encode(structs.replace(manifest, checksum=_NO_CHECKSUM)))
 
 
-class Summed:
-    """A file whose bytes are summed up as they pass, in one direction."""
+class HashingFile:
+    """File wrapper that hashes and counts the bytes read or written through it, in one direction."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hasher = file, blake3()
@@ -108,23 +110,23 @@ class Summed:
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of what has passed."""
+        """BLAKE3 of the bytes so far."""
         return self._hasher.hexdigest()
 
     def read(self, size: int = -1) -> bytes:
-        """As a file's."""
-        return self._pass(self._file.read(size))
+        """Read up to `size` bytes; all with -1."""
+        return self._update(self._file.read(size))
 
     def write(self, data: bytes) -> int:
-        """As a file's, which takes all of it."""
-        self._file.write(self._pass(bytes(data)))
+        """Write all of `data`; return its length."""
+        self._file.write(self._update(bytes(data)))
         return len(data)
 
     def as_file(self) -> IO[bytes]:
-        """This, for those who only read it or only write it."""
+        """Return this object typed as a file, for users that only read or only write."""
         return cast("IO[bytes]", self)
 
-    def _pass(self, data: bytes) -> bytes:
+    def _update(self, data: bytes) -> bytes:
         self._hasher.update(data)
         self.size_bytes += len(data)
         return data

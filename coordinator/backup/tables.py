@@ -1,7 +1,7 @@
-"""The rows of a table as lines of JSON, there and back, a few at a time however long the table is.
+"""Table rows as JSON lines, streamed in both directions in bounded memory.
 
-A row is an array, because its columns are in the manifest. Bytes are base64, and the floats that JSON lacks are text:
-"inf", "-inf", "nan". Nothing else is converted: integers and floats are what msgspec writes, which is what it reads.
+A row is an array, since its columns are in the manifest. Bytes are base64, and the floats that JSON lacks are text:
+"inf", "-inf", "nan". Numbers are written and read by msgspec, without loss.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from typing import Final
 
 import msgspec
 import zstandard
-from sqlalchemy import Connection, Table, insert, select
-from sqlalchemy.exc import DBAPIError
 
-from coordinator.backup.manifest import BackupError, Summed, TableFile, table_path
+from coordinator.backup.manifest import BackupError, HashingFile, TableFile, table_path
+from coordinator.storage.database import Connection
+from coordinator.storage.faults import DatabaseFault
+from coordinator.storage.whole_tables import WholeTable, keeps_nul
 
 MAX_ROW_BYTES: Final = 16 * 1024 * 1024
-"""Of a line. The longest is a policy's, whose manifest has up to 6 MiB."""
+"""Per line. The longest is a policy's, whose manifest has up to 6 MiB."""
 
 _MAX_INTEGER: Final = 2**63 - 1
 _PIECE_BYTES: Final = 128 * 1024
 _MAX_WINDOW_BYTES: Final = 2**23
 _LEVEL: Final = 3
-_ROWS_AT_ONCE: Final = 200
-_LARGE_ROWS_AT_ONCE: Final = 20
 _INSERTED_ROWS: Final = 500
 _INSERTED_BYTES: Final = 4 * 1024 * 1024
 
@@ -39,102 +38,108 @@ _ROW: Final = msgspec.json.Decoder(list[Scalar])
 
 
 def write_table(
-    connection: Connection, table: Table, folder: Path, generation: str, *, look: Callable[[Sequence[object]], None]
+    connection: Connection,
+    table: WholeTable,
+    folder: Path,
+    generation: str,
+    *,
+    on_row: Callable[[Sequence[object]], None],
 ) -> TableFile:
-    """Write all rows of `table`, in the order of its primary key, and have `look` see each; on disk when it returns."""
-    columns = tuple(str(column.name) for column in table.columns)
-    large = any(column.type.python_type is bytes for column in table.columns)
-    query = select(table).order_by(*table.primary_key)
-    fetched = query.execution_options(yield_per=_LARGE_ROWS_AT_ONCE if large else _ROWS_AT_ONCE)
+    """Write all rows of `table` durably, ordered by primary key, calling `on_row` for each; return its file entry."""
     encoder = msgspec.json.Encoder()
     with table_path(folder, generation, table.name).open("xb") as file:
-        summed, rows = Summed(file), 0
-        with zstandard.ZstdCompressor(_LEVEL).stream_writer(summed.as_file(), closefd=False) as packed:
-            for row in connection.execute(fetched):
-                look(row)
-                packed.write(encoder.encode([_plain(value) for value in row]) + b"\n")
+        hashed, rows = HashingFile(file), 0
+        with zstandard.ZstdCompressor(_LEVEL).stream_writer(hashed.as_file(), closefd=False) as packed:
+            for row in table.rows(connection):
+                on_row(row)
+                packed.write(encoder.encode([_json_value(value) for value in row]) + b"\n")
                 rows += 1
         file.flush()
         os.fsync(file.fileno())
     return TableFile(
-        name=str(table.name), columns=columns, rows=rows, size_bytes=summed.size_bytes, digest=summed.digest
+        name=table.name, columns=tuple(table.kinds), rows=rows, size_bytes=hashed.size_bytes, digest=hashed.digest
     )
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(folder: Path, generation: str, table: TableFile) -> Iterator[Row]:
-    """The rows of `table`. Raises BackupError, at the latest after the last one, for a file that is not as it was."""
+    """Yield the rows of `table`. Raises BackupError for a changed file, at the latest after the last row."""
     path = table_path(folder, generation, table.name)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != table.size_bytes:
-                raise BackupError(f"{path} is damaged: it does not have {table.size_bytes} bytes")
-            summed, rows = Summed(file), 0
-            for row in _unpacked(summed, table):
+                raise BackupError(f"{path} is damaged: its size is not {table.size_bytes} bytes")
+            hashed, rows = HashingFile(file), 0
+            for row in _decompressed_rows(hashed, table):
                 rows += 1
                 yield row
-            while summed.read(_PIECE_BYTES):
+            while hashed.read(_PIECE_BYTES):
                 pass
-            if rows != table.rows or summed.digest != table.digest:
-                raise BackupError(f"{path} is damaged: its content is not what was written")
+            if rows != table.rows or hashed.digest != table.digest:
+                raise BackupError(f"{path} is damaged: its content does not match the manifest")
     except FileNotFoundError as error:
         raise BackupError(f"{path} is missing") from error
     except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BackupError(f"{path} is damaged: {error}") from error
 
 
-def _unpacked(file: Summed, table: TableFile) -> Iterator[Row]:
+def _decompressed_rows(file: HashingFile, table: TableFile) -> Iterator[Row]:
     unpacked = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(
         file.as_file(), closefd=False
     )
-    begun, rows = b"", 0
-    while piece := unpacked.read(_PIECE_BYTES):
-        *lines, begun = (begun + piece).split(b"\n")
+    partial_line, rows = b"", 0
+    while data := unpacked.read(_PIECE_BYTES):
+        *lines, partial_line = (partial_line + data).split(b"\n")
         rows += len(lines)
-        if rows > table.rows or max(map(len, (begun, *lines))) > MAX_ROW_BYTES:
-            raise zstandard.ZstdError("more rows, or longer ones, than were written")
+        if rows > table.rows or max(map(len, (partial_line, *lines))) > MAX_ROW_BYTES:
+            raise zstandard.ZstdError("more or longer rows than the manifest allows")
         for line in lines:
             row = _ROW.decode(line)
             if len(row) != len(table.columns):
-                raise msgspec.DecodeError(f"a row of {len(row)} values")
+                raise msgspec.DecodeError(f"row has {len(row)} values, expected {len(table.columns)}")
             yield row
-    if begun:
-        raise zstandard.ZstdError("the last row has no end")
+    if partial_line:
+        raise zstandard.ZstdError("last row is truncated")
 
 
-def load_table(connection: Connection, table: Table, columns: Sequence[str], rows: Iterator[Row]) -> None:
-    """Insert `rows`; raises BackupError for what is not of the columns' types, or what the database refuses."""
-    kinds = {column.name: column.type.python_type for column in table.columns}
+def load_table(connection: Connection, table: WholeTable, columns: Sequence[str], rows: Iterator[Row]) -> None:
+    """Insert `rows`; raises BackupError for wrong types, or what the database refuses."""
+    kinds = table.kinds
     if set(columns) != set(kinds):
-        raise BackupError(f"the backup's table {table.name} has other columns than its schema")
-    taken: list[dict[str, object]] = []
+        raise BackupError(f"backup table {table.name} does not have its schema's columns")
+    batch: list[dict[str, object]] = []
     size = 0
-    nul = connection.dialect.name == "postgresql"
+    replace_nul = not keeps_nul(connection)
     for row in rows:
-        taken.append({name: _value(value, kinds[name], nul=nul) for name, value in zip(columns, row, strict=True)})
+        batch.append(
+            {
+                name: _column_value(value, kinds[name], replace_nul=replace_nul)
+                for name, value in zip(columns, row, strict=True)
+            }
+        )
         size += sum(len(value) for value in row if isinstance(value, str))
-        if len(taken) >= _INSERTED_ROWS or size >= _INSERTED_BYTES:
-            insert_rows(connection, table, taken)
-            taken, size = [], 0
-    insert_rows(connection, table, taken)
+        if len(batch) >= _INSERTED_ROWS or size >= _INSERTED_BYTES:
+            _insert(connection, table, batch)
+            batch, size = [], 0
+    _insert(connection, table, batch)
 
 
-def insert_rows(connection: Connection, table: Table, rows: list[dict[str, object]]) -> None:
-    """Insert `rows`, if there are any; raises BackupError for what the database refuses."""
+def _insert(connection: Connection, table: WholeTable, rows: list[dict[str, object]]) -> None:
     try:
-        if rows:
-            connection.execute(insert(table), rows)
-    except DBAPIError as error:
+        table.insert(connection, rows)
+    except DatabaseFault as error:
         reason = str(error.orig).strip().partition("\n")[0]
-        raise BackupError(f"the database does not take the backup's table {table.name}: {reason}") from error
+        raise BackupError(f"database refused backup table {table.name}: {reason}") from error
 
 
-def _value(value: Scalar, kind: type, *, nul: bool) -> object:
-    """`value` for a column of `kind`, as it was before `write_table`. PostgreSQL has no text with NUL characters, which
-    SQLite has: they become U+FFFD, in names that somebody gave himself."""
+def _column_value(value: Scalar, kind: type, *, replace_nul: bool) -> object:
+    """Convert `value` back to the type `kind` of its column; raises BackupError for another type.
+
+    PostgreSQL text cannot hold NUL characters, which SQLite's can: they become U+FFFD, in names that users chose.
+    """
     try:
         if value is None:
             return None
@@ -143,7 +148,7 @@ def _value(value: Scalar, kind: type, *, nul: bool) -> object:
         if kind is float and value in ("inf", "-inf", "nan"):
             return float(value)
     except binascii.Error as error:
-        raise BackupError("a row of the backup has bytes that are no base64") from error
+        raise BackupError("backup row has invalid base64") from error
     if type(value) is not kind or (isinstance(value, int) and abs(value) > _MAX_INTEGER):
-        raise BackupError(f"a row of the backup has a value that is no {kind.__name__}")
-    return value.replace("\x00", "\ufffd") if nul and isinstance(value, str) else value
+        raise BackupError(f"backup row has a value that is not of type {kind.__name__}")
+    return value.replace("\x00", "\ufffd") if replace_nul and isinstance(value, str) else value

@@ -1,1 +1,1 @@
-"""What honest work is like on the machines at hand, and which cheats the limits that follow catch."""
+"""Measure honest work on the available machines, and fit a run's limits to it."""

@@ -1,4 +1,4 @@
-"""Each cheat of `coordinator.calibration.cheats`, tried on a run's own policy."""
+"""Try each cheat of `coordinator.calibration.cheats` on a run's own policy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch
 
 from coordinator.calibration import cheats
 from coordinator.calibration.measure import draw
-from coordinator.calibration.slots import Slots
+from coordinator.calibration.slots import SyntheticSlots
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.errors import NodeError
-from node.models.base import RecurrentForCausalLM
-from node.models.frame_action import FrameActionForCausalLM
-from node.policy import Policy
+from node.policy.file import Policy
+from node.policy.models.base import RecurrentForCausalLM
+from node.policy.models.frame_action import FrameActionForCausalLM
 from node.protocol.run import RunSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
-from node.sampling import Choose, choose
-from node.second_look import int8
+from node.sampling.forced import choose
+from node.sampling.types import Choose
+from node.verification.second_look import int8
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +35,14 @@ BEST_OF = 8
 Groups = list[list[Rollout]]
 
 
-def _memories(model: object) -> dict[str, Callable[..., TorchEngine]]:
-    """Engines that remember, or see, something else than this policy's own does."""
+def _memory_cheats(model: object) -> dict[str, Callable[..., TorchEngine]]:
+    """Return engines whose cache, state or frames deviate from the policy's own."""
     if not isinstance(model, RecurrentForCausalLM):
         return {"fp8 cache": cheats.Fp8CacheEngine}
     found: dict[str, Callable[..., TorchEngine]] = {
         f"state forgotten every {cheats.RESET_TOKENS} tokens": cheats.StateResetEngine
     }
-    kept = [each.dtype for each in model.model.started(1).values() if each.is_floating_point()]
+    kept = [each.dtype for each in model.model.initial_state(1).values() if each.is_floating_point()]
     if torch.float32 in kept:
         found["bfloat16 state"] = cheats.RoundedStateEngine
     if isinstance(model, FrameActionForCausalLM):
@@ -51,10 +52,10 @@ def _memories(model: object) -> dict[str, Callable[..., TorchEngine]]:
 
 
 class Attempts:
-    """Every cheat in turn, on the same slots, with the torch engine.
+    """Runs every cheat on the same slots, with the torch engine.
 
-    `policy` is the run's, in `path`; `folder` takes the policies that cheats make of it. `other` is a policy that has
-    nothing to do with it but the tokenizer, for a cheat that draws with it and proves with the right one.
+    `policy` is the run's, stored in `path`; `folder` receives the policies that cheats derive from it. `other` is an
+    unrelated policy with the same tokenizer, for a cheat that draws with it and proves with the right one.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Attempts:
         policy: Policy,
         path: Path,
         folder: Path,
-        slots: Slots,
+        slots: SyntheticSlots,
         groups: int,
         threads: int,
         other: Path | None = None,
@@ -75,34 +76,36 @@ class Attempts:
         self._other = other
         self._slots = slots
         self._threads = threads
-        self._numbers = slots.take(groups)
-        self._asked = [slots.requests(slot) for slot in self._numbers]
+        self._numbers = slots.allocate(groups)
+        self._requests = [slots.requests(slot) for slot in self._numbers]
         self._prover = cheats.Prover(policy, spec)
-        self._memories = _memories(policy.model)
+        self._memory_cheats = _memory_cheats(policy.model)
 
     async def groups(self) -> AsyncIterator[tuple[str, Groups]]:
-        """What each cheat is called, and the groups that it sends."""
+        """Yield each cheat's name and the groups it submits."""
         tries: dict[str, Callable[[], Awaitable[Groups]]] = {
-            "int8 weights": partial(self._altered, int8),
-            "int4 weights": partial(self._altered, cheats.int4),
-            "1 % noise on weights": partial(self._altered, cheats.noise),
-            **{name: partial(self._draw, self._asked, engine=engine) for name, engine in self._memories.items()},
-            "temperature x 0.9": partial(self._chosen, cheats.tempered(0.9)),
-            "greedy": partial(self._chosen, cheats.greedy()),
-            "top-p 0.95": partial(self._chosen, cheats.nucleus(0.95)),
-            "runner-up within 0.1": partial(self._chosen, cheats.runner_up(0.1)),
+            "int8 weights": partial(self._with_weights, int8),
+            "int4 weights": partial(self._with_weights, cheats.int4),
+            "1 % noise on weights": partial(self._with_weights, cheats.noise),
+            **{
+                name: partial(self._draw, self._requests, engine=engine) for name, engine in self._memory_cheats.items()
+            },
+            "temperature x 0.9": partial(self._with_rule, cheats.tempered(0.9)),
+            "greedy": partial(self._with_rule, cheats.greedy()),
+            "top-p 0.95": partial(self._with_rule, cheats.nucleus(0.95)),
+            "runner-up within 0.1": partial(self._with_rule, cheats.runner_up(0.1)),
             "changed prompt": self._prefixed,
-            "int4's tokens, right proofs": self._proved,
+            "int4's tokens, right proofs": self._prove_int4,
             f"best of {BEST_OF}, right proofs": self._best,
         }
         if self._other is not None:
-            tries["another model's tokens, right proofs"] = partial(self._proved_of, self._other)
+            tries["another model's tokens, right proofs"] = partial(self._prove_other, self._other)
         for name, attempt in tries.items():
             yield name, await attempt()
 
     async def _draw(
         self,
-        asked: Sequence[Sequence[SampleRequest]],
+        requests: Sequence[Sequence[SampleRequest]],
         *,
         path: Path | None = None,
         engine: Callable[..., TorchEngine] = TorchEngine,
@@ -116,42 +119,42 @@ class Attempts:
         running = engine(spec, threads=self._threads, choose=rule)
         try:
             await running.load(path or self._path, version=0)
-            return await draw(running, asked, at_once=IN_FLIGHT)
+            return await draw(running, requests, at_once=IN_FLIGHT)
         finally:
             await running.close()
 
-    async def _altered(self, change: cheats.Change) -> Groups:
+    async def _with_weights(self, change: cheats.Change) -> Groups:
         path = self._folder / "altered.safetensors"
         cheats.alter(self._path, path, change)
-        return await self._draw(self._asked, path=path)
+        return await self._draw(self._requests, path=path)
 
-    async def _chosen(self, rule: Choose) -> Groups:
-        return await self._draw(self._asked, rule=rule)
+    async def _with_rule(self, rule: Choose) -> Groups:
+        return await self._draw(self._requests, rule=rule)
 
     async def _prefixed(self) -> Groups:
-        asked = [cheats.prefixed(requests) for requests in self._asked]
-        longest = max(len(request.prompt_ids) for requests in asked for request in requests)
-        drawn = await self._draw(asked, max_prompt_tokens=longest)
-        return [cheats.as_if_asked(group, own) for group, own in zip(drawn, self._asked, strict=True)]
+        requests = [cheats.prefixed(requests) for requests in self._requests]
+        longest = max(len(request.prompt_ids) for requests in requests for request in requests)
+        drawn = await self._draw(requests, max_prompt_tokens=longest)
+        return [cheats.as_if_asked(group, own) for group, own in zip(drawn, self._requests, strict=True)]
 
-    async def _proved(self) -> Groups:
-        return [self._prover.prove(group) for group in await self._altered(cheats.int4)]
+    async def _prove_int4(self) -> Groups:
+        return [self._prover.prove(group) for group in await self._with_weights(cheats.int4)]
 
-    async def _proved_of(self, other: Path) -> Groups:
-        return [self._prover.prove(group) for group in await self._draw(self._asked, path=other)]
+    async def _prove_other(self, other: Path) -> Groups:
+        return [self._prover.prove(group) for group in await self._draw(self._requests, path=other)]
 
     async def _best(self) -> Groups:
-        asked = [
+        requests = [
             [SampleRequest(one.prompt_ids, secrets.token_bytes(SEED_BYTES)) for one in own for _ in range(BEST_OF)]
-            for own in self._asked
+            for own in self._requests
         ]
-        drawn = await self._draw(asked)
+        drawn = await self._draw(requests)
         best = [self._best_of(slot, group) for slot, group in zip(self._numbers, drawn, strict=True)]
-        claimed = [cheats.as_if_asked(group, own) for group, own in zip(best, self._asked, strict=True)]
+        claimed = [cheats.as_if_asked(group, own) for group, own in zip(best, self._requests, strict=True)]
         return [self._prover.prove(group) for group in claimed]
 
     def _best_of(self, slot: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Of every BEST_OF the first that no other one's reward exceeds."""
+        """Return of every BEST_OF rollouts the first with the highest reward."""
         rewards = [self._reward(slot, rollout) for rollout in rollouts]
         return [
             rollouts[max(range(start, start + BEST_OF), key=rewards.__getitem__)]
@@ -162,6 +165,6 @@ class Attempts:
         try:
             return self._slots.reward(slot, rollout)
         except NodeError as error:
-            # A cheat, too, takes another one where its own machine cannot judge.
-            log.warning("a completion cannot be judged here, and counts as a wrong one: %s", error)
+            # A cheat would also pick another completion if its machine cannot judge one.
+            log.warning("completion cannot be judged here (%s); counted as reward 0", error)
             return 0.0

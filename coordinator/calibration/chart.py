@@ -1,4 +1,4 @@
-"""calibration.png: each number of honest work beside those of cheats, with the limit that lies between them."""
+"""calibration.png: distributions of honest work and of cheats, with the limits between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coordinator.calibration.fit import Group
-from coordinator.calibration.result import Found
+from coordinator.calibration.result import CalibrationResult
 from node.protocol.evidence import add, evidence, evidence_limit
 from node.protocol.run import LimitsSpec
 
@@ -24,15 +24,15 @@ _ALONE = {
     "margin": ("token_margin", "token_margin", "largest sampling margin"),
     "logprob": ("logprob_error", "logprob_error", "largest |logprob error|, in nats"),
 }
-"""Of each statistic the figure of one rollout, its limit, and what it is."""
+"""Per statistic: the figure of one rollout, its limit, and a description."""
 
 _HEAVY_TAILED = {"margin", "logprob"}
 DPI = 110
 MOST_TICKS = 8
 
 
-def draw_chart(found: Found, path: Path) -> None:
-    """Write the chart: a row for each statistic, rollouts on the left and groups on the right."""
+def draw_chart(found: CalibrationResult, path: Path) -> None:
+    """Write the chart: one row per statistic, rollouts on the left and groups on the right."""
     limits = found.spec.limits
     names = [name for name in _ALONE if getattr(limits.honest, name) is not None]
     height = 1.1 + 0.22 * len(found.measured)
@@ -67,7 +67,7 @@ def _evidences(groups: Sequence[Group], name: str, limits: LimitsSpec) -> list[f
 def _draw(
     axes: Axes, values: Mapping[str, Sequence[float]], *, limit: float, honest: set[str], linear_to: float
 ) -> None:
-    """A line for each of `values`; the scale is logarithmic above `linear_to`."""
+    """Draw a quantile line per entry of `values`; the scale is logarithmic above `linear_to`."""
     for place, (who, each) in enumerate(values.items()):
         colour = HONEST if who in honest else CHEAT
         low, first, middle, third, high = _quantiles(each)

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.models.base import LENGTH, State, join, select
-from node.policy import Policy, load_policy, save_policy
-from node.prefill import TransformersPrefill, spans_of
-from node.proofs import build_proofs
+from node.policy.file import Policy, load_policy, save_policy
+from node.policy.models.base import LENGTH, State, join, select
 from node.protocol.run import RunSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Rollout, chunk_sizes
+from node.protocol.terminal import BACKGROUND, CODEPOINT, Cells, Phase, Terminal
 from node.protocol.turns import Replies, pieces
-from node.sampling import Choice
-from node.terminal import BACKGROUND, CODEPOINT, Cells, Phase, Terminal
+from node.sampling.types import Choice
+from node.verification.prefill import TransformersPrefill
+from node.verification.proofs import build_proofs
+from node.verification.spans import spans_of
 
 Change = Callable[[Tensor], Tensor]
 
@@ -38,20 +39,20 @@ RESET_TOKENS = 32
 
 
 def int4(weight: Tensor) -> Tensor:
-    """Four bits for each weight, one scale for 32 of a row."""
+    """Quantise to 4 bits per weight, with one scale per 32 of a row."""
     rows = weight.reshape(-1, 32) if weight.shape[1] % 32 == 0 else weight
     scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-9) / 7
     return ((rows / scale).round() * scale).reshape(weight.shape)
 
 
 def noise(weight: Tensor, *, share: float = 0.01) -> Tensor:
-    """Each weight changed by a normal share of itself."""
+    """Multiply each weight by 1 plus normal noise of deviation `share`."""
     generator = torch.Generator().manual_seed(NOISE_SEED)
     return weight * (1 + share * torch.randn(weight.shape, generator=generator))
 
 
 def alter(path: Path, out: Path, change: Change) -> None:
-    """The policy in `path` with `change` made to every matrix of its layers, in `out`; in the same dtype."""
+    """Write the policy in `path` to `out`, with `change` applied to every matrix of its layers; same dtype."""
     policy = load_policy(path, dtype=torch.float32)
     stored = torch.bfloat16 if policy.config.dtype == torch.bfloat16 else torch.float32
     with torch.no_grad():
@@ -62,7 +63,7 @@ def alter(path: Path, out: Path, change: Change) -> None:
 
 
 class Chooser:
-    """What `node.sampling.choose` does, by another rule: `pick` gets scaled logits and noise, [B, V] each."""
+    """A sampling rule in place of `node.sampling.forced.choose`: `pick` gets scaled logits and noise, [B, V] each."""
 
     def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._pick = pick
@@ -78,7 +79,7 @@ class Chooser:
 
 
 def runner_up(within: float) -> Chooser:
-    """Always the second best choice, where it loses by less than `within`."""
+    """Choose the runner-up wherever it loses by less than `within`."""
 
     def pick(scaled: Tensor, noises: Tensor) -> Tensor:
         best = (scaled + noises).topk(2)
@@ -88,17 +89,17 @@ def runner_up(within: float) -> Chooser:
 
 
 def tempered(temperature: float) -> Chooser:
-    """Another temperature, as a share of the run's; the log-probabilities that are sent are the run's."""
+    """Sample at another temperature, relative to the run's; the reported log-probabilities are the run's."""
     return Chooser(lambda scaled, noises: (scaled / temperature + noises).argmax(-1))
 
 
 def greedy() -> Chooser:
-    """The most likely token, whatever the noise."""
+    """Choose the most likely token, whatever the noise."""
     return Chooser(lambda scaled, _: scaled.argmax(-1))
 
 
 def nucleus(share: float) -> Chooser:
-    """Only tokens within the likeliest `share` (top-p)."""
+    """Restrict sampling to the likeliest `share` of the mass (top-p)."""
 
     def pick(scaled: Tensor, noises: Tensor) -> Tensor:
         ordered = scaled.softmax(-1).sort(-1, descending=True)
@@ -110,7 +111,7 @@ def nucleus(share: float) -> Chooser:
 
 
 class Fp8CacheEngine(TorchEngine):
-    """The torch engine with keys and values rounded to 8-bit floating point (E4M3), as a cache would hold them."""
+    """Torch engine with keys and values rounded to 8-bit floating point (E4M3), as a quantised cache would."""
 
     async def load(self, path: Path, *, version: int) -> None:
         await super().load(path, version=version)
@@ -124,45 +125,45 @@ def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
 
 
 class _TamperedStateEngine(TorchEngine):
-    """The torch engine with a recurrent policy that goes on from another state than the one it left."""
+    """Torch engine whose recurrent policy continues from a modified state."""
 
     async def load(self, path: Path, *, version: int) -> None:
         await super().load(path, version=version)
         base: Any = self.policy.model.base_model
-        base.register_forward_pre_hook(self._before, with_kwargs=True)
+        base.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
-    def _before(self, base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _on_forward(self, base: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state = named.get("state")
         return arguments, named if state is None else {**named, "state": self.tampered(base, state)}
 
     def tampered(self, base: Any, state: State) -> State:
-        """What it goes on from."""
+        """Return the state to continue from."""
         raise NotImplementedError
 
 
 class RoundedStateEngine(_TamperedStateEngine):
     """Keeps the state in bfloat16."""
 
-    def tampered(self, base: Any, state: State) -> State:  # noqa: ARG002  (the interface's arguments)
+    def tampered(self, base: Any, state: State) -> State:  # noqa: ARG002  (required by the interface)
         numbers = {name: each for name, each in state.items() if each.is_floating_point()}
         return {**state, **{name: each.bfloat16().to(each.dtype) for name, each in numbers.items()}}
 
 
 class StateResetEngine(_TamperedStateEngine):
-    """Forgets all it has read, every RESET_TOKENS tokens."""
+    """Resets the state every RESET_TOKENS tokens."""
 
     def tampered(self, base: Any, state: State) -> State:
-        fresh, due = base.started(1), state[LENGTH] % RESET_TOKENS == 0
-        places = torch.arange(len(due)).masked_fill(due, len(due))
+        fresh, is_due = base.initial_state(1), state[LENGTH] % RESET_TOKENS == 0
+        places = torch.arange(len(is_due)).masked_fill(is_due, len(is_due))
         return select(join([state, fresh]), places)
 
 
 Forge = Callable[[Cells, bool], Cells]
-"""From a frame, and whether it is the first that is seen, to what a cheat shows the policy instead."""
+"""Function (frame, is first visible frame) to the frame shown to the policy instead."""
 
 
 class ForgedFrameEngine(TorchEngine):
-    """The torch engine with a frame-based policy that is shown other frames than its terminal's."""
+    """Torch engine whose frame-based policy sees forged frames."""
 
     def __init__(self, spec: RunSpec, forge: Forge, **options: Any) -> None:
         super().__init__(spec, **options)
@@ -183,19 +184,19 @@ class ForgedFrameEngine(TorchEngine):
 
 
 def moved_target(frame: Cells, _first: bool) -> Cells:
-    """The target drawn one column further."""
+    """Draw the target one column further."""
     drawn = np.roll(np.where(_targets(frame), frame & ~BACKGROUND, 0), 1, axis=1)
-    rest = np.where(_targets(frame), frame & BACKGROUND, frame)
-    return np.where(drawn != 0, drawn | rest & BACKGROUND, rest)
+    background = np.where(_targets(frame), frame & BACKGROUND, frame)
+    return np.where(drawn != 0, drawn | background & BACKGROUND, background)
 
 
 def moved_cursor(frame: Cells, _first: bool) -> Cells:
-    """The cursor drawn one column further."""
+    """Draw the cursor one column further."""
     return frame & ~BACKGROUND | np.roll(frame & BACKGROUND, 1, axis=1)
 
 
 def blanked(frame: Cells, _first: bool) -> Cells:
-    """Nothing within two cells of the target."""
+    """Blank everything within two cells of the target."""
     found = frame.copy()
     for row, column in np.argwhere(_targets(frame)):
         found[max(0, row - 2) : row + 3, max(0, column - 2) : column + 3] = 0
@@ -203,7 +204,7 @@ def blanked(frame: Cells, _first: bool) -> Cells:
 
 
 def first_alone(frame: Cells, first: bool) -> Cells:
-    """The target one column further in the first frame, and all others as they are."""
+    """Move the target by one column in the first frame only."""
     return moved_target(frame, first) if first else frame
 
 
@@ -218,23 +219,26 @@ FORGERIES: Mapping[str, Forge] = {
     "blanked": blanked,
     "first_frame": first_alone,
 }
-"""Ways to change frames of `node.environments.terminal`."""
+"""Forgeries of the frames of `node.environments.terminal`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prover:
-    """Proves any tokens with the right policy, by a prefill: what a cheat does who sampled elsewhere."""
+    """Proves any tokens with the right policy, by a prefill: what a cheat does that sampled elsewhere."""
 
     policy: Policy
     spec: RunSpec
 
     def prove(self, rollouts: Sequence[Rollout], replies: Sequence[Replies] | None = None) -> list[Rollout]:
-        """The same tokens with the log-probabilities and proofs that an honest worker would send with them.
+        """Return the rollouts with the log-probabilities and proofs an honest worker would send for their tokens.
 
-        `replies` are what stands between the tokens of each; None where nothing does.
+        `replies` holds each rollout's environment replies; None for single turns.
         """
-        said = replies or [()] * len(rollouts)
-        return [self._prove(rollout, own) for rollout, own in zip(rollouts, said, strict=True)]
+        replies_per_rollout = replies or [()] * len(rollouts)
+        return [
+            self._prove(rollout, rollout_replies)
+            for rollout, rollout_replies in zip(rollouts, replies_per_rollout, strict=True)
+        ]
 
     def _prove(self, rollout: Rollout, replies: Replies) -> Rollout:
         whole = msgspec.structs.replace(rollout, segment_tokens=[len(rollout.completion_ids)])
@@ -255,7 +259,7 @@ class Prover:
 
 
 def as_if_asked(rollouts: Sequence[Rollout], requests: Sequence[SampleRequest]) -> list[Rollout]:
-    """Rollouts under the prompts and seeds of `requests`, whatever they were drawn from."""
+    """Relabel rollouts with the prompts and seeds of `requests`, whatever they were drawn from."""
     return [
         msgspec.structs.replace(rollout, seed=request.seed, prompt_ids=list(request.prompt_ids))
         for rollout, request in zip(rollouts, requests, strict=True)
@@ -263,5 +267,5 @@ def as_if_asked(rollouts: Sequence[Rollout], requests: Sequence[SampleRequest]) 
 
 
 def prefixed(requests: Sequence[SampleRequest]) -> list[SampleRequest]:
-    """The same requests with other text before the prompt: here the prompt once more."""
+    """Prefix each prompt with other text: here the prompt itself."""
     return [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests]

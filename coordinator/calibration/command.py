@@ -1,4 +1,4 @@
-"""The command line of a calibration. What it runs is imported when it runs: every other command loads this."""
+"""Command line of a calibration. Heavy modules are imported on use: every other command loads this one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 import click
 
 from coordinator.errors import BadConfiguration
+from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, threads_option
 
 
 @click.command()
 @click.option(
     "--run",
     "run_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE,
     required=True,
     help="The run.toml whose limits are sought.",
 )
 @click.option(
     "--policy",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE,
     help="A policy file to calibrate with.  [default: the run's first policy]",
 )
 @click.option(
@@ -58,21 +59,16 @@ from coordinator.errors import BadConfiguration
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="The file to write.  [default: beside --run, with .calibrated before .toml]",
 )
 @click.option(
     "--report",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     help="A folder for calibration.json and calibration.png.",
 )
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    metavar="COUNT",
-    help="CPU threads, as for a worker.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
+@threads_option("CPU threads, as for a worker.")
+@json_option("One line of JSON instead of tables.")
 def calibrate(
     *,
     run_file: Path,
@@ -90,7 +86,7 @@ def calibrate(
 
     \b
     Example:
-      veriswarm calibrate --run run.toml --engine torch --engine vllm --report calibration/
+      swarmproof calibrate --run run.toml --engine torch --engine vllm --report calibration/
 
     It draws honest work on this machine, measures it as a verifier does, fits [limits] and the sketch's step, tries
     cheats against them, and writes a copy of run.toml that keeps your comments. Start the run with that copy: limits
@@ -99,22 +95,22 @@ def calibrate(
     _require("tomlkit", *(("matplotlib",) if report else ()))
     from rich.console import Console
 
-    from coordinator.calibration.calibrate import Settings
-    from coordinator.calibration.calibrate import calibrate as run
-    from coordinator.calibration.run_file import calibrated_text
+    from coordinator.calibration.procedure import CalibrationSettings
+    from coordinator.calibration.procedure import calibrate as run
     from coordinator.calibration.view import WIDTH, show
-    from coordinator.run_file import read_run_file
-    from node.engine_options import check_engine
+    from coordinator.calibration.write_limits import calibrated_text
+    from coordinator.run.definition import read_run_file
+    from node.commands.engine_options import check_engine
 
     for engine in engines:
         check_engine(engine)
     text, spec = read_run_file(run_file)
-    calibrated_text(text, spec, remarks=())  # a file that takes no limits is refused now, not at the end
+    calibrated_text(text, spec, remarks=())  # fail early for a file that cannot take limits
     out = out or run_file.with_name(f"{run_file.stem}.calibrated.toml")
     out.parent.mkdir(parents=True, exist_ok=True)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
-    settings = Settings(
+    settings = CalibrationSettings(
         engines=engines,
         policy=policy,
         groups=groups,
@@ -148,7 +144,7 @@ def _require(*packages: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once or not at all: what stands there may be the operator's."""
+    """Write `path` atomically: an operator's file may be there already."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -1,44 +1,44 @@
-"""Levels of honest work from samples of it, and how well they hold (`node.protocol.evidence`)."""
+"""Fit the levels of honest work from samples (`node.protocol.evidence`)."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from itertools import chain, pairwise
 
 import msgspec
 
-from node.measurement import Deviations
 from node.protocol.evidence import STATISTICS, Total, drift_limit, evidence, total
 from node.protocol.run import HonestSpec, LevelSpec, LimitsSpec, ProofSpec
+from node.verification.deviations import Deviations
 
-CUT = 0.995
-"""Values above this quantile of the honest ones count as it: one token cannot speak for a group."""
+CLIP_QUANTILE = 0.995
+"""Values are clipped at this quantile of the honest ones, so that one token cannot decide about a group."""
 
-MARGIN_CUT = 4.0
-"""Margins are 0 nearly everywhere; they are cut at so many times the median of those that are not."""
+MARGIN_CLIP_MEDIANS = 4.0
+"""Margins are mostly 0; they are clipped at this multiple of the median of the nonzero ones."""
 
 MARGIN_MEDIANS = 80.0
-"""By so many times that median one token of an honest rollout may lose: the tail is heavy."""
+"""Multiple of that median one token of an honest rollout may lose: the tail is heavy."""
 
-UNSEEN = 3.0
-"""What did not happen in n values may still happen in 3 of n (the rule of three, at 95 %). Completions of one prompt
-may be the very same, so in 3 of n groups it may happen once to each of them.
+RULE_OF_THREE = 3.0
+"""Rule of three: what did not occur in n values may still occur in 3 of n (95 %). Completions of one prompt may be
+identical, so in 3 of n groups it may occur once in each of them.
 """
 
-MEAN_ERRORS = 3.0
-"""Standard errors by which a mean may be higher than it was measured."""
+MEAN_STANDARD_ERRORS = 3.0
+"""Standard errors by which a mean may exceed its measured value."""
 
-SURPRISE = 3.0
-"""Nats by which the unlikeliest of n honest sums may be beyond what is expected of it, log n."""
+MAX_SURPRISE_NATS = 3.0
+"""Nats by which the least likely of n honest sums may exceed the expected log n."""
 
-TIMES = 2.0
-"""What is judged alone may be so many times the largest honest value that was seen."""
+HEADROOM = 2.0
+"""Limits of single values are this multiple of the largest honest value seen."""
 
-LEAST = {
+MIN_LIMITS = {
     "exponent_mismatches": 4.0,
     "mantissa_mean": 0.05,
     "mantissa_median": 0.5,
@@ -47,42 +47,40 @@ LEAST = {
     "rollout_margin_mean": 1e-4,
     "logprob_error": 2e-4,
 }
-"""Limits below which another machine of the same kind would suffer, though nothing of the sort was seen on this one."""
+"""Lower bounds of the limits, for other machines of the same kind."""
 
 Group = Sequence[Deviations]
 
 
-def judged_alone(proofs: ProofSpec) -> list[str]:
-    """The limits of single values that mean something for these proofs."""
+def single_value_limits(proofs: ProofSpec) -> list[str]:
+    """List the single-value limits that apply to these proofs."""
     useless = set() if proofs.has_toploc else {"exponent_mismatches", "mantissa_mean", "mantissa_median"}
     useless |= set() if proofs.has_sketch else {"sketch_distance"}
-    return [name for name in LEAST if name not in useless]
+    return [name for name in MIN_LIMITS if name not in useless]
 
 
 def fit(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> HonestSpec:
-    """The level of each statistic that the groups have values of; at least two groups of each worker.
+    """Fit the level of each statistic that the groups have values of; at least two groups per worker.
 
-    A worker has one machine and one kernel, so that what sets it apart from the others never averages out: the
-    levels are such as none of `workers` exceeds, and not those of the mixture. Mean, variance and reach are the
-    largest of any. What a worker's groups share may be larger by the room that its lower mean leaves it: the bound
-    holds for each worker, at `false_rejections` and for whatever is likelier.
+    Each worker is one machine and kernel, whose deviation never averages out, so levels bound every worker instead of
+    their mixture: mean, variance and reach are the largest of any. The shared variance may be reduced by a worker's
+    lower mean; the bound holds for each worker at `false_rejections`, and for anything likelier.
 
-    A worker's groups come in so many `parts` of equal size, one behind the other, which it drew in different ways: with
-    few rows at a time and with many, for which kernels round otherwise. Who always works in the worst of them is as
-    honest, so the mean is that of a worker's highest part.
+    A worker's groups consist of `parts` of equal size, drawn with different batch sizes, for which kernels round
+    differently. A worker that always uses the worst of them is honest too, so the mean is that of its highest part.
 
-    The sample has the last word: where these levels make a group or a completion of it unlikelier than `SURPRISE`
-    allows, the values of a group share more than their mean square shows, and that is made larger.
+    Finally, where these levels make a sampled group or completion less likely than MAX_SURPRISE_NATS allows, the shared
+    variance is widened. Raises ValueError for too few groups.
     """
     if not workers or any(len(groups) < 2 for groups in workers):
-        raise ValueError("levels need two groups or more")
+        raise ValueError("fitting levels needs at least two groups per worker")
     spreads = math.sqrt(2 * drift_limit(LimitsSpec(false_rejections=false_rejections)))
     values = {
         name: [[[one.statistics[name] for one in group] for group in groups] for groups in workers]
         for name in STATISTICS
     }
     levels = {name: _fit(every, name, spreads=spreads, parts=parts) for name, every in values.items()}
-    # What the run's proofs do not have keeps its default.
+    # Statistics that the run's proofs lack keep their defaults.
     return HonestSpec(**{name: level for name, level in levels.items() if level is not None})
 
 
@@ -100,27 +98,27 @@ def _fit(
     every = [sorted(value for group in groups for values in group for value in values) for groups in workers]
     if not all(every):
         return None
-    largest = max(_cut(values, name) for values in every)
+    largest = max(_clip_at(values, name) for values in every)
     found = [_moments(groups, largest, parts=parts) for groups in workers]
     mean = max(one.mean for one in found)
     level = LevelSpec(
         mean=mean,
         variance=max(one.variance for one in found),
         largest=mean + max(one.reach for one in found),
-        # A normal quantile `spreads` deviations above a lower mean is one of a narrower normal above the largest.
+        # A normal quantile `spreads` deviations above a lower mean is that of a narrower normal above the largest.
         shared_variance=max(max(0.0, one.shared_variance**0.5 - (mean - one.mean) / spreads) ** 2 for one in found),
     )
-    return _believable(level, [one for groups in workers for group in groups for one in _sums(group, level)])
+    return _widen_until_plausible(level, [one for groups in workers for group in groups for one in _sums(group, level)])
 
 
 def _sums(group: Sequence[Sequence[float]], level: LevelSpec) -> list[Total]:
-    """What is judged of a group: each completion, and all of them together."""
+    """Sum what is judged of a group: each completion, and all together."""
     return [total(values, level) for values in (*group, list(chain.from_iterable(group)))]
 
 
-def _believable(level: LevelSpec, sums: Sequence[Total]) -> LevelSpec:
-    """`level`, made so wide that none of `sums` is too unlikely to be among so many."""
-    allowed = math.log(len(sums)) + SURPRISE
+def _widen_until_plausible(level: LevelSpec, sums: Sequence[Total]) -> LevelSpec:
+    """Widen the variance until every sum is plausible at the corrected significance level."""
+    allowed = math.log(len(sums)) + MAX_SURPRISE_NATS
     unlikely = [one for one in sums if evidence(one, level) > allowed]
     if not unlikely:
         return level
@@ -141,8 +139,8 @@ def _believable(level: LevelSpec, sums: Sequence[Total]) -> LevelSpec:
 
 
 def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float, *, parts: int) -> _Moments:
-    """The variance within groups, of sums of completions, and what the groups' means add to it; the mean of the highest
-    part, and by how much it may be higher than it was seen.
+    """Estimate the variance within groups (of completion sums), the variance shared by groups, and the mean of the
+    highest part plus its error margin.
     """
     sums = [[(len(values), math.fsum(min(largest, value) for value in values)) for values in group] for group in groups]
     count = sum(n for group in sums for n, _ in group)
@@ -150,36 +148,38 @@ def _moments(groups: Sequence[Sequence[Sequence[float]]], largest: float, *, par
     within, degrees, shared = 0.0, 0, []
     for group in sums:
         n = sum(n for n, _ in group)
-        own = math.fsum(s for _, s in group) / n
-        within += math.fsum((s - k * own) ** 2 / k for k, s in group if k)
+        group_mean = math.fsum(s for _, s in group) / n
+        within += math.fsum((s - k * group_mean) ** 2 / k for k, s in group if k)
         degrees += max(0, len(group) - 1)
     reach = max(largest - mean, 1e-6)
-    seen, unseen = within / max(1, degrees), UNSEEN / count * reach**2
-    variance = max(seen, unseen, 1e-18)
+    observed, unobserved = within / max(1, degrees), RULE_OF_THREE / count * reach**2
+    variance = max(observed, unobserved, 1e-18)
     for group in sums:
         n = sum(n for n, _ in group)
-        off = math.fsum(s for _, s in group) - n * mean
-        shared.append((off**2 - n * variance) / n**2)
+        deviation = math.fsum(s for _, s in group) - n * mean
+        shared.append((deviation**2 - n * variance) / n**2)
     once_each = reach * sum(map(len, groups)) / count
-    shared_variance = max(0.0, statistics.fmean(shared), UNSEEN / len(sums) * once_each**2 if seen < unseen else 0.0)
+    shared_variance = max(
+        0.0, statistics.fmean(shared), RULE_OF_THREE / len(sums) * once_each**2 if observed < unobserved else 0.0
+    )
     bounds = [len(sums) * part // parts for part in range(parts + 1)]
     highest = max((_mean(sums[start:end]) for start, end in pairwise(bounds)), default=mean)
-    error = MEAN_ERRORS * math.sqrt(variance / count + shared_variance / len(sums))
+    error = MEAN_STANDARD_ERRORS * math.sqrt(variance / count + shared_variance / len(sums))
     return _Moments(mean=max(mean, highest) + error, reach=reach, variance=variance, shared_variance=shared_variance)
 
 
 def _mean(sums: Sequence[Sequence[tuple[int, float]]]) -> float:
-    """Of the values whose numbers and sums these are; -inf of none."""
+    """Return the mean of values given by (count, sum) pairs; -inf without any."""
     count = sum(n for group in sums for n, _ in group)
     return math.fsum(s for group in sums for _, s in group) / count if count else -math.inf
 
 
 def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> LimitsSpec:
-    """The levels, as `fit` finds them, and for what is judged alone, the largest honest value with as much to spare.
+    """Fit the levels, and single-value limits with HEADROOM above the largest honest value.
 
-    One token may lose by `MARGIN_MEDIANS` medians, and a rollout of ordinary length may have one such token, if the
-    defaults allow that. Sketch distances end where states are unrelated, so that twice an honest one may mean
-    nothing: there the default counts, unless it leaves less than half as much to spare.
+    One token may lose MARGIN_MEDIANS medians, and a rollout of ordinary length may have one such token, if the defaults
+    allow it. Sketch distances saturate for unrelated states, so twice an honest one may mean nothing: the default
+    applies unless it leaves less than half as much headroom.
     """
     honest, default = fit(*workers, false_rejections=false_rejections, parts=parts), LimitsSpec()
     levels = LimitsSpec(honest=honest, false_rejections=false_rejections)
@@ -191,7 +191,7 @@ def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 
         return largest
 
     def twice(name: str) -> float:
-        return max(LEAST[name], TIMES * most(name))
+        return max(MIN_LIMITS[name], HEADROOM * most(name))
 
     lost = [margin for one in every for margin in one.margins if margin > 0]
     tail = min(default.token_margin, MARGIN_MEDIANS * statistics.median(lost) if lost else 0.0)
@@ -204,7 +204,7 @@ def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 
         mantissa_median=twice("mantissa_median"),
         sketch_distance=min(twice("sketch_distance"), max(default.sketch_distance, 1.5 * sketch)),
         token_margin=token_margin,
-        rollout_margin_mean=max(LEAST["rollout_margin_mean"], TIMES * most("margin_mean"), one_token),
+        rollout_margin_mean=max(MIN_LIMITS["rollout_margin_mean"], HEADROOM * most("margin_mean"), one_token),
         logprob_error=twice("logprob_error"),
         false_rejections=false_rejections,
         honest=honest,
@@ -212,11 +212,11 @@ def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 
 
 
 def rounded(limits: LimitsSpec) -> LimitsSpec:
-    """The same limits in few digits, none of them narrower."""
+    """Round limits to few digits, never narrower."""
     levels = {name: getattr(limits.honest, name) for name in STATISTICS}
     honest = HonestSpec(**{name: level and _rounded_level(level) for name, level in levels.items()})
     return msgspec.structs.replace(
-        limits, honest=honest, **{name: round_up(getattr(limits, name), digits=2) for name in LEAST}
+        limits, honest=honest, **{name: round_up(getattr(limits, name), digits=2) for name in MIN_LIMITS}
     )
 
 
@@ -232,24 +232,18 @@ def _rounded_level(level: LevelSpec) -> LevelSpec:
 
 
 def round_up(value: float, *, digits: int) -> float:
-    """The smallest number of so many significant digits that is not below `value`, which is not negative."""
+    """Return the smallest number of `digits` significant digits that is not below `value` (non-negative)."""
     if value == 0:
         return 0.0
     places = digits - 1 - math.floor(math.log10(value))
-    # Of its decimal form: 0.1 itself is a little more than 0.1, and would become 0.11.
+    # On the decimal form: the float 0.1 exceeds 0.1, and would become 0.11.
     return float(Decimal(repr(value)).quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING))
 
 
-def _cut(ordered: Sequence[float], name: str) -> float:
+def _clip_at(ordered: Sequence[float], name: str) -> float:
     if name == "margin":
         lost = [value for value in ordered if value > 0]
-        return MARGIN_CUT * statistics.median(lost) if lost else 1e-3
+        return MARGIN_CLIP_MEDIANS * statistics.median(lost) if lost else 1e-3
     if name == "far":
         return 1.0
-    return ordered[min(len(ordered) - 1, int(CUT * len(ordered)))]
-
-
-def pooled(groups: Sequence[Group], *, size: int) -> Iterator[list[Deviations]]:
-    """Every `size` groups as one; what is left over is dropped."""
-    for start in range(0, len(groups) - size + 1, size):
-        yield list(chain.from_iterable(groups[start : start + size]))
+    return ordered[min(len(ordered) - 1, int(CLIP_QUANTILE * len(ordered)))]

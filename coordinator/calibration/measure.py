@@ -1,6 +1,6 @@
-"""Drawing groups with an engine, and measuring them as a verifier does, number by number.
+"""Draw groups with an engine, and measure them as a verifier does, keeping every single value.
 
-A verdict holds only the worst of a group and its sums; levels are fitted from every single value.
+A verdict holds only a group's extremes and sums; levels are fitted from single values.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import asyncio
 from collections.abc import Sequence
 
 from node.engines.base import Engine, SampleRequest
-from node.measurement import Deviations
-from node.prefill import Prefill, spans_of
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
+from node.verification.deviations import Deviations
+from node.verification.prefill import Prefill
+from node.verification.spans import spans_of
 
 ROLLOUTS_AT_ONCE = 512
 
 
 async def draw(engine: Engine, groups: Sequence[Sequence[SampleRequest]], *, at_once: int) -> list[list[Rollout]]:
-    """The rollouts of each group, `at_once` of them in flight, as a worker with so many slots draws them."""
+    """Draw the rollouts of each group with `at_once` groups in flight, like a worker with that many slots."""
     drawn: list[list[Rollout]] = [[] for _ in groups]
     waiting = iter(range(len(groups)))
 
@@ -34,9 +35,9 @@ async def draw(engine: Engine, groups: Sequence[Sequence[SampleRequest]], *, at_
 def measure(
     prefill: Prefill, groups: Sequence[Sequence[Rollout]], *, spec: RunSpec, at_once: int = ROLLOUTS_AT_ONCE
 ) -> list[list[Deviations]]:
-    """What `prefill` says of each rollout, with so many in a batch. Each is of one segment.
+    """Measure each rollout under `prefill`, `at_once` per batch. Rollouts must have one segment.
 
-    Raises Refusal for proofs that nobody makes.
+    Raises Refusal for proofs that no prover makes, and ValueError for several segments.
     """
     flat = [rollout for group in groups for rollout in group]
     measured: list[Deviations] = []
@@ -48,7 +49,7 @@ def measure(
             for _, span in spans_of(rollout, row=row, chunk_tokens=spec.proofs.chunk_tokens)
         ]
         if len(spans) != len(part):
-            raise ValueError("a rollout of several policies is not for calibration")
+            raise ValueError("rollouts of several policies cannot be calibrated with")
         found = prefill.measure(spans, spec=spec)
         for one, rollout in zip(found, part, strict=True):
             if isinstance(one, Refusal):

@@ -1,23 +1,23 @@
-"""Slots that no run has: what honest workers and cheats are asked for while limits are sought."""
+"""Synthetic slots for honest workers and cheats during a calibration."""
 
 from __future__ import annotations
 
 import secrets
 
-from node.conversing import graded
 from node.engines.base import SampleRequest
 from node.environments import load_environment
-from node.policy import Blueprint
+from node.episodes.conversation import graded
+from node.episodes.expected import expected_of
+from node.policy.file import Blueprint
 from node.protocol.run import RunSpec
 from node.protocol.slots import slot_problem
 from node.protocol.submission import Rollout
-from node.verification import expected_of
 
 RUN_ID = "00" * 32
 
 
-class Slots:
-    """Slots of `spec` under a policy whose manifest has a digest that nobody can foresee: no run's own are used up."""
+class SyntheticSlots:
+    """Slots of `spec` under a random manifest digest, so that no real slot of a run is revealed."""
 
     def __init__(self, spec: RunSpec, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
@@ -26,15 +26,15 @@ class Slots:
         self._manifest = secrets.token_hex(32)
         self._next = 0
 
-    def take(self, count: int) -> list[int]:
-        """So many that were not taken before."""
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` new slot numbers."""
         first, self._next = self._next, self._next + count
         return list(range(first, self._next))
 
     def requests(self, slot: int) -> list[SampleRequest]:
-        """What a worker that holds `slot` asks its engine for: one prompt and a seed for each of the group.
+        """Build the requests of a worker that holds `slot`: one prompt, and a seed per group member.
 
-        Of an environment of several turns the first alone: rounding has no part in who spoke before.
+        Of an environment of several turns only the first: rounding does not depend on who spoke before.
         """
         expected = expected_of(
             self._spec,
@@ -48,7 +48,7 @@ class Slots:
         return [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
 
     def reward(self, slot: int, rollout: Rollout) -> float:
-        """What the slot's environment gives for a completion."""
+        """Return the reward of a completion in the slot's environment."""
         drawn = slot_problem(self._spec, run_id=RUN_ID, manifest_digest=self._manifest, slot=slot)
         environment = self._environments[drawn.environment]
         return graded(self.blueprint, environment, environment.problem(drawn.problem), rollout.completion_ids)

@@ -1,4 +1,4 @@
-"""Who is caught: groups of rollouts judged by a run's limits, as a verifier and the log would judge them."""
+"""Judge groups of rollouts by a run's limits, as a verifier and the log would, and count the rejections."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.calibration.fit import Group
-from node.protocol.admission import Finding, judge, judge_drift, judge_group
+from node.protocol.admission import Finding, judge_drift, judge_group, judge_rows
 from node.protocol.evidence import Drift, add, follow
 from node.protocol.run import LimitsSpec
 
 
 @dataclass(slots=True)
-class Caught:
-    """Of one worker's slots: how many rollouts and groups were rejected, each by itself, and what for.
+class TrialCounts:
+    """Counts over one worker's slots: rollouts and groups rejected on their own, and for which figure.
 
-    `first` is the slot, from 1, at which the node was first rejected, its drift included, `first_drifted` the one at
-    which its drift was first over the limit; None if it never was.
+    `first` is the slot (from 1) of the node's first rejection, drift included; `first_drifted` that of its first
+    rejection for drift; None if there was none.
     """
 
     rollouts: int = 0
@@ -31,44 +31,44 @@ class Caught:
 
     @property
     def rollout_share(self) -> float:
-        """Of rollouts that alone lead to a rejection."""
+        """Share of rollouts rejected on their own."""
         return self.rejected_rollouts / max(1, self.rollouts)
 
     @property
     def group_share(self) -> float:
-        """Of groups that are rejected whatever the node did before."""
+        """Share of groups rejected regardless of the node's history."""
         return self.rejected_groups / max(1, self.groups)
 
 
 def judge_rollouts(group: Group, limits: LimitsSpec) -> list[Finding | None]:
-    """What each rollout alone leads to."""
-    return [judge([one.figures(limits)], limits=limits) for one in group]
+    """Judge each rollout on its own."""
+    return [judge_rows({0: one.figures(limits)}, limits=limits) for one in group]
 
 
-def judge_alone(group: Group, limits: LimitsSpec) -> Finding | None:
-    """What a group leads to, whatever its node did before: the first of its rows' findings, then all rows together."""
+def judge_group_alone(group: Group, limits: LimitsSpec) -> Finding | None:
+    """Judge a group regardless of its node's history: first its rollouts, then their sum."""
     alone = next((found for found in judge_rollouts(group, limits) if found is not None), None)
     return alone or judge_group(add(one.totals(limits) for one in group), limits=limits)
 
 
-def try_groups(groups: Sequence[Group], limits: LimitsSpec) -> Caught:
-    """One node's slots, in their order."""
-    caught, drift = Caught(), Drift()
+def try_groups(groups: Sequence[Group], limits: LimitsSpec) -> TrialCounts:
+    """Judge one node's slots in order."""
+    counts, drift = TrialCounts(), Drift()
     for number, group in enumerate(groups, start=1):
         alone = judge_rollouts(group, limits)
         together = add(one.totals(limits) for one in group)
         finding = next((found for found in alone if found is not None), None) or judge_group(together, limits=limits)
         drift = follow(drift, together, limits=limits)
         drifted = judge_drift(drift, limits=limits)
-        caught.rollouts += len(group)
-        caught.rejected_rollouts += sum(found is not None for found in alone)
-        caught.groups += 1
-        caught.rejected_groups += finding is not None
-        caught.drifted_groups += drifted is not None
+        counts.rollouts += len(group)
+        counts.rejected_rollouts += sum(found is not None for found in alone)
+        counts.groups += 1
+        counts.rejected_groups += finding is not None
+        counts.drifted_groups += drifted is not None
         if drifted is not None:
-            caught.first_drifted = caught.first_drifted or number
+            counts.first_drifted = counts.first_drifted or number
         worst = finding or drifted
         if worst is not None:
-            caught.figures[worst.figure] += 1
-            caught.first = caught.first or number
-    return caught
+            counts.figures[worst.figure] += 1
+            counts.first = counts.first or number
+    return counts

@@ -1,4 +1,4 @@
-"""What a person reads at the end of a calibration."""
+"""Terminal output of a calibration."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.calibration.fit import judged_alone
-from coordinator.calibration.result import Found, Outcome
+from coordinator.calibration.fit import single_value_limits
+from coordinator.calibration.result import CalibrationResult, CheatOutcome
 from node.protocol.evidence import STATISTICS, evidence_limit
 from node.protocol.run import LimitsSpec
 
 WIDTH = 100
 
 
-def show(found: Found, console: Console, *, written: Sequence[Path]) -> None:
-    """Print the limits, what they say of honest work and of cheats, and which files were `written`."""
+def show(found: CalibrationResult, console: Console, *, written: Sequence[Path]) -> None:
+    """Print the limits, what they mean for honest work and cheats, and the `written` files."""
     console.print(render(found, written=written))
 
 
-def render(found: Found, *, written: Sequence[Path]) -> RenderableType:
-    """The page."""
+def render(found: CalibrationResult, *, written: Sequence[Path]) -> RenderableType:
+    """Render the page."""
     parts: list[RenderableType] = [_alone(found), _levels(found), _honest(found)]
     if found.cheats:
         parts.append(_cheats(found))
@@ -44,10 +44,10 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _alone(found: Found) -> Table:
+def _alone(found: CalibrationResult) -> Table:
     table = _table("Limits of single values", "value", "most seen", "limit", "default")
     limits, defaults = found.spec.limits, LimitsSpec()
-    for name in judged_alone(found.spec.proofs):
+    for name in single_value_limits(found.spec.proofs):
         limit, default = getattr(limits, name), getattr(defaults, name)
         wide = "yellow" if limit > default else "green"
         table.add_row(name, f"{found.largest[name]:.3g}", Text(f"{limit:g}", wide), f"{default:g}")
@@ -56,7 +56,7 @@ def _alone(found: Found) -> Table:
     return table
 
 
-def _levels(found: Found) -> Table:
+def _levels(found: CalibrationResult) -> Table:
     table = _table("Levels of honest work", "statistic", "mean", "spread of one value", "of a group", "counts at most")
     for name in STATISTICS:
         level = getattr(found.spec.limits.honest, name)
@@ -66,7 +66,7 @@ def _levels(found: Found) -> Table:
     return table
 
 
-def _honest(found: Found) -> Table:
+def _honest(found: CalibrationResult) -> Table:
     nats = evidence_limit(found.spec.limits)
     table = _table(
         f"Honest work that no level was fitted to (evidence in nats, the limit is {nats:.1f})",
@@ -96,7 +96,7 @@ def _honest(found: Found) -> Table:
     return table
 
 
-def _cheats(found: Found) -> Table:
+def _cheats(found: CalibrationResult) -> Table:
     table = _table(
         f"Cheats, {found.cheats[0].caught.groups} groups of {found.spec.sampling.group_size} each",
         "cheat",
@@ -121,5 +121,5 @@ def _share(share: float) -> Text:
     return Text(f"{share:.0%}", "green" if share >= 1 else "yellow" if share >= 0.5 else "red")
 
 
-def _reason(one: Outcome) -> str:
+def _reason(one: CheatOutcome) -> str:
     return next((figure for figure, _ in one.by.most_common(1)), "nothing")

@@ -1,4 +1,4 @@
-"""The honest workers of a calibration: every engine and attention kernel at hand, with few slots in flight and many."""
+"""Honest workers of a calibration: every available engine and attention kernel, with few and many slots in flight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from coordinator.calibration.measure import draw
-from coordinator.calibration.slots import Slots
-from node.engine_options import engine_maker
+from coordinator.calibration.slots import SyntheticSlots
+from node.commands.engine_options import engine_maker
 from node.engines.base import Engine
 from node.engines.torch import TorchEngine
 from node.engines.vllm_settings import VllmSettings
@@ -21,11 +21,11 @@ from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 
 IN_FLIGHT = (1, 8, 32)
-"""Slots that a worker has under way together; groups are spread evenly over these."""
+"""Slots a worker has in flight; groups are spread evenly over these."""
 
 
 class EagerEngine(TorchEngine):
-    """The torch engine with attention as plain matrix products, in place of torch's fused kernel."""
+    """Torch engine with attention as plain matrix products, in place of torch's fused kernel."""
 
     async def load(self, path: Path, *, version: int) -> None:
         await super().load(path, version=version)
@@ -33,10 +33,10 @@ class EagerEngine(TorchEngine):
         model.set_attn_implementation("eager")
 
 
-class PlainEngine(TorchEngine):
-    """The torch engine without oneDNN, whose kernels of convolutions and of an LSTM round otherwise.
+class NoOneDnnEngine(TorchEngine):
+    """Torch engine without oneDNN, whose convolution and LSTM kernels round differently.
 
-    The whole process is without it from here to `close`.
+    oneDNN is off in the whole process until `close`.
     """
 
     def __init__(self, spec: RunSpec, *, threads: int = 1) -> None:
@@ -53,8 +53,8 @@ class PlainEngine(TorchEngine):
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """Torch's own kernels in this process."""
-    flags: Any = torch.backends.mkldnn  # its `flags` would change the precision of products, too
+    """Disable oneDNN in this process within the context."""
+    flags: Any = torch.backends.mkldnn  # its `flags` context would also change matmul precision
     before = flags.enabled
     flags.enabled = False
     try:
@@ -64,15 +64,15 @@ def without_onednn() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """An honest worker: what it is called, and what makes its engine, given a folder of its own."""
+class HonestWorker:
+    """An honest worker: its name, and a factory of its engine, given a private folder."""
 
     name: str
     make: Callable[[RunSpec, Path], Engine]
 
     @contextlib.asynccontextmanager
     async def running(self, spec: RunSpec, policy: Path) -> AsyncIterator[Engine]:
-        """Its engine with the policy loaded as version 0."""
+        """Yield the engine with the policy loaded as version 0."""
         with tempfile.TemporaryDirectory() as folder:
             engine = self.make(spec, Path(folder))
             try:
@@ -82,31 +82,31 @@ class Worker:
                 await engine.close()
 
     async def draw(
-        self, spec: RunSpec, policy: Path, slots: Slots, *, groups: int, in_flight: Sequence[int] = IN_FLIGHT
+        self, spec: RunSpec, policy: Path, slots: SyntheticSlots, *, groups: int, in_flight: Sequence[int] = IN_FLIGHT
     ) -> list[list[Rollout]]:
-        """So many groups, in equal parts with each number of slots in flight."""
+        """Draw `groups` groups, in equal parts with each number of slots in flight."""
         drawn: list[list[Rollout]] = []
         async with self.running(spec, policy) as engine:
             for index, at_once in enumerate(in_flight):
                 part = groups * (index + 1) // len(in_flight) - groups * index // len(in_flight)
-                asked = [slots.requests(slot) for slot in slots.take(part)]
-                drawn += await draw(engine, asked, at_once=at_once)
+                requests = [slots.requests(slot) for slot in slots.allocate(part)]
+                drawn += await draw(engine, requests, at_once=at_once)
         return drawn
 
 
 _KERNELS: Mapping[str, type[TorchEngine]] = {"torch sdpa": TorchEngine, "torch eager": EagerEngine}
-_RECURRENT_KERNELS: Mapping[str, type[TorchEngine]] = {"torch": TorchEngine, "torch without oneDNN": PlainEngine}
+_RECURRENT_KERNELS: Mapping[str, type[TorchEngine]] = {"torch": TorchEngine, "torch without oneDNN": NoOneDnnEngine}
 
 
-def make_workers(engines: Sequence[str], *, threads: int | None, recurrent: bool = False) -> list[Worker]:
-    """Those of each of `engines` ("torch", "vllm"), once each, for a policy of attention or a recurrent one."""
-    workers: list[Worker] = []
+def make_workers(engines: Sequence[str], *, threads: int | None, recurrent: bool = False) -> list[HonestWorker]:
+    """Make the workers of each of `engines` ("torch", "vllm"), for a policy with attention or a recurrent one."""
+    workers: list[HonestWorker] = []
     for engine in dict.fromkeys(engines):
         if engine == "torch":
             kernels = _RECURRENT_KERNELS if recurrent else _KERNELS
-            workers += [Worker(name, _torch_maker(made, threads)) for name, made in kernels.items()]
+            workers += [HonestWorker(name, _torch_maker(made, threads)) for name, made in kernels.items()]
         else:
-            workers.append(Worker("vllm", _vllm_maker(threads)))
+            workers.append(HonestWorker("vllm", _vllm_maker(threads)))
     return workers
 
 

@@ -1,4 +1,4 @@
-"""The run as a person sees it in a browser: its own page, one for each submission, and one for auditors.
+"""The run as web pages: its own, one for each submission, and one for auditors.
 
 Served by the coordinator to anybody, so that nothing is shown that its public log and `/v1/status` do not tell, and
 nothing costs more the longer a run has been going. All that was written by strangers passes `visible`, and Jinja's

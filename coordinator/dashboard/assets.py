@@ -57,13 +57,17 @@ class Assets:
         self._held: dict[str, Asset] = {}
 
     def url(self, name: str) -> str:
-        """Where the file is; another path once its bytes are others. Raises StorageFault for what is not served."""
+        """Return the file's path, which changes with its bytes; raises StorageFault for an unknown name."""
         if name not in self._urls:
             raise StorageFault(f"{name} is no asset")
         return self._urls[name]
 
+    def text(self, name: str) -> str:
+        """Return the file's text, for a page that loads nothing."""
+        return _SOURCES[name][1]().decode()
+
     def get(self, version: str, name: str) -> Asset | None:
-        """The file, if that is its digest."""
+        """Return the file, or None if `version` is not its digest."""
         if self._urls.get(name) != f"{PREFIX}/{version}/{name}":
             return None
         with self._lock:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.dashboard.figures import read_entry
-from coordinator.dashboard.words import name_of
-from coordinator.service import Coordinator
+from coordinator.dashboard.formatting import name_of
+from coordinator.run.service import Coordinator
 from coordinator.storage import log
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
 from node.protocol.messages import (
@@ -30,7 +30,7 @@ MAX_LINE: Final = 180
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogLine:
     """A line of the log: what it says, and the submission that it is about."""
 
     index: int
@@ -48,7 +48,7 @@ class AuditView:
     signature: str
     public_key: str
     spec_digest: str
-    entries: Sequence[Entry]
+    entries: Sequence[LogLine]
     first: int
     older: int | None
     newer: int | None
@@ -57,7 +57,7 @@ class AuditView:
 
 
 def read_audit(coordinator: Coordinator, *, at: int | None, now: float) -> AuditView:
-    """The page, with the entries that end before `at`; the newest by default."""
+    """Read the auditor's page, with the log entries that end before `at`; the newest by default."""
     envelope = coordinator.checkpoint(now=now)
     opened = open_envelope(
         envelope, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=MAX_MESSAGE_BYTES
@@ -82,18 +82,18 @@ def read_audit(coordinator: Coordinator, *, at: int | None, now: float) -> Audit
     )
 
 
-def _entry(index: int, leaf: bytes) -> Entry:
+def _entry(index: int, leaf: bytes) -> LogLine:
     entry = read_entry(leaf)
     match entry:
         case RunEntry():
-            return Entry(index, "run", f"rules {entry.spec_digest[:16]}…", "")
+            return LogLine(index, "run", f"rules {entry.spec_digest[:16]}…", "")
         case PolicyEntry():
-            return Entry(index, "policy", f"policy {entry.version}, manifest {entry.manifest_digest[:16]}…", "")
+            return LogLine(index, "policy", f"policy {entry.version}, manifest {entry.manifest_digest[:16]}…", "")
         case BatchEntry():
-            return Entry(index, "batch", f"step {entry.step + 1} uses {len(entry.submissions):,} groups", "")
+            return LogLine(index, "batch", f"step {entry.step + 1} uses {len(entry.submissions):,} groups", "")
         case VerdictEntry():
             why = f", {name_of(entry.reason)}" if entry.reason is not None else ""
             again = ", second verdict" if entry.recheck else ""
             text = f"slot {entry.version}/{entry.slot} {entry.outcome.value}{why}{again}"
-            return Entry(index, "verdict", text, entry.submission)
-    return Entry(index, "unknown", leaf[:MAX_LINE].decode(errors="replace"), "")
+            return LogLine(index, "verdict", text, entry.submission)
+    return LogLine(index, "unknown", leaf[:MAX_LINE].decode(errors="replace"), "")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Final
 
-from coordinator.ending import Ending
-from coordinator.limits import TooManyRequests, network_of
+from coordinator.http.rate_limits import TooManyRequests, network_of
+from coordinator.http.shutdown import Ending
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Sections:
         return f"{self._boot}-{self.revision}"
 
     def update(self, texts: Mapping[str, str]) -> bool:
-        """Take what there is now; False if all of it was so before."""
+        """Replace the sections by the present ones; return whether any changed."""
         changed = {name: text for name, text in texts.items() if self._texts.get(name, (0, None))[1] != text}
         if changed:
             self.revision += 1
@@ -63,7 +63,7 @@ class Sections:
         return bool(changed)
 
     def since(self, mark: str) -> dict[str, str]:
-        """What has changed after `mark`; everything for a mark that is not this process's."""
+        """Return what has changed after `mark`; everything for a mark that is not this process's."""
         boot, _, number = mark.partition("-")
         last = int(number) if boot == self._boot and number.isdecimal() and len(number) < 16 else 0
         return {name: text for name, (revision, text) in self._texts.items() if revision > last}
@@ -103,12 +103,12 @@ class EventHub:
         return len(self._seats)
 
     async def now(self, mark: str) -> dict[str, object]:
-        """What has changed after `mark`, for who cannot hold a stream open."""
+        """Return what has changed after `mark`, for clients that poll."""
         self._sections.update(await self._read())
         return {"mark": self._sections.mark, "sections": self._sections.since(mark)}
 
     def enter(self, address: str) -> Seat:
-        """Room for a stream to `address`, to be given back by `leave`. Raises TooManyRequests."""
+        """Reserve a stream to `address`, to be released by `leave`. Raises TooManyRequests."""
         network = network_of(address)
         if self._from[network] >= self._limits.per_address or len(self._seats) >= self._limits.streams:
             raise TooManyRequests("Too many open streams.", retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -130,7 +130,7 @@ class EventHub:
             self._producer = None
 
     async def stream(self, seat: Seat, *, mark: str) -> AsyncIterator[bytes]:
-        """Everything that has changed after `mark`, then what changes, until it has been going for long enough."""
+        """Yield everything that has changed after `mark`, then changes, up to the stream's time limit."""
         if self._producer is None:
             self._producer = asyncio.create_task(self._produce())
         ends = time.monotonic() + self._longest
@@ -153,8 +153,8 @@ class EventHub:
             try:
                 changed = self._sections.update(await self._read())
             except Exception:
-                # The next look may find the database back.
-                log.warning("the run's page could not be brought up to date", exc_info=True)
+                # The database may be back at the next tick.
+                log.warning("dashboard not updated; retrying in %.1f s", self._tick, exc_info=True)
                 changed = False
             if changed:
                 for seat in self._seats:
@@ -162,7 +162,7 @@ class EventHub:
             await asyncio.sleep(self._tick)
 
     def _message(self, mark: str) -> bytes:
-        """An event with what has changed after `mark`; those who saw the same before share its bytes."""
+        """Encode the event with what has changed after `mark`; cached, since most clients have the same mark."""
         if self._encoded[:2] != (mark, self._sections.mark):
             data = json.dumps(self._sections.since(mark), separators=(",", ":"))
             event = f"id: {self._sections.mark}\nevent: sections\ndata: {data}\n\n".encode()

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from sqlalchemy import Connection, and_, func, select
 
-from coordinator.dashboard.history import History, PublishedPolicy, Step
+from coordinator.dashboard.history import History, Step
 from coordinator.dashboard.relay_tree import RelayView, relay_view
-from coordinator.relays import RelayRegistry
-from coordinator.status import banned_nodes, finished_steps, slot_counts
-from coordinator.storage import log, tallies, work
-from coordinator.storage.schema import SubmissionState, nodes, submissions, verdict_tallies
+from coordinator.run.relays import RelayRegistry
+from coordinator.storage import log, nodes, tallies, work
+from coordinator.storage.database import Connection
+from coordinator.storage.steps import PublishedPolicy, finished_steps
+from coordinator.storage.submissions import queue_length
 from coordinator.storage.tallies import DAY, HOUR, MINUTE, Kind, Tally
+from coordinator.storage.totals import first_verdict_at, slot_counts
 from node.protocol.admission import Outcome
 from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
 from node.protocol.reasons import Reason
@@ -62,7 +63,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Latest:
+class LatestVerdict:
     """A verdict from the end of the log."""
 
     index: int
@@ -79,7 +80,7 @@ class Latest:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunPage:
     """Everything on the run's page but its table of workers."""
 
     now: float
@@ -104,7 +105,7 @@ class Figures:
     relays: RelayView
     slots: dict[str, int]
     log_size: int
-    latest: Sequence[Latest]
+    latest: Sequence[LatestVerdict]
 
     @property
     def is_over(self) -> bool:
@@ -113,15 +114,15 @@ class Figures:
 
 def read_figures(
     connection: Connection, registry: RelayRegistry, history: History, *, spec: RunSpec, now: float
-) -> Figures:
-    """The run as it is at this moment."""
+) -> RunPage:
+    """Read the run as it is at `now` (Unix seconds)."""
     at = work.progress(connection)
     whole = tallies.whole_run(connection)
     first = [tally for tally in whole if tally.kind is not Kind.SECOND]
     slots = slot_counts(connection)
     width, buckets = _over_time(connection, now=now)
     log_size = log.size(connection)
-    return Figures(
+    return RunPage(
         now=now,
         head=at.head,
         next_step=at.next_step,
@@ -149,7 +150,7 @@ def read_figures(
 
 
 def reasons_of(counted: Sequence[Tally]) -> list[tuple[Reason, int]]:
-    """Why submissions were rejected, the most frequent reason first."""
+    """Count rejections by reason, the most frequent first."""
     found = Counter[Reason]()
     for tally in counted:
         if tally.outcome is Outcome.REJECTED and tally.reason is not None:
@@ -162,9 +163,8 @@ def _count(counted: Sequence[Tally], outcome: Outcome) -> int:
 
 
 def _over_time(connection: Connection, *, now: float) -> tuple[int, list[Tally]]:
-    """First verdicts by the finest width in which the whole run fits on the page."""
-    begun = select(func.min(verdict_tallies.c.start)).where(verdict_tallies.c.width == MINUTE)
-    start = connection.execute(begun).scalar()
+    """Read first verdicts in buckets of the finest width in which the whole run fits on the page."""
+    start = first_verdict_at(connection)
     age = 0.0 if start is None else now - start
     width = next((width for width in (MINUTE, HOUR) if age <= width * (_MOST_BUCKETS[width] - 1)), DAY)
     since = int(now) // width * width - width * (_MOST_BUCKETS[width] - 1)
@@ -188,27 +188,21 @@ def _recent(counted: Sequence[Tally], *, now: float) -> Recent:
 
 
 def _queue(connection: Connection, *, now: float) -> Queue:
-    waiting = submissions.c.state.in_((SubmissionState.QUEUED, SubmissionState.VERIFYING))
-    # Not `recheck IS NULL`, of which there is an index: nearly all submissions are in it.
-    first = and_(waiting, func.coalesce(submissions.c.recheck, "") == "")
-    depth, oldest = connection.execute(select(func.count(), func.min(submissions.c.received_at)).where(first)).one()
-    all_waiting = connection.execute(select(func.count()).where(waiting)).scalar_one()
-    age = 0.0 if oldest is None else max(0.0, now - oldest)
-    return Queue(depth=int(depth), oldest_seconds=age, rechecks=int(all_waiting) - int(depth))
+    waiting = queue_length(connection)
+    age = 0.0 if waiting.oldest_at is None else max(0.0, now - waiting.oldest_at)
+    return Queue(depth=waiting.first, oldest_seconds=age, rechecks=waiting.second)
 
 
 def _workers(connection: Connection, *, spec: RunSpec, now: float) -> Workers:
-    registered = connection.execute(select(func.count()).select_from(nodes)).scalar_one()
-    lately = select(func.count()).where(nodes.c.seen_at >= now - AT_WORK_SECONDS)
     return Workers(
-        registered=int(registered),
-        at_work=int(connection.execute(lately).scalar_one()),
-        banned=banned_nodes(connection, rules=spec.standing),
+        registered=nodes.count_registered(connection),
+        at_work=nodes.count_seen_since(connection, now - AT_WORK_SECONDS),
+        banned=nodes.count_banned(connection, ban_after=spec.standing.ban_after),
     )
 
 
-def _latest(connection: Connection, size: int) -> list[Latest]:
-    """The newest verdicts among the last entries of the log."""
+def _latest(connection: Connection, size: int) -> list[LatestVerdict]:
+    """Read the newest verdicts among the last entries of the log."""
     found = []
     for index, leaf in enumerate(log.leaves(connection, max(0, size - _LOG_TAIL), size), max(0, size - _LOG_TAIL)):
         if not leaf.startswith(b'{"type":"verdict"'):
@@ -220,7 +214,7 @@ def _latest(connection: Connection, size: int) -> list[Latest]:
 
 
 def read_entry(leaf: bytes) -> LogEntry | None:
-    """An entry of the log; None for what another release has written."""
+    """Decode a log entry; return None for one that another release has written."""
     try:
         entry: LogEntry = decode(LogEntry, leaf, max_bytes=MAX_ENTRY_BYTES)  # type: ignore[arg-type]
     except (Malformed, msgspec.ValidationError):
@@ -228,8 +222,8 @@ def read_entry(leaf: bytes) -> LogEntry | None:
     return entry
 
 
-def _latest_of(index: int, entry: VerdictEntry) -> Latest:
-    return Latest(
+def _latest_of(index: int, entry: VerdictEntry) -> LatestVerdict:
+    return LatestVerdict(
         index=index,
         submission=entry.submission,
         node=entry.node,

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from sqlalchemy import Connection, func, select
-
-from coordinator.curves import kept_stats
-from coordinator.storage.schema import groups, policies, steps
+from coordinator.metrics.curves import kept_stats
+from coordinator.storage.database import Connection
+from coordinator.storage.steps import PublishedPolicy, policies_after, steps_with_rewards
 
 READ_AT_ONCE: Final = 500
 REREAD: Final = 2
@@ -36,12 +35,6 @@ class Step:
     stats: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedPolicy:
-    version: int
-    published_at: float
-
-
 @dataclass(slots=True)
 class History:
     """What is known of a run's steps and policies; safe to use from several threads."""
@@ -51,7 +44,7 @@ class History:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def steps(self, connection: Connection) -> list[Step]:
-        """All of them, in their order."""
+        """Return all of them, in order."""
         with self._lock:
             first = max(0, len(self._steps) - REREAD)
             while self._read_steps(connection, first) == READ_AT_ONCE:
@@ -59,34 +52,14 @@ class History:
             return list(self._steps.values())
 
     def _read_steps(self, connection: Connection, first: int) -> int:
-        value = groups.c.reward_mean
-        spread = (
-            select(
-                groups.c.step,
-                func.avg(value).label("mean"),
-                func.avg(value * value).label("square"),
-                func.min(value).label("low"),
-                func.max(value).label("high"),
-            )
-            .where(groups.c.step >= first, groups.c.step < first + READ_AT_ONCE)
-            .group_by(groups.c.step)
-            .subquery()
-        )
-        query = (
-            select(steps, spread.c.mean, spread.c.square, spread.c.low, spread.c.high)
-            .outerjoin(spread, spread.c.step == steps.c.step)
-            .where(steps.c.step >= first, steps.c.step < first + READ_AT_ONCE)
-            .order_by(steps.c.step)
-        )
-        rows = connection.execute(query).all()
-        for row in rows:
-            known = row.mean is not None
+        rows = steps_with_rewards(connection, first, most=READ_AT_ONCE)
+        for row, rewards in rows:
             self._steps[row.step] = Step(
                 step=row.step,
                 reward=row.reward_mean,
-                spread=math.sqrt(max(0.0, row.square - row.mean**2)) if known else 0.0,
-                low=row.low if known else row.reward_mean,
-                high=row.high if known else row.reward_mean,
+                spread=math.sqrt(max(0.0, rewards.mean_square - rewards.mean**2)) if rewards else 0.0,
+                low=rewards.low if rewards else row.reward_mean,
+                high=rewards.high if rewards else row.reward_mean,
                 staleness=row.staleness_mean,
                 assigned_at=row.assigned_at,
                 finished_at=row.finished_at,
@@ -95,10 +68,8 @@ class History:
         return len(rows)
 
     def policies(self, connection: Connection) -> list[PublishedPolicy]:
-        """All of them, in their order."""
+        """Return all of them, in order."""
         with self._lock:
             last = self._policies[-1].version if self._policies else -1
-            query = select(policies.c.version, policies.c.published_at).where(policies.c.version > last)
-            for row in connection.execute(query.order_by(policies.c.version)):
-                self._policies.append(PublishedPolicy(row.version, row.published_at))
+            self._policies.extend(policies_after(connection, last))
             return list(self._policies)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from sqlalchemy import Connection, select
-
-from coordinator.relays import RELAY_SECONDS, RelayRegistry
-from coordinator.storage.schema import relays
+from coordinator.run.relays import RELAY_SECONDS, RelayRegistry
+from coordinator.storage.database import Connection
+from coordinator.storage.relays import relays_seen_since
 
 MOST_LABELLED: Final = 24
 """So many are drawn line by line, with their names; more as a ring, which has room for hundreds on a phone."""
@@ -74,9 +73,8 @@ class _Vertex:
 
 
 def relay_view(connection: Connection, registry: RelayRegistry, *, head: int, now: float) -> RelayView:
-    """The relays that announced themselves lately, in the first of the trees that they are advised of."""
-    query = select(relays.c.node, relays.c.url, relays.c.version).where(relays.c.seen_at >= now - RELAY_SECONDS)
-    rows = connection.execute(query.order_by(relays.c.node)).all()
+    """Lay out the relays that announced themselves recently, in the first of their trees."""
+    rows = relays_seen_since(connection, now - RELAY_SECONDS)
     known = {row.node: _Vertex(row.node, row.url, row.version) for row in rows}
     versions = [min(row.version, head) for row in rows if row.version is not None]
     shown = range(head, max(-1, head - 4), -1)

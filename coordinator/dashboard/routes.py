@@ -17,8 +17,9 @@ from coordinator.dashboard.events import DEFAULT_STREAM_LIMITS, EventHub, Seat, 
 from coordinator.dashboard.pages import Pages
 from coordinator.dashboard.submissions import read_record, view_of
 from coordinator.dashboard.workers import read_asked
-from coordinator.door import address_of
-from coordinator.service import Coordinator
+from coordinator.http.middleware import address_of
+from coordinator.http.shutdown import Ending
+from coordinator.run.service import Coordinator
 from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import MAX_INTEGER, is_digest
 
@@ -55,7 +56,9 @@ _LEAST_COMPRESSED: Final = 1024
 _Text = Annotated[str, Query(max_length=100)]
 
 
-def add_dashboard(app: FastAPI, coordinator: Coordinator, *, limits: StreamLimits = DEFAULT_STREAM_LIMITS) -> None:
+def add_dashboard(
+    app: FastAPI, coordinator: Coordinator, *, ending: Ending, limits: StreamLimits = DEFAULT_STREAM_LIMITS
+) -> None:
     """Serve the pages of `coordinator` from `app`."""
     assets = Assets()
     pages = Pages(coordinator, assets)
@@ -63,7 +66,7 @@ def add_dashboard(app: FastAPI, coordinator: Coordinator, *, limits: StreamLimit
     async def read_sections() -> dict[str, str]:
         return await run_in_threadpool(pages.sections)
 
-    hub = EventHub(read_sections, limits=limits, ending=app.state.ending)
+    hub = EventHub(read_sections, limits=limits, ending=ending)
     _page_routes(app, coordinator, pages)
     _live_routes(app, hub)
 

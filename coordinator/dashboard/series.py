@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.curves import KINDS, Curve, Kind, curves, mean_stats, round_up
-from coordinator.dashboard.figures import Figures
+from coordinator.dashboard.figures import RunPage
+from coordinator.dashboard.formatting import minute, name_of, number, seconds
 from coordinator.dashboard.history import Step
-from coordinator.dashboard.words import minute, name_of, number, seconds
+from coordinator.metrics.curves import KINDS, Curve, CurveKind, curves, mean_stats, round_up
 from coordinator.storage.tallies import DAY, MINUTE, Tally
 from node.protocol.admission import Outcome
 
@@ -45,14 +45,14 @@ class Plots:
 
     data: dict[str, Any]
     reward: Picture | None
-    training: tuple[tuple[Kind, Picture | None], ...]
+    training: tuple[tuple[CurveKind, Picture | None], ...]
     verdicts: Picture | None
     tokens: Picture | None
     wait: Picture | None
 
 
-def plots_of(figures: Figures) -> Plots:
-    """What there is to draw; a plot without a value is None."""
+def plots_of(figures: RunPage) -> Plots:
+    """Compute the plots; one without a value is None."""
     rewards = _rewards(figures.steps)
     trained = curves([mean_stats([step.stats for step in part]) for part in _parts(figures.steps)], but=APART)
     starts, verdicts = _verdicts(figures)
@@ -76,7 +76,7 @@ def plots_of(figures: Figures) -> Plots:
 
 
 def _rewards(steps: Sequence[Step]) -> dict[str, list[float]]:
-    """Each step, or the mean of as many neighbours as make MOST_POINTS points of them."""
+    """Return the reward by step, averaged over neighbours to at most MOST_POINTS points."""
     parts = _parts(steps)
     return {
         "step": [part[-1].step + 1 for part in parts],
@@ -88,7 +88,7 @@ def _rewards(steps: Sequence[Step]) -> dict[str, list[float]]:
 
 
 def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
-    """As many neighbours together as make MOST_POINTS points of all of them."""
+    """Group neighbours into at most MOST_POINTS parts."""
     stride = max(1, -(-len(steps) // MOST_POINTS))
     return [steps[start : start + stride] for start in range(0, len(steps), stride)]
 
@@ -101,8 +101,8 @@ def _significant(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def _verdicts(figures: Figures) -> tuple[list[int], list[dict[str, Any]]]:
-    """The starts of all buckets, empty ones included, and for each kind of verdict how many there are in each."""
+def _verdicts(figures: RunPage) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the starts of all buckets, empty ones included, and each kind of verdict's counts."""
     if not figures.buckets:
         return [], []
     width = figures.width
@@ -130,8 +130,8 @@ def _kind(tally: Tally, named: set[Any]) -> str:
     return tally.reason.value if tally.reason in named else "other"
 
 
-def _rates(figures: Figures, starts: Sequence[int]) -> tuple[Values, Values, Values, Values]:
-    """In each bucket tokens and slots a minute, and mean and longest wait; None where there is nothing to say."""
+def _rates(figures: RunPage, starts: Sequence[int]) -> tuple[Values, Values, Values, Values]:
+    """Return tokens and slots a minute, mean and longest wait by bucket; None where unknown."""
     slots, tokens, waits, longest = ([0.0] * len(starts) for _ in range(4))
     for tally in figures.buckets:
         at = (tally.start - starts[0]) // figures.width
@@ -184,8 +184,8 @@ def _along_steps(steps: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"step {steps[at]:g}" if at == 0 else f"{steps[at]:g}" for at in shown)
 
 
-def _training_pictures(drawn: Sequence[Curve], steps: Sequence[float]) -> tuple[tuple[Kind, Picture | None], ...]:
-    """Each of KINDS has a place on the page, since a statistic may come with a later step."""
+def _training_pictures(drawn: Sequence[Curve], steps: Sequence[float]) -> tuple[tuple[CurveKind, Picture | None], ...]:
+    """Return a plot or None for each of KINDS: a statistic may come with a later step."""
     found = {curve.kind: curve for curve in drawn}
     return tuple((kind, _curve_picture(found.get(kind), steps)) for kind in KINDS if kind.key not in APART)
 
@@ -217,7 +217,7 @@ def _bars(verdicts: Sequence[dict[str, Any]], along: tuple[str, ...]) -> Picture
 
 
 def _colour(key: str, place: int) -> str:
-    """As run.js has it."""
+    """Return the class of a kind of verdict; the same colours as in run.js."""
     return {"admitted": "k0", "other": "k5", "undecided": "k7"}.get(key) or ("k1", "k2", "k3", "k4", "k6")[place - 1]
 
 
@@ -237,7 +237,7 @@ def _area(
 
 
 def _path(values: Sequence[float | None], top: float, *, back: bool = False) -> str:
-    """A line through `values` from left to right; with `back` one that goes on from another's end to the left."""
+    """Draw `values` from left to right, or with `back` onwards from another path's end to the left."""
     each = 100 / max(1, len(values) - 1)
     points = [(at * each, 100 - 100 * value / top) for at, value in enumerate(values) if value is not None]
     if len(points) == 1 and not back:

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, select
-
 from coordinator.dashboard.figures import read_entry
+from coordinator.dashboard.formatting import name_of, number
 from coordinator.dashboard.verdict_words import GROUP_FIGURES, headline, why
 from coordinator.dashboard.visible import visible
-from coordinator.dashboard.words import name_of, number
 from coordinator.errors import StorageFault
-from coordinator.evidence import (
+from coordinator.storage import log
+from coordinator.storage.blobs import BlobStore
+from coordinator.storage.database import Connection
+from coordinator.storage.submissions import SubmissionRow, step_of, submission_row
+from coordinator.verifier.evidence import (
     MAX_BLOB_BYTES,
     ChunkEvidence,
     Evidence,
@@ -24,9 +26,6 @@ from coordinator.evidence import (
     halves,
     token_ids,
 )
-from coordinator.storage import log
-from coordinator.storage.blobs import BlobStore
-from coordinator.storage.schema import groups, slots, submissions
 from node.protocol import merkle
 from node.protocol.admission import limit_of
 from node.protocol.messages import VerdictEntry
@@ -45,7 +44,7 @@ SHOWN_REPLY: Final = 100
 MARGIN_STEPS: Final = (0.001, 0.01, 0.1, 0.5, 1.0)
 """Where the colours of margins change, as shares of the limit of a token's margin."""
 
-_UNREADABLE: Final = (Reason.NOT_PARQUET, Reason.WRONG_SCHEMA, Reason.WRONG_GROUP_SIZE)
+_UNREADABLE: Final = (Reason.MALFORMED_SUBMISSION, Reason.WRONG_SCHEMA, Reason.WRONG_GROUP_SIZE)
 _CHUNK_FIGURES: Final = (
     ("exponent_mismatches", "exponent mismatches", "TOPLOC: values of the chunk whose exponents differ"),
     ("mantissa_mean", "mantissa, mean", "TOPLOC: how far the other mantissas are apart on average"),
@@ -92,7 +91,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RolloutRow:
     """One completion; `shown` are as many of its `count` tokens as fit on the page, `kept` how many there were kept."""
 
     number: int
@@ -121,7 +120,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ShownVerdict:
     """One entry of the log about the submission."""
 
     entry: VerdictEntry
@@ -147,10 +146,10 @@ class SubmissionView:
     decided_at: float | None
     attempts: int
     step: int | None
-    judgements: Sequence[Judgement]
+    judgements: Sequence[ShownVerdict]
     prompt: str
     prompt_tokens: int
-    rows: Sequence[Row]
+    rows: Sequence[RolloutRow]
     chosen: int
     missing: str
     chunk_names: Sequence[tuple[str, str, str]]
@@ -162,25 +161,25 @@ class Record:
     """What the database has of a submission: its row, the step that used it, and what the log says of it."""
 
     submission: str
-    row: Any
+    row: SubmissionRow
     step: int | None
-    judgements: Sequence[Judgement]
+    judgements: Sequence[ShownVerdict]
 
 
 def read_record(connection: Connection, submission: str, *, spec: RunSpec) -> Record | None:
-    """What is known of `submission`; None if nobody sent one with this id."""
-    found = connection.execute(_query(submission)).first()
+    """Read what is known of `submission`; return None if there is none with this id."""
+    found = submission_row(connection, submission)
     if found is None:
         return None
     size = log.size(connection)
     indices = [index for index in (found.log_index, found.recheck_index) if index is not None]
     judgements = [one for index in indices if (one := _judgement(connection, index, size, spec=spec)) is not None]
-    step = connection.execute(select(groups.c.step).where(groups.c.submission == submission)).scalar()
+    step = step_of(connection, submission)
     return Record(submission, found, step, judgements)
 
 
 def view_of(record: Record, blobs: BlobStore, *, spec: RunSpec, row: int | None) -> SubmissionView:
-    """The page, with the tokens of completion `row` before those of the others."""
+    """Build the page, with the tokens of completion `row` before those of the others."""
     found, judgements = record.row, record.judgements
     evidence, missing = _evidence(blobs, found, decided=bool(judgements))
     entry = judgements[-1].entry if judgements else None
@@ -193,7 +192,7 @@ def view_of(record: Record, blobs: BlobStore, *, spec: RunSpec, row: int | None)
         body=found.body,
         body_bytes=found.body_bytes,
         version=found.version,
-        slot=found.number,
+        slot=found.slot,
         state=found.state,
         received_at=found.received_at,
         decided_at=found.decided_at,
@@ -212,25 +211,7 @@ def view_of(record: Record, blobs: BlobStore, *, spec: RunSpec, row: int | None)
     )
 
 
-def _query(submission: str) -> Any:
-    names = (
-        "node",
-        "request",
-        "body",
-        "body_bytes",
-        "state",
-        "received_at",
-        "decided_at",
-        "attempts",
-        "evidence",
-        "reason",
-    )
-    columns = [submissions.c[name] for name in (*names, "log_index", "recheck_index")]
-    joined = select(*columns, slots.c.version, slots.c.number).join(slots, slots.c.id == submissions.c.slot_id)
-    return joined.where(submissions.c.submission == submission)
-
-
-def _judgement(connection: Connection, index: int, size: int, *, spec: RunSpec) -> Judgement | None:
+def _judgement(connection: Connection, index: int, size: int, *, spec: RunSpec) -> ShownVerdict | None:
     leaves = log.leaves(connection, index, index + 1)
     entry = read_entry(leaves[0]) if leaves else None
     if not isinstance(entry, VerdictEntry):
@@ -243,11 +224,11 @@ def _judgement(connection: Connection, index: int, size: int, *, spec: RunSpec) 
         path=[one.hex() for one in log.inclusion(connection, index, size)],
         root=log.root(connection, size).hex(),
     )
-    return Judgement(entry, proof, headline(entry), why(entry, spec), _figures(entry, spec.limits))
+    return ShownVerdict(entry, proof, headline(entry), why(entry, spec), _figures(entry, spec.limits))
 
 
 def _figures(entry: VerdictEntry, limits: LimitsSpec) -> list[tuple[str, str, str, Cell]]:
-    """The group's figures of the log, with their limits."""
+    """Return the group's figures from the log, with their limits."""
     if entry.figures is None:
         return []
     found = []
@@ -264,7 +245,7 @@ def _cell(value: float, limit: float) -> Cell:
 
 
 def _evidence(blobs: BlobStore, found: Any, *, decided: bool) -> tuple[Evidence | None, str]:
-    """What was kept, or why there is nothing."""
+    """Load the evidence, or say why there is none."""
     if found.evidence is None:
         if not decided:
             return None, "The verifier has not judged it yet."
@@ -296,8 +277,8 @@ def _rows(
     *,
     chosen: int,
     limits: LimitsSpec,
-) -> list[Row]:
-    """All completions; tokens of the chosen one, then of the others as far as they fit."""
+) -> list[RolloutRow]:
+    """Return all completions, with tokens of the chosen one, then of the others as far as they fit."""
     left, shown = MOST_TOKENS, {}
     for number_ in (chosen, *(at for at in range(len(evidence.rows)) if at != chosen)):
         own = evidence.rows[number_]
@@ -305,7 +286,7 @@ def _rows(
         left -= len(shown[number_])
     failed = entry.finding.row if entry is not None and entry.finding is not None else None
     return [
-        Row(
+        RolloutRow(
             number=at,
             count=row.tokens,
             kept=len(row.pieces),
@@ -350,7 +331,7 @@ def _tokens(row: RowEvidence, limits: LimitsSpec, *, most: int) -> list[Token]:
 
 
 def _grade(margin: float, limits: LimitsSpec) -> int:
-    """0 for a token that is as good as forced, up to 5 for one beyond the limit."""
+    """Grade a token's margin: 0 for as good as forced, up to 5 for beyond the limit."""
     if math.isnan(margin):
         return len(MARGIN_STEPS)
     steps = [share * limits.token_margin for share in MARGIN_STEPS]
@@ -358,7 +339,7 @@ def _grade(margin: float, limits: LimitsSpec) -> int:
 
 
 def _grades(limits: LimitsSpec) -> list[str]:
-    """What each colour means, from grade 0 on."""
+    """Return what each colour means, from grade 0 on."""
     steps = [number(share * limits.token_margin, 2) for share in MARGIN_STEPS]
     return [f"up to {step}" for step in steps] + [f"above {steps[-1]}, the limit"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from coordinator.dashboard.words import meaning_of, name_of, number
+from coordinator.dashboard.formatting import meaning_of, name_of, number
 from node.protocol.admission import DRIFT, Finding, Outcome
 from node.protocol.messages import VerdictEntry
 from node.protocol.run import RunSpec
@@ -22,7 +22,7 @@ GROUP_FIGURES: Final = {
 
 
 def headline(entry: VerdictEntry) -> str:
-    """What was decided, in a few words."""
+    """Summarise the decision in a few words."""
     again = "On a second look " if entry.recheck else ""
     verb = {
         Outcome.ADMITTED: "admitted",
@@ -34,7 +34,7 @@ def headline(entry: VerdictEntry) -> str:
 
 
 def why(entry: VerdictEntry, spec: RunSpec) -> str:
-    """The verdict in plain words."""
+    """Explain the verdict in plain words."""
     if entry.outcome is Outcome.ADMITTED:
         if entry.spot is not None:
             return (

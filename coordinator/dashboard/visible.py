@@ -58,5 +58,5 @@ def _shown(character: str, *, lines: bool) -> str:
 
 
 def short(digest: str) -> str:
-    """A digest or a key as people compare them."""
+    """Shorten a digest or key to what people compare."""
     return f"{digest[:8]}…{digest[-4:]}" if len(digest) > 16 else visible(digest)

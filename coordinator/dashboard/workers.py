@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-from sqlalchemy import Connection, literal, select, tuple_
+from typing import Final
 
 from coordinator.dashboard.figures import AT_WORK_SECONDS
-from coordinator.storage.schema import nodes
+from coordinator.storage import nodes
+from coordinator.storage.database import Connection
+from coordinator.storage.nodes import ORDERS, NodeRow
 from coordinator.storage.standing import wait_seconds
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.standing import Standing
 
 ROWS: Final = 25
-SORTS: Final = {"credit": nodes.c.tokens, "seen": nodes.c.seen_at, "rejected": nodes.c.rejected}
 _PREFIX: Final = re.compile(r"[0-9a-f]{0,64}")
 _AFTER: Final = re.compile(r"([0-9.]{1,20}):([0-9a-f]{64})")
 
@@ -32,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerRow:
     node: str
     engine: str
     state: str
@@ -52,14 +51,14 @@ class WorkerTable:
     """At most ROWS of them, and where the next ones begin."""
 
     asked: Asked
-    rows: Sequence[Worker]
+    rows: Sequence[WorkerRow]
     next_after: str
 
 
 def read_asked(sort: str, after: str, find: str) -> Asked:
-    """From an address. Raises Refusal."""
+    """Parse the query parameters of the table. Raises Refusal."""
     find = find.strip().lower()
-    if sort not in SORTS or not _PREFIX.fullmatch(find):
+    if sort not in ORDERS or not _PREFIX.fullmatch(find):
         raise Refusal(Reason.BAD_REQUEST, "Sort by credit, seen or rejected; an id has hexadecimal digits.")
     if not after:
         return Asked(sort, None, find)
@@ -71,34 +70,25 @@ def read_asked(sort: str, after: str, find: str) -> Asked:
 
 
 def read_workers(connection: Connection, asked: Asked, *, spec: RunSpec, now: float) -> WorkerTable:
-    """The rows that were asked for. Whoever registered and did nothing comes last, or as it was seen."""
-    columns, by = nodes.c, SORTS[asked.sort]
-    names = ("node", "engine", "admitted", "rejected", "tokens", "verified", "strikes", "not_before", "seen_at")
-    query = select(*(columns[name] for name in names))
+    """Read the requested rows, at most ROWS of them."""
     if asked.find:
-        # Hexadecimal digits sort before "g", in every collation.
-        query = query.where(columns.node >= asked.find, columns.node < f"{asked.find}g").order_by(columns.node)
-        if asked.after is not None:
-            query = query.where(columns.node > asked.after[1])
+        after = "" if asked.after is None else asked.after[1]
+        rows = nodes.list_by_prefix(connection, asked.find, after=after, most=ROWS + 1)
     else:
-        query = query.order_by(by.desc(), columns.node.desc())
-        if asked.after is not None:
-            value = asked.after[0] if asked.sort == "seen" else int(asked.after[0])
-            query = query.where(tuple_(by, columns.node) < tuple_(literal(value, by.type), literal(asked.after[1])))
-    rows = connection.execute(query.limit(ROWS + 1)).all()
+        rows = nodes.list_by(connection, asked.sort, after=asked.after, most=ROWS + 1)
     shown = [_worker(row, spec=spec, now=now) for row in rows[:ROWS]]
     last = rows[ROWS - 1] if len(rows) > ROWS else None
     return WorkerTable(asked, shown, "" if last is None else f"{_value(last, asked.sort)}:{last.node}")
 
 
-def _value(row: Any, sort: str) -> str:
+def _value(row: NodeRow, sort: str) -> str:
     return {"credit": str(row.tokens), "seen": repr(row.seen_at), "rejected": str(row.rejected)}[sort]
 
 
-def _worker(row: Any, *, spec: RunSpec, now: float) -> Worker:
+def _worker(row: NodeRow, *, spec: RunSpec, now: float) -> WorkerRow:
     standing = Standing(row.verified, row.strikes)
     state, said = _state(row, standing, spec=spec, now=now)
-    return Worker(
+    return WorkerRow(
         node=row.node,
         engine=row.engine,
         state=state,
@@ -114,7 +104,7 @@ def _worker(row: Any, *, spec: RunSpec, now: float) -> Worker:
     )
 
 
-def _state(row: Any, standing: Standing, *, spec: RunSpec, now: float) -> tuple[str, str]:
+def _state(row: NodeRow, standing: Standing, *, spec: RunSpec, now: float) -> tuple[str, str]:
     if standing.is_banned(spec.standing):
         return "banned", "gets no more work"
     if wait_seconds(row.not_before, batch=spec.batch, now=now) > 0:

@@ -1,1 +1,1 @@
-"""The run's state: a database that only grows by transactions, and content-addressed blobs."""
+"""The run's state: a database and content-addressed blobs."""

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, func, select, union_all
 
-from coordinator.storage import standing, work
+from coordinator.storage import stakes, standing, work
 from coordinator.storage.schema import RECHECK_DUE, log_entries, nodes, submissions
-from coordinator.storage.stakes import StakeRegistry
-from coordinator.storage.verdicts import LOCAL_LEDGER
-from node.exchange import printable
+from node.client.http import printable
 from node.protocol.admission import Outcome
 from node.protocol.messages import MAX_ENTRY_BYTES, MAX_REJECTIONS, NodeStanding, Rejection, VerdictEntry
 from node.protocol.reasons import Reason
@@ -22,9 +20,7 @@ from shardcast.wire import decode
 MAX_DETAIL = 200
 
 
-def standing_report(
-    connection: Connection, node: str, *, spec: RunSpec, now: float, stakes: StakeRegistry = LOCAL_LEDGER
-) -> NodeStanding:
+def standing_report(connection: Connection, node: str, *, spec: RunSpec, now: float) -> NodeStanding:
     """The node's standing as it is now; one that the run does not know has none, and may register."""
     row = connection.execute(select(nodes).where(nodes.c.node == node)).first()
     of_slots = Standing() if row is None else Standing(verified=row.verified, strikes=row.strikes)

@@ -33,6 +33,15 @@ class BlobStore(abc.ABC):
         """Store a run's first blob; raises BadConfiguration where a setting keeps that from working."""
         self.put(data)
 
+    @property
+    def uploads(self) -> UploadStore | None:
+        """The store as one that takes uploads; None if it does not."""
+        return None
+
+    def sync(self) -> None:
+        """Make the names of all blobs durable, as their content is already."""
+        return
+
     def clear_leftovers(self) -> None:
         """Remove what killed processes left half written; call before serving."""
         return
@@ -62,6 +71,10 @@ class UploadStore(BlobStore):
 
     url: str
     """What names it, see `open_blobs`."""
+
+    @property
+    def uploads(self) -> UploadStore:
+        return self
 
     @abc.abstractmethod
     def reading(self, name: str) -> Reading | None:

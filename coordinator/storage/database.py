@@ -25,6 +25,8 @@ from coordinator.storage import locks, sqlite
 from coordinator.storage.leadership import Leadership, LockedFile, SessionLock
 from coordinator.storage.timings import Timed
 
+__all__ = ["Connection", "Database", "migrations", "sqlite_path", "sqlite_url", "upgrade", "without_password"]
+
 POOL_SIZE = 48
 """More than the threads that serve requests, so that none of them waits for a connection."""
 
@@ -32,12 +34,12 @@ POSTGRESQL_POOL_SIZE = 12
 """Each connection is a process of the server's; with 100 of them, its default, several of ours find room."""
 
 POSTGRESQL_SETTINGS = {
-    "application_name": "veriswarm",
+    "application_name": "swarmproof",
     "lock_timeout": str(sqlite.BUSY_TIMEOUT_MS),
     # A process that is stopped in the middle must not keep the others from working.
     "idle_in_transaction_session_timeout": "60000",
 }
-_FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'veriswarm', '')")
+_FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'swarmproof', '')")
 """Writes a few bytes to the write-ahead log, whose commit waits for all that is before them."""
 
 
@@ -164,4 +166,15 @@ def _checked(url: URL) -> URL:
 
 def sqlite_url(folder: Path) -> str:
     """The default database of a data folder."""
-    return f"sqlite:///{folder / 'veriswarm.sqlite3'}"
+    return f"sqlite:///{folder / 'swarmproof.sqlite3'}"
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file that an SQLite database is in, None for another kind of database."""
+    parsed = make_url(url)
+    return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
+
+
+def without_password(url: str) -> str:
+    """Return a database URL that may be shown and stored."""
+    return make_url(url).render_as_string(hide_password=True)

@@ -16,6 +16,7 @@ from coordinator.errors import StorageFault
 from coordinator.storage.blobs import BlobStore, check_name, checked_blob
 from coordinator.storage.timings import metered
 from node.protocol.reasons import Reason, Refusal
+from shardcast.files import sync_folder
 from shardcast.wire import digest
 
 LEFTOVER_SECONDS = 600.0
@@ -102,6 +103,11 @@ class FolderBlobs(BlobStore):
         target = self.path(name)
         target.parent.mkdir(exist_ok=True)
         temporary.replace(target)
+
+    def sync(self) -> None:
+        """Make the names of all blobs durable, as their content is already."""
+        for each in (*self._folder.iterdir(), self._folder):
+            sync_folder(each)
 
     def clear_leftovers(self) -> None:
         """Remove what killed processes left half written, and not what others are writing; call before serving."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlalchemy import Connection, func, insert, select
 
 from coordinator.errors import StorageFault
@@ -11,6 +13,7 @@ from node.protocol import merkle
 from node.protocol.messages import LogEntry
 from shardcast.wire import encode
 
+ENTRIES = log_entries.name
 MAX_ENTRIES_PER_READ = 1000
 MAX_BYTES_PER_READ = 4 * 1024 * 1024
 
@@ -22,8 +25,13 @@ def append(connection: Connection, entry: LogEntry) -> int:
     index = size(connection)
     connection.execute(insert(log_entries).values(index=index, leaf=leaf))
     nodes = merkle.completed_nodes(index, merkle.leaf_hash(leaf), lambda level, at: _node(connection, level, at))
-    connection.execute(insert(log_nodes), [{"level": level, "index": at, "hash": value} for level, at, value in nodes])
+    add_nodes(connection, nodes)
     return index
+
+
+def add_nodes(connection: Connection, nodes: Sequence[tuple[int, int, bytes]]) -> None:
+    """Store inner nodes of the Merkle tree, each as its level, its index there and its hash."""
+    connection.execute(insert(log_nodes), [{"level": level, "index": at, "hash": value} for level, at, value in nodes])
 
 
 def size(connection: Connection) -> int:

@@ -18,7 +18,7 @@ def open_blobs(url: str | None, folder: Path) -> BlobStore:
         raise BadConfiguration("--blobs must be s3://BUCKET or s3://BUCKET/PREFIX; without it, blobs lie in --data")
     if find_spec("boto3") is None:
         raise BadConfiguration(
-            "the run's blobs are in an object store, for which this machine needs boto3: pip install 'veriswarm[s3]'"
+            "the run's blobs are in an object store, for which this machine needs boto3: pip install 'swarmproof[s3]'"
         )
     from coordinator.storage.s3_blobs import S3Blobs  # noqa: PLC0415  (boto3 takes long to import, and may be missing)
 

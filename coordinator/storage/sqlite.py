@@ -23,7 +23,7 @@ from coordinator.errors import StorageFault
 
 BUSY_TIMEOUT_MS = 30_000
 LOOK_SECONDS = 0.001
-WRITES = "veriswarm_write"
+WRITES = "swarmproof_write"
 """The execution option of a connection whose transaction takes SQLite's lock."""
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, not_, or_, select, update
 
+from coordinator.storage import stakes
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
-from coordinator.storage.stakes import StakeRegistry
 from node.protocol.admission import Outcome
 from node.protocol.run import BatchSpec, RunSpec, StandingSpec
 from node.protocol.standing import Standing
@@ -72,9 +72,7 @@ def most_slots(standing: Standing, *, batch: BatchSpec) -> int:
     return min(batch.max_leases_per_node, standing.verified + 1)
 
 
-def punish(
-    connection: Connection, node: str, *, submission: str, spec: RunSpec, stakes: StakeRegistry, now: float
-) -> int:
+def punish(connection: Connection, node: str, *, submission: str, spec: RunSpec, now: float) -> int:
     """A node was caught: take its stake, and queue what it had admitted in part. Returns how many groups that is."""
     stakes.slash(connection, node, submission=submission, now=now)
     unvested = _unvested(connection, node, rules=spec.standing)

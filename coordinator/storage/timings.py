@@ -10,7 +10,7 @@ from typing import Final, Literal, ParamSpec, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from node.metrics import WAIT_BUCKETS
+from node.runtime.metrics import WAIT_BUCKETS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,31 +18,31 @@ Transaction = Literal["read", "write"]
 Operation = Literal["put", "get", "fetch", "look", "keep"]
 
 _WAIT: Final = Histogram(
-    "veriswarm_database_wait_seconds",
+    "swarmproof_database_wait_seconds",
     "From asking for a transaction to its begin: for a connection of the pool and, to write to SQLite, for the lock.",
     ("kind",),
     buckets=WAIT_BUCKETS,
     registry=None,
 )
 _TRANSACTION: Final = Histogram(
-    "veriswarm_database_transaction_seconds",
+    "swarmproof_database_transaction_seconds",
     "From the begin of a transaction to the end of its commit or rollback.",
     ("kind",),
     buckets=WAIT_BUCKETS,
     registry=None,
 )
 _BLOB_SECONDS: Final = Histogram(
-    "veriswarm_blob_seconds",
+    "swarmproof_blob_seconds",
     "Time that the store of blobs took for one.",
     ("operation",),
     buckets=WAIT_BUCKETS,
     registry=None,
 )
 _BLOB_BYTES: Final = Counter(
-    "veriswarm_blob_bytes", "Bytes of blobs that this process wrote and read.", ("operation",), registry=None
+    "swarmproof_blob_bytes", "Bytes of blobs that this process wrote and read.", ("operation",), registry=None
 )
 _BLOB_ERRORS: Final = Counter(
-    "veriswarm_blob_errors",
+    "swarmproof_blob_errors",
     "Blobs that could not be written or read, were missing or damaged.",
     ("operation",),
     registry=None,

@@ -67,6 +67,11 @@ def forget(connection: Connection, upload: Upload) -> None:
     connection.execute(delete(uploads).where(uploads.c.lease == upload.lease))
 
 
+def forget_all(connection: Connection) -> None:
+    """Forget every upload: those of a store that the run has left."""
+    connection.execute(delete(uploads))
+
+
 def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWEPT_AT_ONCE) -> int:
     """Remove at most `most` uploads that nobody will look at any more; how many. Any process may, at any time.
 

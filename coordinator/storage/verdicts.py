@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import UNSET
+from msgspec.structs import asdict, replace
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, not_, or_, select, update
 
-from coordinator.storage import locks, log, pools, standing, tallies
+from coordinator.storage import locks, log, pools, stakes, standing, tallies
 from coordinator.storage.schema import (
     RECHECK_DUE,
     SlotState,
@@ -20,13 +21,11 @@ from coordinator.storage.schema import (
     slots,
     submissions,
 )
-from coordinator.storage.stakes import LocalLedger, StakeRegistry
 from coordinator.storage.tallies import Kind
 from coordinator.storage.work import progress
-from node.protocol.admission import Figures, Finding, Outcome, has_signal, judge_drift
-from node.protocol.evidence import Drift, Totals, follow
+from node.protocol.admission import Outcome, Verdict, has_signal, judge_drift
+from node.protocol.evidence import Drift, follow
 from node.protocol.messages import VerdictEntry
-from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, PoolsSpec, RunSpec
 from node.protocol.standing import Standing
 from shardcast.wire import decode, encode
@@ -35,7 +34,6 @@ MAX_ATTEMPTS = 3
 """How often a verification that could not decide is tried before the slot is given out anew."""
 
 MAX_DRIFT_BYTES = 1024
-LOCAL_LEDGER = LocalLedger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +58,6 @@ class Claimed:
     candidate: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A verdict as it is stored; `group` is the admitted group's blob and its mean reward, `evidence` the blob of what
-    was measured (`coordinator.evidence`)."""
-
-    outcome: Outcome
-    reason: Reason | None
-    detail: str
-    tokens: int
-    finding: Finding | None = None
-    figures: Figures | None = None
-    totals: Totals | None = None
-    rewards: tuple[float, ...] | None = None
-    group: str | None = None
-    spot: int | None = None
-    evidence: str | None = None
-
-
 def claim(
     connection: Connection,
     *,
@@ -86,7 +66,6 @@ def claim(
     now: float,
     seconds: float,
     most: int = 1,
-    stakes: StakeRegistry = LOCAL_LEDGER,
 ) -> list[Claimed]:
     """Take the oldest submissions that nobody works on, or that this verifier left when it died: at most `most`.
 
@@ -106,8 +85,7 @@ def claim(
     )
     over = progress(connection).is_over(spec)
     taken = [
-        _claimed(connection, row, spec=spec, over=over, stakes=stakes)
-        for row in connection.execute(_oldest(free, most=most)).all()
+        _claimed(connection, row, spec=spec, over=over) for row in connection.execute(_oldest(free, most=most)).all()
     ]
     connection.execute(
         update(submissions)
@@ -151,7 +129,7 @@ def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
     )
 
 
-def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool, stakes: StakeRegistry) -> Claimed:
+def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool) -> Claimed:
     """A row of `_oldest`; once the run is `over`, nothing is measured in part."""
     values = row._asdict()
     recheck = values.pop("recheck") == RECHECK_DUE
@@ -173,144 +151,163 @@ def defer(connection: Connection, claimed: Claimed, *, until: float) -> None:
 def record(
     connection: Connection,
     claimed: Claimed,
-    decision: Decision,
+    verdict: Verdict,
     *,
     spec: RunSpec,
     now: float,
-    stakes: StakeRegistry = LOCAL_LEDGER,
+    group: str | None = None,
+    evidence: str | None = None,
 ) -> bool:
-    """Store a decision once; False if another verifier was faster. One that does not decide may be queued again."""
+    """Store a verdict once; False if another verifier was faster. One that does not decide may be queued again.
+
+    `group` names the blob of an admitted group, `evidence` that of what was measured (`coordinator.verifier.evidence`).
+    """
     locks.deciding(connection)
     query = select(submissions.c.state, submissions.c.recheck, submissions.c.received_at)
     state, recheck, received_at = connection.execute(query.where(submissions.c.submission == claimed.submission)).one()
     # A first verdict that comes late may find its submission waiting for the second.
     if state != SubmissionState.VERIFYING or (recheck == RECHECK_DUE) != claimed.recheck:
         return False
-    if _is_to_be_tried_again(connection, claimed, decision, spec=spec, now=now):
+    if _is_to_be_tried_again(connection, claimed, verdict, spec=spec, now=now):
         return True
     if claimed.recheck:
-        _record_recheck(connection, claimed, decision, spec=spec, now=now)
+        _record_recheck(connection, claimed, verdict, spec=spec, now=now, evidence=evidence)
     else:
-        decision = _after_drift(connection, claimed, decision, limits=spec.limits)
-        _record_first(connection, claimed, decision, spec=spec, now=now)
-        kind = Kind.FULL if decision.spot is None else Kind.SPOT
+        verdict = _after_drift(connection, claimed, verdict, limits=spec.limits)
+        _record_first(connection, claimed, verdict, spec=spec, now=now, group=group, evidence=evidence)
+        kind = Kind.FULL if verdict.spot is None else Kind.SPOT
         tallies.count_verdict(
             connection,
             kind,
-            decision.outcome,
-            decision.reason,
-            tokens=decision.tokens,
+            verdict.outcome,
+            verdict.reason,
+            tokens=verdict.tokens,
             waited_seconds=now - received_at,
             now=now,
         )
-    if decision.outcome is Outcome.REJECTED:
-        standing.punish(connection, claimed.node, submission=claimed.submission, spec=spec, stakes=stakes, now=now)
+    if verdict.outcome is Outcome.REJECTED:
+        standing.punish(connection, claimed.node, submission=claimed.submission, spec=spec, now=now)
     return True
 
 
 def _is_to_be_tried_again(
-    connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float
+    connection: Connection, claimed: Claimed, verdict: Verdict, *, spec: RunSpec, now: float
 ) -> bool:
     """Queue it once more where nothing was decided, or where one row is no longer enough: the node has been caught
     meanwhile, or nothing vests any more."""
-    if decision.outcome is Outcome.INDETERMINATE:
+    if verdict.outcome is Outcome.INDETERMINATE:
         again = claimed.attempts + 1 < MAX_ATTEMPTS and (not claimed.recheck or now < claimed.recheck_by)
     else:
         held = standing.standing_of(connection, claimed.node)
         all_rows = held.full_rate(spec.standing) >= 1.0 or progress(connection).is_over(spec)
-        again = decision.spot is not None and all_rows
+        again = verdict.spot is not None and all_rows
     if again:
         _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
     return again
 
 
-def _record_first(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> None:
-    index = log.append(connection, _entry(claimed, decision, now=now))
+def _record_first(
+    connection: Connection,
+    claimed: Claimed,
+    verdict: Verdict,
+    *,
+    spec: RunSpec,
+    now: float,
+    group: str | None,
+    evidence: str | None,
+) -> None:
+    index = log.append(connection, _entry(claimed, verdict, now=now))
     _update_submission(
         connection,
         claimed,
         state=SubmissionState.DONE,
         body=claimed.body,  # by its true name, where another was signed
-        outcome=decision.outcome,
-        reason=decision.reason,
-        detail=decision.detail,
-        figure=decision.finding.figure if decision.finding is not None else None,
-        tokens=decision.tokens,
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        detail=verdict.detail,
+        figure=verdict.finding.figure if verdict.finding is not None else None,
+        tokens=verdict.tokens,
         log_index=index,
         decided_at=now,
-        spot=decision.spot,
-        evidence=decision.evidence,
+        spot=verdict.spot,
+        evidence=evidence,
     )
-    if decision.outcome is Outcome.ADMITTED and isinstance(spec.batch.pools, PoolsSpec):
-        pools.note_group(connection, claimed.slot_id, decision.rewards or (), head=progress(connection).head)
-    if decision.outcome is not Outcome.ADMITTED:
+    if verdict.outcome is Outcome.ADMITTED and isinstance(spec.batch.pools, PoolsSpec):
+        pools.note_group(connection, claimed.slot_id, verdict.rewards or (), head=progress(connection).head)
+    if verdict.outcome is not Outcome.ADMITTED:
         _update_slot(connection, claimed, SlotState.OPEN)
-    elif spec.batch.only_signal and not has_signal(decision.rewards or ()):
+    elif spec.batch.only_signal and not has_signal(verdict.rewards or ()):
         _update_slot(connection, claimed, SlotState.SET_ASIDE)
     else:
         _update_slot(connection, claimed, SlotState.ADMITTED)
-        _store_group(connection, claimed, decision)
+        rewards = verdict.rewards or ()
+        mean = sum(rewards) / len(rewards)
+        row = insert(groups).values(
+            slot_id=claimed.slot_id, submission=claimed.submission, blob=group, reward_mean=mean
+        )
+        connection.execute(row)
     standing.follow(
         connection,
         claimed.node,
-        decision.outcome,
-        full=decision.spot is None,
-        tokens=decision.tokens,
+        verdict.outcome,
+        full=verdict.spot is None,
+        tokens=verdict.tokens,
         spec=spec,
         now=now,
     )
 
 
-def _record_recheck(connection: Connection, claimed: Claimed, decision: Decision, *, spec: RunSpec, now: float) -> None:
+def _record_recheck(
+    connection: Connection, claimed: Claimed, verdict: Verdict, *, spec: RunSpec, now: float, evidence: str | None
+) -> None:
     """The second verdict on a group; one that does not bear the first out is taken back, unless training has used it.
 
     The log tells then which step it touched.
     """
     # A verdict that could not even read the file counted none.
     tokens = select(submissions.c.tokens).where(submissions.c.submission == claimed.submission)
-    decision = replace(decision, tokens=connection.execute(tokens).scalar_one())
-    index = log.append(connection, _entry(claimed, decision, now=now))
+    verdict = replace(verdict, tokens=connection.execute(tokens).scalar_one())
+    index = log.append(connection, _entry(claimed, verdict, now=now))
     tallies.count_verdict(
-        connection, Kind.SECOND, decision.outcome, decision.reason, tokens=decision.tokens, waited_seconds=0.0, now=now
+        connection, Kind.SECOND, verdict.outcome, verdict.reason, tokens=verdict.tokens, waited_seconds=0.0, now=now
     )
-    changed = {"state": SubmissionState.DONE, "recheck": decision.outcome, "recheck_index": index}
-    _update_submission(connection, claimed, **changed, **({"evidence": decision.evidence} if decision.evidence else {}))
-    if decision.outcome is Outcome.ADMITTED:
+    changed = {"state": SubmissionState.DONE, "recheck": verdict.outcome, "recheck_index": index}
+    _update_submission(connection, claimed, **changed, **({"evidence": evidence} if evidence else {}))
+    if verdict.outcome is Outcome.ADMITTED:
         return
     unused = delete(groups).where(groups.c.slot_id == claimed.slot_id, groups.c.step.is_(None))
     if connection.execute(unused).rowcount:
         stale = claimed.version < progress(connection).floor(spec.batch)
         _update_slot(connection, claimed, SlotState.STALE if stale else SlotState.OPEN)
-    standing.take_back(connection, claimed.node, decision.outcome, tokens=decision.tokens, spec=spec, now=now)
+    standing.take_back(connection, claimed.node, verdict.outcome, tokens=verdict.tokens, spec=spec, now=now)
 
 
-def _after_drift(connection: Connection, claimed: Claimed, decision: Decision, *, limits: LimitsSpec) -> Decision:
-    """The decision, once what the node's slots show together is known: in the order of the log, as nobody else can.
+def _after_drift(connection: Connection, claimed: Claimed, verdict: Verdict, *, limits: LimitsSpec) -> Verdict:
+    """The verdict, once what the node's slots show together is known: in the order of the log, as nobody else can.
 
     A slot that is rejected for what it shows itself does not count: one bad slot must not cost the good ones after it.
     """
-    if decision.totals is None or decision.outcome is not Outcome.ADMITTED:
-        return decision
+    if verdict.totals is None or verdict.outcome is not Outcome.ADMITTED:
+        return verdict
     node = nodes.c.node == claimed.node
     held = connection.execute(select(nodes.c.drift).where(node).with_for_update()).scalar_one()
     drift = Drift() if held is None else decode(Drift, held, max_bytes=MAX_DRIFT_BYTES)
-    drift = follow(drift, decision.totals, limits=limits)
+    drift = follow(drift, verdict.totals, limits=limits)
     connection.execute(update(nodes).where(node).values(drift=encode(drift)))
     finding = judge_drift(drift, limits=limits)
     if finding is None:
-        return decision
+        return verdict
     return replace(
-        decision,
+        verdict,
         outcome=Outcome.REJECTED,
         reason=finding.reason,
         finding=finding,
-        detail=f"The node's slots: {finding.figure} is {finding.value:.6g}, the limit is {finding.limit:.6g}.",
+        detail=finding.sentence,
         rewards=None,
-        group=None,
     )
 
 
-def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
+def _entry(claimed: Claimed, verdict: Verdict, *, now: float) -> VerdictEntry:
     return VerdictEntry(
         submission=claimed.submission,
         node=claimed.node,
@@ -319,18 +316,10 @@ def _entry(claimed: Claimed, decision: Decision, *, now: float) -> VerdictEntry:
         slot=claimed.slot,
         request=claimed.request,
         body=claimed.body,
-        outcome=decision.outcome,
-        reason=decision.reason,
-        finding=decision.finding,
-        detail=decision.detail,
-        figures=decision.figures,
-        totals=decision.totals,
-        rewards=decision.rewards,
-        tokens=decision.tokens,
         decided_at=int(now),
-        spot=decision.spot,
         recheck=claimed.recheck,
         candidate=UNSET if claimed.candidate is None else claimed.candidate,
+        **asdict(verdict),
     )
 
 
@@ -341,18 +330,6 @@ def _update_submission(connection: Connection, claimed: Claimed, **values: objec
 
 def _update_slot(connection: Connection, claimed: Claimed, state: SlotState) -> None:
     connection.execute(update(slots).where(slots.c.id == claimed.slot_id).values(state=state))
-
-
-def _store_group(connection: Connection, claimed: Claimed, decision: Decision) -> None:
-    rewards = decision.rewards or ()
-    connection.execute(
-        insert(groups).values(
-            slot_id=claimed.slot_id,
-            submission=claimed.submission,
-            blob=decision.group,
-            reward_mean=sum(rewards) / len(rewards),
-        )
-    )
 
 
 def clock() -> float:

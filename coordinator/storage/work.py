@@ -131,7 +131,7 @@ def give_back(connection: Connection, *, node: str, lease_id: str, now: float) -
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A submission whose body is stored: the blobs of its signed request and of the Parquet file."""
+    """A submission whose body is stored: the blobs of its signed request and of the submitted file."""
 
     submission: str
     request: str

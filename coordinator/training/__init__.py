@@ -1,0 +1,1 @@
+"""The trainer: GRPO on admitted groups, checkpoints and export."""

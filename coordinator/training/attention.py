@@ -1,8 +1,8 @@
-"""Attention over packed rows: each sample attends to its own tokens, its prompt's among them, and to no others.
+"""Attention over packed rows: each sample attends to its own tokens, its prompt included, and to no others.
 
-All that a layer computes of each token by itself is computed over the row, where a prompt stands once. For attention
-alone queries, keys and values are gathered into a line for each sample, by the row's `Layout`. So attention costs the
-square of a sample instead of the square of a row, and torch's causal kernels need no mask.
+Per-token computation runs over the packed row, where a prompt stands once. Only for attention are queries, keys and
+values gathered into one line per sample, by the row's `PackedLayout`. So attention costs the square of a sample, not of
+a row, and torch's causal kernels need no mask.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from coordinator.training.packing import Layout, Row
-from node.policy_config import ATTENTION
+from coordinator.training.packing import PackedLayout, PackedRow
+from node.policy.config import ATTENTION
 
-KERNEL = "veriswarm_packed"
+KERNEL = "swarmproof_packed"
 
 
 @contextmanager
 def packed_attention(*models: PreTrainedModel | None) -> Iterator[None]:
-    """Within it, those of `models` that have attention compute it by the layout of their row."""
+    """Switch attention models to packed attention within the context."""
     changed = [model for model in models if model is not None and model.config.model_type in ATTENTION]
     before = [_kernel(model) for model in changed]
     for model in changed:
@@ -36,56 +36,58 @@ def packed_attention(*models: PreTrainedModel | None) -> Iterator[None]:
             model.set_attn_implementation(kernel)
 
 
-def attending(model: PreTrainedModel, row: Row) -> dict[str, Layout]:
-    """What the model's forward pass has to be told of a row besides its ids and positions.
+def layout_arguments(model: PreTrainedModel, row: PackedRow) -> dict[str, PackedLayout]:
+    """Return the extra forward arguments of a packed row.
 
-    Raises ValueError where the model would not heed it, outside of `packed_attention` or because it is recurrent.
+    Raises ValueError if the model would ignore them, i.e. outside of `packed_attention`.
     """
     if row.layout is None:
         return {}
     if _kernel(model) != KERNEL:
-        raise ValueError(f"a {model.config.model_type} model does not attend by a row's layout here")
+        raise ValueError(f"a {model.config.model_type} model ignores the row's layout outside of packed_attention")
     return {"layout": row.layout}
 
 
-def attend(
+def attend_packed(
     _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: PackedLayout,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: a row's queries, keys and values [1, heads, L, D] to [1, L, heads, D].
+    """Attention function called by transformers: queries, keys and values [1, heads, L, D] to [1, L, heads, D].
 
-    Places behind a sample's end hold column 0's, and what is computed there is dropped.
+    Positions behind a sample's end hold column 0's values; their results are dropped.
     """
     assert attention_mask is None
-    query, key, value = (_lines(each, layout) for each in (query, key, value))
+    query, key, value = (_gather_samples(each, layout) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     shares_keys = groups > 1
     if shares_keys and query.is_cuda and query.dtype == torch.float32:
-        # CUDA's kernels that know of heads that share keys either take no float32, or keep all scores in memory.
+        # CUDA's grouped-query kernels either take no float32, or materialise all scores.
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
         shares_keys = False
     attended = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=shares_keys
     )
     flat: Tensor = attended.transpose(1, 2).flatten(0, 1)
-    return flat[layout.places][None], None
+    return flat[layout.flat_index][None], None
 
 
-def _lines(row: Tensor, layout: Layout) -> Tensor:
-    """[1, heads, L, D] to [S, heads, W, D]. A prompt's columns are in several lines, and what these give back is added
-    in one order by `embedding`, whatever the number of threads; indexing adds as it comes.
+def _gather_samples(row: Tensor, layout: PackedLayout) -> Tensor:
+    """Gather [1, heads, L, D] into [S, heads, W, D].
+
+    Gradients of a shared prompt column are summed by `embedding` in a fixed order, whatever the number of threads;
+    plain indexing would not be deterministic.
     """
     heads_LHD = row[0].transpose(0, 1)
-    lines = F.embedding(layout.columns, heads_LHD.flatten(1))
-    return lines.view(*layout.columns.shape, *heads_LHD.shape[1:]).transpose(1, 2)
+    gathered = F.embedding(layout.columns, heads_LHD.flatten(1))
+    return gathered.view(*layout.columns.shape, *heads_LHD.shape[1:]).transpose(1, 2)
 
 
 def _kernel(model: PreTrainedModel) -> str:
@@ -93,4 +95,4 @@ def _kernel(model: PreTrainedModel) -> str:
     return found
 
 
-AttentionInterface.register(KERNEL, attend)
+AttentionInterface.register(KERNEL, attend_packed)

@@ -1,16 +1,16 @@
-"""Checkpoints: a killed trainer resumes at the same step, with the same bits, and with as many processes as it likes.
+"""Checkpoints: a killed trainer resumes at the same step, bit for bit, with any number of processes.
 
-A checkpoint is a folder that appears under its name when it is complete, so that no crash leaves half of one:
+A checkpoint is a folder that gets its name when it is complete, so no crash leaves half of one:
 
     checkpoint-00000012/
-        shard-*.safetensors    each process's parts, as torch.distributed.checkpoint writes and finds them, of
+        shard-*.safetensors    each process's parts, as written by torch.distributed.checkpoint, of
                                  model/<name>               each parameter and persistent buffer; shared weights once
-                                 optimizer/<slot>/<name>    each tensor that is kept for that parameter
+                                 optimizer/<slot>/<name>    each tensor kept for that parameter
         checkpoint.json        "format", the TrainerState, and each file's size
 
-The optimizer's settings are not here: they are the run's. The files are the operator's own, so they are checked for
-damage and for belonging to this model, not for malice. The newest checkpoint is never passed over for an older one:
-the versions after it are published, and training them anew would contradict the log.
+The optimizer's settings are the run's and not stored. The files are the operator's own, so they are checked for damage
+and for belonging to this model, not for malice. The newest checkpoint is never skipped for an older one: later versions
+are published, and training them again would contradict the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from coordinator.errors import CoordinatorError
 from coordinator.training.optimizers import Optimizers
-from coordinator.training.world import ALONE, World
+from coordinator.training.world import SINGLE_PROCESS, World
 
 FORMAT = "checkpoint/2"
 INDEX = "checkpoint.json"
@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointError(CoordinatorError):
-    """A checkpoint is damaged, or of another model; the model and the optimizer are as they were."""
+    """A checkpoint is damaged, or of another model; model and optimizer are unchanged."""
 
     code = "bad_checkpoint"
 
 
 class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Steps finished, and whatever else the trainer must find again; names are the trainer's own."""
+    """Finished steps, and the trainer's own counters."""
 
     step: int
     counters: dict[str, int | str] = {}
@@ -73,36 +73,37 @@ def save_checkpoint(
     optimizer: Optimizers,
     state: TrainerState,
     keep: int,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> Path:
-    """Write the checkpoint of `state.step`, then delete all but the newest `keep`. When it returns, it is on disk.
+    """Write the checkpoint of `state.step` durably, then delete all but the newest `keep`; return its path.
 
-    All processes of `world` call it, over one file system. Raises OSError, and leaves then what was there before.
+    Every process of `world` must call it, on a shared file system. Raises OSError, and then leaves the previous
+    checkpoints.
     """
     path, partial = folder / f"checkpoint-{state.step:08d}", folder / ".checkpoint.partial"
     if world.is_first:
-        # What a killed trainer left. The others make the folder, too, but nobody writes before this process has.
+        # Leftover of a killed trainer. No other process writes before this one has.
         shutil.rmtree(partial, ignore_errors=True)
     tensors = _tensors(model, optimizer)
     try:
-        with _own_errors(partial, world):
+        with _typed_errors(partial, world):
             save(
                 tensors,
                 storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
                 no_dist=world.mesh is None,
             )
         if world.is_first:
-            _complete(partial, path, state, tensors)
+            _finalise(partial, path, state, tensors)
             for old in checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
     finally:
         if world.is_first:
-            shutil.rmtree(partial, ignore_errors=True)  # on a full disk, room for others
+            shutil.rmtree(partial, ignore_errors=True)  # frees space on a full disk
     return path
 
 
-def _complete(partial: Path, path: Path, state: TrainerState, tensors: Mapping[str, Tensor]) -> None:
-    """Put what is written on disk, and under its name."""
+def _finalise(partial: Path, path: Path, state: TrainerState, tensors: Mapping[str, Tensor]) -> None:
+    """Sync the files and rename the folder to its final name."""
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     for name in files:
         _sync(partial / name)
@@ -110,39 +111,41 @@ def _complete(partial: Path, path: Path, state: TrainerState, tensors: Mapping[s
     (partial / INDEX).write_bytes(msgspec.json.encode(index))
     _sync(partial / INDEX)
     _sync(partial)
-    shutil.rmtree(path, ignore_errors=True)  # of a trainer whose newest policy was not announced
+    shutil.rmtree(path, ignore_errors=True)  # left by a trainer whose newest policy was not announced
     partial.rename(path)
     _sync(path.parent)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
+    """List the complete checkpoints in `folder`, oldest first."""
     found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
-def load_checkpoint(path: Path, *, model: PreTrainedModel, optimizer: Optimizers, world: World = ALONE) -> TrainerState:
-    """Put the checkpoint's bits into `model` and `optimizer`, however many processes wrote it.
+def load_checkpoint(
+    path: Path, *, model: PreTrainedModel, optimizer: Optimizers, world: World = SINGLE_PROCESS
+) -> TrainerState:
+    """Load a checkpoint into `model` and `optimizer`, however many processes wrote it; return its state.
 
-    All processes of `world` call it. Raises CheckpointError and changes nothing where the checkpoint is not whole, or
-    not of this model; after a disk that fails while it is read, neither is of any more use.
+    Every process of `world` must call it. Raises CheckpointError, changing nothing, if the checkpoint is incomplete or
+    of another model; after a read error both are unusable.
     """
     index = _read_index(path)
     if any(name.startswith(_OPTIMIZER) for name in index.tensors) and not optimizer.has_state:
-        _prepare(optimizer)
+        _initialise_state(optimizer)
     tensors = _tensors(model, optimizer)
     if index.tensors != {name: list(tensor.shape) for name, tensor in tensors.items()}:
-        raise CheckpointError(f"{path} is a checkpoint of another model, or of another optimizer")
+        raise CheckpointError(f"{path} is a checkpoint of another model or optimizer")
     try:
-        with _own_errors(path, world):
+        with _typed_errors(path, world):
             load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=world.mesh is None)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return index.state
 
 
-def _prepare(optimizer: Optimizers) -> None:
-    """Have the optimizer make its state, zero as before any step: a step without gradients changes no weight."""
+def _initialise_state(optimizer: Optimizers) -> None:
+    """Have the optimizer create its zero state: a step without gradients changes no weight."""
     for part in optimizer.parts:
         before = [(group["lr"], group["weight_decay"]) for group in part.param_groups]
         for group in part.param_groups:
@@ -164,12 +167,12 @@ def _read_index(path: Path) -> _Index:
     if index.format != FORMAT:
         raise CheckpointError(f"{path} is not a {FORMAT} folder")
     if sizes != index.files:
-        raise CheckpointError(f"{path} is damaged: its files have other sizes than when they were written")
+        raise CheckpointError(f"{path} is damaged: its file sizes do not match its index")
     return index
 
 
 def _tensors(model: PreTrainedModel, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Everything that a checkpoint holds, by its name there; tensors that are sharded are this process's parts."""
+    """Return everything a checkpoint holds, by name; sharded tensors are this process's parts."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     weights = {_MODEL + name: tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
@@ -181,8 +184,8 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizers) -> dict[str, Tensor]
 
 
 @contextmanager
-def _own_errors(path: Path, world: World) -> Iterator[None]:
-    """Raise OSError or CheckpointError for what torch wraps into an exception that passes every handler."""
+def _typed_errors(path: Path, world: World) -> Iterator[None]:
+    """Raise OSError or CheckpointError for the causes torch wraps in a BaseException."""
     with warnings.catch_warnings():
         if world.mesh is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -194,7 +197,7 @@ def _own_errors(path: Path, world: World) -> Iterator[None]:
             if faults:
                 raise faults[0] from error
             if any(isinstance(cause, SafetensorError) for cause in causes):
-                raise OSError(f"{path}: {causes[0]}") from error  # how its Rust part says what the disk said
+                raise OSError(f"{path}: {causes[0]}") from error  # disk errors of its Rust part
             raise CheckpointError(f"{path}: {causes[0]}") from error
 
 

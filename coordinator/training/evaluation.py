@@ -1,9 +1,9 @@
-"""How good a policy is: the mean reward on problems that were held out, per environment of a run.
+"""Evaluate a policy: its mean reward on held-out problems, per environment of a run.
 
-Held-out problems are drawn as a slot's are, but from a domain of their own and from a seed that whoever measures
-chooses. No slot's number or policy leads there, and with the same seed anybody draws the same problems, and of them, by
-the torch engine in the run's dtype, the same completions. What is held out is indexes: where an environment has few
-problems, the same questions come up in training (docs/operating.md).
+Held-out problems are drawn like a slot's, but from a separate domain and a seed of the evaluator's choice. No slot's
+number or policy leads there, and the same seed gives everybody the same problems and, with the torch engine in the
+run's dtype, the same completions. What is held out are indices: an environment with few problems will repeat them in
+training (docs/operating.md).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from node.conversing import asking, graded
 from node.engines.base import Interrupted, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
 from node.environments import Environment, Problem, check_rewards, load_environment
+from node.episodes.conversation import asking, graded
 from node.errors import NodeError
-from node.policy import Blueprint, render_prompt
+from node.policy.file import Blueprint, render_prompt
 from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
-from node.sampling import Choice, choose
+from node.sampling.forced import choose
+from node.sampling.types import Choice
 from shardcast.wire import derive
 
 log = logging.getLogger(__name__)
@@ -37,15 +38,15 @@ log = logging.getLogger(__name__)
 MAX_COMPLETIONS = 1_000_000
 _IN_FLIGHT = 2 * MAX_ROWS
 _Z_95 = 1.959964
-"""The standard normal distribution's 97.5 % quantile."""
+"""97.5 % quantile of the standard normal distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
     """What to draw: `problems` of each environment, `samples` completions of each.
 
-    `temperature` None is the run's, 0 is greedy: the likeliest token always, so that one sample of a problem is all.
-    Raises ValueError for more than MAX_COMPLETIONS of an environment.
+    `temperature` None is the run's, 0 is greedy, for which one sample per problem suffices. Raises ValueError for more
+    than MAX_COMPLETIONS of an environment.
     """
 
     problems: int = 128
@@ -56,15 +57,15 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.problems * self.samples <= MAX_COMPLETIONS or self.samples < 1:
-            raise ValueError(f"1 to {MAX_COMPLETIONS:,} completions of each environment can be asked for")
+            raise ValueError(f"problems * samples must be 1 to {MAX_COMPLETIONS:,} per environment")
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment: rewards in 0 .. 1, lengths in tokens with the end mark.
+class EnvironmentScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Result for one environment: rewards in 0 .. 1, lengths in tokens with the end mark.
 
-    `reward` is the mean over problems of the mean over each one's samples, `low` and `high` are its 95 % confidence
-    interval; all None where nothing could be judged. `unjudged` completions could not be, for reasons of this machine,
-    and count in the lengths only. `cut_off` is the share of completions that ended for their length.
+    `reward` is the mean over problems of the mean over samples, `low` and `high` its 95 % confidence interval; all None
+    if nothing could be judged. `unjudged` completions failed for reasons of this machine, and count in lengths only.
+    `cut_off` is the share of completions that reached the length limit.
     """
 
     name: str
@@ -82,13 +83,13 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy's rewards; `reward` over all environments, by their weights in the run. `temperature` 0 was greedy."""
+    """A policy's rewards; `reward` is weighted over all environments as in the run. `temperature` 0 means greedy."""
 
     seed: int
     samples: int
     temperature: float
     reward: float | None
-    environments: tuple[Measured, ...]
+    environments: tuple[EnvironmentScore, ...]
 
 
 def evaluate_policy(
@@ -98,13 +99,13 @@ def evaluate_policy(
     settings: EvaluationSettings,
     stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Measure the policy file `policy` on held-out problems of the environments of `spec`; blocks until it is done.
+    """Evaluate the policy file `policy` on held-out problems of the environments of `spec`; blocks until done.
 
-    `stop` is asked now and then; Interrupted is raised where it says so. Raises EnvironmentFault or SandboxFailed where
-    this machine cannot compute rewards, PolicyError for the file, and EngineError. Sets torch's number of threads.
-    Must not be called from a running event loop.
+    `stop` is polled, and raises Interrupted when true. Raises EnvironmentFault or SandboxFailed if this machine cannot
+    compute rewards, PolicyError for the file, and EngineError. Sets torch's number of threads. Must not be called from
+    a running event loop.
     """
-    found = [tasks.measured(spec) for tasks in judged_tasks(policy, spec=spec, settings=settings, stop=stop)]
+    found = [tasks.measured(spec) for tasks in judge_tasks(policy, spec=spec, settings=settings, stop=stop)]
     judged = [(one.reward, one.weight) for one in found if one.reward is not None]
     weights = sum(weight for _, weight in judged)
     return Evaluation(
@@ -116,15 +117,17 @@ def evaluate_policy(
     )
 
 
-def judged_tasks(
+def judge_tasks(
     policy: Path,
     *,
     spec: RunSpec,
     settings: EvaluationSettings,
     indexes: Sequence[int] | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[Tasks]:
-    """Completions of the problems `indexes` of each environment, or of held-out ones; raises as `evaluate_policy`."""
+) -> list[TaskSet]:
+    """Judge completions of the problems `indexes` of each environment, or of held-out ones; raises as
+    `evaluate_policy`.
+    """
     environments = [load_environment(environment) for environment in spec.environments]
     check_rewards(environments)
     drawing = _drawing(spec, settings)
@@ -132,15 +135,15 @@ def judged_tasks(
 
 
 def held_out(*, seed: int, environment: int, count: int) -> list[int]:
-    """The indexes of the first `count` held-out problems of the environment at this place of the run's list."""
+    """Return the indices of the first `count` held-out problems of environment number `environment` of the run."""
     return [int.from_bytes(_derive(seed, environment, number)[:8], "big") >> 1 for number in range(count)]
 
 
 def confidence(mean: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a mean of `count` independent values in 0 .. 1: Wilson's (JASA 22, 1927).
+    """Compute Wilson's 95 % interval (JASA 22, 1927) of a mean of `count` independent values in 0 .. 1.
 
-    It is made for values of 0 and 1, which spread most for their mean, so that it is too wide for others, never too
-    narrow. Means of 0 and 1 have one, too. Samples of one problem are no independent values; their mean is one.
+    Derived for values 0 and 1, which spread most for their mean, so it is never too narrow for others. Samples of one
+    problem are not independent; their mean counts once.
     """
     shrink = 1 + _Z_95**2 / count
     centre = (mean + _Z_95**2 / (2 * count)) / shrink
@@ -151,11 +154,11 @@ def confidence(mean: float, count: int) -> tuple[float, float]:
 def _derive(seed: int, environment: int, number: int, *sample: int) -> bytes:
     numbers = (environment, number, *sample)
     parts = (seed.to_bytes(8, "big"), *(each.to_bytes(4, "big") for each in numbers))
-    return derive("veriswarm/1 held out", *parts)
+    return derive("swarmproof/1 held out", *parts)
 
 
 def _drawing(spec: RunSpec, settings: EvaluationSettings) -> RunSpec:
-    """The run's rules with these settings, and the cheapest proofs that the engine makes: nobody reads them."""
+    """Return the run's rules with these settings, and the cheapest proofs, as nobody reads them."""
     temperature = settings.temperature or spec.sampling.temperature
     return msgspec.structs.replace(
         spec,
@@ -177,13 +180,13 @@ async def _evaluate(
     settings: EvaluationSettings,
     indexes: Sequence[int] | None,
     stop: Callable[[], bool],
-) -> list[Tasks]:
+) -> list[TaskSet]:
     engine = TorchEngine(spec, threads=settings.threads, choose=_greedy if settings.temperature == 0 else choose)
     try:
         await engine.load(policy, version=0)
         found = []
-        for place, environment in enumerate(environments):
-            tasks = Tasks(environment, engine.policy, settings, place, indexes)
+        for environment_index, environment in enumerate(environments):
+            tasks = TaskSet(environment, engine.policy, settings, environment_index, indexes)
             await _draw(engine, tasks, spec.sampling, stop)
             found.append(tasks)
     finally:
@@ -191,7 +194,7 @@ async def _evaluate(
     return found
 
 
-async def _draw(engine: TorchEngine, tasks: Tasks, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
+async def _draw(engine: TorchEngine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
     requests = list(tasks.requests(sampling))
     for start in range(0, len(requests), _IN_FLIGHT):
         if stop():
@@ -201,10 +204,10 @@ async def _draw(engine: TorchEngine, tasks: Tasks, sampling: SamplingSpec, stop:
         log.info("%s: %d of %d completions", tasks.environment.name, len(tasks.lengths), len(requests))
 
 
-class Tasks:
-    """Problems of one environment, in order, and what became of their completions so far; held-out ones by default.
+class TaskSet:
+    """Problems of one environment, in order, and the outcome of their completions; held-out ones by default.
 
-    `rewards` has a list for each problem, of those completions that could be judged.
+    `rewards` has one list per problem, of the completions that could be judged.
     """
 
     def __init__(
@@ -212,27 +215,27 @@ class Tasks:
         environment: Environment,
         policy: Blueprint,
         settings: EvaluationSettings,
-        place: int,
+        environment_index: int,
         indexes: Sequence[int] | None = None,
     ) -> None:
         self.environment = environment
         self.lengths: list[int] = []
-        self._policy, self._settings, self._place = policy, settings, place
+        self._policy, self._settings, self._place = policy, settings, environment_index
         if indexes is None:
-            indexes = held_out(seed=settings.seed, environment=place, count=settings.problems)
+            indexes = held_out(seed=settings.seed, environment=environment_index, count=settings.problems)
         self._problems: list[Problem] = [environment.problem(index) for index in indexes]
         self.rewards: list[list[float]] = [[] for _ in indexes]
         self._drawn = list(range(len(self._problems)))
         self._cut_off = 0
 
     def requests(self, sampling: SamplingSpec) -> Iterator[SampleRequest]:
-        """One for each completion, problem after problem. None for a prompt of a length that the run does not allow:
-        nobody could work on it.
-        """
+        """Yield one request per completion, problem by problem; none for a prompt length the run does not allow."""
         for number, problem in enumerate(self._problems):
             prompt = tuple(render_prompt(self._policy, problem.prompt))
             if not 1 <= len(prompt) <= sampling.max_prompt_tokens:
-                log.warning("problem %d of %s has a prompt of %d tokens", number, self.environment.name, len(prompt))
+                log.warning(
+                    "problem %d of %s skipped: its prompt has %d tokens", number, self.environment.name, len(prompt)
+                )
                 self._drawn.remove(number)
                 continue
             ask = asking(self._policy, self.environment, problem, sampling=sampling)
@@ -241,7 +244,7 @@ class Tasks:
                 yield SampleRequest(prompt, seed, ask=ask)
 
     def judge(self, rollouts: Sequence[Rollout]) -> None:
-        """Take the next completions, in the order of the requests."""
+        """Judge the next completions, in the order of the requests."""
         for rollout in rollouts:
             number = self._drawn[len(self.lengths) // self._settings.samples]
             self.lengths.append(len(rollout.completion_ids))
@@ -249,16 +252,16 @@ class Tasks:
             try:
                 reward = graded(self._policy, self.environment, self._problems[number], rollout.completion_ids)
             except NodeError as error:
-                log.warning("a completion of %s cannot be judged here: %s", self.environment.name, error)
+                log.warning("completion of %s cannot be judged here: %s", self.environment.name, error)
                 continue
             self.rewards[number].append(reward)
 
-    def measured(self, spec: RunSpec) -> Measured:
-        """The result, once every completion was judged."""
+    def measured(self, spec: RunSpec) -> EnvironmentScore:
+        """Summarise, once every completion was judged."""
         means = [fmean(rewards) for rewards in self.rewards if rewards]
         reward = fmean(means) if means else None
         low, high = (None, None) if reward is None else confidence(reward, len(means))
-        return Measured(
+        return EnvironmentScore(
             name=self.environment.name,
             weight=spec.environments[self._place].weight,
             problems=len(means),

@@ -1,7 +1,7 @@
-"""Offline filtering: of an environment's first problems, those that the first policy neither always nor never solves.
+"""Offline filtering: keep the problems that the first policy solves sometimes, but neither always nor never.
 
-INTELLECT-2 (arXiv 2505.07291) trains on problems that its base model solves now and then: others have groups without
-signal. What is kept goes into run.toml (`environments.problems`), so that everybody draws slots from it.
+INTELLECT-2 (arXiv 2505.07291) trains on such problems: others yield groups without signal. The kept ones go into
+run.toml (`environments.problems`), so that everybody draws slots from them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from statistics import fmean
 
 import msgspec
 
-from coordinator.training.evaluation import EvaluationSettings, judged_tasks
+from coordinator.training.evaluation import EvaluationSettings, judge_tasks
 from node.protocol.run import EnvironmentSpec, ProblemsSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterSettings:
-    """Measure problems 0 .. `count` - 1 with `samples` completions each; keep those of `lowest` <= rate <= `highest`.
+    """Measure problems 0 .. `count` - 1 with `samples` completions each; keep those with `lowest` <= rate <= `highest`.
 
-    Raises ValueError for bounds the wrong way round, and for more completions than can be asked for.
+    Raises ValueError for inverted bounds, and for too many completions.
     """
 
     count: int = 512
@@ -33,17 +33,18 @@ class FilterSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest <= self.highest <= 1:
-            raise ValueError("a pass rate lies from 0 to 1, the lowest first")
+            raise ValueError("pass rates must satisfy 0 <= lowest <= highest <= 1")
         self.drawing()
 
     def drawing(self) -> EvaluationSettings:
-        """What is drawn, at the run's temperature."""
+        """Return the evaluation settings, at the run's temperature."""
         return EvaluationSettings(problems=self.count, samples=self.samples, seed=self.seed, threads=self.threads)
 
 
 class Filtered(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment: of `count` problems so many are `kept`, `below` and `above` the bounds, or could not be judged
-    here (`unjudged`, which are not kept). `rate` is the mean of all pass rates, None without any."""
+    """Result for one environment: problems `kept`, `below` and `above` the bounds, and `unjudged` ones, which are not
+    kept. `rate` is the mean pass rate, None without any.
+    """
 
     name: str
     count: int
@@ -58,9 +59,10 @@ class Filtered(msgspec.Struct, frozen=True, kw_only=True):
 def filter_problems(
     policy: Path, *, spec: RunSpec, settings: FilterSettings, stop: Callable[[], bool] = lambda: False
 ) -> list[Filtered]:
-    """Measure the policy file `policy` on the first problems of each environment; blocks, and raises, as
-    `evaluate_policy` does."""
-    drawn = judged_tasks(policy, spec=spec, settings=settings.drawing(), indexes=range(settings.count), stop=stop)
+    """Filter the first problems of each environment by the policy file `policy`; blocks and raises as
+    `evaluate_policy`.
+    """
+    drawn = judge_tasks(policy, spec=spec, settings=settings.drawing(), indexes=range(settings.count), stop=stop)
     rates = [[fmean(rewards) if rewards else None for rewards in tasks.rewards] for tasks in drawn]
     return [
         _filtered(environment, found, settings) for environment, found in zip(spec.environments, rates, strict=True)
@@ -68,13 +70,13 @@ def filter_problems(
 
 
 def bitmap_of(kept: Sequence[bool]) -> bytes:
-    """`kept` as `ProblemsSpec` has it: problem i is bit i mod 8 of byte i // 8, bit 0 the lowest."""
+    """Encode `kept` for `ProblemsSpec`: problem i is bit i mod 8 of byte i // 8, bit 0 the lowest."""
     number = sum(1 << at for at, is_kept in enumerate(kept) if is_kept)
     return number.to_bytes(-(-len(kept) // 8), "little")
 
 
 def filtered_spec(spec: RunSpec, found: Sequence[Filtered]) -> RunSpec:
-    """The run with these problems alone; raises msgspec.ValidationError or ValueError for what no run can have."""
+    """Return the run restricted to these problems; raises msgspec.ValidationError or ValueError for an invalid run."""
     environments = tuple(
         msgspec.structs.replace(environment, problems=ProblemsSpec(count=one.count, kept=one.bitmap))
         for environment, one in zip(spec.environments, found, strict=True)

@@ -1,4 +1,4 @@
-"""How large an admitted group may be: apart from `groups`, for those who handle its blob and need no torch."""
+"""Size bound of an admitted group; separate from `groups` for users that need no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OTHER_BYTES = 64
 
 
 def max_group_bytes(spec: RunSpec) -> int:
-    """An upper bound of an admitted group's blob: a number takes at most 9 bytes in MessagePack."""
+    """Return an upper bound of an admitted group's blob in bytes: a number takes at most 9 in MessagePack."""
     sampling = spec.sampling
     row = _NUMBER_BYTES * (1 + sampling.most_tokens + sampling.max_new_tokens + 3 * sampling.max_turns) + _OTHER_BYTES
     return sampling.group_size * row + _OTHER_BYTES

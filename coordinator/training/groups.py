@@ -1,6 +1,6 @@
-"""An admitted group as the verifier leaves it for the trainer: canonical MessagePack in a blob.
+"""Admitted groups, passed from the verifier to the trainer as canonical MessagePack blobs.
 
-The log-probabilities are the verifier's own, so that a worker cannot lean on the tolerance.
+The log-probabilities are the verifier's own, so that a worker cannot exploit the tolerance.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from node.protocol.admission import has_signal
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion and the natural logarithms of the probabilities with which its tokens were sampled.
+    """One completion, with the natural log-probabilities of its tokens when sampled.
 
-    `segments` are (policy version, tokens) in order; empty where one policy drew all. `replies` are what the
-    environment said in between: (completion tokens before it, its token ids).
+    `segments` are (policy version, tokens) in order; empty if one policy drew all. `replies` are the environment's:
+    (completion tokens before it, its token ids).
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,18 +38,18 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any reward differs from another: where none does, every advantage is zero."""
+        """Whether any rewards differ; otherwise every advantage is zero."""
         return has_signal(self.rewards)
 
 
 def encode_group(group: Group) -> bytes:
-    """The blob of an admitted group."""
+    """Encode an admitted group as a blob."""
     return msgspec.msgpack.encode(group)
 
 
 def decode_group(data: bytes) -> Group:
-    """Read a blob that `encode_group` wrote; raises StorageFault."""
+    """Decode a blob written by `encode_group`; raises StorageFault."""
     try:
         return msgspec.msgpack.decode(data, type=Group)
     except msgspec.DecodeError as error:
-        raise StorageFault(f"not an admitted group: {error}") from error
+        raise StorageFault(f"blob is not an admitted group: {error}") from error

@@ -1,9 +1,9 @@
-"""One training step: groups of verified rollouts in, changed weights and the step's statistics out.
+"""One GRPO training step: groups of verified rollouts in, updated weights and statistics out.
 
-What is optimised is `coordinator.training.recipe`'s; here it meets a model. Groups without signal are dropped as in
+`coordinator.training.recipe` defines the objective; here it meets a model. Groups without signal are dropped as in
 INTELLECT-2 (arXiv 2505.07291). Log-probabilities are of `logits.float() / temperature` throughout. Every process of a
-world calls this with the same groups; each works on its share of the rows, and all end with the same weights.
-Shapes: N tokens that the policy drew, V ids.
+world calls this with the same groups, works on its share of the rows, and ends with the same weights. Shapes: N drawn
+tokens, V ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coordinator.training import recipe
-from coordinator.training.attention import attending, packed_attention
+from coordinator.training.attention import layout_arguments, packed_attention
 from coordinator.training.groups import Group, Sample
 from coordinator.training.optimizers import Optimizers
-from coordinator.training.packing import ROW_TOKENS, Row, Scored, pack, share
-from coordinator.training.world import ALONE, World, whole
-from node.models.base import RecurrentForCausalLM
+from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
+from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
+from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, TrainingSpec
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a step is computed, on which a run does not depend but for rounding.
+    """How a step is computed; results differ by rounding only.
 
-    `row_tokens`: tokens of a packed row. `autocast`: the dtype of matrix products, None for that of the weights.
-    `recompute`: activations are computed again in the backward pass instead of kept (arXiv 1604.06174).
+    `row_tokens`: tokens of a packed row. `autocast`: dtype of matrix products, None for that of the weights.
+    `recompute`: recompute activations in the backward pass (arXiv 1604.06174).
     """
 
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     row_tokens: int = ROW_TOKENS
     autocast: torch.dtype | None = None
     recompute: bool = False
@@ -55,12 +55,12 @@ def train_step(
     reference: PreTrainedModel | None = None,
     execution: Execution = Execution(),
 ) -> dict[str, float]:
-    """Train on `groups` in `training.minibatches` sequential updates; returns statistics, means over tokens.
+    """Train on `groups` in `training.minibatches` sequential updates; return statistics, means over tokens.
 
-    `step` counts finished steps from 0, sets the learning rate, and is the version that staleness is counted from.
-    `reference` is the policy that `kl_coefficient` pulls towards. Groups whose rewards are all equal teach nothing and
-    are dropped; where that leaves none, the weights stay as they are. A minibatch whose gradient is not finite is
-    skipped and counted. Same input, same bits, for a fixed number of threads and processes.
+    `step` counts finished steps from 0, sets the learning rate, and is the version that staleness refers to.
+    `reference` is the policy of the KL penalty. Groups with equal rewards are dropped; if none is left, the weights
+    stay unchanged. A minibatch with a non-finite gradient is skipped and counted. Deterministic for a fixed number of
+    threads and processes.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
@@ -85,7 +85,7 @@ def train_step(
 
 
 def score(group: Group, *, normalize: bool, step: int) -> list[Scored]:
-    """The group's samples with their advantages; none where every advantage is zero."""
+    """Return the group's samples with their advantages; none if every advantage is zero."""
     advantages = recipe.group_advantages(group.rewards, normalize=normalize)
     if not any(advantages):
         return []
@@ -96,24 +96,26 @@ def score(group: Group, *, normalize: bool, step: int) -> list[Scored]:
 
 
 def staleness(sample: Sample, *, leased: int, step: int) -> tuple[int, ...]:
-    """How many versions before `step` each token's policy was."""
+    """Return how many versions before `step` each token's policy was."""
     segments = sample.segments or ((leased, len(sample.completion_ids)),)
     return tuple(step - version for version, tokens in segments for _ in range(tokens))
 
 
 def split(scored: Sequence[Scored], minibatches: int) -> list[Sequence[Scored]]:
-    """At most `minibatches` runs of consecutive samples whose lengths differ by at most one."""
+    """Split into at most `minibatches` runs of consecutive samples whose lengths differ by at most one."""
     count = min(minibatches, len(scored))
     bounds = [len(scored) * part // count for part in range(count + 1)] if count else [0]
     return [scored[start:end] for start, end in pairwise(bounds)]
 
 
-def read(model: PreTrainedModel, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of all ids at a row's drawn tokens [N, V], and of those drawn [N], in `packed_attention`."""
-    # The end of a prompt predicts the first token of each of its samples. As in `attention`, gradients of what is used
-    # more than once are added by `embedding`, in one order.
+def forward_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities of all ids at a row's drawn tokens [N, V], and of the drawn ones [N]; call in
+    `packed_attention`.
+    """
+    # The end of a prompt predicts the first token of each of its samples. As in `attention`, `embedding` sums gradients
+    # of shared columns in a fixed order.
     columns, place_N = torch.unique(row.predicts, return_inverse=True)
-    where = attending(model, row)
+    where = layout_arguments(model, row)
     logits = model(
         input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=columns, **where
     ).logits[0]
@@ -132,16 +134,16 @@ class Updates:
     execution: Execution
     stats: Statistics
 
-    def update(self, optimizer: Optimizers, rows: Sequence[Row]) -> None:
-        """Forward and backward passes over a minibatch, row by row, then one optimizer step."""
+    def update(self, optimizer: Optimizers, rows: Sequence[PackedRow]) -> None:
+        """Run forward and backward passes over a minibatch, row by row, then one optimizer step."""
         tokens, world = sum(len(row.targets) for row in rows), self.execution.world
         optimizer.zero_grad()
-        own = share(rows, rank=world.rank, size=world.size)
-        sums = [self._backward(row.to(world.device), tokens=tokens) for row in own]
+        own_rows = rows_of_process(rows, rank=world.rank, size=world.size)
+        sums = [self._backward(row.to(world.device), tokens=tokens) for row in own_rows]
         clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.training.gradient_clip)
-        grad_norm = whole(clipped).item()
+        grad_norm = full_tensor(clipped).item()
         if not math.isfinite(grad_norm):
-            log.warning("skipped a minibatch of %d tokens: its gradient is not finite", tokens)
+            log.warning("minibatch of %d tokens skipped: its gradient is not finite", tokens)
             self.stats.skipped += 1
             return
         optimizer.step()
@@ -150,21 +152,21 @@ class Updates:
         for each in sums:
             self.stats.add(each)
 
-    def _backward(self, row: Row, *, tokens: int) -> RowSums:
-        """Add a row's part of the gradient of the minibatch's mean loss over its `tokens`."""
+    def _backward(self, row: PackedRow, *, tokens: int) -> RowSums:
+        """Accumulate a row's part of the gradient of the minibatch's mean loss over its `tokens`."""
         training, temperature = self.spec.training, self.spec.sampling.temperature
         world, dtype = self.execution.world, self.execution.autocast
         with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
-            logprobs_NV, logp_N = read(self.model, row, temperature=temperature)
+            logprobs_NV, logp_N = forward_logprobs(self.model, row, temperature=temperature)
             kl_N = None
             if self.reference is not None:
                 with torch.no_grad():
-                    _, reference_N = read(self.reference, row, temperature=temperature)
+                    _, reference_N = forward_logprobs(self.reference, row, temperature=temperature)
                 kl_N = recipe.kl_penalty(logp_N, reference_N)
         ratio_N = recipe.token_ratios(logp_N, row.behaviour)
         entropy_N = recipe.entropies(logprobs_NV if training.entropy_coefficient else logprobs_NV.detach())
         loss_N = recipe.token_losses(ratio_N, row.advantage, training=training, kl_N=kl_N, entropy_N=entropy_N)
-        # FSDP means gradients over the processes; what is wanted is their sum.
+        # FSDP averages gradients over the processes; their sum is needed.
         ((loss_N * row.weight).sum() * (world.size / tokens)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             return RowSums.of(row, logp_N, loss_N, entropy_N, kl_N, training=training)
@@ -172,7 +174,7 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """Sums over a row's drawn tokens, in the order of `NAMES`, and the extremes of its ratios and its staleness."""
+    """Sums over a row's drawn tokens, in the order of `NAMES`, and the extremes of its ratios and staleness."""
 
     values: Tensor
     extremes: Tensor
@@ -192,7 +194,7 @@ class RowSums:
 
     @staticmethod
     def of(
-        row: Row,
+        row: PackedRow,
         logp_N: Tensor,
         loss_N: Tensor,
         entropy_N: Tensor,
@@ -200,10 +202,10 @@ class RowSums:
         *,
         training: TrainingSpec,
     ) -> RowSums:
-        """What a row that counts adds up to; nothing for one that only fills up."""
+        """Sum up a row; zeros for a filler row."""
         if not row.weight.any():
             return RowSums(torch.zeros(len(RowSums.NAMES), dtype=torch.float64), torch.full((3,), -torch.inf).double())
-        # Where one is beyond e**-20 or e**20, a mean would say nothing of the others.
+        # Clamped, since a ratio beyond e**20 would dominate the mean.
         log_ratio_N = (logp_N - row.behaviour).clamp(-recipe.MAX_LOG_RATIO, recipe.MAX_LOG_RATIO)
         ratio_N = log_ratio_N.exp()
         per_token = (
@@ -223,7 +225,7 @@ class RowSums:
 
 
 class Statistics:
-    """A step's sums over its minibatches, and of this process's rows."""
+    """A step's sums over its minibatches and this process's rows."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -233,12 +235,12 @@ class Statistics:
         self._extremes = torch.full((len(RowSums.EXTREMES),), -torch.inf, dtype=torch.float64)
 
     def add(self, sums: RowSums) -> None:
-        """Count one row's tokens; prompts and replies are not among them."""
+        """Add one row's drawn tokens."""
         self._values += sums.values
         self._extremes = torch.maximum(self._extremes, sums.extremes)
 
     def means(self, world: World) -> dict[str, float]:
-        """Means over the tokens of all processes, 0 without tokens; units are nats, versions, or none.
+        """Return means over the tokens of all processes, 0 without tokens; in nats, versions, or unitless.
 
         `clip_fraction` is the share of ratios beyond the objective's bounds, `logprob_gap` the mean |log ratio|,
         `mismatch_kl` the mean of ratio - log ratio - 1, an estimate of KL(sampled from || policy now).

@@ -1,4 +1,4 @@
-"""The policy that a run starts from: `model.initial` in run.toml."""
+"""The policy a run starts from: `model.initial` in run.toml."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration
-from coordinator.training.warm_start import Progress, warm_start
-from node.families import TINY_FAMILIES
-from node.models.tiny import MAKERS
+from coordinator.training.warm_start import WarmStartProgress, warm_start
+from node.policy.families import TINY_FAMILIES
+from node.policy.models.tiny import MAKERS
+from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.run import RunSpec
-from node.tiny import make_tokenizer
 
 RANDOM = "random-"
 
-_AS_IT_IS = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Tokenizers that tokenizer.json says all of. AutoTokenizer would make one of the model's family of some."""
+_GENERIC_TOKENIZERS = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Tokenizers fully described by tokenizer.json; AutoTokenizer would substitute the model family's for some."""
 
 
 def initial_policy(
-    spec: RunSpec, *, progress: Progress | None = None
+    spec: RunSpec, *, progress: WarmStartProgress | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model, in float32 (the trainer's master weights), and its tokenizer; raises BadConfiguration.
+    """Load or make the model, in float32 (the trainer's master weights), and its tokenizer; raises BadConfiguration.
 
-    One of `TINY_FAMILIES` is warm-started from `spec.seed`, with "random-" before its name it is not trained at all
-    (for tests), and anything else is a local folder in Hugging Face's layout with safetensors weights. Nothing is ever
-    downloaded.
+    One of `TINY_FAMILIES` is warm-started from `spec.seed`; with the prefix "random-" it is untrained (for tests);
+    anything else is a local folder in Hugging Face's layout with safetensors weights. Nothing is ever downloaded.
     """
     initial = spec.model.initial
     if initial in TINY_FAMILIES:
@@ -47,7 +46,7 @@ def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
-        tokenizer_class = PreTrainedTokenizerFast if _names_no_family(folder) else AutoTokenizer
+        tokenizer_class = PreTrainedTokenizerFast if _has_generic_tokenizer(folder) else AutoTokenizer
         tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise BadConfiguration(f"model.initial: {folder} cannot be loaded: {error}") from error
@@ -56,6 +55,6 @@ def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast
     return model, tokenizer
 
 
-def _names_no_family(folder: Path) -> bool:
+def _has_generic_tokenizer(folder: Path) -> bool:
     path = folder / "tokenizer_config.json"
-    return path.is_file() and json.loads(path.read_bytes()).get("tokenizer_class") in _AS_IT_IS
+    return path.is_file() and json.loads(path.read_bytes()).get("tokenizer_class") in _GENERIC_TOKENIZERS

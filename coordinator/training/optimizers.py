@@ -1,7 +1,7 @@
-"""The optimizers of a run: AdamW, or Muon for the matrices of the layers and AdamW for all else.
+"""Optimizers of a run: AdamW, or Muon for the layers' matrices and AdamW for all else.
 
-Muon orthogonalises each update (Jordan et al. 2024); INTELLECT-3 trains with it. It is torch's own, scaled so that its
-updates are as large as AdamW's (arXiv 2502.16982, section 2.2), so that one learning rate serves both.
+Muon orthogonalises each update (Jordan et al. 2024), as in INTELLECT-3. It is torch's own, scaled so that its updates
+are as large as AdamW's (arXiv 2502.16982, section 2.2), so that one learning rate serves both.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from node.protocol.run import TrainingSpec
 
 _NOT_LAYERS = ("embed", "lm_head")
-"""Parts of the names of matrices that are tables, of which Muon's authors want none."""
+"""Name parts of lookup tables, which Muon is not meant for."""
 
 
 class Optimizers:
-    """One or two optimizers that divide a model's parameters among them, used as one."""
+    """One or two optimizers that share out a model's parameters, used as one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)
@@ -30,7 +30,7 @@ class Optimizers:
         return any(part.state for part in self.parts)
 
     def set_learning_rate(self, rate: float) -> None:
-        """For the steps to come."""
+        """Set the rate of later steps."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate
@@ -44,12 +44,12 @@ class Optimizers:
             part.step()
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """What is kept for a parameter; empty before the first step."""
+        """Return a parameter's optimizer state; empty before the first step."""
         return next((part.state[parameter] for part in self.parts if parameter in part.state), {})
 
 
 def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
-    """What the run's settings ask for, over all of the model's parameters."""
+    """Make the run's optimizer over all of the model's parameters."""
     named = list(model.named_parameters())
     if training.optimizer == "adamw":
         return Optimizers([_adamw([parameter for _, parameter in named], training)])
@@ -66,7 +66,7 @@ def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
 
 
 def _adamw(parameters: list[nn.Parameter], training: TrainingSpec) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101)."""
+    """Make AdamW (arXiv 1711.05101)."""
     return torch.optim.AdamW(
         parameters,
         lr=training.learning_rate,

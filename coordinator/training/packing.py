@@ -1,10 +1,10 @@
-"""Sequence packing: samples one behind the other in rows, instead of each in a padded row of its own.
+"""Sequence packing: several samples per row, instead of a padded row each.
 
-Samples of one group begin with the same prompt, which stands in a row once: what a layer computes of a token depends on
-the tokens before it alone. Which tokens a sample attends to is the row's `Layout`; so a row gives the log-probabilities
-that its samples have alone (`tests/unit/coordinator/test_packing.py`). Recurrent policies know no layout: they begin a
-sample wherever positions begin anew, and each has its own prompt. Only tokens that the policy drew are predicted: the
-prompt and what an environment replied are context.
+Samples of one group share a prompt, which stands in a row once, since a layer's per-token results depend on earlier
+tokens only. The row's `PackedLayout` tells which tokens a sample attends to, so a row gives the log-probabilities its
+samples have alone (`tests/unit/coordinator/test_packing.py`). Recurrent policies have no layout: a sample begins
+wherever positions restart, with its own prompt. Only tokens drawn by the policy are predicted; prompt and replies are
+context.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch import Tensor
 from coordinator.training.groups import Sample
 
 ROW_TOKENS = 512
-"""The default, `coordinator.options` has it too: longer rows were faster by less than a tenth for the tiny policy on a
-CPU core, and most of a row may be drawn tokens, whose logits take memory."""
-WIDEST, WIDEST_RECURRENT = 4, 2
-"""A row's samples, each with its prompt and padded to the longest, have at most so many times the row's tokens."""
+"""Default, also in `coordinator.commands.options`: longer rows were less than a tenth faster for the tiny policy on a
+CPU core, and the logits of drawn tokens take memory.
+"""
+MAX_WIDTH, MAX_WIDTH_RECURRENT = 4, 2
+"""Bound on a row's samples padded to the longest, as a multiple of the row's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample, its advantage, and how many versions older than the policy in training each of its tokens is."""
+    """A sample, its advantage, and each token's staleness in versions."""
 
     sample: Sample
     advantage: float
@@ -34,31 +35,31 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where S samples of at most W tokens stand in a row of L.
+class PackedLayout:
+    """Positions of S samples of at most W tokens in a row of L.
 
-    `columns` [S, W] are the row's columns of each sample's tokens, its prompt's among them, and 0 behind its end;
-    `places` [L] say where in `columns`, flattened, each column of the row is found: once, if more samples share it.
+    `columns` [S, W] are the row's columns of each sample's tokens, prompt included, and 0 behind its end; `flat_index`
+    [L] is the inverse: where each column of the row is found in flattened `columns` (once, if samples share it).
     """
 
     columns: Tensor
-    places: Tensor
+    flat_index: Tensor
 
-    def to(self, device: torch.device) -> Layout:
-        """The same on a device."""
-        return Layout(self.columns.to(device), self.places.to(device))
+    def to(self, device: torch.device) -> PackedLayout:
+        """Move to a device."""
+        return PackedLayout(self.columns.to(device), self.flat_index.to(device))
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """L tokens, of which N were drawn. `ids` and `positions` [1, L]; the others [N].
 
-    `predicts` are the indexes in the row whose logits predict the drawn tokens `targets`; `behaviour` are the
-    log-probabilities with which those were drawn. `weight` is 1, or 0
-    in a row that only fills up. A recurrent policy's rows have no layout.
+    `predicts` are the row indices whose logits predict the drawn tokens `targets`; `behaviour` are the
+    log-probabilities they were drawn with. `weight` is 1, or 0 in a filler row. A recurrent policy's rows have no
+    layout.
     """
 
-    layout: Layout | None
+    layout: PackedLayout | None
     ids: Tensor
     positions: Tensor
     predicts: Tensor
@@ -68,57 +69,57 @@ class Row:
     staleness: Tensor
     weight: Tensor
 
-    def to(self, device: torch.device) -> Row:
-        """The same on a device."""
-        return self._changed(lambda tensor: tensor.to(device), self.layout and self.layout.to(device))
+    def to(self, device: torch.device) -> PackedRow:
+        """Move to a device."""
+        return self._map_tensors(lambda tensor: tensor.to(device), self.layout and self.layout.to(device))
 
-    def filler(self) -> Row:
-        """A row that changes nothing: processes meet in every forward pass, so none may have fewer."""
+    def filler(self) -> PackedRow:
+        """Return a filler row without effect: all processes need equally many forward passes."""
         first = torch.zeros(1, dtype=torch.int64)
-        cut = self._changed(lambda tensor: tensor[..., :1], self.layout and Layout(first[None], first))
+        cut = self._map_tensors(lambda tensor: tensor[..., :1], self.layout and PackedLayout(first[None], first))
         return replace(cut, predicts=torch.zeros_like(cut.predicts), weight=torch.zeros_like(cut.weight))
 
-    def _changed(self, change: Callable[[Tensor], Tensor], layout: Layout | None) -> Row:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor], layout: PackedLayout | None) -> PackedRow:
         tensors = {each.name: change(getattr(self, each.name)) for each in fields(self) if each.name != "layout"}
-        return Row(layout=layout, **tensors)
+        return PackedRow(layout=layout, **tensors)
 
 
-def pack(scored: Sequence[Scored], *, row_tokens: int, recurrent: bool = False) -> list[Row]:
-    """Rows of at most `row_tokens` tokens, in the samples' order; a longer sample has one to itself.
+def pack(scored: Sequence[Scored], *, row_tokens: int, recurrent: bool = False) -> list[PackedRow]:
+    """Pack samples in order into rows of at most `row_tokens` tokens; a longer sample has its own row.
 
-    A model pads a row's samples to the longest, at least in its attention: one long sample among many short ones would
-    take the memory of as many long ones, so these begin a row before they do.
+    A model pads a row's samples to the longest, at least in attention: one long sample among many short ones would take
+    the memory of as many long ones, so a new row begins before that.
     """
-    widest = row_tokens * (WIDEST_RECURRENT if recurrent else WIDEST)
+    widest = row_tokens * (MAX_WIDTH_RECURRENT if recurrent else MAX_WIDTH)
     rows: list[list[Scored]] = []
-    room = longest = 0
+    tokens_left = longest = 0
     for each in scored:
-        length = sample_tokens(each.sample)
+        length = count_tokens(each.sample)
         longest = max(longest, length)
         has_prompt = bool(rows) and not recurrent and rows[-1][-1].sample.prompt_ids == each.sample.prompt_ids
         added = length - len(each.sample.prompt_ids) if has_prompt else length
-        if not rows or added > room or (len(rows[-1]) + 1) * longest > widest:
+        if not rows or added > tokens_left or (len(rows[-1]) + 1) * longest > widest:
             rows.append([])
-            room, longest, added = row_tokens, length, length
+            tokens_left, longest, added = row_tokens, length, length
         rows[-1].append(each)
-        room -= added
+        tokens_left -= added
     return [_row(samples, shares_prompts=not recurrent) for samples in rows]
 
 
-def share(rows: Sequence[Row], *, rank: int, size: int) -> list[Row]:
-    """What process `rank` of `size` works on: as many rows as each other, of which some may only fill up."""
+def rows_of_process(rows: Sequence[PackedRow], *, rank: int, size: int) -> list[PackedRow]:
+    """Return the rows of process `rank` of `size`, padded with fillers to equal numbers."""
     filled = [*rows, *[rows[0].filler()] * (-len(rows) % size)]
     return filled[rank::size]
 
 
-def sample_tokens(sample: Sample) -> int:
-    """Tokens of a sample: its prompt, what was drawn, and what the environment replied."""
+def count_tokens(sample: Sample) -> int:
+    """Count a sample's tokens: prompt, completion and replies."""
     replies = sum(len(ids) for _, ids in sample.replies)
     return len(sample.prompt_ids) + len(sample.completion_ids) + replies
 
 
 def _sequence(sample: Sample) -> Iterator[tuple[int, bool]]:
-    """Each token of a sample, and whether the policy drew it."""
+    """Yield each token of a sample, and whether the policy drew it."""
     yield from ((token, False) for token in sample.prompt_ids)
     begun = 0
     for drawn_before, reply in sample.replies:
@@ -128,7 +129,7 @@ def _sequence(sample: Sample) -> Iterator[tuple[int, bool]]:
     yield from ((token, True) for token in sample.completion_ids[begun:])
 
 
-def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> Row:
+def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> PackedRow:
     ids: list[int] = []
     positions: list[int] = []
     columns: list[list[int]] = []
@@ -143,7 +144,7 @@ def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> Row:
         ids += [token for token, _ in sequence[shared:]]
         positions += range(shared, len(sequence))
         prompt = each.sample.prompt_ids
-    return Row(
+    return PackedRow(
         layout=_layout(columns, len(ids)) if shares_prompts else None,
         ids=torch.tensor(ids)[None],
         positions=torch.tensor(positions)[None],
@@ -156,11 +157,11 @@ def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> Row:
     )
 
 
-def _layout(columns: Sequence[Sequence[int]], length: int) -> Layout:
+def _layout(columns: Sequence[Sequence[int]], length: int) -> PackedLayout:
     width = max(map(len, columns))
-    places = torch.zeros(length, dtype=torch.int64)
+    flat_index = torch.zeros(length, dtype=torch.int64)
     padded = torch.zeros(len(columns), width, dtype=torch.int64)
     for line, own in enumerate(columns):
         padded[line, : len(own)] = own_columns = torch.tensor(own)
-        places[own_columns] = torch.arange(line * width, line * width + len(own))
-    return Layout(padded, places)
+        flat_index[own_columns] = torch.arange(line * width, line * width + len(own))
+    return PackedLayout(padded, flat_index)

@@ -1,20 +1,20 @@
-"""The tiny policy's warm start: supervised learning of demonstrations that are not all good.
+"""Warm start of the tiny policies: supervised learning from imperfect demonstrations.
 
-Reinforcement learning needs a policy that succeeds now and then, and something in it to prefer. Two stages:
+Reinforcement learning needs a policy that sometimes succeeds, and something in it to prefer. Two stages:
 
 1. worked solutions in which each digit and letter is wrong with some probability. They leave a policy whose
    sampled answers are often wrong while its most likely answers are right;
-2. a few steps in which half of the demonstrations skip the work and guess. The policy still can work problems
+2. a few steps in which half of the demonstrations skip the work and guess. The policy can still work problems
    out, and does so half of the time.
 
-The second stage is what makes the demonstration dependable. After the first alone, 30 steps of 16 groups of 8 on
-policies two steps old gained -0.02 to 0.25 in mean reward, over seeds, model families and learning rates up to
-2e-4: sharpening every digit by a little is slow and noisy. Preferring work to guesses is one choice at one token.
-With both stages the same steps gained 0.30, 0.35 and 0.48 from seeds 0, 1 and 2 at a learning rate of 1e-4, and 0.18
-from seed 0 at 2e-4; each is one run.
+The second stage makes the demonstration dependable. After the first alone, 30 steps of 16 groups of 8 on policies two
+steps old gained -0.02 to 0.25 in mean reward, over seeds, model families and learning rates up to 2e-4: sharpening
+every digit by a little is slow and noisy. Preferring work to guesses is one choice at one token. With both stages the
+same steps gained 0.30, 0.35 and 0.48 from seeds 0, 1 and 2 at a learning rate of 1e-4, and 0.18 from seed 0 at 2e-4;
+each is one run.
 
-The cross-entropy is over the completion alone; AdamW (arXiv 1711.05101), each stage with a linear warm-up and a
-cosine decay.
+The cross-entropy is over the completion alone; AdamW (arXiv 1711.05101), each stage with a linear warm-up and a cosine
+decay.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from node.environments.arithmetic import Arithmetic
 from node.environments.base import INDEX_LIMIT, Problem
 from node.environments.reverse import LETTERS, Reverse
 from node.environments.terminal import TerminalTarget
-from node.models.tiny import MAKERS
-from node.terminal import MOVES
-from node.tiny import EOS, PAD, make_tokenizer
+from node.policy.models.tiny import MAKERS
+from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
+from node.protocol.terminal import MOVES
 
 DEFAULT_SEED = 0
 BATCH = 64
 FINAL_LEARNING_RATE = 0.05
 GRADIENT_CLIP = 1.0
 MAX_MOVES = 20
-"""Of a demonstration at the terminal."""
+"""Keys of a demonstration at the terminal."""
 _IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class WarmStartStage:
     """`steps` of supervised learning. A digit, letter or key is wrong with probability `addition_noise`,
-    `reversal_noise` or `key_noise`; a demonstration is a guess with probability `guesses`."""
+    `reversal_noise` or `key_noise`; a demonstration is a guess with probability `guesses`.
+    """
 
     steps: int
     addition_noise: float
@@ -60,32 +61,36 @@ class Stage:
     key_noise: float = 0.0
 
 
-WORKED = Stage(steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
-GUESSING = Stage(steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
-STAGES = (WORKED, GUESSING)
-_RECURRENT = (replace(WORKED, steps=300), GUESSING)
-_KEYS = (replace(WORKED, steps=150, key_noise=0.1), replace(GUESSING, steps=40, key_noise=0.1))
-FAMILY_STAGES: Mapping[str, Sequence[Stage]] = {
+WORKED_STAGE = WarmStartStage(
+    steps=400, addition_noise=0.2, reversal_noise=0.12, guesses=0.0, learning_rate=3e-3, warmup_steps=20
+)
+GUESSING_STAGE = WarmStartStage(
+    steps=60, addition_noise=0.1, reversal_noise=0.06, guesses=0.5, learning_rate=5e-4, warmup_steps=1
+)
+STAGES = (WORKED_STAGE, GUESSING_STAGE)
+_RECURRENT = (replace(WORKED_STAGE, steps=300), GUESSING_STAGE)
+_KEYS = (replace(WORKED_STAGE, steps=150, key_noise=0.1), replace(GUESSING_STAGE, steps=40, key_noise=0.1))
+FAMILY_STAGES: Mapping[str, Sequence[WarmStartStage]] = {
     "eagle": _RECURRENT,
     "finch": _RECURRENT,
     "goldfinch": _RECURRENT,
     "frame-action": _KEYS,
 }
-"""Of families that learn by other stages than STAGES: a step of a recurrence takes longer, and fewer do."""
+"""Families with stages other than STAGES: a step of a recurrence takes longer, and fewer suffice."""
 
-Progress = Callable[[int, int, float], None]
-"""Called after each step with the steps done, the steps in all, and the step's loss in nats per token."""
+WarmStartProgress = Callable[[int, int, float], None]
+"""Callback after each step: steps done, steps in total, and the step's loss in nats per token."""
 
 
 def warm_start(
     family: str = "tiny",
     *,
     seed: int = DEFAULT_SEED,
-    stages: Sequence[Stage] | None = None,
-    progress: Progress | None = None,
+    stages: Sequence[WarmStartStage] | None = None,
+    progress: WarmStartProgress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The tiny policy of a family (`node.families`) after `stages`, the family's own unless given, in float32, and its
-    tokenizer.
+    """Warm-start the tiny policy of a family (`node.policy.families`) with `stages` (default: the family's own); return
+    it in float32 with its tokenizer.
 
     The same `seed`, torch release, kind of CPU and number of torch threads give the same weights bit for bit.
     """
@@ -99,12 +104,12 @@ def warm_start(
 def learn(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    stages: Sequence[Stage],
-    demonstrate: Callable[[Stage], tuple[str, str]],
+    stages: Sequence[WarmStartStage],
+    demonstrate: Callable[[WarmStartStage], tuple[str, str]],
     *,
-    progress: Progress | None = None,
+    progress: WarmStartProgress | None = None,
 ) -> None:
-    """Train `model` on prompts and completions that `demonstrate` makes, BATCH of them a step; leaves it evaluating."""
+    """Train `model` on BATCH demonstrations (prompt, completion) per step; leaves it in evaluation mode."""
     total, done = sum(stage.steps for stage in stages), 0
     model.train()
     for stage in stages:
@@ -131,15 +136,15 @@ def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids_BT: Te
     return loss.item()
 
 
-def learning_rate(stage: Stage, step: int) -> float:
-    """The rate of step `step` (from 0): a linear rise, under a cosine that ends at a twentieth of the peak."""
+def learning_rate(stage: WarmStartStage, step: int) -> float:
+    """Return the rate of step `step` (from 0): a linear warm-up under a cosine that ends at a twentieth of the peak."""
     cosine = (1 + math.cos(math.pi * step / stage.steps)) / 2
     rise = min(1.0, (step + 1) / stage.warmup_steps)
     return stage.learning_rate * rise * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 
-def demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
-    """A prompt of one of the two tasks, and a worked solution with mistakes, or a guess."""
+def demonstration(rng: Random, stage: WarmStartStage) -> tuple[str, str]:
+    """Draw a prompt of one of the two tasks, and a worked solution with mistakes, or a guess."""
     index = rng.randrange(INDEX_LIMIT)
     guess = rng.random() < stage.guesses
     if rng.random() < 0.5:
@@ -154,8 +159,8 @@ def demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
     return problem.prompt, demonstrate_reversal(problem, noise=stage.reversal_noise, rng=rng)
 
 
-def move_demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
-    """A prompt of the terminal, and the keys to its target with mistakes, or Enter at once."""
+def move_demonstration(rng: Random, stage: WarmStartStage) -> tuple[str, str]:
+    """Draw a prompt of the terminal, and the keys to its target with mistakes, or Enter at once."""
     environment = TerminalTarget()
     problem = environment.problem(rng.randrange(INDEX_LIMIT))
     if rng.random() < stage.guesses:
@@ -164,8 +169,9 @@ def move_demonstration(rng: Random, stage: Stage) -> tuple[str, str]:
 
 
 def demonstrate_keys(environment: TerminalTarget, problem: Problem, *, noise: float, rng: Random) -> str:
-    """Keys that move the cursor to the target, in any order, and Enter: each is any key with probability `noise`, and
-    those after it go on from where it led.
+    """Return keys that move the cursor to the target, in any order, and Enter.
+
+    Each key is random with probability `noise`, and later ones continue from where it led.
     """
     (row, column), (target_row, target_column) = problem.data["start"], problem.data["target"]
     keys = ""
@@ -180,9 +186,9 @@ def demonstrate_keys(environment: TerminalTarget, problem: Problem, *, noise: fl
 
 
 def demonstrate_addition(problem: Problem, *, noise: float, rng: Random) -> str:
-    """Column addition from the right, `<think>1+8+0=9,6+4+0=10</think>109`; the third term is the carry.
+    """Demonstrate column addition from the right, `<think>1+8+0=9,6+4+0=10</think>109`; the third term is the carry.
 
-    Each column's sum is off by one or two with probability `noise`, and what follows builds on it.
+    Each column's sum is off by one or two with probability `noise`, and later columns build on it.
     """
     left, right = (str(term)[::-1] for term in problem.data["terms"])
     columns, digits, carry = [], "", 0
@@ -197,13 +203,15 @@ def demonstrate_addition(problem: Problem, *, noise: float, rng: Random) -> str:
 
 
 def demonstrate_reversal(problem: Problem, *, noise: float, rng: Random) -> str:
-    """The word backwards, letter by letter: `<think>h e a g</think>heag`; each redrawn with probability `noise`."""
+    """Demonstrate reversal letter by letter, `<think>h e a g</think>heag`; each letter is redrawn with probability
+    `noise`.
+    """
     letters = [rng.choice(LETTERS) if rng.random() < noise else letter for letter in problem.data["answer"]]
     return f"<think>{' '.join(letters)}</think>{''.join(letters)}"
 
 
 def collate(tokenizer: PreTrainedTokenizerFast, examples: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Token ids [B, T], padded on the right, and labels [B, T] that ignore prompts and padding."""
+    """Encode examples as token ids [B, T], right-padded, and labels [B, T] that ignore prompts and padding."""
     encoded = tokenizer.backend_tokenizer.encode_batch([text for example in examples for text in example])
     prompts = [encoding.ids for encoding in encoded[::2]]
     completions = [[*encoding.ids, EOS] for encoding in encoded[1::2]]

@@ -1,8 +1,8 @@
-"""The processes that train one policy together: who they are, and how they split tensors and meet.
+"""The processes that train one policy together: ranks, sharding and collectives.
 
-One process is a world of its own, and needs none of torch's distributed machinery. Several are started by `torchrun`,
-which tells each its rank. Parameters, gradients and optimizer state are sharded over all of them by FSDP2
-(arXiv 2304.11277; torch.distributed.fsdp.fully_shard), over NCCL on GPUs and gloo on CPUs.
+A single process needs no torch.distributed. Several are started by `torchrun`, which assigns the ranks. Parameters,
+gradients and optimizer state are sharded by FSDP2 (arXiv 2304.11277; torch.distributed.fsdp.fully_shard), over NCCL on
+GPUs and gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-_PATIENCE = timedelta(days=365)
-"""Processes wait for work together, however long that takes; one that ended is noticed by its closed connection."""
+_COLLECTIVE_TIMEOUT = timedelta(days=365)
+"""Processes may wait for work indefinitely; a dead one is noticed by its closed connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`size` processes, of which this is number `rank`; `mesh` is None where there is only one."""
+    """`size` processes, of which this is number `rank`; `mesh` is None if there is only one."""
 
     rank: int = 0
     size: int = 1
@@ -36,11 +36,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that talks with the rest of the run."""
+        """Whether this is the process that talks to the rest of the run."""
         return self.rank == 0
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Move `model` to this process's device, and keep only its part of each parameter."""
+        """Move `model` to this process's device, and shard its parameters."""
         model.to(self.device)  # type: ignore[arg-type]  # transformers' stub
         if self.mesh is None:
             return
@@ -49,15 +49,15 @@ class World:
         fully_shard(model, mesh=self.mesh)
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all processes of a tensor that each has."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        """Sum a tensor over all processes."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Tensor) -> Tensor:
-        """The maximum over all processes of a tensor that each has."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        """Take the maximum of a tensor over all processes."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
-    def say(self, data: bytes | None) -> bytes:
-        """What the first process says, to all of them; the others pass None, and wait for it."""
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Broadcast `data` from the first process; the others pass None and receive it."""
         if self.size == 1:
             return data or b""
         length = torch.tensor([len(data or b"")], device=self.device)
@@ -70,7 +70,7 @@ class World:
             dist.broadcast(content, src=0)
         return content.cpu().numpy().tobytes()
 
-    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return values
         reduced = values.to(self.device)
@@ -78,17 +78,17 @@ class World:
         return reduced.cpu()
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every process has to ask for it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a possibly sharded tensor; a collective that every process must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def open_world(*, device: str) -> Iterator[World]:
-    """The world that `torchrun` made, or that of this process alone; `device` is "cpu" or "cuda"."""
+    """Join the world made by `torchrun`, or that of this process alone; `device` is "cpu" or "cuda"."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
     if size == 1:
@@ -96,7 +96,7 @@ def open_world(*, device: str) -> Iterator[World]:
         return
     if device == "cuda":
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT)
     try:
         yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)))
     finally:

@@ -1,1 +1,1 @@
-"""SHARDCAST alone: `veriswarm publish` and `veriswarm fetch`, for any large file and without a coordinator."""
+"""SHARDCAST alone: `swarmproof publish` and `swarmproof fetch`, for any large file and without a coordinator."""

@@ -1,4 +1,4 @@
-"""What `veriswarm fetch` does: the newest version from sources that nobody trusts, and its file where it is wanted.
+"""What `swarmproof fetch` does: the newest version from sources that nobody trusts, and its file where it is wanted.
 
 The state folder keeps the last version, so that the next is a delta where there is one, and remembers how far a
 fetch came and which version is the newest that was ever seen.
@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from node.client.http import Backoff, printable
 from node.errors import ConfigError
-from node.exchange import Backoff, printable
-from node.signals import race
+from node.runtime.signals import race
 from shardcast import Client, Report
 from shardcast.errors import Equivocation, NetworkFault, PeerFault, ShardcastError
 from shardcast.files import as_local_fault, sync_folder
@@ -48,7 +48,7 @@ class FetchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class FetchedVersion:
     """A version that is here. `way` says how it was got: from what was here already, by deltas, or in full."""
 
     version: int
@@ -64,10 +64,10 @@ class View(Protocol):
     """Who is told what happens (`node.broadcast.view`)."""
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
-        """Gives what is to be called with the progress of a fetch."""
+        """Context manager around one fetch; yields its progress callback."""
 
-    def here(self, result: Result) -> None:
-        """A version is where it was wanted."""
+    def here(self, result: FetchedVersion) -> None:
+        """Report that a version is in its place."""
 
 
 async def run_fetch(settings: FetchSettings, *, view: View, stop: asyncio.Event) -> None:
@@ -97,7 +97,7 @@ async def _newest(client: Client, settings: FetchSettings) -> Head:
 
 
 async def _follow(client: Client, settings: FetchSettings, view: View, stop: asyncio.Event) -> None:
-    """Every new version; once there was one, only what waiting does not heal ends it."""
+    """Fetch every new version; after the first one, retry whatever may pass by itself."""
     newest, failures = -1, 0
     while True:
         try:
@@ -124,7 +124,7 @@ async def _get(client: Client, head: Head, settings: FetchSettings, view: View, 
         await asyncio.to_thread(place, path, settings.output)
     after = client.fetched
     view.here(
-        Result(
+        FetchedVersion(
             version=head.version,
             manifest_digest=head.manifest_digest,
             path=str(settings.output or path),

@@ -1,7 +1,7 @@
 """How far fetches are, for people: a line for each on a terminal, rewritten while it changes; log lines elsewhere.
 
-It goes to stderr, for `veriswarm fetch` and `relay`; on a terminal a worker has a view of its own
-(`node.worker_view`).
+It goes to stderr, for `swarmproof fetch` and `relay`; on a terminal a worker has a view of its own
+(`node.worker.view`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TextIO
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn
 
-from node.logs import is_json
-from shardcast import Progress as Fetching
+from node.runtime.terminal import LiveDisplay, supports_live_display
 from shardcast import Report
+from shardcast import VersionProgress as Fetching
 
 log = logging.getLogger(__name__)
 
@@ -36,21 +34,20 @@ class FetchProgress:
     def __init__(self, say: Callable[[str], None] | None = log.info, *, bars: bool = True) -> None:
         self._say = say
         self._has_bars = bars
-        self._console = Console(stderr=True)
         self._bars: Progress | None = None
-        self._shown = 0
-        self._opened = ExitStack()
+        self._display = ExitStack()
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
-        """Gives what is to be called with the progress of a fetch."""
+        """Context manager around one fetch; yields its progress callback."""
         if self._say is None:
             return nullcontext()
-        is_terminal = self._console.is_interactive and not is_json()
-        return self._bar(version) if is_terminal and self._has_bars else _lines(version, self._say)
+        return (
+            self._bar(version) if self._has_bars and supports_live_display(sys.stderr) else _lines(version, self._say)
+        )
 
     @contextmanager
     def _bar(self, version: int) -> Iterator[Report]:
-        """A bar that leaves no trace; log lines appear above it."""
+        """Show a progress bar while the block is active."""
         bars = self._open()
         task = bars.add_task(f"version {version}", total=None, details="looking at what is here")
 
@@ -67,19 +64,18 @@ class FetchProgress:
             yield report
         finally:
             bars.remove_task(task)
-            self._shown -= 1
-            if not self._shown:
-                self._opened.close()
+            if not bars.tasks:
+                self._display.close()
                 self._bars = None
 
     def _open(self) -> Progress:
-        """What all bars are in: a terminal has one place where lines are rewritten."""
+        """Return the display that all bars share, opening it for the first one."""
         if self._bars is None:
             columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), TextColumn("{task.fields[details]}"))
-            bars = Progress(*columns, console=self._console, transient=True)
-            self._bars = self._opened.enter_context(bars)
-            self._opened.enter_context(logging_to(sys.stderr))
-        self._shown += 1
+            self._bars = Progress(*columns)
+            display = self._display.enter_context(LiveDisplay(sys.stderr, auto_refresh=True))
+            display.update(self._bars)
+            self._display.callback(display.update, "")
         return self._bars
 
 
@@ -107,19 +103,6 @@ def _details(progress: Fetching) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours where there are any, minutes and seconds."""
+    """Format a duration as [h:]m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-@contextmanager
-def logging_to(stream: TextIO) -> Iterator[None]:
-    """Log there while the block is active, so that lines do not run into what is drawn over itself."""
-    handlers = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
-    before = [handler.setStream(stream) for handler in handlers]
-    try:
-        yield
-    finally:
-        for handler, former in zip(handlers, before, strict=True):
-            if former is not None:
-                handler.setStream(former)

@@ -1,7 +1,7 @@
-"""What `veriswarm publish` does: an origin that signs the versions of one file, and serves them until it is stopped.
+"""What `swarmproof publish` does: an origin that signs the versions of one file, and serves them until it is stopped.
 
 <state>/key       the publisher's key, unless --key names another
-<state>/origin/   the versions (`shardcast.store`)
+<state>/origin/   the versions (`shardcast.store.versions`)
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class PublishSettings:
 
 
 def default_state(file: Path) -> Path:
-    """Where the versions of the file at this path are kept: by its name, for people, and by its whole path."""
+    """Return the default folder of a file's versions: its name, for people, and a digest of its path."""
     path = file.resolve()
-    return Path.home() / ".veriswarm" / "publish" / f"{path.name[:32]}-{blake3(bytes(path)).hexdigest()[:8]}"
+    return Path.home() / ".swarmproof" / "publish" / f"{path.name[:32]}-{blake3(bytes(path)).hexdigest()[:8]}"
 
 
 async def run_publish(
@@ -84,7 +84,7 @@ async def run_publish(
 
 
 def _publish(origin: Origin, server: OriginServer, file: Path, version: int | None) -> Manifest:
-    """The manifest of what `file` holds now: of the newest version if it is that, else of a new one."""
+    """Return the manifest of what `file` holds now, publishing it if it is not the newest version."""
     wanted = _version_for(origin, file) if version is None else version
     server.publish(file, version=wanted)
     signed = origin.store.get(wanted)
@@ -114,7 +114,7 @@ Mark = tuple[int, int, int]
 
 
 def _mark(file: Path) -> Mark | None:
-    """What changes when a file does; None if it is not there at the moment."""
+    """Return a value that changes with the file; None if it does not exist now."""
     try:
         found = file.stat()
     except OSError:
@@ -129,7 +129,7 @@ async def _watch(
     stop: asyncio.Event,
     say: Callable[[str], None],
 ) -> None:
-    """Publish whenever the file is another one, once it has been the same for a second; never ends by a failure."""
+    """Publish the file whenever it has changed and then stayed the same for a second; logs failures and goes on."""
     last = published
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
@@ -143,14 +143,14 @@ async def _watch(
             # Not given up when it is time to stop: the store must be at rest before it is closed.
             say(_published(file, await asyncio.to_thread(publish)))
         except (LocalFault, OSError) as error:
-            log.warning("%s is not published, and tried again when it changes: %s", file, error)
+            log.warning("%s not published (%s); retrying when it changes", file, error)
 
 
 # -- what a person is told
 
 
 def _published(file: Path, manifest: Manifest) -> str:
-    """A version's size, and what it costs those who have an earlier one."""
+    """Format a version's size, and what it costs those who have an earlier one."""
     deltas = (
         f", or {decimal(delta.payload.payload_bytes)} from version {delta.base_version}" for delta in manifest.deltas
     )
@@ -158,13 +158,13 @@ def _published(file: Path, manifest: Manifest) -> str:
 
 
 def _invitation(settings: PublishSettings, url: str, public_key: bytes) -> str:
-    """The command for the other side, in lines that a terminal of 80 columns does not break."""
+    """Format the command for the other side, in lines of less than 80 columns."""
     again = "; when it is replaced, it is published again" if settings.watch else ""
     who = "On this machine alone (--host 0.0.0.0 is for others)" if _is_loopback(settings.host) else "Elsewhere"
     return (
         f"serving it until Ctrl-C{again}\n\n"
         f"{who}, fetch it by:\n\n"
-        f"  veriswarm fetch {url} \\\n"
+        f"  swarmproof fetch {url} \\\n"
         f"    --run-id {run_id_of(public_key)} \\\n"
         f"    --key {public_key.hex()} \\\n"
         f"    -o {shlex.quote(settings.file.name)}\n"
@@ -172,7 +172,7 @@ def _invitation(settings: PublishSettings, url: str, public_key: bytes) -> str:
 
 
 def _reachable(host: str, port: int) -> str:
-    """A URL for others; if every address is listened on, with the one by which this machine reaches the world."""
+    """Return a URL for others; for a wildcard address, with the one that this machine's packets leave from."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
             host = _own_address(host)
@@ -180,7 +180,7 @@ def _reachable(host: str, port: int) -> str:
 
 
 def _own_address(wildcard: str) -> str:
-    """The address that a packet to far away would carry; connecting a datagram socket sends none."""
+    """Return the source address of a packet to the internet; connecting a datagram socket sends none."""
     family, far = (socket.AF_INET6, "2001:db8::1") if ":" in wildcard else (socket.AF_INET, "192.0.2.1")
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""What a person sees of `veriswarm fetch`: its progress and a line for each version that is here; JSON for programs.
+"""What a person sees of `swarmproof fetch`: its progress and a line for each version that is here; JSON for programs.
 
 Progress goes to stderr, results to stdout.
 """
@@ -13,7 +13,7 @@ from functools import partial
 import click
 from rich.filesize import decimal
 
-from node.broadcast.fetching import Result
+from node.broadcast.fetching import FetchedVersion
 from node.broadcast.progress import FetchProgress
 from shardcast import Report
 
@@ -26,15 +26,15 @@ class FetchView:
         self._progress = FetchProgress(None if as_json else partial(click.echo, err=True))
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
-        """Gives what is to be called with the progress of a fetch."""
+        """Context manager around one fetch; yields its progress callback."""
         return self._progress.fetching(version)
 
-    def here(self, result: Result) -> None:
-        """Write what was got to stdout."""
+    def here(self, result: FetchedVersion) -> None:
+        """Write the result to stdout."""
         click.echo(json.dumps(asdict(result)) if self._as_json else _sentence(result))
 
 
-def _sentence(result: Result) -> str:
+def _sentence(result: FetchedVersion) -> str:
     what = f"version {result.version} is in {result.path}: {decimal(result.size_bytes)}"
     if not result.transferred_bytes:
         return f"{what}, which was here already"

@@ -1,4 +1,4 @@
-"""What turns prompts into proved completions: one interface, one file per engine."""
+"""Engines that turn prompts into proved completions, a file each."""
 
 from node.engines.base import BadRequest, BrokenPolicy, Engine, EngineError, Interrupted, NoPolicy, SampleRequest
 

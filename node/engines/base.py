@@ -1,16 +1,16 @@
-"""The interface of a generation engine, and what can go wrong in one.
+"""Interface of a generation engine, and its errors.
 
 EngineError
-├── NoPolicy        asked to generate before anything was loaded
+├── NoPolicy        generate was called before any policy was loaded
 ├── BadRequest      a prompt or a seed that the run does not allow
 ├── BrokenPolicy    the policy's numbers cannot be sampled or proved
-├── DoesNotFit      the policy, or one completion, needs more than this machine was told to use
+├── DoesNotFit      the policy, or one completion, needs more than this machine may use
 │   └── WrongEngine     the engine has no model of the policy's family
-├── EngineDied      the engine's process ended, or did not start; it has to be loaded anew
+├── EngineDied      the engine's process ended, or did not start; load again
 └── Interrupted     the caller went away while the engine was decoding
 
-A policy file that cannot be loaded raises `node.policy.PolicyError` instead. Every error carries `code`, a
-stable identifier for machines, and a sentence for people.
+A policy file that cannot be loaded raises `node.policy.file.PolicyError` instead. Every error carries `code`, a stable
+identifier for machines, and a sentence for people.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from node.policy import Blueprint
+from node.policy.file import Blueprint
 from node.protocol.run import SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Expected, Rollout
@@ -63,11 +63,10 @@ class Interrupted(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One completion to draw: the prompt's token ids, and the 16-byte seed that forces every choice.
+    """One completion to draw: the prompt's token ids, and the 16-byte seed that determines every token.
 
-    `max_tokens` ends it before the run's own limit does. `ask` is the environment, where it has several turns.
-    `position` is that of its first token where it is a later turn by itself: then `prompt_ids` are all that was said
-    before.
+    `max_tokens` caps it below the run's own limit. `ask` is the environment, if it has several turns. `position` is
+    that of its first token if it is a later turn; then `prompt_ids` hold the whole dialogue so far.
     """
 
     prompt_ids: tuple[int, ...]
@@ -77,59 +76,59 @@ class SampleRequest:
     position: int = 0
 
     def cap(self, sampling: SamplingSpec) -> int:
-        """The most tokens that it may have."""
-        most = sampling.max_new_tokens - self.position
-        return most if self.max_tokens is None else min(most, self.max_tokens)
+        """Return the maximum number of tokens to draw."""
+        limit = sampling.max_new_tokens - self.position
+        return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
 
 def requests_for(expected: Expected) -> list[SampleRequest]:
-    """What a worker asks its engine for: a slot's completions."""
+    """Build the requests for a slot's completions."""
     return [SampleRequest(tuple(expected.prompt_ids), seed, ask=expected.ask) for seed in expected.seeds]
 
 
 class Engine(Protocol):
-    """Draws completions as docs/protocol.md, section 4, says, and proves how."""
+    """Draws completions as specified in docs/protocol.md, section 4, with proofs."""
 
     name: str
 
     @property
     def version(self) -> int | None:
-        """The version of the loaded policy, None before the first and after the engine died."""
+        """Version of the loaded policy; None before the first load and after the engine died."""
 
     @property
     def policy(self) -> Blueprint:
-        """The loaded policy without its weights; raises NoPolicy where `version` is None."""
+        """The loaded policy without its weights; raises NoPolicy when `version` is None."""
 
     async def load(self, path: Path, *, version: int) -> None:
-        """Draw every later token from the policy in `path`, those of completions under way too.
+        """Load the policy in `path`; every later token is drawn from it, also in running completions.
 
-        Completions under way are cut into segments there, and go on as if the new policy had read all before.
-        Whoever wants them whole waits for them first. Starts the engine if it does not run. The old policy
-        stays if this raises PolicyError; the engine has to be loaded anew after an EngineError.
+        Running completions are split into segments there and continue as if the new policy had read their whole prefix;
+        to keep them whole, wait for them first. Starts the engine if needed. On PolicyError the old policy stays; after
+        an EngineError the engine must be loaded again.
         """
 
     async def generate(
-        self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
+        self, requests: Sequence[SampleRequest], *, on_finished: Callable[[], None] | None = None
     ) -> list[Rollout]:
-        """One rollout for each request, in their order.
+        """Draw one rollout per request, in order.
 
-        `ended` is called on the event loop whenever one of them has its last token and leaves the batch. May be
-        called while earlier calls are under way: all share the engine's batch. Cancelling it makes its completions
-        stop within a few tokens, and no other call's. Raises an EngineError.
+        `on_finished` is called on the event loop whenever a completion has its last token and leaves the batch.
+        Concurrent calls share the engine's batch. Cancelling a call stops its completions within a few tokens, and no
+        others. Raises an EngineError.
         """
 
     async def close(self) -> None:
-        """End what the engine started; nothing is under way any more. May be called again."""
+        """End what the engine started; idempotent."""
 
 
 def check_requests(requests: Sequence[SampleRequest], *, vocabulary: int, sampling: SamplingSpec) -> None:
-    """Raise BadRequest for the first request that the run does not allow."""
+    """Raise BadRequest for the first request the run does not allow."""
     for index, request in enumerate(requests):
-        most = sampling.max_prompt_tokens
+        max_tokens = sampling.max_prompt_tokens
         if request.position:
-            most += request.position + sampling.reply_tokens
-        if not 1 <= len(request.prompt_ids) <= most:
-            raise BadRequest(f"prompt {index} has {len(request.prompt_ids)} tokens, 1 to {most} are allowed")
+            max_tokens += request.position + sampling.reply_tokens
+        if not 1 <= len(request.prompt_ids) <= max_tokens:
+            raise BadRequest(f"prompt {index} has {len(request.prompt_ids)} tokens, 1 to {max_tokens} are allowed")
         if not all(0 <= token < vocabulary for token in request.prompt_ids):
             raise BadRequest(f"prompt {index} has a token outside the vocabulary of {vocabulary}")
         if len(request.seed) != SEED_BYTES:

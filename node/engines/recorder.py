@@ -1,10 +1,10 @@
-"""What a continuously batched engine notes of each step: hidden states, forced tokens, proofs, policy versions.
+"""Records each step of a continuously batched engine: hidden states, forced tokens, proofs, policy versions.
 
-It lives in the process that holds the model, and is told of every step twice: `begin` with the rows of the batch
-before tokens are chosen, `sample` with the logits. Hidden states stay on the device in a ring of one chunk per
-completion and become proof bytes on another thread as soon as the chunk is full, so memory does not grow with
-length. Rows may come in any order, with other requests between them, again after a preemption, and twice where a
-scheduler threw a step away: the last write of a position counts, as it does for the scheduler.
+It lives in the process that holds the model and is called twice per step: `begin` with the batch rows before tokens are
+chosen, `sample` with the logits. Hidden states stay on the device in a ring of one chunk per completion and become
+proofs on another thread once a chunk is full, so memory does not grow with length. Rows may come in any order, among
+other requests, again after a preemption, and twice if a scheduler discarded a step: the last write of a position
+counts.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ import torch
 from torch import Tensor
 
 from node.engines.base import BrokenPolicy, EngineError
-from node.proofs import build_proofs
 from node.protocol.run import ProofSpec
-from node.sampling import Choose, choose
+from node.sampling.forced import choose
+from node.sampling.types import Choose
+from node.verification.proofs import build_proofs
 from toploc.errors import CallerFault
 
 logger = logging.getLogger(__name__)
 
-FIRST_PLACES = 64
+INITIAL_CAPACITY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Whose token a row of the batch chooses: completion `name`'s at `position`; that of its first is `first`, 0 unless
-    it goes on after an earlier turn."""
+class DecodeRow:
+    """The completion whose token a batch row chooses: `name`'s at `position`; `first` is the position of its first
+    token (0 unless it continues an earlier turn).
+    """
 
     name: str
     seed: bytes
@@ -41,9 +43,9 @@ class Place:
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """One finished completion, as `node.protocol.submission.Rollout` wants it; `fault` says why it is unusable.
+    """One finished completion, with the fields of `node.protocol.submission.Rollout`; `fault` says why it is unusable.
 
-    `rereads` is how often it lost its place in the engine's cache, and was read again from its beginning.
+    `rereads` counts how often it was evicted from the engine's cache and read again from its beginning.
     """
 
     tokens: list[int]
@@ -71,10 +73,11 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Track:
-    """A completion under way. Its ring holds positions `start` .. `end` - 1, all drawn under `version`; `start` and
-    `end` count from its own first token."""
+    """A running completion. Its ring slot holds positions `start` .. `end` - 1, all drawn under `version`, counted from
+    its own first token.
+    """
 
-    place: int
+    slot: int
     version: int
     seed: bytes
     start: int = 0
@@ -85,10 +88,10 @@ class _Track:
 
 
 class Recorder:
-    """Forces and proves the tokens of one engine. Not thread-safe: `begin`, `sample`, `take` come from one thread.
+    """Forces and proves the tokens of one engine. Not thread-safe: call every method from one thread.
 
-    `version` is the policy's that the model holds now; whoever changes the weights sets it in the same breath.
-    `choose` is another rule than the protocol's only where it is measured who is caught.
+    `version` is that of the policy the model holds; update it together with the weights. `choose` replaces the
+    protocol's sampling rule only in measurements of who is caught.
     """
 
     def __init__(
@@ -114,55 +117,57 @@ class Recorder:
         self._hidden = torch.zeros(0, chunk_tokens, hidden, dtype=torch.bfloat16, device=device)
         self._tokens = torch.zeros(0, chunk_tokens, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(0, chunk_tokens, device=device)
-        self._step: tuple[list[int], list[Place], Tensor] | None = None
-        # One thread: chunks are finished in the order in which they were cut.
+        self._step: tuple[list[int], list[DecodeRow], Tensor] | None = None
+        # One thread, so that chunks finish in the order in which they were cut.
         self._prover = ThreadPoolExecutor(1, thread_name_prefix="proofs")
         self._last: Future[None] | None = None
 
     # -- during a step
 
-    def begin(self, rows: Sequence[Place | None], hidden: Tensor) -> None:
-        """Announce a step: row r of `hidden` [rows, H] and of the logits to come is `rows[r]`'s, None: nobody's."""
-        kept = [row for row, place in enumerate(rows) if place is not None]
-        places = [place for place in rows if place is not None]
-        self._step = (kept, places, hidden) if kept else None
+    def begin(self, rows: Sequence[DecodeRow | None], hidden: Tensor) -> None:
+        """Announce a step: row r of `hidden` [rows, H] and of the logits to come belongs to `rows[r]` (None: to
+        nobody).
+        """
+        kept = [row for row, slot in enumerate(rows) if slot is not None]
+        batch_rows = [slot for slot in rows if slot is not None]
+        self._step = (kept, batch_rows, hidden) if kept else None
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Make the forced token of each announced row its largest logit [rows, V], in place, and note it."""
+        """Set the forced token of each announced row to its largest logit [rows, V], in place, and record it."""
         step, self._step = self._step, None
         if step is None:
             return logits
-        kept, places, hidden = step
+        kept, batch_rows, hidden = step
         whole = len(kept) == len(logits)
         rows = torch.tensor(kept, device=logits.device)
         choice = self._choose(
             logits if whole else logits[rows],
-            [place.seed for place in places],
-            [place.position for place in places],
+            [slot.seed for slot in batch_rows],
+            [slot.position for slot in batch_rows],
             temperature=self._temperature,
         )
         logits[rows, choice.tokens] = torch.finfo(logits.dtype).max
         if self._proves:
-            self._note(places, hidden if whole else hidden[rows], choice.tokens, choice.logprobs)
+            self._record(batch_rows, hidden if whole else hidden[rows], choice.tokens, choice.logprobs)
         return logits
 
     def end(self) -> None:
-        """The step is over; one that was announced and never sampled leaves nothing behind."""
+        """End the step; one that was announced but never sampled is discarded."""
         self._step = None
 
     def reread(self, names: Sequence[str]) -> None:
-        """Completions begin to be read again; those of which nothing was drawn yet do not count."""
+        """Count completions that are read again; those without any token do not count."""
         for name in names:
             if name in self._tracks:
                 self._tracks[name].rereads += 1
 
-    def _note(self, places: Sequence[Place], hidden: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+    def _record(self, batch_rows: Sequence[DecodeRow], hidden: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
         full: list[tuple[_Track, _Chunk]] = []
-        tracks = [self._track(place) for place in places]
-        for track, place in zip(tracks, places, strict=True):
-            position = place.position - place.first
+        tracks = [self._track_of(slot) for slot in batch_rows]
+        for track, slot in zip(tracks, batch_rows, strict=True):
+            position = slot.position - slot.first
             if track.fault is None and not track.start <= position <= track.end:
-                track.fault = f"position {position} was drawn where {track.start} to {track.end} was due"
+                track.fault = f"position {position} was drawn, expected {track.start} to {track.end}"
             if track.version != self.version:
                 full += self._cut(track, position - track.start)
                 track.version = self.version
@@ -175,7 +180,7 @@ class Recorder:
             chosen = torch.tensor(sound, dtype=torch.int64, device=self._device)
             hidden, tokens, logprobs = hidden[chosen], tokens[chosen], logprobs[chosen]
         where = torch.tensor(
-            [[tracks[index].place, tracks[index].end - 1 - tracks[index].start] for index in sound],
+            [[tracks[index].slot, tracks[index].end - 1 - tracks[index].start] for index in sound],
             dtype=torch.int64,
             device=self._device,
         ).reshape(-1, 2)
@@ -184,17 +189,17 @@ class Recorder:
         self._tokens[row, column] = tokens
         self._logprobs[row, column] = logprobs
 
-    def _track(self, place: Place) -> _Track:
-        track = self._tracks.get(place.name)
+    def _track_of(self, slot: DecodeRow) -> _Track:
+        track = self._tracks.get(slot.name)
         if track is None:
             if not self._free:
                 self._grow()
-            track = self._tracks[place.name] = _Track(place=self._free.pop(), version=self.version, seed=place.seed)
+            track = self._tracks[slot.name] = _Track(slot=self._free.pop(), version=self.version, seed=slot.seed)
         return track
 
     def _grow(self) -> None:
         old = len(self._hidden)
-        more = max(old, FIRST_PLACES)
+        more = max(old, INITIAL_CAPACITY)
         self._hidden, self._tokens, self._logprobs = (
             torch.cat([held, held.new_zeros(more, *held.shape[1:])])
             for held in (self._hidden, self._tokens, self._logprobs)
@@ -204,7 +209,7 @@ class Recorder:
     # -- chunks
 
     def _cut(self, track: _Track, count: int) -> list[tuple[_Track, _Chunk]]:
-        """End the ring's chunk after `count` tokens; the next one begins there."""
+        """Cut the ring's chunk after `count` tokens; the next one begins there."""
         if track.fault is not None or count <= 0:
             return []
         chunk = _Chunk(version=track.version, start=track.start, count=count, seed=track.seed)
@@ -213,68 +218,70 @@ class Recorder:
         return [(track, chunk)]
 
     def _prove(self, cuts: Sequence[tuple[_Track, _Chunk]]) -> None:
-        """Hand chunks to the other thread: copies, because the ring goes on."""
+        """Submit copies of chunks to the proof thread, as the ring is reused."""
         if not cuts:
             return
-        places = torch.tensor([track.place for track, _ in cuts], device=self._device)
-        held = self._hidden[places], self._tokens[places], self._logprobs[places]
-        self._last = self._prover.submit(_fill, [chunk for _, chunk in cuts], *held, scheme=self._scheme)
+        batch_rows = torch.tensor([track.slot for track, _ in cuts], device=self._device)
+        held = self._hidden[batch_rows], self._tokens[batch_rows], self._logprobs[batch_rows]
+        self._last = self._prover.submit(_complete_chunks, [chunk for _, chunk in cuts], *held, scheme=self._scheme)
 
     # -- after a completion
 
-    def take(self, wanted: Sequence[tuple[str, int]]) -> list[Recorded]:
-        """What was recorded of each completion, `(name, its tokens)`, which is forgotten. Waits for the proofs."""
+    def collect(self, wanted: Sequence[tuple[str, int]]) -> list[Recorded]:
+        """Return and forget the records of completions `(name, its tokens)`; waits for their proofs."""
         tracks = [self._tracks.pop(name, None) for name, _ in wanted]
         cuts: list[tuple[_Track, _Chunk]] = []
         for track, (_, count) in zip(tracks, wanted, strict=True):
             if track is not None:
                 cuts += self._cut(track, min(count, track.end) - track.start)
         self._prove(cuts)
-        self._free += [track.place for track in tracks if track is not None]
+        self._free += [track.slot for track in tracks if track is not None]
         if self._last is not None:
             self._last.result()
-        return [_recorded(track, count) for track, (_, count) in zip(tracks, wanted, strict=True)]
+        return [_to_recorded(track, count) for track, (_, count) in zip(tracks, wanted, strict=True)]
 
     def drop(self, names: Sequence[str]) -> None:
-        """Forget completions that nobody wants any more."""
+        """Forget abandoned completions."""
         for name in names:
             track = self._tracks.pop(name, None)
             if track is not None:
-                self._free.append(track.place)
+                self._free.append(track.slot)
 
     def __len__(self) -> int:
         return len(self._tracks)
 
 
-def _fill(chunks: Sequence[_Chunk], hidden: Tensor, tokens: Tensor, logprobs: Tensor, *, scheme: ProofSpec) -> None:
-    """Finish chunks from their places of the ring: [chunks, span, H], [chunks, span], [chunks, span]."""
+def _complete_chunks(
+    chunks: Sequence[_Chunk], hidden: Tensor, tokens: Tensor, logprobs: Tensor, *, scheme: ProofSpec
+) -> None:
+    """Complete chunks from their ring slots: [chunks, span, H], [chunks, span], [chunks, span]."""
     try:
         states = [row[: chunk.count] for row, chunk in zip(hidden.cpu(), chunks, strict=True)]
         for chunk, row, values in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=True):
             chunk.tokens, chunk.logprobs = row[: chunk.count], values[: chunk.count]
-        _build(chunks, states, scheme=scheme)
+        _build_proofs(chunks, states, scheme=scheme)
     except Exception as error:
-        logger.exception("proofs could not be built")
+        logger.exception("building proofs failed; the completions are unusable")
         for chunk in chunks:
             chunk.fault = f"{type(error).__name__}: {error}"
 
 
-def _build(chunks: Sequence[_Chunk], states: Sequence[Tensor], *, scheme: ProofSpec) -> None:
+def _build_proofs(chunks: Sequence[_Chunk], states: Sequence[Tensor], *, scheme: ProofSpec) -> None:
     try:
         proofs = build_proofs(list(states), [chunk.seed for chunk in chunks], spec=scheme)
         for chunk, proof in zip(chunks, proofs, strict=True):
             chunk.proof = proof
     except CallerFault as error:
         if len(chunks) == 1:
-            chunks[0].fault = f"its hidden states cannot be proved: {error}"
+            chunks[0].fault = f"hidden states cannot be proved: {error}"
             return
         for chunk, state in zip(chunks, states, strict=True):
-            _build([chunk], [state], scheme=scheme)
+            _build_proofs([chunk], [state], scheme=scheme)
 
 
-def _recorded(track: _Track | None, count: int) -> Recorded:
+def _to_recorded(track: _Track | None, count: int) -> Recorded:
     if track is None:
-        return Recorded([], [], [], [], [], fault="nothing was recorded of it")
+        return Recorded([], [], [], [], [], fault="no tokens were recorded")
     chunks = [chunk for chunk in track.chunks if chunk.start < count]
     fault = track.fault or next((chunk.fault for chunk in chunks if chunk.fault is not None), None)
     if fault is None and sum(chunk.count for chunk in chunks) != count:
@@ -292,10 +299,10 @@ def _recorded(track: _Track | None, count: int) -> Recorded:
 
 
 def check_recorded(recorded: Recorded, *, delivered: Sequence[int]) -> None:
-    """Raise what makes `recorded` unfit to be submitted; `delivered` are the tokens that the engine's front said."""
+    """Raise if `recorded` is unfit for submission; `delivered` are the tokens the engine's front end reported."""
     if recorded.fault is not None:
-        raise BrokenPolicy(f"a completion could not be proved: {recorded.fault}")
+        raise BrokenPolicy(f"completion could not be proved: {recorded.fault}")
     if recorded.tokens != list(delivered):
-        raise EngineError("the engine delivered other tokens than the run's seeds force")
+        raise EngineError("engine delivered other tokens than the run's seeds force")
     if not bool(torch.tensor(recorded.logprobs).isfinite().all()):
-        raise BrokenPolicy("the policy's log-probabilities are not finite")
+        raise BrokenPolicy("policy's log-probabilities are not finite")

@@ -1,9 +1,8 @@
 """Generation with plain torch: continuous batching over a transformers model, on any CPU.
 
-One thread decodes while there is anything to decode, a token of every row at each step, whatever call it belongs
-to. Between steps, rows leave that have ended or that nobody waits for, rows that wait join where there is room,
-and a new policy takes over. To join is to be prefilled with all that the row has so far. So a row that goes on
-under a new policy is a row that joins anew, and nothing of the old policy is left to see.
+One thread decodes while there is work, one token of every row per step, whatever call a row belongs to. Between steps,
+finished or abandoned rows leave, waiting rows join where there is room, and a new policy is switched to. Joining means
+prefilling all that the row has so far, so a row that continues under a new policy simply joins anew.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ import torch
 from torch import Tensor
 
 from node.engines.base import BrokenPolicy, EngineError, Interrupted, NoPolicy, SampleRequest, check_requests
-from node.engines.recorder import Place, Recorder, check_recorded
+from node.engines.recorder import DecodeRow, Recorder, check_recorded
 from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
 from node.engines.turns import converse
-from node.models.base import RecurrentForCausalLM
-from node.policy import Policy, load_policy
+from node.policy.file import Policy, load_policy
+from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
-from node.sampling import Choose, choose, warm_up
+from node.sampling.forced import choose, warm_up
+from node.sampling.types import Choose
 
 MAX_ROWS = 128
-"""Completions decoded together: beyond this a CPU gains nothing, and a batch's memory grows."""
+"""Completions decoded together: more bring no speed on a CPU, and a batch's memory grows."""
 
 _names = count()
 
 
 class TorchEngine:
-    """An `Engine` in this process. `threads` is torch's setting for the whole process; `choose` as for `Recorder`."""
+    """An in-process `Engine`. `threads` sets torch's threads for the whole process; `choose` as for `Recorder`."""
 
     name = "torch"
 
@@ -49,7 +49,7 @@ class TorchEngine:
         self._choose = choose
         self._max_rows = max_rows
         self._lock = threading.Lock()
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedPolicy | None = None
         self._waiting: deque[_Row] = deque()
         self._thread: threading.Thread | None = None
 
@@ -62,7 +62,7 @@ class TorchEngine:
     def policy(self) -> Policy:
         loaded = self._loaded
         if loaded is None:
-            raise NoPolicy("no policy was loaded yet")
+            raise NoPolicy("no policy is loaded yet")
         return loaded.policy
 
     async def load(self, path: Path, *, version: int) -> None:
@@ -71,19 +71,21 @@ class TorchEngine:
             raise BrokenPolicy(f"{policy.hidden} hidden units are too few for the run's proofs")
         await asyncio.to_thread(warm_up, "cpu")
         with self._lock:
-            self._loaded = Loaded(policy, version)
+            self._loaded = LoadedPolicy(policy, version)
 
     async def generate(
-        self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
+        self, requests: Sequence[SampleRequest], *, on_finished: Callable[[], None] | None = None
     ) -> list[Rollout]:
         policy, sampling = self.policy, self._spec.sampling
         check_requests(requests, vocabulary=policy.vocabulary, sampling=sampling)
         if not requests:
             return []
         if any(request.ask is not None for request in requests):
-            return await converse(requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, ended=ended)
+            return await converse(
+                requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, on_finished=on_finished
+            )
         loop = asyncio.get_running_loop()
-        call = Call(requests, ended=ended and partial(loop.call_soon_threadsafe, ended))
+        call = Call(requests, on_finished=on_finished and partial(loop.call_soon_threadsafe, on_finished))
         with self._lock:
             self._waiting.extend(call.rows)
             if self._thread is None:
@@ -103,7 +105,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _decode(self) -> None:
-        """The thread: ends when there is nothing left to decode."""
+        """Decode until there is nothing left; body of the thread."""
         batch = Batch(self._spec, choose=self._choose)
         while True:
             with self._lock:
@@ -116,15 +118,15 @@ class TorchEngine:
             rows = [*batch.rows, *joining]
             try:
                 batch.step(loaded, joining)
-            except Exception as error:  # noqa: BLE001  (it goes to those who wait)
+            except Exception as error:  # noqa: BLE001  (forwarded to the callers)
                 _fail(rows, error)
                 batch = Batch(self._spec, choose=self._choose)
-        _fail([*batch.rows, *joining], Interrupted("the engine was closed"))
+        _fail([*batch.rows, *joining], Interrupted("engine was closed"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
-    """A policy, and the version that the run gave it."""
+class LoadedPolicy:
+    """A policy, and its version in the run."""
 
     policy: Policy
     version: int
@@ -133,11 +135,11 @@ class Loaded:
 class Call:
     """One call of `generate`: its rows, and the future of its rollouts, which a cancelled caller cancels.
 
-    `ended` is called in the engine's thread for each row that has its last token.
+    `on_finished` is called in the engine's thread for each row that has its last token.
     """
 
-    def __init__(self, requests: Sequence[SampleRequest], *, ended: Callable[[], object] | None = None) -> None:
-        self.ended = ended
+    def __init__(self, requests: Sequence[SampleRequest], *, on_finished: Callable[[], object] | None = None) -> None:
+        self.on_finished = on_finished
         self.rollouts: Future[list[Rollout]] = Future()
         self.rows = [_Row(self, request, f"{next(_names)}") for request in requests]
 
@@ -149,19 +151,19 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One completion under way, under the name that the recorder knows it by."""
+    """One running completion, under the name that the recorder knows it by."""
 
     call: Call
     request: SampleRequest
     name: str
     tokens: list[int] = field(default_factory=list)
-    has_ended: bool = False
+    is_finished: bool = False
 
     @property
-    def place(self) -> Place:
-        """Of its next token."""
+    def batch_row(self) -> DecodeRow:
+        """The batch row of its next token."""
         first = self.request.position
-        return Place(self.name, self.request.seed, first + len(self.tokens), first=first)
+        return DecodeRow(self.name, self.request.seed, first + len(self.tokens), first=first)
 
 
 class Batch:
@@ -171,18 +173,18 @@ class Batch:
         self.rows: list[_Row] = []
         self._spec = spec
         self._choose_token = choose
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedPolicy | None = None
         self._recorder: Recorder
         self._decoder: Decoder | RecurrentDecoder
 
-    def step(self, loaded: Loaded, joining: Sequence[_Row]) -> None:
-        """One token of every row, and the first of those `joining`, from the policy of `loaded`."""
-        over = {call for call in {row.call for row in self.rows} if call.is_over}
-        self._leave([row.call in over for row in self.rows])
-        self._forget({row.call for row in joining if row.call.is_over})
+    def step(self, loaded: LoadedPolicy, joining: Sequence[_Row]) -> None:
+        """Draw one token of every row, and the first of those `joining`, from the policy of `loaded`."""
+        abandoned = {call for call in {row.call for row in self.rows} if call.is_over}
+        self._leave([row.call in abandoned for row in self.rows])
+        self._drop_records({row.call for row in joining if row.call.is_over})
         joining = [row for row in joining if not row.call.is_over]
         if loaded is not self._loaded:
-            self._take_over(loaded)
+            self._switch_policy(loaded)
             joining, self.rows = self.rows + joining, []
         if not (self.rows or joining):
             return
@@ -190,10 +192,10 @@ class Batch:
         begun = self._decoder.join([(*row.request.prompt_ids, *row.tokens) for row in joining])
         self.rows += joining
         self._choose(loaded.policy, torch.cat([carried, begun]))
-        self._leave([row.has_ended for row in self.rows])
+        self._leave([row.is_finished for row in self.rows])
 
-    def _take_over(self, loaded: Loaded) -> None:
-        """Forget what the policy before has read, and begin new segments."""
+    def _switch_policy(self, loaded: LoadedPolicy) -> None:
+        """Switch to another policy: discard caches and begin new segments."""
         policy, sampling, proofs = loaded.policy, self._spec.sampling, self._spec.proofs
         if self._loaded is None:
             self._recorder = Recorder(
@@ -205,40 +207,40 @@ class Batch:
                 choose=self._choose_token,
             )
         elif policy.hidden != self._loaded.policy.hidden:
-            raise BrokenPolicy(f"policy {loaded.version} is of another size than the one before it")
+            raise BrokenPolicy(f"policy {loaded.version} has another hidden size than the previous one")
         self._loaded = loaded
         self._recorder.version = loaded.version
         self._decoder = _make_decoder(policy, columns=sampling.most_tokens - 1)
 
     def _choose(self, policy: Policy, hidden: Tensor) -> None:
-        """The forced token of each row from `hidden` [B, hidden] (docs/protocol.md, section 4)."""
-        self._recorder.begin([row.place for row in self.rows], hidden)
+        """Choose each row's forced token from `hidden` [B, hidden] (docs/protocol.md, section 4)."""
+        self._recorder.begin([row.batch_row for row in self.rows], hidden)
         logits: Tensor = self._recorder.sample(policy.logits(hidden))
         for row, token in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             row.tokens.append(token)
-            row.has_ended = token in policy.eos_ids or len(row.tokens) == row.request.cap(self._spec.sampling)
-            if row.has_ended and row.call.ended is not None and not row.call.is_over:
-                row.call.ended()
+            row.is_finished = token in policy.eos_ids or len(row.tokens) == row.request.cap(self._spec.sampling)
+            if row.is_finished and row.call.on_finished is not None and not row.call.is_over:
+                row.call.on_finished()
 
     def _leave(self, leaving: list[bool]) -> None:
         if not any(leaving):
             return
         calls = {row.call for row, leaves in zip(self.rows, leaving, strict=True) if leaves}
-        self.rows = [self.rows[place] for place in self._decoder.leave(leaving)]
+        self.rows = [self.rows[batch_row] for batch_row in self._decoder.leave(leaving)]
         for call in calls:
-            if not call.is_over and all(row.has_ended for row in call.rows):
+            if not call.is_over and all(row.is_finished for row in call.rows):
                 self._finish(call)
-        self._forget({call for call in calls if call.is_over})
+        self._drop_records({call for call in calls if call.is_over})
 
-    def _forget(self, calls: set[Call]) -> None:
+    def _drop_records(self, calls: set[Call]) -> None:
         if self._loaded is not None:
             self._recorder.drop([row.name for call in calls for row in call.rows])
 
     def _finish(self, call: Call) -> None:
-        """Hand over the rollouts of a call whose rows have all ended, or the reason why there are none."""
-        found = self._recorder.take([(row.name, len(row.tokens)) for row in call.rows])
+        """Deliver the rollouts of a call whose rows are all finished, or the reason for their absence."""
+        records = self._recorder.collect([(row.name, len(row.tokens)) for row in call.rows])
         try:
-            for row, recorded in zip(call.rows, found, strict=True):
+            for row, recorded in zip(call.rows, records, strict=True):
                 check_recorded(recorded, delivered=row.tokens)
         except EngineError as error:
             _fail(call.rows, error)
@@ -253,7 +255,7 @@ class Batch:
                 segment_tokens=recorded.segment_tokens,
                 proofs=recorded.proofs,
             )
-            for row, recorded in zip(call.rows, found, strict=True)
+            for row, recorded in zip(call.rows, records, strict=True)
         ]
         if call.rollouts.set_running_or_notify_cancel():
             call.rollouts.set_result(rollouts)

@@ -1,11 +1,11 @@
-"""One token at a time for many sequences, with plain torch over a transformers model.
+"""Batched decoder over a transformers model in plain torch, one token at a time.
 
-A place of the batch holds one sequence's keys and values, from column 0 on, so places of any length stand
-beside each other, and one that is freed costs a copy of the last one, never of the cache. Sequences that are
-equal are prefilled once: a group's samples share their prompt.
+A batch slot holds one sequence's keys and values from column 0 on, so slots of any length stand beside each other, and
+a freed slot costs a copy of the last one, never of the cache. Equal sequences are prefilled once: a group's samples
+share their prompt.
 
-The final norm's output is asked of the base model: the output embedding is the caller's, who needs both. That is
-the whole head of the families in `node.policy.FAMILIES`; one that scales or caps its logits would need more.
+The base model gives the final norm's output; the caller applies the output embedding, as it needs both. That is the
+whole head of the families in `node.policy.file.FAMILIES`; one that scales or caps its logits would need more.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from node.policy import Policy
+from node.policy.file import Policy
 
-GROUPED = "veriswarm_grouped"
+GROUPED = "swarmproof_grouped"
 
 MAX_PREFILL_TOKENS = 16 * 1024
-"""Tokens in one prefill, padding included; a longer sequence goes alone."""
+"""Per prefill, padding included; a longer sequence is prefilled alone."""
 
 
 class Decoder:
-    """Places 0 .. B - 1 hold sequences of at most `columns` tokens, of which the last one's successor is due."""
+    """Slots 0 .. B - 1 hold sequences of at most `columns` tokens."""
 
     def __init__(self, policy: Policy, *, columns: int) -> None:
         model: Any = policy.model
@@ -43,7 +43,7 @@ class Decoder:
         self._cache = _Cache(columns)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """The hidden states [B, hidden] after one more token in each place."""
+        """Append one token to each slot; return the hidden states [B, hidden] after it."""
         if not tokens:
             return torch.zeros(0, self._hidden, dtype=self._dtype)
         width = int(self._lengths.max()) + 1
@@ -58,27 +58,29 @@ class Decoder:
         return hidden[:, 0]
 
     def join(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
-        """Put each of `sequences` into a new place behind the others; the hidden states [J, hidden] of their ends."""
+        """Add `sequences` in new slots behind the others; return the hidden states [J, hidden] of their last tokens."""
         first = len(self._lengths)
         owners: dict[tuple[int, ...], list[int]] = {}
         for index, sequence in enumerate(sequences):
             owners.setdefault(sequence, []).append(index)
-        self._lengths = torch.cat([self._lengths, torch.tensor([len(each) for each in sequences], dtype=torch.int64)])
+        self._lengths = torch.cat(
+            [self._lengths, torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)]
+        )
         ends = torch.zeros(len(sequences), self._hidden, dtype=self._dtype)
-        for part in _parts(list(owners)):
+        for batch in _prefill_batches(list(owners)):
             prefix = _Prefix()
-            hidden = self._prefill(part, prefix)
-            for line, sequence in enumerate(part):
+            hidden = self._prefill(batch, prefix)
+            for line, sequence in enumerate(batch):
                 ends[owners[sequence]] = hidden[line, len(sequence) - 1]
-            source = [line for line, sequence in enumerate(part) for _ in owners[sequence]]
-            target = [first + index for sequence in part for index in owners[sequence]]
+            source = [line for line, sequence in enumerate(batch) for _ in owners[sequence]]
+            target = [first + index for sequence in batch for index in owners[sequence]]
             self._cache.place(prefix.layers, torch.tensor(source), torch.tensor(target), rows=len(self._lengths))
         return ends
 
     def leave(self, leaving: list[bool]) -> list[int]:
-        """Free the places with True in `leaving` [B]; which old place each remaining one holds.
+        """Free the slots with True in `leaving` [B]; return the old slot of each remaining one.
 
-        The last places that stay move into those that are freed, and the end is cut off.
+        The last remaining slots move into the freed ones, and the end is cut off.
         """
         kept = leaving.count(False)
         spare = (place for place in range(kept, len(leaving)) if not leaving[place])
@@ -89,7 +91,7 @@ class Decoder:
         return order
 
     def _prefill(self, sequences: Sequence[tuple[int, ...]], prefix: _Prefix) -> Tensor:
-        """Hidden states [S, width, hidden]; padding is on the right, where nothing looks at it."""
+        """Prefill; return hidden states [S, width, hidden], right-padded."""
         width = max(map(len, sequences))
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         for line, sequence in zip(ids, sequences, strict=True):
@@ -98,7 +100,7 @@ class Decoder:
         return self._forward(ids, visible=(column <= column[:, None])[None], position_ids=column[None], cache=prefix)
 
     def _forward(self, ids: Tensor, *, visible: Tensor, position_ids: Tensor, cache: _Cache | _Prefix) -> Tensor:
-        """`visible` [B or 1, Q, K] says which columns each token attends to."""
+        """Run the model; `visible` [B or 1, Q, K] marks the columns each token attends to."""
         blocked = torch.finfo(self._dtype).min
         mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, blocked)[:, None]
         output = self._base(
@@ -111,7 +113,7 @@ class Decoder:
 def attend_grouped(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' `sdpa`, but that a token's query heads [B, H, 1, D] stand as queries of the keys they share.
+    """transformers' `sdpa`, with a single token's query heads [B, H, 1, D] grouped as queries of the keys they share.
 
     `sdpa` would copy all keys and values for each of them: at 512 columns twenty times the kernel's own time.
     """
@@ -129,52 +131,52 @@ AttentionInterface.register(GROUPED, attend_grouped)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def _parts(sequences: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Sequences for one prefill each: of similar length, within MAX_PREFILL_TOKENS."""
-    part: list[tuple[int, ...]] = []
+def _prefill_batches(sequences: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Split into prefill batches of similar length, within MAX_PREFILL_TOKENS."""
+    batch: list[tuple[int, ...]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
-        if part and len(part[0]) * (len(part) + 1) > MAX_PREFILL_TOKENS:
-            yield part
-            part = []
-        part.append(sequence)
-    if part:
-        yield part
+        if batch and len(batch[0]) * (len(batch) + 1) > MAX_PREFILL_TOKENS:
+            yield batch
+            batch = []
+        batch.append(sequence)
+    if batch:
+        yield batch
 
 
 class _Prefix:
-    """What a prefill leaves of each layer: keys and values [S, heads, width, head size]."""
+    """Each layer's keys and values [S, heads, width, head size] of a prefill."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """What transformers' attention calls: takes a layer's, returns all that it may attend to."""
+        """Store a layer's keys and values and return all it may attend to; called by transformers' attention."""
         assert layer == len(self.layers)
         self.layers.append((key, value))
         return key, value
 
 
 class _Cache:
-    """Keys and values [places, heads, columns, head size] of each layer.
+    """Keys and values [slots, heads, columns, head size] of each layer.
 
-    Memory is asked for at full length and touched only as far as it is used: columns up to `_clean` hold numbers
-    everywhere, because what a mask hides must still be finite.
+    Memory is reserved at full length and touched only as far as used; columns up to `_initialised_columns` are set
+    everywhere, since what a mask hides must still be finite.
     """
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._clean = 0
+        self._initialised_columns = 0
         self._ends = torch.zeros(0, dtype=torch.int64)
         self._rows = torch.zeros(0, dtype=torch.int64)
 
     def extend(self, ends: Tensor, *, width: int) -> None:
-        """The next `update` of each layer puts place b's token into column `ends[b]`, and shows `width` columns."""
+        """Make the next `update` of each layer write slot b's token into column `ends[b]`, and show `width` columns."""
         self._ends, self._rows = ends, torch.arange(len(ends))
         self._widen(width)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """As `_Prefix.update`, for one new token in each place."""
+        """Update like `_Prefix.update`, for one new token in each slot."""
         keys, values = self._layers[layer]
         keys[self._rows, :, self._ends] = key[:, :, 0]
         values[self._rows, :, self._ends] = value[:, :, 0]
@@ -182,31 +184,31 @@ class _Cache:
         return keys[:count, :, :width], values[:count, :, :width]
 
     def place(self, prefix: Sequence[tuple[Tensor, Tensor]], source: Tensor, target: Tensor, *, rows: int) -> None:
-        """Copy line `source[i]` of a prefill to place `target[i]`, with room for `rows` places in all."""
+        """Copy line `source[i]` of a prefill to slot `target[i]`, with room for `rows` slots in all."""
         width = prefix[0][0].shape[2]
         if not self._layers or len(self._layers[0][0]) < rows:
             layers = self._layers or [(key[:0], value[:0]) for key, value in prefix]
-            self._layers = [(self._roomy(key, rows), self._roomy(value, rows)) for key, value in layers]
+            self._layers = [(self._with_capacity(key, rows), self._with_capacity(value, rows)) for key, value in layers]
         self._widen(width)
         for new, held in zip(chain.from_iterable(prefix), chain.from_iterable(self._layers), strict=True):
             held[target, :, :width] = new[source]
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Overwrite places `target` by `source`."""
+        """Overwrite slots `target` with `source`."""
         if source:
             for held in chain.from_iterable(self._layers):
-                held[target, :, : self._clean] = held[source, :, : self._clean]
+                held[target, :, : self._initialised_columns] = held[source, :, : self._initialised_columns]
 
     def _widen(self, width: int) -> None:
-        if width > self._clean:
+        if width > self._initialised_columns:
             for held in chain.from_iterable(self._layers):
-                held[:, :, self._clean : width] = 0
-            self._clean = width
+                held[:, :, self._initialised_columns : width] = 0
+            self._initialised_columns = width
 
-    def _roomy(self, held: Tensor, rows: int) -> Tensor:
-        """`held` with `rows` places."""
+    def _with_capacity(self, held: Tensor, rows: int) -> Tensor:
+        """Copy `held` to a tensor of `rows` slots."""
         old, heads, _, size = held.shape
         roomy = held.new_empty(rows, heads, self._columns, size)
-        roomy[:, :, : self._clean] = 0
-        roomy[:old, :, : self._clean] = held[:, :, : self._clean]
+        roomy[:, :, : self._initialised_columns] = 0
+        roomy[:old, :, : self._initialised_columns] = held[:, :, : self._initialised_columns]
         return roomy

@@ -1,8 +1,7 @@
 """Completions of several turns, for engines that draw one turn at a time.
 
-A turn is a request of its own: over all that was said before, from the position where the turn before it ended. So an
-engine needs to know nothing of environments, its batch never waits for one, and chunks of proofs begin anew at a turn
-by themselves.
+A turn is a request of its own: over the whole dialogue so far, from the position where the previous turn ended. So an
+engine needs no knowledge of environments, its batch never waits for one, and proof chunks start anew at each turn.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ async def converse(
     *,
     eos_ids: Collection[int],
     sampling: SamplingSpec,
-    ended: Callable[[], None] | None = None,
+    on_finished: Callable[[], None] | None = None,
 ) -> list[Rollout]:
-    """One rollout for each request, in their order, each by turns; `ended` as for `Engine.generate`.
+    """Draw one rollout per request, in order, turn by turn; `on_finished` as for `Engine.generate`.
 
-    Raises what `draw` and the requests' environments raise; whatever was under way beside it is cancelled.
+    Raises what `draw` and the environments raise, after cancelling the other requests.
     """
     tasks = [
-        asyncio.create_task(_converse(request, draw, eos_ids=eos_ids, sampling=sampling, ended=ended))
+        asyncio.create_task(_converse(request, draw, eos_ids=eos_ids, sampling=sampling, on_finished=on_finished))
         for request in requests
     ]
     try:
@@ -50,25 +49,27 @@ async def _converse(
     *,
     eos_ids: Collection[int],
     sampling: SamplingSpec,
-    ended: Callable[[], None] | None,
+    on_finished: Callable[[], None] | None,
 ) -> Rollout:
     dialogue, turns, context = Dialogue(sampling, eos_ids, request.ask), list[Rollout](), request.prompt_ids
-    most = request.cap(sampling)
+    max_tokens = request.cap(sampling)
     while True:
-        at = dialogue.tokens
-        turn = await draw(replace(request, prompt_ids=context, position=at, max_tokens=most - at, ask=None))
+        position = dialogue.tokens
+        turn = await draw(
+            replace(request, prompt_ids=context, position=position, max_tokens=max_tokens - position, ask=None)
+        )
         turns.append(turn)
-        # The environment may take its time, and the event loop is others' too.
-        said = await asyncio.to_thread(dialogue.after, turn.completion_ids)
-        if said is None or dialogue.tokens == most:
+        # In a thread: the environment may block, and the event loop is shared.
+        reply = await asyncio.to_thread(dialogue.after, turn.completion_ids)
+        if reply is None or dialogue.tokens == max_tokens:
             break
-        context = (*context, *turn.completion_ids, *said)
-    if ended is not None:
-        ended()
-    return _joined(request, turns)
+        context = (*context, *turn.completion_ids, *reply)
+    if on_finished is not None:
+        on_finished()
+    return _merge_turns(request, turns)
 
 
-def _joined(request: SampleRequest, turns: Sequence[Rollout]) -> Rollout:
+def _merge_turns(request: SampleRequest, turns: Sequence[Rollout]) -> Rollout:
     segments: list[tuple[int, int]] = []
     for turn in turns:
         for version, tokens in zip(turn.segment_versions, turn.segment_tokens, strict=True):

@@ -1,11 +1,11 @@
-"""Generation with vLLM: continuous batching over every slot under way, proved and forced inside its worker process.
+"""Generation with vLLM: continuous batching over every running slot, forced and proved inside its worker process.
 
-One request is one completion: token ids go in, tokens are streamed back, and at its end the record that the worker
-process kept (tokens, log-probabilities, policy versions, proofs) is fetched and compared with what was streamed.
+One request is one completion: token ids go in, tokens are streamed back, and at its end the record kept by the worker
+process (tokens, log-probabilities, policy versions, proofs) is fetched and compared with the stream.
 
-A new policy is taken in place. vLLM freezes the requests under way, their cache is cleared, weights are reloaded,
-and they go on: vLLM reads each prompt and what was drawn so far again under the new weights, so tokens after the
-switch are the new policy's over the whole prefix, as docs/protocol.md, section 4.6, asks.
+A new policy is loaded in place: vLLM pauses the running requests, clears their cache, reloads the weights, and reads
+each prefix again under the new weights, so later tokens are the new policy's over the whole prefix, as
+docs/protocol.md, section 4.6, requires.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import msgspec
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy, SampleRequest, check_requests
 from node.engines.recorder import Recorded, check_recorded
 from node.engines.turns import converse
-from node.engines.vllm_host import VllmHost, said
+from node.engines.vllm_host import VllmHost, describe_error
 from node.engines.vllm_settings import VllmSettings
-from node.policy import Blueprint
+from node.policy.file import Blueprint
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 
-TAKE_SECONDS = 0.005
-"""How long a finished completion waits for others, so that one call to the worker process fetches them together."""
+COLLECT_SECONDS = 0.005
+"""How long a finished completion waits for others, to fetch their records in one call."""
 
 
 class VllmEngine:
-    """An `Engine` on vLLM. `state` is a folder of its own, for what vLLM reads policies from.
+    """An `Engine` on vLLM. `state` is a private folder from which vLLM reads policies.
 
-    `tokens` counts what was drawn since the start, finished or not; `rereads` how often a finished completion was
-    read again, because the cache was too small for all under way, or because the policy changed.
+    `tokens` counts tokens drawn since the start, finished or not; `rereads` how often finished completions were read
+    again because the cache was full or the policy changed.
     """
 
     name = "vllm"
@@ -47,12 +47,12 @@ class VllmEngine:
         self.rereads = 0
         self._spec = spec
         self._under_way: set[asyncio.Task[Rollout]] = set()
-        self._host = VllmHost(spec, settings, state=state, busy=lambda: bool(self._under_way), on_end=self._abandon)
+        self._host = VllmHost(spec, settings, state=state, busy=lambda: bool(self._under_way), on_end=self._fail_all)
         self._names = itertools.count()
-        self._wanted: list[tuple[str, int, asyncio.Future[Recorded]]] = []
-        self._taking: asyncio.Task[None] | None = None
+        self._pending: list[tuple[str, int, asyncio.Future[Recorded]]] = []
+        self._collecting: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
-        self._ended: EngineDied | None = None
+        self._death: EngineDied | None = None
 
     @property
     def version(self) -> int | None:
@@ -66,18 +66,20 @@ class VllmEngine:
         await self._host.load(path, version=version)
 
     async def generate(
-        self, requests: Sequence[SampleRequest], *, ended: Callable[[], None] | None = None
+        self, requests: Sequence[SampleRequest], *, on_finished: Callable[[], None] | None = None
     ) -> list[Rollout]:
         if self._host.llm is None:
-            raise NoPolicy("no policy was loaded yet")
+            raise NoPolicy("no policy is loaded yet")
         policy, sampling = self.policy, self._spec.sampling
         check_requests(requests, vocabulary=policy.vocabulary, sampling=sampling)
         if any(request.ask is not None for request in requests):
-            return await converse(requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, ended=ended)
+            return await converse(
+                requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, on_finished=on_finished
+            )
         if not self._under_way:
             self._host.progressed()
-        self._ended = None
-        tasks = [asyncio.create_task(self._complete(request, ended)) for request in requests]
+        self._death = None
+        tasks = [asyncio.create_task(self._complete(request, on_finished)) for request in requests]
         self._under_way.update(tasks)
         try:
             return await asyncio.gather(*tasks)
@@ -94,7 +96,7 @@ class VllmEngine:
         (rollout,) = await self.generate([request])
         return rollout
 
-    async def _complete(self, request: SampleRequest, ended: Callable[[], None] | None) -> Rollout:
+    async def _complete(self, request: SampleRequest, on_finished: Callable[[], None] | None) -> Rollout:
         name = f"c{next(self._names)}"
         tokens: list[int] = []
         try:
@@ -105,9 +107,9 @@ class VllmEngine:
                 tokens += drawn
                 self.tokens += len(drawn)
                 self._host.progressed()
-            if ended is not None:
-                ended()
-            recorded = await self._recorded(name, len(tokens))
+            if on_finished is not None:
+                on_finished()
+            recorded = await self._fetch_record(name, len(tokens))
             check_recorded(recorded, delivered=tokens)
             self.rereads += recorded.rereads
         except BrokenPolicy:
@@ -116,12 +118,12 @@ class VllmEngine:
         except EngineError:
             raise
         except asyncio.CancelledError:
-            if self._ended is not None:
-                raise self._ended from None
-            self._forget(name)
+            if self._death is not None:
+                raise self._death from None
+            self._drop_record(name)
             raise
         except Exception as error:
-            raise EngineDied(f"vLLM failed, its log above says why: {said(error)}") from error
+            raise EngineDied(f"vLLM failed (see its log above): {describe_error(error)}") from error
         return Rollout(
             seed=request.seed,
             prompt_ids=list(request.prompt_ids),
@@ -141,59 +143,59 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
-            extra_args={"veriswarm": {"name": name, "seed": request.seed.hex(), "position": request.position}},
+            extra_args={"swarmproof": {"name": name, "seed": request.seed.hex(), "position": request.position}},
         )
 
     # -- records
 
-    async def _recorded(self, name: str, count: int) -> Recorded:
-        """What the worker process recorded; several completions that end together share one call."""
+    async def _fetch_record(self, name: str, count: int) -> Recorded:
+        """Fetch the worker process's record; completions that end together share one call."""
         future: asyncio.Future[Recorded] = asyncio.get_running_loop().create_future()
-        self._wanted.append((name, count, future))
-        if self._taking is None or self._taking.done():
-            self._taking = asyncio.create_task(self._take())
+        self._pending.append((name, count, future))
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.create_task(self._collect_pending())
         return await future
 
-    async def _take(self) -> None:
-        while self._wanted:
-            await asyncio.sleep(TAKE_SECONDS)
-            wanted, self._wanted = self._wanted, []
+    async def _collect_pending(self) -> None:
+        while self._pending:
+            await asyncio.sleep(COLLECT_SECONDS)
+            wanted, self._pending = self._pending, []
             try:
-                answers = await self._host.call("veriswarm_take", [(name, count) for name, count, _ in wanted])
+                answers = await self._host.call("swarmproof_take", [(name, count) for name, count, _ in wanted])
                 found = msgspec.msgpack.decode(answers[0], type=list[Recorded])
                 for (_, _, future), recorded in zip(wanted, found, strict=True):
                     if not future.done():
                         future.set_result(recorded)
             except BaseException as error:
-                # Of whatever kind: those who wait are told.
-                _fail(wanted, EngineDied(f"vLLM's worker process failed: {said(error)}"))
+                # Any kind: every waiting caller must be told.
+                _fail_pending(wanted, EngineDied(f"vLLM's worker process failed: {describe_error(error)}"))
                 if not isinstance(error, Exception):
                     raise
 
-    def _forget(self, name: str) -> None:
-        """Have a cancelled completion's record dropped, without waiting for it."""
+    def _drop_record(self, name: str) -> None:
+        """Drop a cancelled completion's record in the background."""
 
         async def drop() -> None:
-            # If it fails the engine is gone, and its records with it.
+            # A failure means the engine is gone, and its records with it.
             with contextlib.suppress(Exception):
-                await self._host.call("veriswarm_drop", [name])
+                await self._host.call("swarmproof_drop", [name])
 
         task = asyncio.create_task(drop())
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
-    def _abandon(self, reason: EngineDied) -> None:
-        """The engine ended: whatever is under way raises `reason`."""
-        self._ended = reason
-        wanted, self._wanted = self._wanted, []
-        _fail(wanted, reason)
-        # What waits for an answer of processes that are gone would wait for ever.
-        taking, self._taking = self._taking, None
+    def _fail_all(self, reason: EngineDied) -> None:
+        """Fail everything that is running with `reason`: the engine ended."""
+        self._death = reason
+        wanted, self._pending = self._pending, []
+        _fail_pending(wanted, reason)
+        # A call to processes that are gone would wait forever.
+        taking, self._collecting = self._collecting, None
         for task in (*self._under_way, *self._dropping, *([taking] if taking is not None else [])):
             task.cancel()
 
 
-def _fail(wanted: Sequence[tuple[str, int, asyncio.Future[Recorded]]], reason: EngineDied) -> None:
+def _fail_pending(wanted: Sequence[tuple[str, int, asyncio.Future[Recorded]]], reason: EngineDied) -> None:
     for _, _, future in wanted:
         if not future.done():
             future.set_exception(reason)

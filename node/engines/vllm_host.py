@@ -1,12 +1,11 @@
-"""vLLM's processes, and the policy in them: started, checked, changed in place, watched and ended.
+"""vLLM's processes and the policy they hold: started, checked, reloaded, watched and ended.
 
-Both users of vLLM stand on this: `node.engines.vllm` draws completions, `node.engines.vllm_prefill` measures other
-people's. It drives `AsyncLLM` from the caller's event loop; `node.engines.vllm_worker` is what runs beside the
-model. A policy comes from the run and from nowhere else: vLLM is given a folder with a configuration that
-`node.policy` checked, and is told that it is offline.
+Shared by `node.engines.vllm`, which draws completions, and `node.engines.vllm_prefill`, which verifies them. It drives
+`AsyncLLM` from the caller's event loop; `node.engines.vllm_worker` runs beside the model. Policies come only from the
+run: vLLM gets a folder with a configuration checked by `node.policy.file`, and is set offline.
 
-The V1 model runner is pinned: the second one hands out hidden states in another place, and is the default only
-where a GPU is (docs/adr/0010-vllm.md).
+The V1 model runner is pinned: the second one exposes hidden states elsewhere, and is the default only on a GPU
+(docs/adr/0010-vllm.md).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import psutil
 from node.engines import vllm_processes
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy
 from node.engines.vllm_settings import VllmSettings, make_plan
-from node.policy import Blueprint, inspect_policy
+from node.policy.file import Blueprint, inspect_policy
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
@@ -36,15 +35,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RPC_SECONDS = 600.0
-END_SECONDS = 30.0
+SHUTDOWN_TIMEOUT_S = 30.0
 WATCH_SECONDS = 1.0
 WEIGHTS = "model.safetensors"
 
 
 class VllmHost:
-    """One AsyncLLM and the policy that it holds. `state` is a folder of its own, for what vLLM reads policies from.
+    """One AsyncLLM and its policy. `state` is a private folder from which vLLM reads policies.
 
-    `busy` says whether tokens are due; `on_end` is told why the engine ended, once, whatever the reason.
+    `busy` returns whether tokens are expected; `on_end` is called once with the reason when the engine ends.
     """
 
     def __init__(
@@ -69,104 +68,104 @@ class VllmHost:
         self._watching: asyncio.Task[None] | None = None
         self._progress = time.monotonic()
         self._is_tainted = False
-        self._gone = asyncio.Event()
+        self._processes_ended = asyncio.Event()
         self._launch: vllm_processes.Launch | None = None
         self._ending: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int | None:
-        """The version of the policy in place, None while there is none."""
+        """Version of the loaded policy; None if there is none."""
         return self._loaded[1] if self._loaded else None
 
     @property
     def policy(self) -> Blueprint:
-        """The policy in place; raises NoPolicy."""
+        """The loaded policy; raises NoPolicy."""
         if self._loaded is None:
-            raise NoPolicy("no policy was loaded yet")
+            raise NoPolicy("no policy is loaded yet")
         return self._loaded[0]
 
     def taint(self) -> None:
-        """The policy in place made numbers that are not finite: the next one gets an engine of its own.
+        """Note that the policy produced non-finite numbers, so that the next one gets a new engine.
 
-        A cache that holds them spoils what is read beside them, masked or not.
+        A cache that holds such numbers spoils what is read beside them, masked or not.
         """
         self._is_tainted = True
 
     def progressed(self) -> None:
-        """Something came out of the engine, or was asked of it after a rest."""
+        """Reset the stall timer: the engine produced something, or was given work after idling."""
         self._progress = time.monotonic()
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Have each of vLLM's worker processes call `method`; their answers by rank."""
+        """Call `method` in each of vLLM's worker processes; return their results by rank."""
         if self.llm is None:
-            raise EngineDied("vLLM does not run")
-        answers: list[Any] = await self._while_alive(
+            raise EngineDied("vLLM is not running")
+        results: list[Any] = await self._while_alive(
             self.llm.collective_rpc(method, timeout=RPC_SECONDS, args=arguments)
         )
-        return answers
+        return results
 
-    async def _while_alive(self, asked: Coroutine[Any, Any, T]) -> T:
-        """What vLLM answers; raises EngineDied where its processes end first, for which vLLM would wait for ever."""
-        task, gone = asyncio.create_task(asked), asyncio.create_task(self._gone.wait())
+    async def _while_alive(self, request: Coroutine[Any, Any, T]) -> T:
+        """Await vLLM's response; raises EngineDied if its processes end first, as vLLM itself would wait forever."""
+        task, ended = asyncio.create_task(request), asyncio.create_task(self._processes_ended.wait())
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise EngineDied("vLLM's engine process ended, its log above says why")
+                raise EngineDied("vLLM's engine process ended (see its log above)")
             return task.result()
         finally:
             task.cancel()
-            gone.cancel()
+            ended.cancel()
 
     # -- policies
 
     async def load(self, path: Path, *, version: int) -> None:
-        """Put the policy in `path` in place, as `Engine.load` says; starts vLLM where it does not run.
+        """Load the policy in `path` as `Engine.load` specifies; starts vLLM if needed.
 
         Raises PolicyError and DoesNotFit with nothing changed, and EngineDied with nothing running any more.
         """
         async with self._loading:
-            folder = await asyncio.to_thread(self._hold, path, version)
+            folder = await asyncio.to_thread(self._stage_policy, path, version)
             try:
-                self._loaded = await self._put_in_place(folder, version), version
+                self._loaded = await self._load_folder(folder, version), version
             except BaseException:
-                # Of whatever kind: its file would fill the disk, however often its owner deletes it.
+                # Any kind: its file would fill the disk, however often its owner deletes it.
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
                 raise
-            await asyncio.to_thread(self._keep_only, folder)
+            await asyncio.to_thread(self._remove_other_policies, folder)
 
-    async def _put_in_place(self, folder: Path, version: int) -> Blueprint:
+    async def _load_folder(self, folder: Path, version: int) -> Blueprint:
         blueprint = await asyncio.to_thread(inspect_policy, folder / WEIGHTS)
         if blueprint.hidden < self._spec.proofs.min_hidden:
             raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
-        await asyncio.to_thread(self._lay_out, folder, blueprint)
-        if self.llm is not None and self._loaded is not None and self._may_hold(blueprint):
+        await asyncio.to_thread(self._write_config, folder, blueprint)
+        if self.llm is not None and self._loaded is not None and self._can_reload(blueprint):
             await self._reload(folder, version)
         else:
             await self._start(folder, blueprint, version)
         return blueprint
 
-    def _hold(self, path: Path, version: int) -> Path:
-        """A folder of our own with the policy file under the name that vLLM expects, whatever becomes of `path`."""
+    def _stage_policy(self, path: Path, version: int) -> Path:
+        """Create our own folder with the policy file under the name vLLM expects, independent of `path`'s fate."""
         folder = self._state / f"policy-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        # Whoever brings policies deletes old ones, perhaps between our look at one and vLLM's reading of it.
-        hold(path, folder / WEIGHTS)
+        # The supplier of policies deletes old ones, possibly between inspection and vLLM's read.
+        link_file(path, folder / WEIGHTS)
         return folder
 
-    def _may_hold(self, blueprint: Blueprint) -> bool:
-        """Whether the engine as it is can take these weights."""
-        return not self._is_tainted and _same(self.policy, blueprint)
+    def _can_reload(self, blueprint: Blueprint) -> bool:
+        """Return whether the running engine can take these weights."""
+        return not self._is_tainted and _same_architecture(self.policy, blueprint)
 
-    def _lay_out(self, folder: Path, blueprint: Blueprint) -> None:
-        """Add our checked configuration."""
+    def _write_config(self, folder: Path, blueprint: Blueprint) -> None:
+        """Write our checked configuration for vLLM."""
         config = blueprint.config.to_dict() | {
             "architectures": [_architecture(blueprint)],
             "dtype": self._spec.model.dtype,
         }
         (folder / "config.json").write_text(json.dumps(config))
 
-    def _keep_only(self, folder: Path) -> None:
+    def _remove_other_policies(self, folder: Path) -> None:
         for other in self._state.glob("policy-*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -179,7 +178,7 @@ class VllmHost:
         memory = psutil.virtual_memory().available if on_cpu else int(platform.get_device_total_memory())
         plan = make_plan(blueprint, spec=self._spec, settings=settings, memory_bytes=memory, on_cpu=on_cpu)
         await self.close()
-        self._gone = asyncio.Event()
+        self._processes_ended = asyncio.Event()
         started = time.monotonic()
         log.info("starting vLLM for policy %d (%.1f million weights)…", version, blueprint.parameters / 1e6)
         wanted = arguments(
@@ -195,7 +194,7 @@ class VllmHost:
             tensor_parallel_size=settings.tensor_parallel_size,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=plan.kv_cache_bytes,
-            # Tracing and compiling a model takes a CPU longer than it saves for the sizes that a CPU runs.
+            # On a CPU, tracing and compiling takes longer than it saves at the sizes a CPU runs.
             enforce_eager=settings.enforce_eager or on_cpu,
             enable_prefix_caching=self._prefix_caching,
             stream_interval=self._spec.proofs.chunk_tokens,
@@ -210,12 +209,12 @@ class VllmHost:
                 self.llm = await self._while_alive(self._launch.llm())
                 await self._install(blueprint, version)
         except BaseException as error:
-            reason = EngineDied(f"vLLM did not start, its log above says why: {said(error)}")
+            reason = EngineDied(f"vLLM did not start (see its log above): {describe_error(error)}")
             await self._end(reason)
             if isinstance(error, Exception):
                 raise reason from error
             raise
-        log.info("vLLM runs after %.0f s", time.monotonic() - started)
+        log.info("vLLM started in %.0f s", time.monotonic() - started)
         self.progressed()
         self._watching = asyncio.create_task(self._watch())
 
@@ -229,80 +228,80 @@ class VllmHost:
             temperature=self._spec.sampling.temperature,
             version=version,
         )
-        await self.call("veriswarm_install", msgspec.msgpack.encode(installation))
+        await self.call("swarmproof_install", msgspec.msgpack.encode(installation))
 
     async def _reload(self, folder: Path, version: int) -> None:
-        """Change the weights under the requests; half a change is no policy at all, so it ends the engine."""
+        """Reload the weights under running requests; a failure midway ends the engine."""
         started = time.monotonic()
         try:
             await self._while_alive(self.llm.pause_generation(mode="keep", clear_cache=True))
-            await self.call("veriswarm_reload", str(folder), version)
+            await self.call("swarmproof_reload", str(folder), version)
             await self._while_alive(self.llm.resume_generation())
         except BaseException as error:
-            reason = EngineDied(f"policy {version} could not be put in place: {said(error)}")
+            reason = EngineDied(f"policy {version} could not be loaded: {describe_error(error)}")
             await self._end(reason)
             if isinstance(error, Exception):
                 raise reason from error
             raise
         self.progressed()
-        log.debug("policy %d in place after %.2f s", version, time.monotonic() - started)
+        log.debug("policy %d loaded in %.2f s", version, time.monotonic() - started)
 
-    # -- the end
+    # -- shutdown
 
     async def _watch(self) -> None:
-        """End an engine that is gone or that makes nothing any more: nobody else would notice."""
+        """End an engine that died or stalled: nobody else would notice."""
         while self.llm is not None:
             await asyncio.sleep(WATCH_SECONDS)
             stalled = time.monotonic() - self._progress
-            await self.bury()
+            await self.check_alive()
             late = self._busy() and not self._loading.locked() and stalled > self._settings.stall_seconds
             if self.llm is not None and late:
-                await self._end(EngineDied(f"vLLM made no token for {stalled:.0f} s"))
+                await self._end(EngineDied(f"vLLM produced no token for {stalled:.0f} s"))
 
-    async def bury(self) -> None:
-        """Note at once if vLLM's processes have ended by themselves; whoever uses it again has to load again."""
+    async def check_alive(self) -> None:
+        """End the engine at once if vLLM's processes died; it must then be loaded again."""
         if self.llm is not None and self.llm.errored:
-            await self._end(EngineDied("vLLM's engine process ended, its log above says why"))
+            await self._end(EngineDied("vLLM's engine process ended (see its log above)"))
 
     async def close(self) -> None:
-        """End vLLM's processes, and those of a start under way. May be called again; raises EngineDied if they stay."""
+        """End vLLM's processes, including a start in progress; idempotent. Raises EngineDied if they do not end."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        await self._end(EngineDied("the engine was closed"))
+        await self._end(EngineDied("engine was closed"))
 
     async def _end(self, reason: EngineDied) -> None:
-        """End what runs or starts, in a task of its own: it goes on if whoever waits for it here is cancelled."""
+        """End what runs or starts, in its own task, which continues if the caller is cancelled."""
         launch, was_running = self._launch, self.llm is not None
         self.llm = self._launch = self._loaded = None
         self._is_tainted = False
         if launch is not None:
-            self._gone.set()
+            self._processes_ended.set()
             if was_running:
                 self._on_end(reason)
             self._ending = asyncio.create_task(launch.end())
         if self._ending is not None:
-            await asyncio.wait({self._ending}, timeout=END_SECONDS)
+            await asyncio.wait({self._ending}, timeout=SHUTDOWN_TIMEOUT_S)
             if not self._ending.done():
-                raise EngineDied(f"vLLM's processes did not end within {END_SECONDS:.0f} s")
+                raise EngineDied(f"vLLM's processes did not end within {SHUTDOWN_TIMEOUT_S:.0f} s")
 
 
-def hold(path: Path, link: Path) -> None:
-    """Have the file in `path` under the name `link` too, whatever becomes of `path`: where file systems allow it."""
+def link_file(path: Path, link: Path) -> None:
+    """Hard-link `path` as `link`, so that it survives deletion; falls back to a symbolic link."""
     try:
         os.link(path.resolve(), link)
     except OSError:
         link.symlink_to(path.resolve())
 
 
-def said(error: BaseException) -> str:
-    """An error's kind and sentence, at a length that a log line bears."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error by its type and a message of bounded length."""
     return f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
 
 
 def _import_vllm() -> tuple[Any, Any, Any]:
-    """vLLM's platform, the maker of an AsyncLLM, and of its arguments."""
+    """Import vLLM; return its platform, AsyncLLM factory and argument class."""
     platforms = importlib.import_module("vllm.platforms")
     engine = importlib.import_module("vllm.v1.engine.async_llm")
     arguments = importlib.import_module("vllm.engine.arg_utils")
@@ -310,7 +309,7 @@ def _import_vllm() -> tuple[Any, Any, Any]:
 
 
 def _set_environment(settings: VllmSettings) -> None:
-    """vLLM and its processes are configured by environment variables; what a contributor set stays."""
+    """Set vLLM's environment variables; existing ones are kept."""
     defaults = {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -326,15 +325,15 @@ def _set_environment(settings: VllmSettings) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    vllm_processes.own()
+    vllm_processes.set_owner()
     if settings.cpu_threads is not None:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(settings.cpu_threads))
     if os.environ["VLLM_USE_V2_MODEL_RUNNER"] != "0":
         raise EngineError("VLLM_USE_V2_MODEL_RUNNER is set, but proofs need vLLM's V1 model runner: unset it")
 
 
-def _same(ours: Blueprint, theirs: Blueprint) -> bool:
-    """Whether one engine can hold both: nothing but the weights differs."""
+def _same_architecture(ours: Blueprint, theirs: Blueprint) -> bool:
+    """Return whether only the weights differ, so that one engine can hold both."""
     return bool(ours.config.to_dict() == theirs.config.to_dict())
 
 

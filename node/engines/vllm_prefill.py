@@ -1,7 +1,7 @@
-"""Verification through vLLM: the reference prefill's figures, for policies that only vLLM can hold.
+"""Reference prefill through vLLM, for verifying policies that only vLLM can hold.
 
-The engine holds one policy at a time, and reads each span once, without a prefix cache and in one step or several.
-Its final hidden states stay in vLLM's worker process: the figures are made there (`node.measurement`), and only
+The engine holds one policy at a time, and reads each span once, without a prefix cache, in one step or several. Final
+hidden states stay in vLLM's worker process, where the measurements are made (`node.verification.spans`); only
 they come back.
 """
 
@@ -20,21 +20,22 @@ from typing import Any
 import msgspec
 
 from node.engines.base import EngineDied
-from node.engines.vllm_host import VllmHost, hold
+from node.engines.vllm_host import VllmHost, link_file
 from node.engines.vllm_settings import VllmSettings, check_family
-from node.measurement import Span, SpanMeasured
-from node.policy import Blueprint, inspect_policy
+from node.policy.file import Blueprint, inspect_policy
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
+from node.verification.deviations import SpanMeasured
+from node.verification.spans import Span
 
 MAX_BATCH_TOKENS = 32 * 1024
 """Tokens whose hidden states are held at once, unless one span has more."""
 
 
 class VllmVerifier:
-    """Makes `Prefill`s of policies, all of which share one vLLM engine on the running event loop.
+    """Makes `Prefill`s of policies that share one vLLM engine on the running event loop.
 
-    `state` is a folder of its own, for what vLLM reads policies from, and for the files of the `Prefill`s in use.
+    `state` is a private folder for the policies vLLM reads and the files of the `Prefill`s in use.
     """
 
     def __init__(self, spec: RunSpec, settings: VllmSettings, *, state: Path) -> None:
@@ -42,29 +43,29 @@ class VllmVerifier:
         self._files = state / "in-use"
         shutil.rmtree(self._files, ignore_errors=True)  # left by a process that was killed
         self._busy = False
-        self._turn = asyncio.Lock()
+        self._engine_lock = asyncio.Lock()
         self._names = itertools.count()
         self._host = VllmHost(
             spec, settings, state=state, busy=lambda: self._busy, on_end=lambda _: None, prefix_caching=False
         )
 
     async def prefill(self, path: Path, *, version: int) -> VllmPrefill:
-        """A `Prefill` of the policy in `path`, which is loaded when it is used; raises PolicyError, WrongEngine."""
+        """Make a `Prefill` of the policy in `path`, which is loaded on use; raises PolicyError, WrongEngine."""
         blueprint = await asyncio.to_thread(inspect_policy, path)
         check_family(blueprint)
-        # Whoever brings policies deletes old ones, while work of theirs is still to be measured.
+        # The supplier of policies deletes old ones while their work is still to be measured.
         self._files.mkdir(parents=True, exist_ok=True)
         kept = self._files / f"{version}-{next(self._names)}"
-        hold(path, kept)
+        link_file(path, kept)
         prefill = VllmPrefill(self, kept, version=version, blueprint=blueprint, loop=asyncio.get_running_loop())
         weakref.finalize(prefill, kept.unlink, missing_ok=True)
         return prefill
 
     async def measure(self, path: Path, version: int, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
-        """What the policy in `path` says of each span; raises PolicyError and EngineError."""
-        async with self._turn:
-            # A measurement is tried again at once, and only so often: it should not meet the engine that just died.
-            await self._host.bury()
+        """Measure each span under the policy in `path`; raises PolicyError and EngineError."""
+        async with self._engine_lock:
+            # A measurement is retried at once but only a few times: it must not meet the engine that just died.
+            await self._host.check_alive()
             if self._host.version != version:
                 await self._host.load(path, version=version)
             self._busy = True
@@ -76,19 +77,19 @@ class VllmVerifier:
 
     async def _measure(self, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
         names = [f"m{next(self._names)}" for _ in spans]
-        asked = list(zip(names, spans, strict=True))
+        named_spans = list(zip(names, spans, strict=True))
         try:
             async with asyncio.TaskGroup() as group:
-                for name, span in asked:
+                for name, span in named_spans:
                     group.create_task(self._read(name, span))
-            answers = await self._host.call("veriswarm_measure", msgspec.msgpack.encode(asked))
+            results = await self._host.call("swarmproof_measure", msgspec.msgpack.encode(named_spans))
         except BaseException:
-            # If even this fails the engine is gone, and what it held with it.
+            # A failure here means the engine is gone, and its captures with it.
             with contextlib.suppress(Exception):
-                await self._host.call("veriswarm_drop", names)
+                await self._host.call("swarmproof_drop", names)
             raise
-        found = msgspec.msgpack.decode(answers[0], type=list[SpanMeasured | tuple[Reason, str]])
-        return [Refusal(*answer) if isinstance(answer, tuple) else answer for answer in found]
+        measurements = msgspec.msgpack.decode(results[0], type=list[SpanMeasured | tuple[Reason, str]])
+        return [Refusal(*measured) if isinstance(measured, tuple) else measured for measured in measurements]
 
     async def _read(self, name: str, span: Span) -> None:
         """Have vLLM read a span; its worker process keeps the rows from which tokens were drawn."""
@@ -98,10 +99,10 @@ class VllmVerifier:
             max_tokens=1,
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-            extra_args={"veriswarm": {"name": name, "first_row": len(span.context_ids) - 1}},
+            extra_args={"swarmproof": {"name": name, "first_row": len(span.context_ids) - 1}},
         )
         if self._host.llm is None:
-            raise EngineDied("vLLM does not run")
+            raise EngineDied("vLLM is not running")
         async for _ in self._host.llm.generate({"prompt_token_ids": span.input_ids}, parameters, name):
             self._host.progressed()
 
@@ -111,7 +112,7 @@ class VllmVerifier:
 
 
 class VllmPrefill:
-    """A `Prefill` of one policy; `measure` is called in any thread but the event loop's."""
+    """A `Prefill` of one policy; call `measure` in any thread but the event loop's."""
 
     def __init__(
         self,
@@ -133,9 +134,9 @@ class VllmPrefill:
         return self._blueprint
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        """As `Prefill.measure`, under the spec that the engine was started for."""
+        """Measure like `Prefill.measure`, under the spec the engine was started for; ValueError for another."""
         if spec != self._verifier.spec:
-            raise ValueError("the engine was started for another run")
+            raise ValueError("engine was started for another run")
         measuring = self._verifier.measure(self._path, self._version, spans)
         return asyncio.run_coroutine_threadsafe(measuring, self._loop).result()
 

@@ -1,6 +1,6 @@
-"""What a contributor tells vLLM about this machine, and whether a policy fits there.
+"""vLLM settings of a machine, and whether a policy fits.
 
-Imports nothing of vLLM, so that a command line or a test can read and check it anywhere.
+Imports nothing of vLLM, so that a command line or a test can check settings anywhere.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ from typing import Any
 import torch
 
 from node.engines.base import DoesNotFit, WrongEngine
-from node.models import RECURRENT
-from node.policy import Blueprint
+from node.policy.file import Blueprint
+from node.policy.models import RECURRENT
 from node.protocol.run import RunSpec
 
 GIB = 2**30
 
 WORKING_BYTES = GIB
-"""Besides weights and cache: activations, the logits of a batch, and the runtime itself."""
+"""Beyond weights and cache: activations, the logits of a batch, and the runtime itself."""
 
 CPU_BLOCK_TOKENS = 128
-"""vLLM hands out its cache on a CPU in blocks of so many tokens."""
+"""vLLM's cache block size on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """One engine on one machine; what is generated is the run's to say.
+    """Settings of one engine on one machine.
 
-    `gpu_memory_utilization` is the share of each device's memory that may be used, on a CPU of what is free at
-    the start; `kv_cache_gib` sets the cache alone, instead. `max_model_len` (tokens, prompt included) is the
-    run's longest completion unless it is set; `max_num_seqs` is how many are decoded together at most, and
-    `max_num_batched_tokens` how many tokens a step may read and decode (None: vLLM's choice).
-    `cpu_threads` applies where there is no GPU: None leaves the choice to vLLM, which binds threads to cores and
-    must not be done twice on one machine. `stall_seconds`: an engine that makes nothing for so long is dead.
+    `gpu_memory_utilization` is the share of each device's memory to use, on a CPU of what is free at the start;
+    `kv_cache_gib` sets the cache size instead. `max_model_len` (tokens, prompt included) defaults to the run's longest
+    completion; `max_num_seqs` limits completions decoded together, and `max_num_batched_tokens` the tokens of a step
+    (None: vLLM's choice). `cpu_threads` applies without a GPU: None leaves it to vLLM, which binds threads to cores and
+    must do so only once per machine. An engine that produces nothing for `stall_seconds` counts as dead.
     """
 
     tensor_parallel_size: int = 1
@@ -49,17 +48,19 @@ class VllmSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to ask vLLM for. `kv_cache_bytes` is None where vLLM measures what is left, which it does on a GPU."""
+class MemoryPlan:
+    """What to request of vLLM. `kv_cache_bytes` None lets vLLM measure what is left, as it does on a GPU."""
 
     max_model_len: int
     kv_cache_bytes: int | None
 
 
-def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, memory_bytes: int, on_cpu: bool) -> Plan:
-    """How `blueprint` is to be held in `memory_bytes` of each device (on a CPU: free at this moment).
+def make_plan(
+    blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, memory_bytes: int, on_cpu: bool
+) -> MemoryPlan:
+    """Plan how to hold `blueprint` in `memory_bytes` of each device (on a CPU: free at this moment).
 
-    Raises DoesNotFit with one sentence that says what is too large, and what may be done about it.
+    Raises DoesNotFit, whose message says what is too large and what to do about it.
     """
     check_family(blueprint)
     length = _length(blueprint, spec=spec, settings=settings)
@@ -87,7 +88,7 @@ def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, me
                 f"which takes {_gib(one)} GiB."
             )
     else:
-        # Two blocks more: vLLM keeps one for itself.
+        # Two extra blocks: vLLM reserves one for itself.
         wanted = one * settings.max_num_seqs + 2 * per_token * CPU_BLOCK_TOKENS
     if weights + one + working > budget:
         where = "of this machine's free memory" if on_cpu else "of each GPU's memory"
@@ -98,19 +99,19 @@ def make_plan(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings, me
             "use more GPUs (--tensor-parallel-size), or join another run."
         )
     if on_cpu or settings.kv_cache_gib is not None:
-        return Plan(max_model_len=length, kv_cache_bytes=min(wanted, budget - weights - working))
-    return Plan(max_model_len=length, kv_cache_bytes=None)
+        return MemoryPlan(max_model_len=length, kv_cache_bytes=min(wanted, budget - weights - working))
+    return MemoryPlan(max_model_len=length, kv_cache_bytes=None)
 
 
 def check_family(blueprint: Blueprint) -> None:
-    """Raise WrongEngine for a policy that vLLM has no model of."""
+    """Raise WrongEngine for a policy vLLM has no model of."""
     family = blueprint.config.model_type
     if family in RECURRENT:
-        raise WrongEngine(f"vLLM has no model for {family} policies; take --engine torch.")
+        raise WrongEngine(f"vLLM has no model for {family} policies; use --engine torch.")
 
 
 def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:
-    """Keys and values of all layers for one token, in bytes."""
+    """Return the bytes of one token's keys and values over all layers."""
     config: Any = blueprint.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size: int = 2 * config.num_hidden_layers * config.num_key_value_heads * width * itemsize
@@ -118,7 +119,7 @@ def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:
 
 
 def positions_bytes(blueprint: Blueprint) -> int:
-    """What vLLM's table of cosines and sines takes while it is made, in bytes: a row for each position there may be."""
+    """Return the bytes vLLM needs while it builds its rotary table of cosines and sines."""
     config: Any = blueprint.config
     rope = config.rope_parameters
     rows = config.max_position_embeddings

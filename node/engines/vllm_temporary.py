@@ -1,7 +1,7 @@
-"""What vLLM puts into the temporary folder, kept in a folder of its own that goes when the engine does.
+"""A private folder for vLLM's temporary files, removed with the engine.
 
-Its processes meet at sockets and at a file there, and lock a file for each policy that they load. They remove these
-when they end in order, which they are seldom given the time for: a worker that runs for weeks would fill the folder.
+vLLM's processes meet at sockets and a file in the temporary folder, and lock a file per loaded policy. They clean up
+only when they shut down in order, which they seldom have time for: a long-running worker would fill the folder.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = ".veriswarm-"
+PREFIX = ".swarmproof-"
 LONGEST_BASE = 107 - 37 - len(f"/{PREFIX}abcdefgh")
-"""The path of a Unix socket has 107 bytes at most, of which vLLM's names take 37 (unix(7))."""
+"""A Unix socket path has at most 107 bytes, of which vLLM's names take 37 (unix(7))."""
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 
 _environment = threading.Lock()
-"""The environment is the whole process's: two starts at once would restore each other's folders."""
+"""Serialises changes of the process-wide environment: concurrent starts would restore each other's folders."""
 
 
 class TemporaryFolder:
-    """A locked folder of one engine, beside which those of processes that were killed are swept away.
+    """A locked folder of one engine; construction also removes the folders of killed processes.
 
-    It lies where `VLLM_RPC_BASE_PATH` says, else in the temporary folder; if that has too long a name, in /tmp. Raises
-    OSError.
+    It lies in `VLLM_RPC_BASE_PATH`, else the temporary folder; if that has too long a name, in /tmp. Raises OSError.
     """
 
     def __init__(self) -> None:
         base = Path(os.environ.get(SOCKETS) or tempfile.gettempdir())
         if len(os.fsencode(base)) > LONGEST_BASE:
-            base = Path("/tmp")  # noqa: S108  (a folder of one's own is made in it)
+            base = Path("/tmp")  # noqa: S108  (a private folder is made in it)
         _sweep(base)
         fresh = Path(tempfile.mkdtemp(prefix=".", dir=base))
         self._lock = _lock(fresh)
-        # It takes the name that others sweep once they can see that it is in use.
+        # Renamed to the swept prefix only once it is locked.
         self.path = fresh.rename(base / f"{PREFIX}{fresh.name[1:]}")
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """The processes that are started meanwhile put their temporary files here; one engine at a time."""
+        """Point processes started inside the context to this folder; one engine at a time."""
         wanted = {
             "TMPDIR": str(self.path),
             SOCKETS: str(self.path),
@@ -65,7 +64,7 @@ class TemporaryFolder:
                         os.environ[name] = value
 
     def remove(self) -> None:
-        """Remove it with all that was left in it."""
+        """Remove the folder and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -73,7 +72,7 @@ class TemporaryFolder:
 def _lock(folder: Path) -> int:
     """Lock a folder until the descriptor is closed or this process dies; raises OSError.
 
-    Nothing in it is opened for that: others may write into the temporary folder, and a file could be a link.
+    No file in it is opened: others may write into the temporary folder, and a file could be a link.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -1,12 +1,11 @@
-"""What runs inside vLLM's own worker process: forced sampling, capture of hidden states, proofs, weight changes.
+"""Code inside vLLM's worker process: forced sampling, capture of hidden states, proofs, weight reloads.
 
-Written against vLLM 0.32 and its V1 model runner, which `node.engines.vllm` pins. vLLM loads both classes by
-name. The extension wraps the runner's `sample_tokens`: at that moment the step's final hidden states (one row for
-each request of the batch, after the last norm) and the positions they belong to are known, also under chunked
-prefill, prefix caching and preemption. Wrapping `compute_logits` would see warm-up runs as well. The logits
-processor then chooses the tokens from the same rows. Only bytes leave this process.
+Written against vLLM 0.32 and its V1 model runner, which `node.engines.vllm` pins. vLLM loads both classes by name. The
+extension wraps the runner's `sample_tokens`, where the step's final hidden states (one row per request, after the last
+norm) and their positions are known, also under chunked prefill, prefix caching and preemption; `compute_logits` would
+include warm-up runs. The logits processor then chooses the tokens from the same rows. Only bytes leave this process.
 
-Under tensor parallelism every rank samples, so every rank forces; rank 0 alone keeps and proves.
+Under tensor parallelism every rank samples, so every rank forces; only rank 0 records and proves.
 """
 
 # ruff: noqa: TID251  (this is where vllm may be imported)
@@ -21,25 +20,25 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
-from node.engines.recorder import Place, Recorder
+from node.engines.recorder import DecodeRow, Recorder
 from node.engines.vllm_processes import end_with_owner
-from node.measurement import Span, measure_states
 from node.protocol.reasons import Refusal
 from node.protocol.run import ProofSpec
-from node.sampling import warm_up
+from node.sampling.forced import warm_up
+from node.verification.spans import Span, measure_states
 
-TAG = "veriswarm"
+TAG = "swarmproof"
 """Our key in a request's `extra_args`."""
 
 _recorders: list[Recorder] = []
-"""This process's one recorder, where the extension and the logits processor both find it."""
+"""This process's only recorder, shared by the extension and the logits processor."""
 
 _captures: dict[str, list[Tensor]] = {}
-"""Of each span that is read for a verifier, the hidden states of its rows so far."""
+"""Hidden states of the rows captured so far, by span name."""
 
 
 class Installation(msgspec.Struct, frozen=True):
-    """What the extension has to know of the run."""
+    """The run's parameters for the extension."""
 
     hidden: int
     vocabulary: int
@@ -53,12 +52,12 @@ class ForcedSampling(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
         self._device = device
-        # The first of our code that runs in each worker process, before it loads weights.
+        # Our first code in each worker process, before it loads weights.
         end_with_owner()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse what would not be sampled by us: the chosen token is forced only where vLLM is greedy."""
+        """Raise ValueError unless sampling is greedy, which forcing the chosen token relies on."""
         if TAG in (sampling_params.extra_args or {}) and sampling_params.temperature != 0:
             raise ValueError("forced sampling needs temperature 0")
 
@@ -66,24 +65,24 @@ class ForcedSampling(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Nothing: who sits in which row is read off the runner at each step."""
+        """Do nothing: rows are read off the runner at each step."""
 
     def apply(self, logits: Tensor) -> Tensor:
         return _recorders[0].sample(logits) if _recorders else logits
 
 
 class ProvingWorker:
-    """Methods that vLLM mixes into its worker class (`worker_extension_cls`); called by `collective_rpc`.
+    """Methods that vLLM mixes into its worker class (`worker_extension_cls`), called through `collective_rpc`.
 
-    Their names carry a prefix because they share a namespace with vLLM's own.
+    The prefix keeps their names apart from vLLM's own.
     """
 
     model_runner: Any
     rank: int
     _installed: Installation
 
-    def veriswarm_install(self, installation: bytes) -> None:
-        """Begin to force and record; once, before the first request."""
+    def swarmproof_install(self, installation: bytes) -> None:
+        """Start to force and record; call once, before the first request."""
         wanted = msgspec.msgpack.decode(installation, type=Installation)
         runner = self.model_runner
         device = torch.device(runner.device)
@@ -103,8 +102,8 @@ class ProvingWorker:
         def sample_tokens(grammar_output: Any) -> Any:
             state = runner.execute_model_state
             if state is not None:
-                recorder.reread(_reread(runner, state.scheduler_output))
-                recorder.begin(_places(runner, state.scheduler_output), state.sample_hidden_states)
+                recorder.reread(_resumed(runner, state.scheduler_output))
+                recorder.begin(_batch_rows(runner, state.scheduler_output), state.sample_hidden_states)
                 _capture(runner, state.scheduler_output, state.hidden_states)
             try:
                 return original(grammar_output)
@@ -114,35 +113,35 @@ class ProvingWorker:
         runner.sample_tokens = sample_tokens
         warm_up(device)
 
-    def veriswarm_reload(self, path: str, version: int) -> None:
-        """Take the weights in folder `path`, while no step is under way; every later token is of `version`."""
+    def swarmproof_reload(self, path: str, version: int) -> None:
+        """Load the weights in folder `path` between steps; every later token is of `version`."""
         self.model_runner.reload_weights(weights_path=path)
         for module in self.model_runner.get_model().modules():
-            # A head that shares the embedding's weights is not in the file, so vLLM does not load it anew; on a
-            # CPU it would go on with the packed copy of the old ones.
+            # A head tied to the embedding is not in the file, so vLLM does not reload it; on a CPU it would keep the
+            # packed copy of the old weights.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
         _recorders[0].version = version
 
-    def veriswarm_take(self, wanted: list[list[Any]]) -> bytes:
-        """What was recorded of `[[name, tokens], …]`, as MessagePack of `list[Recorded]`; empty but on rank 0."""
+    def swarmproof_take(self, wanted: list[list[Any]]) -> bytes:
+        """Collect the records of `[[name, tokens], …]` as MessagePack of `list[Recorded]`; empty except on rank 0."""
         if self.rank != 0:
             return b""
-        return msgspec.msgpack.encode(_recorders[0].take([(name, count) for name, count in wanted]))
+        return msgspec.msgpack.encode(_recorders[0].collect([(name, count) for name, count in wanted]))
 
-    def veriswarm_drop(self, names: list[str]) -> int:
-        """Forget aborted completions and spans; returns how many completions are still under way."""
+    def swarmproof_drop(self, names: list[str]) -> int:
+        """Drop aborted completions and spans; return the number of running completions."""
         _recorders[0].drop(names)
         for name in names:
             _captures.pop(name, None)
         return len(_recorders[0])
 
-    def veriswarm_measure(self, asked: bytes) -> bytes:
-        """The figures of spans that were read: `[[name, Span], …]` to `[SpanMeasured | [reason, detail], …]`.
+    def swarmproof_measure(self, spans: bytes) -> bytes:
+        """Measure spans that were read: `[[name, Span], …]` to `[SpanMeasured | [reason, detail], …]`.
 
-        Both are MessagePack. Every rank computes, because the output head is shared among them; rank 0 answers.
+        Both are MessagePack. Every rank computes, as the output head is sharded; rank 0 responds.
         """
-        wanted = msgspec.msgpack.decode(asked, type=list[tuple[str, Span]])
+        wanted = msgspec.msgpack.decode(spans, type=list[tuple[str, Span]])
         states = [span.predicted_from(torch.cat(_captures.pop(name))) for name, span in wanted]
         own = self._installed
         with torch.inference_mode():
@@ -159,7 +158,7 @@ class ProvingWorker:
 
 
 def _capture(runner: Any, scheduled: Any, hidden: Tensor) -> None:
-    """Keep this step's rows [tokens, H] of spans that are read for a verifier, from the row each asked for."""
+    """Capture this step's rows [tokens, H] of verifier spans, from each span's first requested row."""
     batch = runner.input_batch
     for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
         ours = (runner.requests[request_id].sampling_params.extra_args or {}).get(TAG)
@@ -169,15 +168,15 @@ def _capture(runner: Any, scheduled: Any, hidden: Tensor) -> None:
         start = int(runner.query_start_loc.np[row])
         skipped = max(0, ours["first_row"] - first)
         rows = hidden[start + skipped : start + scheduled.num_scheduled_tokens[request_id]]
-        # A span that was preempted is read again from its beginning.
+        # A preempted span is read again from its beginning.
         kept = _captures.setdefault(ours["name"], [])
         if first == 0:
             kept.clear()
         kept.append(rows.clone())
 
 
-def _reread(runner: Any, scheduled: Any) -> list[str]:
-    """The completions that come back after a preemption, with more to read than their newest token."""
+def _resumed(runner: Any, scheduled: Any) -> list[str]:
+    """List completions resumed after a preemption with more to read than their newest token."""
     batch, resumed = runner.input_batch, scheduled.scheduled_cached_reqs.resumed_req_ids
     names: list[str] = []
     for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
@@ -189,19 +188,19 @@ def _reread(runner: Any, scheduled: Any) -> list[str]:
     return names
 
 
-def _places(runner: Any, scheduled: Any) -> list[Place | None]:
-    """For each row of this step whose token it chooses; None for a prompt that is not read to its end yet."""
+def _batch_rows(runner: Any, scheduled: Any) -> list[DecodeRow | None]:
+    """Return the completion of each row of this step; None for a prompt not read to its end yet."""
     batch = runner.input_batch
     partial = runner.discard_request_mask.np
-    places: list[Place | None] = []
+    batch_rows: list[DecodeRow | None] = []
     for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
         request = runner.requests[request_id]
         ours = (request.sampling_params.extra_args or {}).get(TAG)
         if ours is None or "seed" not in ours or partial[row]:
-            places.append(None)
+            batch_rows.append(None)
             continue
         last = int(batch.num_computed_tokens_cpu[row]) + scheduled.num_scheduled_tokens[request_id] - 1
         drawn = last - (request.num_prompt_tokens - 1)
         first, seed = ours["position"], bytes.fromhex(ours["seed"])
-        places.append(Place(name=ours["name"], seed=seed, position=first + drawn, first=first))
-    return places
+        batch_rows.append(DecodeRow(name=ours["name"], seed=seed, position=first + drawn, first=first))
+    return batch_rows

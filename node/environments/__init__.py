@@ -1,6 +1,7 @@
-"""The registry: a run's `[[environments]]` entry in, an environment out.
+"""The environments that a run can train on, by the names that run.toml gives them.
 
-A new environment is one file with a class like `Arithmetic`, and one line here.
+One of this package is a file with a class like `Arithmetic`, and a line here. Other packages name theirs as entry
+points (`node.environments.installed`) and need no change here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from node.environments.arithmetic import Arithmetic
 from node.environments.base import Conversation, Environment, EnvironmentFault, Problem, configure
 from node.environments.calculator import Calculator
 from node.environments.code import Code
+from node.environments.installed import installed_environment, installed_names
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
@@ -25,9 +27,9 @@ _BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code | TerminalTar
 
 
 def load_environment(spec: EnvironmentSpec) -> Environment:
-    """What `spec` asks for: an environment with its arguments and length targets.
+    """Return the environment that `spec` asks for, with its arguments and length targets.
 
-    Raises EnvironmentFault where there is none.
+    Raises EnvironmentFault where there is none, or where its package does not work.
     """
     environment = _load(spec)
     if spec.length is not None and isinstance(environment, TerminalTarget):
@@ -43,11 +45,12 @@ def _load(spec: EnvironmentSpec) -> Environment:
         return load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments)
     if spec.name.startswith(VERIFIERS):
         return load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments)
-    cls = _BUILT_IN.get(spec.name)
+    cls = installed_environment(spec.name, taken=_BUILT_IN) or _BUILT_IN.get(spec.name)
     if cls is None:
-        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>", VERIFIERS + "<module>"))
+        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>", VERIFIERS + "<module>", *installed_names()))
         raise EnvironmentFault(f"no environment {spec.name!r}; there are: {known}", code="unknown_environment")
-    return configure(cls, spec.arguments)
+    environment: Environment = configure(cls, spec.arguments)
+    return environment
 
 
 def check_rewards(environments: Iterable[Environment]) -> None:

@@ -1,8 +1,8 @@
 """Problems, and rewards for completions of them (docs/protocol.md, sections 5 and 7).
 
-An environment is a pure function of its arguments: worker, coordinator and auditor each compute
-`problem(index)` and get the same prompt, and anyone can recompute a reward. So nothing here reads a clock, a
-network, Python's salted `hash`, or the order of a set of strings; randomness is `draws`.
+An environment is a pure function of its arguments: worker, coordinator and auditor each compute `problem(index)` and
+get the same prompt, and anyone can recompute a reward. So nothing here reads a clock, a network, Python's salted
+`hash`, or the order of a set of strings; randomness comes from `draws`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from node.errors import NodeError
 from shardcast.wire import derive
 
 INDEX_LIMIT = 2**63
-"""Problem indexes are below this; slots draw them uniformly (section 5)."""
+"""Exclusive upper bound of problem indices; slots draw them uniformly (section 5)."""
 
 END_OF_THOUGHT = "</think>"
 
@@ -31,10 +31,10 @@ class EnvironmentFault(NodeError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt as text, and whatever the environment needs to judge an answer to it.
+    """A prompt as text, and what the environment needs to score an answer.
 
-    `opening`: how many characters of the prompt stand before what the user says, such as the marks of a chat. What is
-    asked for besides goes there.
+    `opening`: characters of the prompt before the user's text (e.g. chat markup), where additional requests are
+    inserted.
     """
 
     prompt: str
@@ -47,52 +47,52 @@ class Environment(Protocol):
 
     @property
     def name(self) -> str:
-        """What a run's `environments` list calls it."""
+        """Name in a run's `environments` list."""
 
     def problem(self, index: int) -> Problem:
-        """Problem `index`, 0 <= index < 2**63; the same on every machine and Python version."""
+        """Return problem `index`, 0 <= index < 2**63; the same on every machine and Python version."""
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """The reward in [0, 1]; deterministic, and never raises on account of what the completion says.
+        """Return the reward in [0, 1]; deterministic, never raises on account of the completion's text.
 
-        Where this machine cannot tell, it raises NodeError, and the verdict is indeterminate.
+        Raises NodeError if this machine cannot tell; the verdict is then indeterminate.
         """
 
 
 @runtime_checkable
 class Conversation(Environment, Protocol):
-    """An environment of several turns: after each that the model ends, it may say something, and the model goes on.
+    """An environment of several turns: after each turn of the model it may reply, and the model continues.
 
-    What it says is never sent by anybody. Worker, coordinator and auditor each ask `reply` with the same turns
-    and get the same text (docs/protocol.md, section 4.7). `reward` is that of a completion of one turn.
+    Replies are never transmitted: worker, coordinator and auditor each call `reply` with the same turns and get the
+    same text (docs/protocol.md, section 4.7). `reward` scores a completion of one turn.
     """
 
     def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        """What the environment says after the last of the model's `turns`; None where the rollout is over.
+        """Return the environment's reply to the last of the model's `turns`; None ends the rollout.
 
-        Deterministic, bounded in time and size whatever the turns say, and never raises on account of them. Where
-        this machine cannot tell, it raises NodeError, and the verdict is indeterminate.
+        Deterministic, bounded in time and size, never raises on account of the turns' text. Raises NodeError if this
+        machine cannot tell; the verdict is then indeterminate.
         """
 
     def reward_turns(self, problem: Problem, turns: Sequence[str]) -> float:
-        """The reward in [0, 1] of all that the model wrote, at least one turn; as `Environment.reward` otherwise."""
+        """Return the reward in [0, 1] of all the model's turns, at least one; otherwise like `Environment.reward`."""
 
 
 def draws(environment: str, index: int) -> Iterator[int]:
-    """Uniform 64-bit integers that belong to one problem: BLAKE3 of its name, its index and a block counter.
+    """Yield uniform 64-bit integers for one problem: BLAKE3 of the environment's name, the index and a block counter.
 
-    `next(numbers) % n` is uniform below n up to a bias of n / 2**64. Python's `random` is not used, because
-    its methods may change between releases.
+    `next(numbers) % n` is uniform below n up to a bias of n / 2**64. Python's `random` is avoided, as its methods may
+    change between releases.
     """
     for block in count():
         drawn = derive(
-            "veriswarm/1 environment", environment.encode(), index.to_bytes(8, "big"), block.to_bytes(4, "big")
+            "swarmproof/1 environment", environment.encode(), index.to_bytes(8, "big"), block.to_bytes(4, "big")
         )
         yield from (int.from_bytes(drawn[at : at + 8], "big") for at in range(0, len(drawn), 8))
 
 
 def answer_in(completion: str) -> str | None:
-    """What stands after the last `</think>`, stripped; None where no thought was ended."""
+    """Return the text after the last `</think>`, stripped; None without one."""
     _, mark, answer = completion.rpartition(END_OF_THOUGHT)
     return answer.strip() if mark else None
 
@@ -101,7 +101,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def configure(cls: type[T], arguments: Mapping[str, Any]) -> T:
-    """An environment whose settings are `arguments`; raise EnvironmentFault (bad_arguments) on a wrong one."""
+    """Build an environment from its settings `arguments`; raises EnvironmentFault (bad_arguments) for a wrong one."""
     try:
         return msgspec.convert(dict(arguments), cls)
     except msgspec.ValidationError as error:

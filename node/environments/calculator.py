@@ -1,4 +1,4 @@
-"""Multiplication with a calculator at hand: an environment of several turns that a character model can work in."""
+"""Multiplication with a calculator tool: an environment of several turns, small enough for a character model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Calculator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`Q:23*47=?` with two factors of exactly `digits` digits; the answer is their product in decimal.
 
     A turn with a `</think>` gives the answer. Any other is a calculation for the tool, such as `23*47`: up to eight
-    numbers of up to nine digits with `+`, `-` and `*` between them. What comes back is `=1081`, or `=?` for whatever
-    else a turn says, with a line feed.
+    numbers of up to nine digits, joined by `+`, `-` and `*`. The reply is `=1081`, or `=?` for anything else, with a
+    line feed.
     """
 
     name: ClassVar[str] = "calculator"
@@ -33,7 +33,7 @@ class Calculator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         left, right = (lowest + next(numbers) % (9 * lowest) for _ in range(2))
         return Problem(f"Q:{left}*{right}=?\nA:", {"factors": (left, right), "answer": str(left * right)})
 
-    def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:  # noqa: ARG002  (every problem's tool is the same)
+    def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:  # noqa: ARG002  (the tool does not depend on the problem)
         if END_OF_THOUGHT in turns[-1]:
             return None
         value = calculate(turns[-1].strip())
@@ -47,7 +47,7 @@ class Calculator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def calculate(text: str) -> int | None:
-    """The value of a calculation, products first; None for anything else. Takes no longer for hostile text."""
+    """Evaluate a calculation, products first; None for anything else. Takes bounded time on hostile text."""
     if len(text) > MAX_NUMBERS * (MAX_DIGITS + 1) or not _CALCULATION.fullmatch(text):
         return None
     total = 0

@@ -1,8 +1,8 @@
-"""A conversation as the text that a policy reads (docs/environments.md, verifiers).
+"""Render a conversation as the text a policy reads (docs/environments.md, verifiers).
 
 A policy file has no chat template: templates are programs, and a policy comes from a stranger (docs/protocol.md,
-section 11). So the forms are fixed here, and a run says which. What the policy itself wrote stands in its context token
-by token, its end mark included; only what is said to it is made text.
+section 11). So the forms are fixed here, and a run selects one. The policy's own turns stay in its context token by
+token, end mark included; only what is said to it is rendered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Form = Literal["plain", "chatml"]
 Message = Mapping[str, Any]
 
 MAX_TOOL_CALLS = 16
-"""Calls in one turn; later ones are not made."""
+"""Calls per turn; later ones are ignored."""
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _TOOLS: Final = (
@@ -25,25 +25,25 @@ _TOOLS: Final = (
 
 
 class NotText(ValueError):
-    """A message has an image, audio, or nothing that a text model could read."""
+    """A message holds an image, audio, or nothing a text model can read."""
 
 
 def prompt_of(messages: Sequence[Message], *, form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
-    """The text of a conversation up to the assistant's turn, and where in it the first user message's text begins.
+    """Render a conversation up to the assistant's turn; also return the offset of the first user message's text.
 
-    `tools` are definitions in the form of OpenAI's API; they are told in the system message. Raises NotText.
+    `tools` are definitions in OpenAI's format, listed in the system message. Raises NotText.
     """
-    told = _with_tools(messages, tools)
-    first = next((place for place, message in enumerate(told) if message["role"] == "user"), None)
+    listed = _with_tools(messages, tools)
+    first = next((index for index, message in enumerate(listed) if message["role"] == "user"), None)
     if first is None:
-        return _said(told, form) + _begun(form), 0
-    before = _said(told[:first], form) + _head("user", form)
-    return _said(told, form) + _begun(form), len(before)
+        return _render(listed, form) + _assistant_prefix(form), 0
+    before = _render(listed[:first], form) + _message_prefix("user", form)
+    return _render(listed, form) + _assistant_prefix(form), len(before)
 
 
 def reply_of(messages: Sequence[Message], *, form: Form) -> str:
-    """What stands between a turn of the assistant and its next one. Raises NotText."""
-    return ("\n\n" if form == "plain" else "\n") + _said(messages, form) + _begun(form)
+    """Render what stands between two assistant turns. Raises NotText."""
+    return ("\n\n" if form == "plain" else "\n") + _render(messages, form) + _assistant_prefix(form)
 
 
 def turn_of(text: str, *, form: Form, number: int, tools: bool) -> dict[str, Any]:
@@ -54,7 +54,11 @@ def turn_of(text: str, *, form: Form, number: int, tools: bool) -> dict[str, Any
     """
     content = text.strip() if form == "plain" else text
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    calls = [_call(written, f"call_{number}_{place}") for place, written in enumerate(_calls(content))] if tools else []
+    calls = (
+        [_parse_call(written, f"call_{number}_{place}") for place, written in enumerate(_tool_calls(content))]
+        if tools
+        else []
+    )
     return message | {"tool_calls": calls} if calls else message
 
 
@@ -68,18 +72,18 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]])
     return [{"role": "system", "content": told}, *messages]
 
 
-def _said(messages: Sequence[Message], form: Form) -> str:
+def _render(messages: Sequence[Message], form: Form) -> str:
     end = "\n\n" if form == "plain" else "<|im_end|>\n"
-    return "".join(_head(str(message["role"]), form) + _text(message) + end for message in messages)
+    return "".join(_message_prefix(str(message["role"]), form) + _text(message) + end for message in messages)
 
 
-def _head(role: str, form: Form) -> str:
+def _message_prefix(role: str, form: Form) -> str:
     # Models are told a tool's result by a user's message with these marks (Qwen's and Hermes' templates).
     role = "user" if role == "tool" else role
     return f"{role.capitalize()}: " if form == "plain" else f"<|im_start|>{role}\n"
 
 
-def _begun(form: Form) -> str:
+def _assistant_prefix(form: Form) -> str:
     return "Assistant:" if form == "plain" else "<|im_start|>assistant\n"
 
 
@@ -97,10 +101,10 @@ def _part(part: object) -> str:
         return part
     if isinstance(part, Mapping) and part.get("type") == "text":
         return str(part.get("text", ""))
-    raise NotText("a message holds something else than text")
+    raise NotText("message holds content other than text")
 
 
-def _calls(text: str) -> list[str]:
+def _tool_calls(text: str) -> list[str]:
     found: list[str] = []
     at = text.find(_CALL)
     while at >= 0 and len(found) < MAX_TOOL_CALLS:
@@ -112,7 +116,7 @@ def _calls(text: str) -> list[str]:
     return found
 
 
-def _call(written: str, identity: str) -> dict[str, Any]:
+def _parse_call(written: str, identity: str) -> dict[str, Any]:
     try:
         call = json.loads(written)
         name, arguments = str(call["name"]), json.dumps(call.get("arguments", {}))

@@ -1,8 +1,8 @@
-"""Small programming problems whose answers are run, in `node.sandbox` (docs/environments.md).
+"""Programming problems whose answers are executed in `node.sandbox` (docs/environments.md).
 
-Two forms of one idea, a chain of operations told in words. `expression` wants a Python expression in `x`, short
-enough for a character model; `function` wants a function over a list of integers in a fenced block. The answer is run
-on inputs that the prompt does not name, and what it gives is compared here, outside, byte for byte.
+Both forms describe a chain of operations in words. `expression` wants a Python expression in `x`, short enough for a
+character model; `function` wants a function over a list of integers in a fenced block. The answer is run on hidden
+inputs, and its output is compared here, outside the sandbox, byte for byte.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from node.sandbox.root import PYTHON_VERSION
 CASES = 8
 MAX_CODE_BYTES = 64 * 1024
 MAX_STEPS = 500_000
-"""Instructions of the interpreter for one answer, over all cases; more earn nothing. The same on every machine."""
+"""Interpreter instructions for one answer over all cases, the same on every machine; more earn nothing."""
 
 SURE_CPU_SECONDS = 0.5
-"""A right answer that took longer might be too late elsewhere: it is not judged. Too late is eight times as much."""
+"""Correct answers slower than this are not judged, as they might time out elsewhere (at eight times as much)."""
 
 _LARGEST_INPUT = 50
 _LONGEST_LIST = 12
@@ -36,7 +36,7 @@ Numbers = list[int]
 
 
 class NumberOperation(NamedTuple):
-    """A step on one integer v with an operand n: how it is told, what it does, and how Python writes it."""
+    """An operation on an integer v with an operand n: its description, its effect, and its Python source."""
 
     told: str
     apply: Callable[[int, int], int]
@@ -44,7 +44,7 @@ class NumberOperation(NamedTuple):
 
 
 class ListOperation(NamedTuple):
-    """The same on a list v of integers."""
+    """An operation on a list v of integers; otherwise like NumberOperation."""
 
     told: str
     apply: Callable[[Numbers, int], Numbers]
@@ -86,9 +86,9 @@ Think first, end your thoughts with </think>, and then give the function in a bl
 
 
 class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`Q:py add 3, times 4\\nA:` with `steps` operations; a right answer is `(x+3)*4`, or anything that equals it.
+    """`Q:py add 3, times 4\\nA:` with `steps` operations; `(x+3)*4`, or anything equal to it, is correct.
 
-    `python` is the version that judges, as in "3.11": answers may mean other things in another.
+    `python` is the judging version, e.g. "3.11": answers may mean something else in another.
     """
 
     name: ClassVar[str] = "code"
@@ -97,29 +97,29 @@ class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: Annotated[str, Meta(pattern=r"^3\.[0-9]{1,2}$")] = "3.11"
 
     def problem(self, index: int) -> Problem:
-        """`data`: `inputs` and `outputs` of the hidden cases, and `answer`, one that is right."""
+        """Return problem `index`; `data`: hidden `inputs` and `outputs`, and a correct `answer`."""
         return _expression(self.steps, index) if self.form == "expression" else _function(self.steps, index)
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1 if the answer, run, gives the right value for every case, else 0; raises SandboxFailed."""
+        """Return 1 if the answer, executed, gives the correct value for every case, else 0; raises SandboxFailed."""
         source = _source_in(completion) if self.form == "function" else answer_in(completion)
         code = None if source is None else _utf8(source)
         if not code or len(code) > MAX_CODE_BYTES:
             return 0.0
         head = f"{self.form} {MAX_STEPS} {len(code)}\n".encode()
         expected = _lines(problem.data["outputs"])
-        ended = Sandbox().run(head + code + _lines(problem.data["inputs"]), max_bytes=len(expected))
-        if not ended.complete or ended.answers != expected:
+        result = Sandbox().run(head + code + _lines(problem.data["inputs"]), max_bytes=len(expected))
+        if not result.complete or result.answers != expected:
             return 0.0
-        if ended.cpu_seconds > SURE_CPU_SECONDS:
-            raise SandboxFailed(f"a right answer took {ended.cpu_seconds:.1f} s", code="sandbox_doubt")
+        if result.cpu_seconds > SURE_CPU_SECONDS:
+            raise SandboxFailed(f"correct answer took {result.cpu_seconds:.1f} s", code="sandbox_doubt")
         return 1.0
 
     def check_machine(self) -> None:
-        """Raise EnvironmentFault or SandboxFailed where rewards cannot be computed."""
+        """Raise EnvironmentFault or SandboxFailed if this machine cannot compute rewards."""
         if self.python != PYTHON_VERSION:
             raise EnvironmentFault(
-                f"this run's answers are judged by Python {self.python}, and this is {PYTHON_VERSION}",
+                f"this run judges answers with Python {self.python}, but this is Python {PYTHON_VERSION}",
                 code="python_version",
             )
         Sandbox().check()
@@ -140,7 +140,7 @@ def _expression(steps: int, index: int) -> Problem:
 
 def _function(steps: int, index: int) -> Problem:
     numbers = draws(Code.name, index)
-    # The empty list is always a case: it is where functions that are nearly right fail.
+    # The empty list is always a case: nearly correct functions fail on it.
     lengths = [0, *(_between(numbers, 1, _LONGEST_LIST) for _ in range(CASES - 1))]
     inputs = [[_between(numbers, -_LARGEST_INPUT, _LARGEST_INPUT) for _ in range(length)] for length in lengths]
     outputs, written = list(inputs), ["def f(v):"]
@@ -154,36 +154,38 @@ def _function(steps: int, index: int) -> Problem:
 
 
 def _chain(numbers: Iterator[int], operations: Sequence[Operation], steps: int) -> Iterator[tuple[Operation, int]]:
-    """`steps` operations with operands, none twice in a row; at most one squares: every value fits into 64 bits."""
-    left = operations
+    """Yield `steps` operations with operands, none twice in a row and at most one square, so values fit into 64
+    bits.
+    """
+    candidates = operations
     for _ in range(steps):
-        operation = left[next(numbers) % len(left)]
+        operation = candidates[next(numbers) % len(candidates)]
         yield operation, _between(numbers, 2, _LARGEST_OPERAND)
         if operation.told.startswith(_SQUARE):
             operations = [other for other in operations if other is not operation]
-        left = [other for other in operations if other is not operation]
+        candidates = [other for other in operations if other is not operation]
 
 
-def _between(numbers: Iterator[int], least: int, most: int) -> int:
-    return least + next(numbers) % (most - least + 1)
+def _between(numbers: Iterator[int], low: int, high: int) -> int:
+    return low + next(numbers) % (high - low + 1)
 
 
 def _source_in(completion: str) -> str | None:
-    """The last block between ```python and ``` in the answer; None where there is none."""
-    _, mark, rest = (answer_in(completion) or "").rpartition(_FENCE + "python\n")
-    source, end, _ = rest.partition(_FENCE)
+    """Return the last block between ```python and ``` in the answer; None without one."""
+    _, mark, tail = (answer_in(completion) or "").rpartition(_FENCE + "python\n")
+    source, end, _ = tail.partition(_FENCE)
     return source if mark and end else None
 
 
 def _utf8(text: str) -> bytes | None:
     try:
         return text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which no decoder of tokens makes
+    except UnicodeEncodeError:  # a lone surrogate, which no token decoder produces
         return None
 
 
 def _lines(values: Sequence[int | Numbers]) -> bytes:
-    """Values as the sandbox reads and writes them."""
+    """Encode values in the sandbox's line format."""
     return "".join(
         f"i {value}\n" if isinstance(value, int) else " ".join(["l", *map(str, value)]) + "\n" for value in values
     ).encode()

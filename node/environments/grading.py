@@ -1,4 +1,4 @@
-"""The reward of a rollout, whatever kind of environment it is of: what everybody calls who computes one."""
+"""Grade rollouts of any kind of environment: the one entry point for computing a reward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from node.environments.lengths import LengthTargets
 
 
 def grade(environment: Environment, problem: Problem, turns: Sequence[str], *, tokens: int) -> float:
-    """The reward in [0, 1] of what the model wrote: its `turns` in order, at least one, of `tokens` tokens together.
+    """Return the reward in [0, 1] of the model's `turns`, at least one, of `tokens` tokens in total.
 
-    A conversation sees all turns, another environment the last, which is its only one. Raises what the
-    environment raises.
+    A conversation sees all turns, another environment only the last. Raises what the environment raises.
     """
     if isinstance(environment, LengthTargets):
         earned = grade(environment.inner, problem.data["asked"], turns, tokens=tokens)

@@ -1,13 +1,12 @@
 """`reasoning_gym:<dataset>`: datasets of the reasoning-gym package (arXiv 2505.24760), where that is safe.
 
-Completions are written by strangers, and a good part of the package's scorers evaluate the answer as Python
-(`eval`, or sympy's `parse_expr`, which calls it). And a part of its problems follow the order of a set of
-strings, which differs from one process to the next, so nobody could re-derive a prompt. Only datasets that
-are free of both are offered: those that keep the package's own comparison of strings, and a few whose scorer
-was read (version 0.1.25).
+Completions come from strangers, and many of the package's scorers evaluate the answer as Python (`eval`, or sympy's
+`parse_expr`, which calls it). Some problems depend on the order of a set of strings, which differs between processes,
+so nobody could re-derive a prompt. Only datasets free of both are offered: those with the package's own string
+comparison, and a few whose scorer was reviewed (version 0.1.25).
 
-What this does not guarantee: problems are the package's, drawn with Python's `random`, so every participant
-needs the same version of it. The argument `package_version` makes a run say which.
+Not guaranteed: problems are drawn with Python's `random`, so every participant needs the same package version. The
+argument `package_version` pins it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from node.environments.base import EnvironmentFault, Problem, answer_in, draws
 log = logging.getLogger(__name__)
 
 MAX_ANSWER_CHARACTERS = 4096
-"""A longer answer earns nothing; every scorer offered takes time linear in it."""
+"""A longer answer earns nothing; every offered scorer takes time linear in it."""
 
 INSTRUCTION = "Think first, end your thoughts with </think>, and then give the answer and nothing else."
 
@@ -38,12 +37,12 @@ PLAIN = frozenset({
     "rotate_matrix", "rotten_oranges", "simple_equations", "simple_geometry", "string_manipulation",
     "string_splitting", "string_synthesis", "syllogism", "word_sequence_reversal",
 })
-"""Scored by the package's base class: equality, or the share of the answer that is the right one."""
+"""Scored by the package's base class: equality, or the matching share of the answer."""
 
 REVIEWED = frozenset({
     "chain_sum", "gsm_symbolic", "number_format", "products", "sentence_reordering", "spell_backward", "word_sorting",
 })
-"""Scorers of their own that compare strings, floats or decimals and do nothing else."""
+"""Own scorers that only compare strings, floats or decimals."""
 
 _REFUSED = {
     "its scorer evaluates the answer as Python code, so a completion could run anything": (
@@ -57,7 +56,7 @@ _REFUSED = {
 }
 # fmt: on
 WHY_REFUSED = {dataset: why for why, datasets in _REFUSED.items() for dataset in datasets}
-"""The refused datasets for which there is more to say than that nobody has read their scorer."""
+"""Refused datasets with a specific reason; others were not reviewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class ReasoningGym:
             entry = source[0]
         except Exception as error:
             raise EnvironmentFault(
-                f"{self.name} could not make problem {index}: {error!r}", code="problem_failed"
+                f"{self.name} failed to make problem {index}: {error!r}", code="problem_failed"
             ) from error
         return Problem(f"{entry['question']}\n{INSTRUCTION}\n", {"entry": entry, "score": source.score_answer})
 
@@ -88,8 +87,8 @@ class ReasoningGym:
             return 0.0
         try:
             score = float(problem.data["score"](answer, problem.data["entry"]))
-        except Exception as error:  # noqa: BLE001  (a third party's scorer, fed by strangers)
-            log.warning("%s could not score an answer of %d characters: %r", self.name, len(answer), error)
+        except Exception as error:  # noqa: BLE001  (a third party's scorer on untrusted input)
+            log.warning("%s failed to score an answer of %d characters: %r; reward 0", self.name, len(answer), error)
             return 0.0
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
@@ -97,11 +96,13 @@ class ReasoningGym:
         try:
             return self.package.create_dataset(self.dataset, seed=seed, size=1, **self.settings)
         except Exception as error:
-            raise EnvironmentFault(f"{self.name} refuses its arguments: {error!r}", code="bad_arguments") from error
+            raise EnvironmentFault(
+                f"{self.name} does not accept its arguments: {error!r}", code="bad_arguments"
+            ) from error
 
 
 def load_dataset(dataset: str, arguments: Mapping[str, Any]) -> ReasoningGym:
-    """The environment over `dataset`; `arguments` are its own settings, and `package_version`.
+    """Load the environment over `dataset`; `arguments` are its settings and `package_version`.
 
     Raises EnvironmentFault: refused_dataset, package_missing, package_version, bad_arguments, problem_failed.
     """
@@ -126,7 +127,7 @@ def _import_package(wanted: object) -> ModuleType:
         package = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise EnvironmentFault(
-            "this run needs the reasoning-gym package: pip install 'veriswarm[reasoning-gym]'", code="package_missing"
+            "this run needs the reasoning-gym package: pip install 'swarmproof[reasoning-gym]'", code="package_missing"
         ) from error
     installed = version("reasoning_gym")
     if wanted is not None and wanted != installed:
@@ -137,7 +138,7 @@ def _import_package(wanted: object) -> ModuleType:
 
 
 def _check_scorer(environment: ReasoningGym) -> None:
-    """A newer package may have given a PLAIN dataset a scorer of its own; nobody has read that one."""
+    """Raise EnvironmentFault if a newer package gave a PLAIN dataset its own, unreviewed scorer."""
     base = importlib.import_module("reasoning_gym.dataset").ProceduralDataset
     inherited = type(environment._make(0)).score_answer is base.score_answer
     if environment.dataset in PLAIN and not inherited:

@@ -1,4 +1,4 @@
-"""Reversal of a short word, the demonstration's second task."""
+"""Reversal of a short word; the demonstration's second task."""
 
 from __future__ import annotations
 

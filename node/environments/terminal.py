@@ -1,4 +1,4 @@
-"""A screen with a cursor and a target: keys for a policy that sees frames (docs/protocol.md, section 4.9)."""
+"""Terminal with a cursor and a target, for a policy that sees frames (docs/protocol.md, section 4.9)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import msgspec
 from msgspec import Meta
 
 from node.environments.base import Problem, draws
-from node.terminal import MAX_CODEPOINTS, Phase, Terminal
+from node.protocol.terminal import MAX_CODEPOINTS, Phase, Terminal
 
 MAX_KEYS: Final = 64
-"""Keys of a completion that are looked at; one that needs more earns nothing."""
+"""Evaluated keys per completion; one that needs more earns nothing."""
 
 
 class TerminalTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An empty field with `@`, where the cursor begins, and `*`, where it should be when Enter is pressed.
+    """Move the cursor from `@` to `*` in an empty field, then press Enter.
 
-    The prompt is the field, line by line, and an empty line. Keys are `h`, `j`, `k`, `l`, and a line feed for Enter.
-    A completion is replayed by the terminal that the policy sees, on a screen of the field's size.
+    The prompt is the field, line by line, and an empty line. Keys are `h`, `j`, `k`, `l`, and a line feed for Enter. A
+    completion is replayed by the terminal the policy sees, on a screen of the field's size.
     """
 
     name: ClassVar[str] = "terminal"
@@ -44,6 +44,6 @@ class TerminalTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def codepoint_of(character: str) -> int:
-    """As a terminal takes it; 0 for what is outside of Unicode's basic plane."""
+    """Return the codepoint a terminal takes for `character`; 0 outside Unicode's basic plane."""
     codepoint = ord(character)
     return codepoint if codepoint < MAX_CODEPOINTS else 0

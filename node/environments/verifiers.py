@@ -1,9 +1,9 @@
-"""`verifiers:<module>`: environments written for PrimeIntellect's verifiers package (MIT), as they are.
+"""`verifiers:<module>`: unmodified environments of PrimeIntellect's verifiers package (MIT).
 
-The environment runs in a process of its own (`node.environments.verifiers_child`), which is ended when an answer takes
-too long and started again for the next. It is installed by whoever takes part, never downloaded, and its data set has
-to be there too. What this does not guarantee: that its problems and rewards are the same everywhere. That is its
-author's; the pins `package_version`, `environment_version` and `dataset_digest` make a run say what it was made with.
+The environment runs in its own process (`node.environments.verifiers_child`), which is killed when a response takes too
+long and restarted for the next. Participants install it with its data set; nothing is downloaded. Not guaranteed: that
+its problems and rewards are the same everywhere, which is its author's responsibility; the pins `package_version`,
+`environment_version` and `dataset_digest` record what a run was made with.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import msgspec
 
 from node.environments.base import EnvironmentFault, Problem, draws
 from node.environments.chat import Form
-from node.environments.verifiers_messages import MAX_FRAME_BYTES, Ask, Fault, Load, Loaded, Said
-from node.parquet_frames import BrokenFrame, receive_frame, send_frame
+from node.environments.frames import BrokenFrame, receive_frame, send_frame
+from node.environments.verifiers_messages import MAX_FRAME_BYTES, EnvironmentLoaded, Fault, Load, RowQuery, RowResult
 
 log = logging.getLogger(__name__)
 
 LOAD_SECONDS = 300.0
-ANSWER_SECONDS = 30.0
-"""For a prompt, a reply or a reward; what takes longer is nobody's fault, and the verdict is indeterminate."""
+RESPONSE_SECONDS = 30.0
+"""Deadline for a prompt, a reply or a reward; exceeding it is nobody's fault, so the verdict is indeterminate."""
 
 _TARGET = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?")
-_KEPT = ("HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
+_INHERITED = ("HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments that are ours; the others are the environment's. Names as in docs/environments.md."""
+class VerifiersSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments handled here; all others go to the environment. Names as in docs/environments.md."""
 
     chat: Form = "plain"
     package_version: str | None = None
@@ -49,31 +49,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verifiers:
-    """An environment of one turn: problem `index` is the row of its data set that is drawn from it."""
+    """An environment of one turn: problem `index` is the data set row drawn from it."""
 
-    def __init__(self, name: str, child: Child, rows: int) -> None:
+    def __init__(self, name: str, child: EnvironmentProcess, rows: int) -> None:
         self.name = name
-        self._child = child
+        self._process_of = child
         self._rows = rows
 
     def problem(self, index: int) -> Problem:
         row = next(draws(self.name, index)) % self._rows
-        said = self._ask("problem", row)
-        return Problem(said.text or "", {"row": row}, opening=said.opening)
+        result = self._ask("problem", row)
+        return Problem(result.text or "", {"row": row}, opening=result.opening)
 
     def reward(self, problem: Problem, completion: str) -> float:
         return self._ask("reward", problem.data["row"], completion).reward
 
-    def _ask(self, what: Literal["problem", "reply", "reward"], row: int, *turns: str) -> Said:
-        # Half a surrogate pair, which no decoder of tokens makes, has no encoding.
+    def _ask(self, what: Literal["problem", "reply", "reward"], row: int, *turns: str) -> RowResult:
+        # A lone surrogate, which no token decoder produces, has no encoding.
         sendable = tuple(turn.encode("utf-8", "replace").decode() for turn in turns)
-        answer = self._child.ask(Ask(what, row, sendable))
-        assert isinstance(answer, Said)
-        return answer
+        result = self._process_of.ask(RowQuery(what, row, sendable))
+        assert isinstance(result, RowResult)
+        return result
 
 
 class VerifiersConversation(Verifiers):
-    """One of several turns, with tools or without; a `Conversation`."""
+    """An environment of several turns, with or without tools; a `Conversation`."""
 
     def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:
         return self._ask("reply", problem.data["row"], *turns).text
@@ -82,30 +82,30 @@ class VerifiersConversation(Verifiers):
         return self._ask("reward", problem.data["row"], *turns).reward
 
 
-class Child:
-    """The process with the environment; answers one question at a time, from any thread."""
+class EnvironmentProcess:
+    """The environment's process; handles one query at a time, thread-safe."""
 
     def __init__(self, name: str, load: Load) -> None:
         self._name, self._load = name, load
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._ending: weakref.finalize[Any, Any] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def start(self) -> Loaded:
+    def start(self) -> EnvironmentLoaded:
         """Load the environment. Raises EnvironmentFault."""
         with self._lock:
             return self._start()
 
-    def ask(self, question: Ask) -> Said | Loaded:
-        """The answer; raises EnvironmentFault where there is none in time."""
+    def ask(self, query: RowQuery) -> RowResult | EnvironmentLoaded:
+        """Send a query and return its result; raises EnvironmentFault without one in time."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._drop()
+                self._discard()
                 self._start()
-            return self._exchange(question, seconds=ANSWER_SECONDS)
+            return self._exchange(query, seconds=RESPONSE_SECONDS)
 
-    def _start(self) -> Loaded:
-        # -P: the folder that this process happens to run in is no place to import from.
+    def _start(self) -> EnvironmentLoaded:
+        # -P: never import from the current folder.
         command = [sys.executable, "-P", "-m", "node.environments.verifiers_child"]
         try:
             self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
@@ -113,17 +113,17 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=_variables(),
+                env=_child_environment(),
                 start_new_session=True,
             )
         except OSError as error:
-            raise EnvironmentFault(f"{self._name} cannot be started: {error}") from error
-        self._ending = weakref.finalize(self, _end, self._process)
+            raise EnvironmentFault(f"{self._name} process cannot be started: {error}") from error
+        self._finalizer = weakref.finalize(self, _end, self._process)
         loaded = self._exchange(self._load, seconds=LOAD_SECONDS)
-        assert isinstance(loaded, Loaded)
+        assert isinstance(loaded, EnvironmentLoaded)
         return loaded
 
-    def _exchange(self, question: Load | Ask, *, seconds: float) -> Said | Loaded:
+    def _exchange(self, query: Load | RowQuery, *, seconds: float) -> RowResult | EnvironmentLoaded:
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -138,68 +138,74 @@ class Child:
         timer.daemon = True
         timer.start()
         try:
-            send_frame(process.stdin, msgspec.json.encode(question))
+            send_frame(process.stdin, msgspec.json.encode(query))
             frame = receive_frame(process.stdout, max_bytes=MAX_FRAME_BYTES)
-            answer = msgspec.json.decode(frame, type=Said | Loaded | Fault)
+            result = msgspec.json.decode(frame, type=RowResult | EnvironmentLoaded | Fault)
         except (OSError, EOFError, BrokenFrame, msgspec.DecodeError) as error:
-            self._drop()
+            self._discard()
             if expired.is_set():
-                raise EnvironmentFault(f"{self._name} took more than {seconds:g} s", code="environment_slow") from error
-            raise EnvironmentFault(f"{self._name} ended by itself: {error!r}", code="environment_died") from error
+                raise EnvironmentFault(
+                    f"{self._name} did not respond within {seconds:g} s", code="environment_slow"
+                ) from error
+            raise EnvironmentFault(
+                f"{self._name} process ended unexpectedly: {error!r}", code="environment_died"
+            ) from error
         except BaseException:
-            self._drop()  # half an exchange would be taken for the next answer
+            self._discard()  # half an exchange would be read as the next result
             raise
         finally:
             timer.cancel()
-        if isinstance(answer, Fault):
-            if isinstance(question, Load):
-                self._drop()
-            raise EnvironmentFault(f"{self._name}: {answer.detail}", code=answer.code)
-        return answer
+        if isinstance(result, Fault):
+            if isinstance(query, Load):
+                self._discard()
+            raise EnvironmentFault(f"{self._name}: {result.detail}", code=result.code)
+        return result
 
-    def _drop(self) -> None:
+    def _discard(self) -> None:
         self._process = None
-        if self._ending is not None:
-            self._ending()
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 def load_verifiers(target: str, arguments: Mapping[str, Any]) -> Verifiers:
-    """The environment that `target` names: a module with `load_environment`, or `module:Class`.
+    """Load the environment `target`: a module with `load_environment`, or `module:Class`.
 
     Raises EnvironmentFault: package_missing, bad_arguments, environment_missing, refused_environment,
-    environment_failed, needs_network, environment_slow, environment_died, and a pin's name where it does not hold.
+    environment_failed, needs_network, environment_slow, environment_died, or the name of a pin that does not match.
     """
     name = f"verifiers:{target}"
     if _TARGET.fullmatch(target) is None:
-        raise EnvironmentFault(f"{name} names no module", code="bad_arguments")
+        raise EnvironmentFault(f"{name} does not name a module", code="bad_arguments")
     if find_spec("verifiers") is None:
         raise EnvironmentFault(
-            "this run needs the verifiers package: pip install 'veriswarm[verifiers]'", code="package_missing"
+            "this run needs the verifiers package: pip install 'swarmproof[verifiers]'", code="package_missing"
         )
-    ours = {key: value for key, value in arguments.items() if key in Settings.__struct_fields__}
+    own_arguments = {key: value for key, value in arguments.items() if key in VerifiersSettings.__struct_fields__}
     try:
-        settings = msgspec.convert(ours, Settings)
+        settings = msgspec.convert(own_arguments, VerifiersSettings)
     except msgspec.ValidationError as error:
         raise EnvironmentFault(f"{name}: {error}", code="bad_arguments") from error
-    theirs = {key: value for key, value in arguments.items() if key not in ours}
-    child = Child(name, Load(target, theirs, settings.chat))
+    environment_arguments = {key: value for key, value in arguments.items() if key not in own_arguments}
+    child = EnvironmentProcess(name, Load(target, environment_arguments, settings.chat))
     loaded = child.start()
     _check_pins(name, settings, loaded)
     return (VerifiersConversation if loaded.conversation else Verifiers)(name, child, loaded.rows)
 
 
-def _check_pins(name: str, settings: Settings, loaded: Loaded) -> None:
+def _check_pins(name: str, settings: VerifiersSettings, loaded: EnvironmentLoaded) -> None:
     pins = ("package_version", "environment_version", "dataset_digest", "python")
     log.info("%s has %d problems; %s", name, loaded.rows, ", ".join(f"{pin} = {getattr(loaded, pin)}" for pin in pins))
     for pin in pins:
         wanted, found = getattr(settings, pin), getattr(loaded, pin)
         if wanted is not None and wanted != found:
-            raise EnvironmentFault(f"this run needs {name} with {pin} {wanted}, here it is {found}", code=pin)
+            raise EnvironmentFault(f"this run needs {name} with {pin} {wanted}, but {found} is installed", code=pin)
 
 
-def _variables() -> dict[str, str]:
-    """What the child needs to import the same, and to do the same everywhere; no key of this user's is among it."""
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+def _child_environment() -> dict[str, str]:
+    """Build the child's environment variables: what makes imports and behaviour reproducible, without the user's
+    secrets.
+    """
+    kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     return kept | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONHASHSEED": "0",
@@ -213,7 +219,7 @@ def _variables() -> dict[str, str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the child with all that it started, which would hold its pipe open; it leads a session of its own."""
+    """Kill the child's session, with all its descendants, which would hold its pipe open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -222,6 +228,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     _kill(process)
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            with contextlib.suppress(OSError):  # unsent bytes have nobody to go to
+            with contextlib.suppress(OSError):  # unsent bytes are lost
                 stream.close()
     process.wait()

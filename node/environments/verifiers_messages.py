@@ -1,4 +1,4 @@
-"""What `node.environments.verifiers` and its child process say to each other, in frames of `node.parquet_frames`."""
+"""Messages between `node.environments.verifiers` and its child process, in frames of `node.environments.frames`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Load `target`, a module with `load_environment` or `module:Class`. Answered by Loaded or Fault."""
+    """Load `target`, a module with `load_environment` or `module:Class`; answered by EnvironmentLoaded or Fault."""
 
     target: str
     arguments: dict[str, Argument]
     form: Form
 
 
-class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The environment is there: how many problems, whether of several turns, and what of it can be pinned."""
+class EnvironmentLoaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The loaded environment: number of problems, whether it has several turns, and what can be pinned."""
 
     rows: int
     conversation: bool
@@ -31,16 +31,16 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     python: str
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """About one row of the data set: its prompt, the reply after `turns`, or their reward."""
+class RowQuery(msgspec.Struct, frozen=True, tag="ask"):
+    """A query about one data set row: its prompt, the reply after `turns`, or their reward."""
 
     what: Literal["problem", "reply", "reward"]
     row: int
     turns: tuple[str, ...] = ()
 
 
-class Said(msgspec.Struct, frozen=True, tag="said"):
-    """The answer to an Ask: `text` with `opening` for a problem, `text` or None for a reply, `reward`."""
+class RowResult(msgspec.Struct, frozen=True, tag="said"):
+    """Result of a RowQuery: `text` with `opening` for a problem, `text` or None for a reply, or `reward`."""
 
     text: str | None = None
     opening: int = 0
@@ -48,7 +48,7 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """Why there is no answer: `code` and `detail` become an EnvironmentFault's."""
+    """A failed query: `code` and `detail` become an EnvironmentFault's."""
 
     code: str
     detail: str

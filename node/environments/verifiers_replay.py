@@ -1,8 +1,8 @@
-"""An environment of the verifiers package, asked as its own rollout would ask it, over turns that are already written.
+"""Replay given turns in an environment of the verifiers package, as its own rollout would.
 
-A rollout of the package is a conversation with a client. Here there is none: the turns are given, and the environment's
-methods are called in the order of `MultiTurnEnv.rollout` (verifiers 0.1.10), from the start for every question, so that
-nothing is kept between two. Runs in `node.environments.verifiers_child` only.
+The package's rollout talks to a client. Here the turns are given, and the environment's methods are called in the order
+of `MultiTurnEnv.rollout` (verifiers 0.1.10), from the start for every query, so that no state is kept. Used in
+`node.environments.verifiers_child` only.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import numpy as np
 from blake3 import blake3
 
 from node.environments.chat import NotText, prompt_of, reply_of, turn_of
-from node.environments.verifiers_messages import Ask, Load, Loaded, Said
+from node.environments.verifiers_messages import EnvironmentLoaded, Load, RowQuery, RowResult
 
 MAX_ROWS = 10_000_000
 log = logging.getLogger(__name__)
 
 _CLIENTS = frozenset({"openai", "anthropic", "prime_sandboxes"})
-_ELSEWHERE = frozenset({"SandboxEnv", "BrowserEnv", "CliAgentEnv", "OpenEnvEnv", "EnvGroup"})
-"""Classes whose rollouts need a service, or, of the last, are those of other environments."""
+_UNSUPPORTED = frozenset({"SandboxEnv", "BrowserEnv", "CliAgentEnv", "OpenEnvEnv", "EnvGroup"})
+"""Classes whose rollouts need a service, or (EnvGroup) belong to other environments."""
 
 
-class Refused(Exception):
+class EnvironmentUnusable(Exception):
     """The environment cannot be used; `code` becomes the EnvironmentFault's."""
 
     def __init__(self, code: str, detail: str) -> None:
@@ -42,8 +42,8 @@ class Refused(Exception):
         self.code = code
 
 
-class Replay:
-    """One environment; its methods are coroutines because the package's are."""
+class VerifiersReplay:
+    """One environment; methods are coroutines because the package's are."""
 
     def __init__(self, load: Load) -> None:
         module, _, attribute = load.target.partition(":")
@@ -51,19 +51,19 @@ class Replay:
         _check_module(self._module)
         self._package = importlib.import_module("verifiers")
         self._form = load.form
-        self._environment = _make(_entry(self._package, self._module, attribute), load.arguments)
-        _check(self._package, self._environment)
+        self._environment = _make(_find_entry(self._package, self._module, attribute), load.arguments)
+        _check_supported(self._package, self._environment)
         self._chat: bool = self._environment.message_type == "chat"
         self._tools: list[dict[str, Any]] = list(self._environment.oai_tools or ()) if self._chat else []
         self._rows = self._environment.get_dataset()
 
-    async def loaded(self) -> Loaded:
-        """What was loaded, after a first problem and its reward: what fails there would fail always."""
+    async def loaded(self) -> EnvironmentLoaded:
+        """Describe the environment, after trying one problem and its reward to fail early."""
         if not 1 <= len(self._rows) <= MAX_ROWS:
-            raise Refused("refused_environment", f"its data set has {len(self._rows)} rows")
-        await self.answer(Ask("problem", 0))
-        await self.answer(Ask("reward", 0, ("",)))
-        return Loaded(
+            raise EnvironmentUnusable("refused_environment", f"its data set has {len(self._rows)} rows")
+        await self.answer(RowQuery("problem", 0))
+        await self.answer(RowQuery("reward", 0, ("",)))
+        return EnvironmentLoaded(
             rows=len(self._rows),
             conversation=not isinstance(self._environment, self._package.SingleTurnEnv),
             package_version=metadata.version("verifiers"),
@@ -72,41 +72,42 @@ class Replay:
             python=".".join(map(str, sys.version_info[:2])),
         )
 
-    async def answer(self, ask: Ask) -> Said:
-        """What the environment says; where it raises over the turns, no reply and no reward.
+    async def answer(self, ask: RowQuery) -> RowResult:
+        """Answer a query; if the environment raises over the turns, there is no reply and no reward.
 
-        Raises Refused, OSError, and what the environment's rubric raises, which catches what its functions do.
+        Raises EnvironmentUnusable, OSError, and what the environment's rubric raises beyond the errors it catches
+        itself.
         """
         random.seed(ask.row)
         np.random.seed(ask.row % 2**32)
         if ask.what == "problem":
             return self._problem(ask.row)
         try:
-            state, said = await self._replay(ask.row, ask.turns)
-        except (Refused, MemoryError, OSError):
-            raise  # of this machine, or of whatever is said
-        except Exception as error:  # noqa: BLE001  (the environment could not bear what the model wrote)
+            state, reply = await self._replay(ask.row, ask.turns)
+        except (EnvironmentUnusable, MemoryError, OSError):
+            raise  # not caused by the turns
+        except Exception as error:  # noqa: BLE001  (caused by what the model wrote)
             log.warning("row %d: %r", ask.row, error)
-            return Said()
+            return RowResult()
         if ask.what == "reply":
-            return Said(text=said)
+            return RowResult(text=reply)
         await self._environment.render_completion(state)
         await self._environment.rubric.score_rollout(state)
         reward = float(state["reward"])
-        return Said(reward=min(max(reward, 0.0), 1.0) if math.isfinite(reward) else 0.0)
+        return RowResult(reward=min(max(reward, 0.0), 1.0) if math.isfinite(reward) else 0.0)
 
-    def _problem(self, row: int) -> Said:
+    def _problem(self, row: int) -> RowResult:
         prompt = self._input(row)["prompt"]
         if not self._chat:
-            return Said(text=str(prompt))
+            return RowResult(text=str(prompt))
         try:
             text, opening = prompt_of(prompt, form=self._form, tools=self._tools)
         except NotText as error:
-            raise Refused("refused_environment", str(error)) from error
-        return Said(text=text, opening=opening)
+            raise EnvironmentUnusable("refused_environment", str(error)) from error
+        return RowResult(text=text, opening=opening)
 
     def _input(self, row: int) -> dict[str, Any]:
-        """The row as a rollout gets it; columns that other rows have for messages are None in Arrow, and go."""
+        """Return the row as a rollout gets it, without the None that Arrow fills in for absent message keys."""
         found = dict(self._rows[row])
         if self._chat:
             found["prompt"] = [
@@ -115,27 +116,27 @@ class Replay:
         return found
 
     async def _replay(self, row: int, turns: Sequence[str]) -> tuple[Any, str | None]:
-        """The state after `turns`, and what the environment says then; None where it ends the rollout."""
+        """Return the state after `turns`, and the environment's reply; None if it ended the rollout."""
         environment, failure = self._environment, self._package.Error
         state = await environment.init_state(self._input(row), None, "", {})
-        said: str | None = None
+        reply: str | None = None
         try:
             state = await environment.setup_state(state)
             context = await environment.get_prompt_messages(state)
             for number, text in enumerate(turns):
                 turn = self._turn(text, number)
                 await environment.add_trajectory_step(state, _step(state, context, turn))
-                said = None
+                reply = None
                 if await environment.is_completed(state):
                     break
                 following = await environment.get_prompt_messages(state)
                 if state.get("final_env_response") is not None:
                     break
-                said = self._reply(context, turn, following)
+                reply = self._reply(context, turn, following)
                 context = following
         except failure as error:
-            state["error"], said = error, None
-        return state, said
+            state["error"], reply = error, None
+        return state, reply
 
     def _turn(self, text: str, number: int) -> Any:
         if not self._chat:
@@ -145,13 +146,13 @@ class Replay:
     def _reply(self, context: Any, turn: Any, following: Any) -> str:
         before = context + turn
         if following[: len(before)] != before:
-            raise Refused("refused_environment", "it rewrites what was said before, which a rollout here cannot take")
+            raise EnvironmentUnusable("refused_environment", "it rewrites earlier messages, which is not supported")
         if not self._chat:
             return str(following[len(before) :])
         return reply_of(following[len(before) :], form=self._form)
 
     def _digest(self) -> str:
-        """BLAKE3 of what problems and rewards are made of, row after row."""
+        """Compute the BLAKE3 digest of the rows' fields that determine problems and rewards."""
         hasher: Any = blake3()
         for row in self._rows:
             kept = {key: row[key] for key in ("prompt", "answer", "info", "task") if key in row}
@@ -160,7 +161,7 @@ class Replay:
 
 
 def _step(state: Any, prompt: Any, completion: Any) -> dict[str, Any]:
-    """A TrajectoryStep of the package, of a response that no client gave."""
+    """Build the package's TrajectoryStep without a client's response."""
     return {
         "prompt": prompt,
         "completion": completion,
@@ -175,33 +176,37 @@ def _step(state: Any, prompt: Any, completion: Any) -> dict[str, Any]:
 
 
 def _check_module(name: str) -> None:
-    """A run may name a module that was made for this package, and no other; nothing of it is imported yet."""
+    """Raise EnvironmentUnusable unless the module was made for verifiers; imports nothing of it."""
     top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or not _made_for_verifiers(top):
-        raise Refused("refused_environment", f"{top} does not say that it is made for verifiers")
+    if top in sys.stdlib_module_names or not _requires_verifiers(top):
+        raise EnvironmentUnusable("refused_environment", f"{top} does not declare that it is made for verifiers")
     if importlib.util.find_spec(top) is None:
-        raise Refused("environment_missing", f"{top} is not installed here: install it, if you trust its author")
+        raise EnvironmentUnusable(
+            "environment_missing", f"{top} is not installed here: install it, if you trust its author"
+        )
 
 
-def _entry(package: ModuleType, name: str, attribute: str) -> Callable[..., Any]:
-    """What makes the environment."""
+def _find_entry(package: ModuleType, name: str, attribute: str) -> Callable[..., Any]:
+    """Return the factory of the environment."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise Refused("environment_missing", f"{name} cannot be imported here: {error}") from error
+        raise EnvironmentUnusable("environment_missing", f"{name} cannot be imported: {error}") from error
     if name.partition(".")[0] == package.__name__ and not attribute:  # its load_environment imports what it is told
-        raise Refused("refused_environment", f"of {name} itself an environment class is named, as {name}:Class")
+        raise EnvironmentUnusable("refused_environment", f"name an environment class of {name}, as {name}:Class")
     made: Any = getattr(module, attribute or "load_environment", None)
     if attribute and not (isinstance(made, type) and issubclass(made, package.Environment)):
-        raise Refused("refused_environment", f"{name} has no environment class {attribute}")
+        raise EnvironmentUnusable("refused_environment", f"{name} has no environment class {attribute}")
     if not callable(made):
-        raise Refused("refused_environment", f"{name} has no load_environment")
+        raise EnvironmentUnusable("refused_environment", f"{name} has no load_environment")
     found: Callable[..., Any] = made
     return found
 
 
-def _made_for_verifiers(top: str) -> bool:
-    """Whether a top-level module is of this package, of one that requires it, or of none: a file of this user's."""
+def _requires_verifiers(top: str) -> bool:
+    """Return whether a top-level module belongs to verifiers, to a package that requires it, or to none (a local
+    file).
+    """
     owners = metadata.packages_distributions().get(top, [])
     needed = (re.split(r"[^A-Za-z0-9._-]", line)[0] for owner in owners for line in metadata.requires(owner) or ())
     return not owners or "verifiers" in owners or "verifiers" in needed
@@ -216,22 +221,26 @@ def _make(entry: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
         return entry(**arguments)
     except Exception as error:
-        raise Refused("environment_failed", f"it cannot be made with its arguments: {error!r}") from error
+        raise EnvironmentUnusable("environment_failed", f"it does not accept its arguments: {error!r}") from error
 
 
-def _check(package: ModuleType, environment: Any) -> None:
+def _check_supported(package: ModuleType, environment: Any) -> None:
     kinds = {cls.__name__ for cls in type(environment).__mro__}
-    if not isinstance(environment, package.MultiTurnEnv) or kinds & _ELSEWHERE:
-        raise Refused(
-            "refused_environment", f"a {type(environment).__name__} has rollouts of its own, or needs a service"
+    if not isinstance(environment, package.MultiTurnEnv) or kinds & _UNSUPPORTED:
+        raise EnvironmentUnusable(
+            "refused_environment", f"a {type(environment).__name__} defines its own rollouts, or needs a service"
         )
     for rubric in _rubrics(environment.rubric):
         names = {cls.__name__ for cls in type(rubric).__mro__}
-        held = [*vars(rubric).values(), *rubric.class_objects.values(), *_enclosed(rubric.funcs)]
+        held = [*vars(rubric).values(), *rubric.class_objects.values(), *_closure_values(rubric.funcs)]
         if "JudgeRubric" in names or any(type(each).__module__.partition(".")[0] in _CLIENTS for each in held):
-            raise Refused("refused_environment", "its rubric asks a model or a service, which nobody could repeat")
+            raise EnvironmentUnusable(
+                "refused_environment", "its rubric calls a model or a service, which is not reproducible"
+            )
         if any(rubric._is_group_func(func) for func in rubric.funcs):  # noqa: SLF001  (its own test)
-            raise Refused("refused_environment", "its rubric rates the completions of a group by each other")
+            raise EnvironmentUnusable(
+                "refused_environment", "its rubric scores the completions of a group against each other"
+            )
 
 
 def _rubrics(rubric: Any) -> Iterator[Any]:
@@ -240,8 +249,8 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
         yield from _rubrics(inner)
 
 
-def _enclosed(functions: Sequence[Any]) -> Iterator[object]:
-    """What reward functions hold in their closures."""
+def _closure_values(functions: Sequence[Any]) -> Iterator[object]:
+    """Yield the values in the closures of reward functions."""
     for function in functions:
         for cell in getattr(function, "__closure__", None) or ():
             yield cell.cell_contents

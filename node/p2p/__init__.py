@@ -1,6 +1,6 @@
-"""The peer-to-peer network under a run: who is there, and what the run's newest descriptor is.
+"""Peer-to-peer network of a run: finds peers and the run's newest descriptor.
 
-The only place that imports libp2p and trio. Nothing that comes over it is believed for where it came from.
+The only package that imports libp2p and trio. Nothing is trusted for where it came from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Circuits through a relay (libp2p specs, relay/circuit-v2.md): how a peer that nobody can call is reached after all.
+"""Circuits through a relay (libp2p specs, relay/circuit-v2.md), for peers that cannot be dialled directly.
 
-It keeps a connection to a relay, and has reserved there. Whoever wants it asks the relay, and the two shake hands on a
-stream of these connections as they do over TCP: each knows the other by its key, whatever the relay says.
+Such a peer keeps a connection and a reservation at a relay. Whoever wants it connects through the relay, and the two
+handshake over that stream as over TCP: each authenticates the other's key, whatever the relay says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Status
 from multiaddr import Multiaddr
 
 from node.p2p.frames import FRAME_SECONDS, read_exactly
-from node.p2p.host import Unreachable, connect, peer_of, reset, what_answers
+from node.p2p.host import PeerUnreachable, connect, handshake_failure, peer_of, reset
 from node.p2p.thread import describe
 from node.protocol.peers import Address, public_key_of
 from shardcast.errors import Malformed
@@ -33,52 +33,52 @@ HOP: Final = TProtocol("/libp2p/circuit/relay/0.2.0/hop")
 STOP: Final = TProtocol("/libp2p/circuit/relay/0.2.0/stop")
 MAX_MESSAGE_BYTES: Final = 4096
 MESSAGE_SECONDS: Final = 5.0
-PARTING_SECONDS: Final = 1.0
+CLOSING_SECONDS: Final = 1.0
 _ID_BYTES: Final = 38
-"""Of the PeerId of an Ed25519 key."""
+"""Size of the PeerId of an Ed25519 key."""
 
 M = TypeVar("M", bound=Message)
 
 
 class Circuit(ReadWriteCloser):
-    """A relay's stream as the wire of a connection. `ended` is set when nothing comes or goes any more."""
+    """A relay's stream used as a raw connection. `ended` is set once it is closed in either direction."""
 
     def __init__(self, stream: INetStream) -> None:
         self.ended = trio.Event()
         self._stream = stream
 
     async def read(self, n: int | None = None) -> bytes:
-        """At most `n` bytes, none at the end; raises ConnectionClosedError."""
+        """Read at most `n` bytes, none at the end; raises ConnectionClosedError."""
         if n == 0:
             return b""
         try:
             data = await self._stream.read(n)
         except Exception as error:
             self.ended.set()
-            raise ConnectionClosedError(f"the circuit has ended: {describe(error)}") from error
+            raise ConnectionClosedError(f"circuit closed: {describe(error)}") from error
         if not data:
             self.ended.set()
         return data
 
     async def write(self, data: bytes) -> None:
-        """All of `data`; raises ConnectionClosedError."""
+        """Write all of `data`; raises ConnectionClosedError."""
         try:
             await self._stream.write(data)
         except Exception as error:
             self.ended.set()
-            raise ConnectionClosedError(f"the circuit has ended: {describe(error)}") from error
+            raise ConnectionClosedError(f"circuit closed: {describe(error)}") from error
 
     async def close(self) -> None:
-        """End it in both directions."""
+        """Close both directions."""
         self.ended.set()
         await reset(self._stream)
 
     def get_remote_address(self) -> None:
-        """Nobody knows; the relay's must not be taken for the peer's."""
+        """Return None: the relay's address must not be taken for the peer's."""
 
 
 async def reach(host: IHost, address: Address, *, seconds: float) -> None:
-    """Be connected to the peer at `address`, by a circuit where it has a relay; raises Unreachable."""
+    """Connect to the peer at `address`, through a circuit if it names a relay; raises PeerUnreachable."""
     if address.relay is None:
         await connect(host, address, seconds=seconds)
         return
@@ -87,49 +87,51 @@ async def reach(host: IHost, address: Address, *, seconds: float) -> None:
     try:
         with trio.fail_after(seconds):
             await connect(host, Address(address.kind, address.host, address.port, address.relay), seconds=seconds)
-            await _open(host, address.relay, address.node)
+            await _open_circuit(host, address.relay, address.node)
     except trio.TooSlowError as error:
-        raise Unreachable(f"no circuit within {seconds:.0f} s") from error
+        raise PeerUnreachable(f"no circuit opened within {seconds:.0f} s") from error
 
 
-async def _open(host: IHost, relay: bytes, node: bytes) -> None:
+async def _open_circuit(host: IHost, relay: bytes, node: bytes) -> None:
     try:
         stream = await host.new_stream(peer_of(relay), [HOP])
     except Exception as error:
-        raise Unreachable("is no relay") from error
+        raise PeerUnreachable("is not a relay") from error
     try:
-        await ask(stream, HopMessage(type=HopMessage.CONNECT, peer=named(node)))
+        await request_relay(stream, HopMessage(type=HopMessage.CONNECT, peer=peer_id_message(node)))
         try:
-            await host.upgrade_outbound_connection(relayed(Circuit(stream), initiator=True, relay=relay), peer_of(node))
+            await host.upgrade_outbound_connection(
+                relayed_connection(Circuit(stream), initiator=True, relay=relay), peer_of(node)
+            )
         except Exception as error:
-            raise Unreachable(what_answers(error)) from error
+            raise PeerUnreachable(handshake_failure(error)) from error
     except BaseException:
         await reset(stream)
         raise
 
 
-async def ask(stream: INetStream, request: HopMessage) -> None:
-    """Ask a relay; raises Unreachable where it does not grant it, and trio.TooSlowError."""
+async def request_relay(stream: INetStream, request: HopMessage) -> None:
+    """Send a request to a relay; raises PeerUnreachable unless it is granted, and trio.TooSlowError."""
     try:
         await write_message(stream, request)
-        # For a circuit, the relay asks the other peer first.
-        answer = await read_message(stream, HopMessage, seconds=3 * MESSAGE_SECONDS)
+        # For a circuit, the relay contacts the other peer first.
+        reply = await read_message(stream, HopMessage, seconds=3 * MESSAGE_SECONDS)
     except (IOException, Malformed) as error:
-        raise Unreachable(f"the relay does not answer ({describe(error)})") from error
-    if answer.type != HopMessage.STATUS or answer.status != Status.OK:
-        status = Status.Name(answer.status) if answer.status in Status.values() else answer.status
-        raise Unreachable(f"the relay refuses ({status})")
+        raise PeerUnreachable(f"relay does not respond ({describe(error)})") from error
+    if reply.type != HopMessage.STATUS or reply.status != Status.OK:
+        status = Status.Name(reply.status) if reply.status in Status.values() else reply.status
+        raise PeerUnreachable(f"relay refuses ({status})")
 
 
-async def let_in(host: IHost, stream: INetStream, *, relay: bytes) -> tuple[Circuit, IMuxedConn]:
-    """The connection of whoever is at the other end of a relay's stream; raises whatever libp2p does."""
+async def accept_circuit(host: IHost, stream: INetStream, *, relay: bytes) -> tuple[Circuit, IMuxedConn]:
+    """Accept the connection at the other end of a relay's stream; raises whatever libp2p does."""
     circuit = Circuit(stream)
-    raw = relayed(circuit, initiator=False, relay=relay)
+    raw = relayed_connection(circuit, initiator=False, relay=relay)
     return circuit, await host.upgrade_inbound_connection(raw, raw.get_transport_addresses()[0])
 
 
-def relayed(circuit: Circuit, *, initiator: bool, relay: bytes) -> RawConnection:
-    """What libp2p makes a connection of, and knows for a relayed one."""
+def relayed_connection(circuit: Circuit, *, initiator: bool, relay: bytes) -> RawConnection:
+    """Wrap a circuit as a raw connection that libp2p recognises as relayed."""
     return RawConnection(
         circuit,
         initiator,
@@ -139,27 +141,27 @@ def relayed(circuit: Circuit, *, initiator: bool, relay: bytes) -> RawConnection
 
 
 def is_relayed(stream: INetStream) -> bool:
-    """Whether it came through a relay."""
+    """Return whether the stream came through a relay."""
     return stream.muxed_conn.get_connection_type() == ConnectionType.RELAYED
 
 
 async def read_message(stream: INetStream, kind: type[M], *, seconds: float = MESSAGE_SECONDS) -> M:
-    """A message after its length as a varint, of at most two bytes; raises Malformed and trio.TooSlowError."""
+    """Read a message prefixed by its length (varint of at most two bytes); raises Malformed and trio.TooSlowError."""
     with trio.fail_after(seconds):
         size = (await read_exactly(stream, 1))[0]
         if size >= 0x80:
             size += ((await read_exactly(stream, 1))[0] << 7) - 0x80
         if size > MAX_MESSAGE_BYTES:
-            raise Malformed(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are taken", code="oversized")
+            raise Malformed(f"message of {size} bytes exceeds the limit of {MAX_MESSAGE_BYTES}", code="oversized")
         data = await read_exactly(stream, size)
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise Malformed(f"not a {kind.__name__}", code="not_protobuf") from error
+        raise Malformed(f"message is not a {kind.__name__}", code="not_protobuf") from error
 
 
 async def write_message(stream: INetStream, message: Message) -> None:
-    """Send it, after its length; raises trio.TooSlowError when the peer does not take it."""
+    """Write a length-prefixed message; raises trio.TooSlowError if the peer does not read it."""
     data = message.SerializeToString()
     size = len(data)
     head = bytes((size,)) if size < 0x80 else bytes((size & 0x7F | 0x80, size >> 7))
@@ -167,26 +169,26 @@ async def write_message(stream: INetStream, message: Message) -> None:
         await stream.write(head + data)
 
 
-async def part(stream: INetStream, last: Message) -> None:
-    """Say the last word, give the peer a moment to read it, and leave nothing of the stream behind."""
+async def send_and_close(stream: INetStream, last: Message) -> None:
+    """Send a final message, give the peer a moment to read it, and reset the stream; raises nothing."""
     try:
         await write_message(stream, last)
         await stream.close()
-        with trio.move_on_after(PARTING_SECONDS):
+        with trio.move_on_after(CLOSING_SECONDS):
             await stream.read(1)
-    except Exception as error:  # noqa: BLE001  (the stream is over, one way or the other)
-        log.debug("a stream ended before its answer: %s", describe(error))
+    except Exception as error:  # noqa: BLE001  (the stream ends in any case)
+        log.debug("stream closed before the final message: %s", describe(error))
     finally:
         await reset(stream)
 
 
-def named(node: bytes) -> PeerId:
-    """The name of a public key (32 bytes) in a message."""
+def peer_id_message(node: bytes) -> PeerId:
+    """Encode a public key (32 bytes) as a PeerId message."""
     return PeerId(id=peer_of(node).to_bytes())
 
 
-def node_in(peer: PeerId) -> bytes:
-    """The public key (32 bytes) named in a message; raises Malformed."""
+def node_of_message(peer: PeerId) -> bytes:
+    """Decode the public key (32 bytes) of a PeerId message; raises Malformed."""
     if len(peer.id) != _ID_BYTES:
-        raise Malformed("not the PeerId of an Ed25519 key", code="bad_peer_id")
+        raise Malformed("PeerId is not that of an Ed25519 key", code="bad_peer_id")
     return public_key_of(str(ID(peer.id)))

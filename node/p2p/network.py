@@ -1,7 +1,7 @@
-"""A node's part in the peer-to-peer network of a run, for the asyncio side.
+"""A node's membership in a run's peer-to-peer network, for the asyncio side.
 
-It keeps a few neighbours (`node.p2p.links`), finds others through them, and brings what they say of the run to the
-node's `Board`. It needs one peer to begin with, and none of them later: whom it met is kept in its state folder.
+It keeps a few neighbours (`node.p2p.links`), finds others through them, and feeds their descriptors to the node's
+`Board`. It needs one bootstrap peer the first time only: known peers are kept in the state folder.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import IHost, INetStream
 from libp2p.custom_types import TProtocol
 
-from node.board import Board, Posted
+from node.discovery.addresses import is_loopback, reachable_hosts
+from node.discovery.descriptor import Board, Posted
+from node.discovery.peer_book import PeerBook, crowd_of, is_plausible, reach_of
 from node.errors import NetworkDown
-from node.own_hosts import is_loopback, reachable_hosts
-from node.p2p.caller import Caller
 from node.p2p.circuits import HOP, STOP, is_relayed
 from node.p2p.control import PROTOCOL as CONTROL
-from node.p2p.control import ControlServer, Handler, ask
-from node.p2p.host import HostLimits, Unreachable, listening_port, reset, running_host, verify
+from node.p2p.control import ControlServer, Handler, send_request
+from node.p2p.dialer import Dialer
+from node.p2p.host import HostLimits, PeerUnreachable, listening_port, reset, running_host, verify
 from node.p2p.links import PROTOCOL, LinkLimits, Links
 from node.p2p.peers_file import load_peers, save_peers
-from node.p2p.relaying import Relay, RelayLimits
+from node.p2p.relaying import CircuitRelay, RelayLimits
 from node.p2p.reserving import Reservations
 from node.p2p.thread import TrioThread
-from node.peer_book import PeerBook, crowd_of, is_plausible, reach_of
 from node.protocol.peers import MAX_ADDRESSES, MAX_VALID_SECONDS, Address, Peer, PeerRecord, peer_id_of, sign_peer
 
 log = logging.getLogger(__name__)
@@ -42,25 +42,25 @@ log = logging.getLogger(__name__)
 RECORD_SECONDS: Final = MAX_VALID_SECONDS
 RENEW_SECONDS: Final = MAX_VALID_SECONDS / 2
 GOSSIP_SECONDS: Final = 30.0
-SAMPLE: Final = 8
+GOSSIP_RECORDS: Final = 8
 PROBE_SECONDS: Final = 3.0
 MAX_PROBES: Final = 8
-MOST_REMEMBERED: Final = 16
-"""Peers whose records have expired since this node's last start, which it calls all the same."""
+MAX_REMEMBERED: Final = 16
+"""Peers with expired records that are dialled after a restart all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
-    """One node in the network.
+    """Settings of one node in the network.
 
-    `bootstrap`: peers to begin with. `listen`: host and port (0 takes a free one). `addresses`: where others reach it,
-    if that is not where it listens. `announced`: whether others are told of it at all. `state`: where it remembers whom
-    it met. `relay`: what it does for those whom nobody can call, if anything.
+    `bootstrap`: first peers to dial. `host`, `port`: where to listen (port 0: any free one). `addresses`: where others
+    reach it, if different. `announced`: whether others are told of it. `state`: folder for known peers. `relay`: limits
+    for relaying to unreachable peers, None for no relaying.
     """
 
     bootstrap: tuple[Address, ...]
     state: Path
-    host: str = "0.0.0.0"  # noqa: S104  (who wants to be found is found; what comes is nobody's to trust)
+    host: str = "0.0.0.0"  # noqa: S104  (reachable by default; nothing received is trusted)
     port: int = 0
     addresses: tuple[Address, ...] = ()
     announced: bool = True
@@ -70,7 +70,7 @@ class PeerSettings:
 
 
 class PeerNetwork:
-    """Use as an async context manager; it comes back by itself from whatever happens to it."""
+    """The peer-to-peer network; use as an async context manager. It restarts itself after any failure."""
 
     def __init__(self, settings: PeerSettings, *, key: Ed25519PrivateKey, board: Board) -> None:
         self._settings, self._key, self._board = settings, key, board
@@ -80,23 +80,23 @@ class PeerNetwork:
         self._started = time.time()
         self._host: IHost | None = None
         self._links: Links | None = None
-        self._caller: Caller | None = None
-        self._relay: Relay | None = None
+        self._dialer: Dialer | None = None
+        self._relay: CircuitRelay | None = None
         self._reservations: Reservations | None = None
-        self._called = False
+        self._was_dialled = False
         self._port = settings.port
         self._record: tuple[float, bytes] | None = None
         self._issued_at = 0
-        self._twin_said = False
+        self._duplicate_key_logged = False
         self._probing = 0
         self._control = ControlServer()
         self._remembered: list[Address] = []
         for peer in load_peers(settings.state, run_id=board.run_id, now=time.time()):
             if peer.expires_at > time.time():
                 self.book.add(peer)
-            elif len(self._remembered) < MOST_REMEMBERED:
+            elif len(self._remembered) < MAX_REMEMBERED:
                 self._remembered += peer.addresses[:1]
-        board.listen(self._posted)
+        board.listen(self._on_descriptor)
 
     async def __aenter__(self) -> Self:
         self._thread.start()
@@ -106,16 +106,16 @@ class PeerNetwork:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._thread.stop()
-        if len(self.book):  # who met nobody remembers those of before
+        if len(self.book):  # keep the previous peers if none was met
             await asyncio.to_thread(save_peers, self._settings.state, self.book.envelopes())
 
     async def ready(self, *, timeout_seconds: float = 20.0) -> tuple[Address, ...]:
-        """Where this node listens, once it does; raises TimeoutError."""
+        """Wait until this node listens and return its addresses; raises TimeoutError."""
         await self._thread.wait_up(timeout_seconds)
         return self.addresses()
 
     def addresses(self) -> tuple[Address, ...]:
-        """Where others may reach this node; none where it cannot know, or wants nobody to."""
+        """Return where others may reach this node; none if unknown or not announced."""
         if not self._settings.announced:
             return ()
         if self._settings.addresses:
@@ -128,7 +128,7 @@ class PeerNetwork:
         return (*direct[: MAX_ADDRESSES - len(relayed)], *relayed)
 
     def status(self) -> dict[str, Any]:
-        """The network as this node sees it, ready for JSON."""
+        """Return the network's state as this node sees it, ready for JSON."""
         links = self._links
         return {
             "peer_id": peer_id_of(self.node),
@@ -142,24 +142,26 @@ class PeerNetwork:
         }
 
     def set_handler(self, handler: Handler | None) -> None:
-        """Who answers what others ask this node (`node.p2p.control`), on the asyncio loop that runs now."""
+        """Set the handler of control requests (`node.p2p.control`), on the running asyncio loop."""
         self._control.set_handler(handler, asyncio.get_running_loop())
 
     async def request(
         self, node: bytes, data: bytes, *, address: Address | None = None, timeout_seconds: float
     ) -> tuple[bytes, float]:
-        """What the node with this public key answers to `data`, and after how many seconds; raises NetworkDown.
+        """Send a control request; return the reply and its duration in seconds. Raises NetworkDown.
 
-        Without an `address` it is called wherever it is known to be.
+        Without `address` the node is dialled at its known addresses.
         """
 
-        async def asking() -> tuple[bytes, float]:
+        async def send() -> tuple[bytes, float]:
             if self._host is None:
-                raise NetworkDown("The peer-to-peer network is not up yet.")
+                raise NetworkDown("The peer-to-peer network is not up yet; retry.")
             known = self.book.addresses(node) if address is None else (address,)
-            return await ask(self._host, node, data, addresses=known, dial_seconds=self._settings.limits.dial_seconds)
+            return await send_request(
+                self._host, node, data, addresses=known, dial_seconds=self._settings.limits.dial_seconds
+            )
 
-        return await self._thread.call(asking, timeout_seconds=timeout_seconds)
+        return await self._thread.call(send, timeout_seconds=timeout_seconds)
 
     # -- on the trio thread
 
@@ -174,10 +176,10 @@ class PeerNetwork:
                 own=self.node,
                 limits=settings.links,
                 own_record=self._own_record,
-                heard=lambda peer, remote: self._heard(nursery, peer, remote),
+                on_record=lambda peer, remote: self._on_record(nursery, peer, remote),
             )
             self._links = links
-            self._caller = Caller(
+            self._dialer = Dialer(
                 host,
                 links,
                 self.book,
@@ -189,56 +191,56 @@ class PeerNetwork:
             self._reservations = Reservations(
                 host,
                 self.node,
-                relays=self._caller.seeds,
+                relays=self._dialer.seeds,
                 needed=self._needs_relay,
                 changed=lambda: self._announce(links),
                 unwanted=links.is_unwanted,
             )
-            host.set_stream_handler(TProtocol(PROTOCOL), lambda stream: self._take_call(links, stream))
+            host.set_stream_handler(TProtocol(PROTOCOL), lambda stream: self._serve_link(links, stream))
             host.set_stream_handler(STOP, self._reservations.serve)
             if settings.relay is not None:
-                self._relay = Relay(host, settings.relay, unwanted=links.is_unwanted)
+                self._relay = CircuitRelay(host, settings.relay, unwanted=links.is_unwanted)
                 host.set_stream_handler(HOP, self._relay.serve)
             host.set_stream_handler(TProtocol(CONTROL), self._control.serve)
             ready()
-            nursery.start_soon(self._caller.run)
+            nursery.start_soon(self._dialer.run)
             nursery.start_soon(self._reservations.run)
             nursery.start_soon(self._gossip_peers, links)
             await trio.sleep_forever()
 
-    async def _take_call(self, links: Links, stream: INetStream) -> None:
-        """A neighbour calls; through a relay it cannot, since a circuit does not last."""
+    async def _serve_link(self, links: Links, stream: INetStream) -> None:
+        """Serve an inbound link; refuse one through a relay, since circuits are short-lived."""
         if is_relayed(stream):
             await reset(stream)
             return
         remote = stream.get_remote_address()
-        self._called = self._called or (remote is not None and reach_of(remote[0]) == 2)
+        self._was_dialled = self._was_dialled or (remote is not None and reach_of(remote[0]) == 2)
         await links.serve(stream)
 
     def _needs_relay(self) -> bool:
-        """Whether it has to take it that nobody can call it: nobody far has yet, and nobody said that they can."""
+        """Return whether nobody seems able to dial this node: no distant peer has yet, and no address is configured."""
         settings = self._settings
-        if not settings.announced or settings.addresses or self._called:
+        if not settings.announced or settings.addresses or self._was_dialled:
             return False
         return not all(map(is_loopback, reachable_hosts(settings.host)))
 
     def _announce(self, links: Links) -> None:
-        """Tell the neighbours where this node is reached now."""
+        """Send the neighbours this node's new record."""
         self._record = None
         own = self._own_record()
         if own is not None:
             links.spread(own)
 
-    def _posted(self, _posted: Posted) -> None:
-        """A newer descriptor has arrived, on whatever thread: the links pass it on."""
+    def _on_descriptor(self, _on_descriptor: Posted) -> None:
+        """Pass on a newer descriptor; called on any thread."""
         self._thread.soon(lambda: None if self._links is None else self._links.news())
 
     async def _gossip_peers(self, links: Links) -> None:
-        """Now and then tell the neighbours who else is there, and remember it."""
+        """Periodically gossip known peers and save them."""
         while True:
             await trio.sleep(GOSSIP_SECONDS * random.uniform(0.5, 1.0))
             own = self._own_record()
-            for record in ([] if own is None else [own]) + self.book.sample(SAMPLE):
+            for record in ([] if own is None else [own]) + self.book.sample(GOSSIP_RECORDS):
                 links.spread(record)
             await trio.to_thread.run_sync(save_peers, self._settings.state, self.book.envelopes())
 
@@ -248,7 +250,7 @@ class PeerNetwork:
             return None
         now = time.time()
         if self._record is None or now - self._record[0] > RENEW_SECONDS:
-            # Of two records the later holds, and a second may have two.
+            # The later record wins, and two may be made within a second.
             self._issued_at = issued_at = max(int(now), self._issued_at + 1)
             record = PeerRecord(
                 run_id=self._board.run_id,
@@ -259,10 +261,10 @@ class PeerNetwork:
             self._record = now, sign_peer(record, key=self._key)
         return self._record[1]
 
-    def _heard(self, nursery: trio.Nursery, peer: Peer, remote: str) -> None:
-        """A neighbour's record about itself, or one that this node's own key has signed."""
+    def _on_record(self, nursery: trio.Nursery, peer: Peer, remote: str) -> None:
+        """Handle a neighbour's record about itself, or one signed with this node's own key."""
         if peer.node == self.node:
-            self._note_twin(peer)
+            self._warn_duplicate_key(peer)
             return
         news = is_plausible(peer, teller=remote) and self.book.add(peer, teller=crowd_of(remote) if remote else "")
         if news and self._probing < MAX_PROBES:
@@ -270,36 +272,36 @@ class PeerNetwork:
             nursery.start_soon(self._probe, peer, remote)
 
     async def _probe(self, peer: Peer, remote: str) -> None:
-        """See whether it listens at the host that it called from, or has reserved here: then others may hear of it."""
+        """Check that a peer listens where it connected from, or has reserved here; only then pass its record on."""
         try:
-            if self._is_relay_of(peer) or await self._listens(peer, remote):
+            if self._relays_for(peer) or await self._listens(peer, remote):
                 self.book.answered(peer.node)
                 if self._links is not None:
                     self._links.spread(peer.envelope)
         finally:
             self._probing -= 1
 
-    def _is_relay_of(self, peer: Peer) -> bool:
-        said = any(address.relay == self.node for address in peer.addresses)
-        return said and self._relay is not None and self._relay.holds(peer.node)
+    def _relays_for(self, peer: Peer) -> bool:
+        names_this_relay = any(address.relay == self.node for address in peer.addresses)
+        return names_this_relay and self._relay is not None and self._relay.holds(peer.node)
 
     async def _listens(self, peer: Peer, remote: str) -> bool:
-        """Whether this very peer answers at its first address, which others call: on its own host, not a victim's."""
+        """Verify that the peer itself responds at its first address, on the host it connects from."""
         if self._host is None:
             return False
         try:
             await verify(self._host, peer.addresses[0], at=remote, seconds=PROBE_SECONDS)
             return True
-        except Unreachable as error:
+        except PeerUnreachable as error:
             log.debug("peer %s does not listen at %s: %s", peer_id_of(peer.node), remote, error)
             return False
 
-    def _note_twin(self, peer: Peer) -> None:
-        """Somebody else signs with this node's key, elsewhere and after this node began."""
+    def _warn_duplicate_key(self, peer: Peer) -> None:
+        """Warn once if the same key is used elsewhere, by a record issued after this node started."""
         ours = {(address.host, address.port) for address in self.addresses() if address.relay is None}
         theirs = {(address.host, address.port) for address in peer.addresses if address.relay is None}
-        if self._twin_said or peer.issued_at <= self._started or theirs & ours:
+        if self._duplicate_key_logged or peer.issued_at <= self._started or theirs & ours:
             return
-        self._twin_said = True
+        self._duplicate_key_logged = True
         where = ", ".join(f"{host}:{port}" for host, port in sorted(theirs))
-        log.warning("this node's key is at work at %s, too: one key belongs to one machine", where)
+        log.warning("this node's key is also in use at %s: use each key on one machine only", where)

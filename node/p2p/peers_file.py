@@ -1,4 +1,4 @@
-"""The peers that a node met, kept for its next start: one signed envelope after another, each checked when read."""
+"""Known peers, saved for the next start as signed envelopes, each verified when read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from node.peer_book import MAX_PEERS
+from node.discovery.peer_book import MAX_PEERS
 from node.protocol.peers import MAX_PEER_BYTES, Peer, open_peer
 from shardcast.errors import LocalFault, PeerFault, Stale
 from shardcast.files import read_bounded, write_atomically
@@ -22,29 +22,29 @@ MAX_BYTES: Final = 2 * MAX_PEERS * MAX_PEER_BYTES
 
 
 class KeptPeers(Wire, frozen=True):
-    """Envelopes of peers' records, those first that have answered."""
+    """Envelopes of peers' records; those that responded come first."""
 
     peers: Annotated[tuple[str, ...], Meta(max_length=MAX_PEERS)]
 
 
 def save_peers(state: Path, envelopes: list[bytes]) -> None:
-    """Replace what is kept; a full disk costs only the memory of them."""
+    """Replace the saved peers; log and go on if the disk fails."""
     kept = KeptPeers(peers=tuple(base64.b64encode(envelope).decode() for envelope in envelopes[:MAX_PEERS]))
     try:
         state.mkdir(parents=True, exist_ok=True)
         write_atomically(state / FILE, encode(kept))
     except (OSError, LocalFault) as error:
-        log.warning("the known peers are not kept: %s", error)
+        log.warning("cannot save known peers: %s", error)
 
 
 def load_peers(state: Path, *, run_id: str, now: float) -> list[Peer]:
-    """Those that are kept, expired or not; nothing where the file is missing or damaged."""
+    """Load the saved peers, expired ones included; [] if the file is missing or damaged."""
     try:
         kept = decode(KeptPeers, read_bounded(state / FILE, max_bytes=MAX_BYTES), max_bytes=MAX_BYTES)
     except FileNotFoundError:
         return []
     except (OSError, PeerFault) as error:
-        log.warning("not using %s: %s", state / FILE, error)
+        log.warning("ignoring %s: %s", state / FILE, error)
         return []
     peers = []
     for text in kept.peers:
@@ -53,5 +53,5 @@ def load_peers(state: Path, *, run_id: str, now: float) -> list[Peer]:
         except Stale:
             continue
         except (ValueError, PeerFault) as error:
-            log.warning("not using a peer in %s: %s", state / FILE, error)
+            log.warning("ignoring a peer in %s: %s", state / FILE, error)
     return peers

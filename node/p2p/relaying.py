@@ -1,10 +1,10 @@
-"""The relay's side of circuits (`node.p2p.circuits`): reservations, and circuits to those who have one.
+"""Relay side of circuits (`node.p2p.circuits`): reservations, and circuits to peers that hold one.
 
-What goes through it is control, never bulk, so circuits are few, short and small. A relay sees who talks to whom and
-how much, reads nothing, and can pose as neither.
+Circuits carry control traffic only, so they are few, short and small. A relay sees who talks to whom and how much, but
+cannot read or impersonate.
 
-py-libp2p 0.8.1 has a relay, which is not used: it takes reservations in any peer's name, so that one stream fills its
-table for an hour; its circuits end only when something is sent; and of two to one peer, the end of one ends the other.
+py-libp2p 0.8.1's own relay is not used: it accepts reservations in any peer's name, so one stream fills its table for
+an hour; its circuits end only when something is sent; and of two circuits to one peer, the end of one ends the other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ import trio
 from libp2p.abc import IHost, INetStream
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, Reservation, Status, StopMessage
 
-from node.p2p.circuits import MESSAGE_SECONDS, STOP, is_relayed, named, node_in, part, read_message, write_message
+from node.discovery.peer_book import crowd_of
+from node.p2p.circuits import (
+    MESSAGE_SECONDS,
+    STOP,
+    is_relayed,
+    node_of_message,
+    peer_id_message,
+    read_message,
+    send_and_close,
+    write_message,
+)
 from node.p2p.frames import FRAME_SECONDS
 from node.p2p.host import node_of, peer_of, reset
 from node.p2p.thread import describe
-from node.peer_book import crowd_of
 from node.protocol.peers import peer_id_of
 from shardcast.errors import Malformed
 
@@ -36,7 +45,7 @@ PIECE_BYTES: Final = 2**14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """What a relay gives, to all, to one crowd (`crowd_of`) and to one peer; a request lasts as long as its stream.
+    """Limits of a relay: in total, per crowd (`crowd_of`) and per peer; a request counts while its stream is open.
 
     A circuit ends after `circuit_seconds`, or `circuit_bytes` of both directions together, whichever is first.
     """
@@ -53,31 +62,31 @@ class RelayLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reserved:
+class _ReservationEntry:
     ends_at: int
     crowd: str
 
 
-class Relay:
-    """Serves HOP. `unwanted` says of a public key that nothing is to be had with it, at neither end of a circuit."""
+class CircuitRelay:
+    """Serves HOP. `unwanted(public_key)` tells whom to refuse at either end of a circuit."""
 
     def __init__(self, host: IHost, limits: RelayLimits, *, unwanted: Callable[[bytes], bool]) -> None:
         self._host, self._limits, self._unwanted = host, limits, unwanted
-        self._reserved: dict[bytes, _Reserved] = {}
+        self._reserved: dict[bytes, _ReservationEntry] = {}
         self._circuits: Counter[bytes] = Counter()
         self._requests: Counter[bytes] = Counter()
 
     def status(self) -> dict[str, int]:
-        """How much of it is in use, ready for JSON."""
+        """Return usage counters, ready for JSON."""
         return {"reservations": len(self._reserved), "circuits": self._circuits.total() // 2}
 
     def holds(self, node: bytes) -> bool:
-        """Whether the peer has reserved, and the connection without which that is of no use."""
+        """Return whether the peer has a valid reservation and is connected."""
         reserved = self._reserved.get(node)
         return reserved is not None and reserved.ends_at > time.time() and _is_connected(self._host, node)
 
     async def serve(self, stream: INetStream) -> None:
-        """One request: a reservation, or a circuit to a peer that has one."""
+        """Serve one request: a reservation, or a circuit to a peer that has one."""
         source, limits = node_of(stream), self._limits
         if self._requests.total() >= limits.requests or self._requests[source] >= limits.requests_per_peer:
             await reset(stream)
@@ -86,97 +95,102 @@ class Relay:
             try:
                 reply = await self._reply(source, stream, await read_message(stream, HopMessage))
             except Malformed as error:
-                log.debug("peer %s asked for a circuit with garbage: %s", peer_id_of(source), error)
+                log.debug("peer %s sent a malformed circuit request: %s", peer_id_of(source), error)
                 reply = _status(Status.MALFORMED_MESSAGE)
             if reply is not None:
-                await part(stream, reply)
+                await send_and_close(stream, reply)
 
-    async def _reply(self, source: bytes, stream: INetStream, asked: HopMessage) -> HopMessage | None:
-        """What to answer, if the stream was not used up for a circuit."""
+    async def _reply(self, source: bytes, stream: INetStream, request: HopMessage) -> HopMessage | None:
+        """Handle a request and return the reply; None if the stream became a circuit."""
         if is_relayed(stream) or self._unwanted(source):
             return _status(Status.PERMISSION_DENIED)
-        if asked.type == HopMessage.RESERVE:
+        if request.type == HopMessage.RESERVE:
             return self._reserve(source, stream)
-        if asked.type == HopMessage.CONNECT:
-            return await self._connect(source, stream, node_in(asked.peer))
+        if request.type == HopMessage.CONNECT:
+            return await self._connect(source, stream, node_of_message(request.peer))
         return _status(Status.UNEXPECTED_MESSAGE)
 
     def _reserve(self, source: bytes, stream: INetStream) -> HopMessage:
-        """For whoever has shaken hands, whatever name the message has in it; again for one that has a reservation."""
-        self._forget()
+        """Grant or renew a reservation of the authenticated peer, whatever name the message carries."""
+        self._drop_lapsed()
         remote = stream.get_remote_address()
         crowd, limits = "" if remote is None else crowd_of(remote[0]), self._limits
         others = [each.crowd for node, each in self._reserved.items() if node != source]
         if len(others) >= limits.reservations or others.count(crowd) >= limits.reservations_per_crowd:
             return _status(Status.RESERVATION_REFUSED)
         ends_at = int(time.time()) + limits.reservation_seconds
-        self._reserved[source] = _Reserved(ends_at, crowd)
+        self._reserved[source] = _ReservationEntry(ends_at, crowd)
         reply = _status(Status.OK, self._limit())
         reply.reservation.CopyFrom(Reservation(expire=ends_at))
         return reply
 
     async def _connect(self, source: bytes, stream: INetStream, target: bytes) -> HopMessage | None:
-        limits, taken = self._limits, self._circuits
+        limits, circuits = self._limits, self._circuits
         if self._unwanted(target):
             return _status(Status.PERMISSION_DENIED)
         if not self.holds(target):
             return _status(Status.NO_RESERVATION)
-        if taken.total() >= 2 * limits.circuits or max(taken[source], taken[target]) >= limits.circuits_per_peer:
+        if (
+            circuits.total() >= 2 * limits.circuits
+            or max(circuits[source], circuits[target]) >= limits.circuits_per_peer
+        ):
             return _status(Status.RESOURCE_LIMIT_EXCEEDED)
-        with _counted(taken, source), _counted(taken, target):
-            onward = await self._reach(source, target)
+        with _counted(circuits, source), _counted(circuits, target):
+            onward = await self._open_onward(source, target)
             if onward is None:
                 return _status(Status.CONNECTION_FAILED)
             try:
                 await write_message(stream, _status(Status.OK, self._limit()))
-                await self._carry(stream, onward)
+                await self._forward(stream, onward)
             finally:
                 await reset(onward)
                 await reset(stream)
         return None
 
-    async def _reach(self, source: bytes, target: bytes) -> INetStream | None:
-        """A stream on which the target has agreed to hear the source."""
+    async def _open_onward(self, source: bytes, target: bytes) -> INetStream | None:
+        """Open a stream on which the target agreed to the circuit; None if it did not."""
         stream = None
         try:
             with trio.fail_after(MESSAGE_SECONDS):
                 stream = await self._host.new_stream(peer_of(target), [STOP])
-            await write_message(stream, StopMessage(type=StopMessage.CONNECT, peer=named(source), limit=self._limit()))
-            answer = await read_message(stream, StopMessage)
-            if answer.type == StopMessage.STATUS and answer.status == Status.OK:
+            await write_message(
+                stream, StopMessage(type=StopMessage.CONNECT, peer=peer_id_message(source), limit=self._limit())
+            )
+            reply = await read_message(stream, StopMessage)
+            if reply.type == StopMessage.STATUS and reply.status == Status.OK:
                 return stream
-            log.debug("peer %s takes no circuit: status %d", peer_id_of(target), answer.status)
-        except Exception as error:  # noqa: BLE001  (whatever the target or its connection does is no fault of ours)
-            log.debug("no circuit to %s: %s", peer_id_of(target), describe(error))
+            log.debug("peer %s refused a circuit: status %d", peer_id_of(target), reply.status)
+        except Exception as error:  # noqa: BLE001  (any failure is the target's)
+            log.debug("cannot open a circuit to %s: %s", peer_id_of(target), describe(error))
         if stream is not None:
             await reset(stream)
         return None
 
-    async def _carry(self, one: INetStream, other: INetStream) -> None:
-        """Copy both ways until either end has enough, or the limits are reached."""
-        left = self._limits.circuit_bytes
+    async def _forward(self, first: INetStream, second: INetStream) -> None:
+        """Copy both ways until either end closes or a limit is reached."""
+        bytes_left = self._limits.circuit_bytes
 
         async def copy(source: INetStream, sink: INetStream) -> None:
-            nonlocal left
+            nonlocal bytes_left
             try:
-                while (piece := await source.read(PIECE_BYTES)) and len(piece) <= left:
-                    left -= len(piece)
-                    # A write that is cut off breaks the connection below, with all else that goes over it.
+                while (piece := await source.read(PIECE_BYTES)) and len(piece) <= bytes_left:
+                    bytes_left -= len(piece)
+                    # A cancelled write would break the connection below, and every other stream on it.
                     with trio.CancelScope(deadline=trio.current_time() + FRAME_SECONDS, shield=True):
                         await sink.write(piece)
-            except Exception as error:  # noqa: BLE001  (an end of a circuit, however it is told)
-                log.debug("a circuit ended: %s", describe(error))
+            except Exception as error:  # noqa: BLE001  (the circuit's normal end)
+                log.debug("circuit closed: %s", describe(error))
             nursery.cancel_scope.cancel()
 
         with trio.move_on_after(self._limits.circuit_seconds):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(copy, one, other)
-                nursery.start_soon(copy, other, one)
+                nursery.start_soon(copy, first, second)
+                nursery.start_soon(copy, second, first)
 
     def _limit(self) -> Limit:
         return Limit(duration=self._limits.circuit_seconds, data=self._limits.circuit_bytes)
 
-    def _forget(self) -> None:
+    def _drop_lapsed(self) -> None:
         for node in [node for node in self._reserved if not self.holds(node) or self._unwanted(node)]:
             del self._reserved[node]
 

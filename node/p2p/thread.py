@@ -1,6 +1,6 @@
-"""A trio loop on its own thread beside asyncio: libp2p speaks trio only, everything else here speaks asyncio.
+"""A trio loop on its own thread beside asyncio: libp2p needs trio, everything else uses asyncio.
 
-Whatever ends the loop but a request to stop is logged, and the loop begins again after a pause that doubles.
+Whatever ends the loop other than `stop` is logged, and the loop restarts with exponential backoff.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Generic, TypeVar
 
 import trio
 
+from node.client.http import printable
 from node.errors import NetworkDown
-from node.exchange import printable
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 STEADY_SECONDS = 60.0
-"""A loop that ran for so long had begun well: the next pause is the first again."""
+"""A loop that ran this long resets the backoff."""
 
 _RESTARTING = "The peer-to-peer network is being restarted."
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TrioThread:
-    """Runs `main` on a trio loop, again and again until `stop`. `main` says through its argument that it is ready."""
+    """Runs `main` on a trio loop, restarting it until `stop`; `main` calls its argument when ready."""
 
     def __init__(self, main: Callable[[Callable[[], None]], Awaitable[None]], *, name: str) -> None:
         self.restarts = 0
@@ -47,21 +47,21 @@ class TrioThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread and return at once."""
         self._thread.start()
 
     @property
     def is_up(self) -> bool:
-        """Whether the loop runs and is ready."""
+        """Whether the loop is running and ready."""
         return self._ready.is_set()
 
     async def wait_up(self, timeout_seconds: float) -> None:
-        """Wait until it is; raises TimeoutError."""
+        """Wait until the loop is ready; raises TimeoutError."""
         if not await asyncio.to_thread(self._ready.wait, timeout_seconds):
             raise TimeoutError
 
     async def stop(self, *, seconds: float = 5.0) -> None:
-        """End the loop; raises nothing, and waits no longer than `seconds`."""
+        """End the loop, waiting at most `seconds`; raises nothing."""
         self._stopping.set()
         token = self._token
         if token is not None:
@@ -71,19 +71,19 @@ class TrioThread:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._done)), seconds)
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Call `work` on the trio loop, from any thread; does nothing while the loop is not there."""
+        """Schedule `work` on the trio loop, from any thread; a no-op while the loop is down."""
         token = self._token
         if token is not None:
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(work)
 
     async def call(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float) -> T:
-        """The result of `work`, run on the trio loop; raises NetworkDown when the loop is not there."""
+        """Run `work` on the trio loop and return its result; raises NetworkDown if the loop is down."""
         nursery, token = self._nursery, self._token
         if nursery is None or token is None or not self.is_up:
-            raise NetworkDown("The peer-to-peer network is not up yet; it is tried again.")
+            raise NetworkDown("The peer-to-peer network is not up yet; retry.")
         call = _Call(work, timeout_seconds)
-        # What is handed over while the loop ends may never be begun: then the thread gives it up.
+        # A call handed over while the loop ends may never begin: the thread then fails it.
         self._waiting.add(call)
         try:
             token.run_sync_soon(call.begin, nursery)
@@ -108,7 +108,9 @@ class TrioThread:
             try:
                 trio.run(self._once, restrict_keyboard_interrupt_to_checkpoints=True)
             except BaseException as error:
-                log.warning("the peer-to-peer network failed (%s)", describe(error), exc_info=log.isEnabledFor(10))
+                log.warning(
+                    "peer-to-peer network failed (%s); restarting", describe(error), exc_info=log.isEnabledFor(10)
+                )
             finally:
                 self._ready.clear()
                 self._nursery = self._token = self._scope = None
@@ -132,7 +134,7 @@ class TrioThread:
 
 
 class _Call(Generic[T]):
-    """Work on its way from asyncio to the trio loop. `result` belongs to the asyncio loop, `scope` to trio's."""
+    """A call from asyncio to the trio loop. `result` belongs to the asyncio loop, `scope` to trio's."""
 
     def __init__(self, work: Callable[[], Awaitable[T]], timeout_seconds: float) -> None:
         self._work, self._timeout_seconds = work, timeout_seconds
@@ -141,14 +143,14 @@ class _Call(Generic[T]):
         self.scope = trio.CancelScope()
 
     def begin(self, nursery: trio.Nursery) -> None:
-        """On the trio loop."""
+        """Start on the trio loop."""
         try:
             nursery.start_soon(self._run)
-        except RuntimeError:  # it ends in this moment, and takes nothing any more
+        except RuntimeError:  # the nursery is closing
             self.give_up()
 
     def give_up(self) -> None:
-        """From any thread: nobody will do it."""
+        """Fail the call; thread-safe."""
         self._tell(lambda: self.result.set_exception(NetworkDown(_RESTARTING)))
 
     async def _run(self) -> None:
@@ -158,12 +160,12 @@ class _Call(Generic[T]):
                 value = await self._work()
                 self._tell(lambda: self.result.set_result(value))
             if self.scope.cancelled_caught:
-                late = NetworkDown(f"No answer within {self._timeout_seconds:.0f} s.", code="timeout")
+                late = NetworkDown(f"No response within {self._timeout_seconds:.0f} s.", code="timeout")
                 self._tell(lambda: self.result.set_exception(late))
         except trio.Cancelled:
             self.give_up()
             raise
-        except Exception as error:  # noqa: BLE001  (whoever asked is told, whatever it was)
+        except Exception as error:  # noqa: BLE001  (forwarded to the caller)
             failure = error
             self._tell(lambda: self.result.set_exception(failure))
 
@@ -173,7 +175,7 @@ class _Call(Generic[T]):
 
 
 async def on_asyncio(loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -> Any:
-    """From trio: the result of the coroutine that `work` makes, run on the asyncio `loop`."""
+    """Run the coroutine made by `work` on the asyncio `loop`, from trio; return its result."""
     token, finished = trio.lowlevel.current_trio_token(), trio.Event()
     coroutine = work()
     try:
@@ -196,7 +198,7 @@ async def on_asyncio(loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -
 
 
 def describe(error: BaseException) -> str:
-    """The first leaf of what may be a group, in one printable line."""
+    """Describe the first leaf of a possible exception group in one printable line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return printable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -7,7 +7,7 @@ measures the same figures comes to the same verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from msgspec import Meta
 from node.protocol.evidence import STATISTICS, Drift, Totals, drift_limit, drifts, evidence_limit, evidences
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec
-from shardcast.wire import MAX_INTEGER, Wire
+from shardcast.wire import MAX_INTEGER, Count, Wire
 
 
 class Outcome(StrEnum):
@@ -25,7 +25,8 @@ class Outcome(StrEnum):
     INDETERMINATE = "indeterminate"
 
 
-NOT_FINITE = 1e308  # what stands for NaN and the infinities, which JSON does not have
+NOT_FINITE = 1e308
+"""Stands for a figure that is NaN or infinite: no limit admits it."""
 
 _LIMITS = {
     "exponent_mismatches": (Reason.PROOF_MISMATCH, "exponent_mismatches"),
@@ -84,6 +85,34 @@ class Finding(Wire, frozen=True):
     value: float
     limit: float
 
+    @property
+    def sentence(self) -> str:
+        """Whose figure is over which limit, for people."""
+        if self.figure.endswith(DRIFT):
+            whose = "The node's slots"
+        else:
+            whose = "All rows together" if self.row is None else f"Row {self.row}"
+        return f"{whose}: {self.figure} is {self.value:.6g}, the limit is {self.limit:.6g}."
+
+
+class Verdict(Wire, frozen=True):
+    """The decision about one submission: what a verifier reaches, storage keeps and the log's entry repeats.
+
+    `figures` are the worst of each figure over the rows that were measured, `totals` what these sum up to: both None
+    where a check that needs no model refused. `spot` is the only row that was measured of a group that is admitted
+    without the others. `rewards`, one for each row, only where it is admitted. `tokens` of all completions together.
+    """
+
+    outcome: Outcome
+    reason: Reason | None = None
+    finding: Finding | None = None
+    detail: str = ""
+    figures: Figures | None = None
+    totals: Totals | None = None
+    rewards: tuple[float, ...] | None = None
+    tokens: Count = 0
+    spot: Count | None = None
+
 
 def has_signal(rewards: Sequence[float]) -> bool:
     """Whether a group teaches anything: where its rewards are all equal, so are its advantages, and zero (8.1)."""
@@ -92,7 +121,7 @@ def has_signal(rewards: Sequence[float]) -> bool:
 
 def worst(figures: Sequence[Figures]) -> Figures:
     """The largest of each figure over a group: what the log records as a verdict's evidence."""
-    return Figures(**{name: max(_finite(getattr(f, name)) for f in figures) for name in Figures.__struct_fields__})
+    return Figures(**{name: max(finite(getattr(f, name)) for f in figures) for name in Figures.__struct_fields__})
 
 
 def limit_of(figure: str, limits: LimitsSpec) -> tuple[Reason, float]:
@@ -107,18 +136,18 @@ def limit_of(figure: str, limits: LimitsSpec) -> tuple[Reason, float]:
     return STATISTICS[name], {EVIDENCE: evidence_limit, DRIFT: drift_limit}[mark + kind](limits)
 
 
-def judge(figures: Sequence[Figures], *, limits: LimitsSpec) -> Finding | None:
-    """The first failed check in the order of section 7, or None if every rollout is within the limits.
+def judge_rows(rows: Mapping[int, Figures], *, limits: LimitsSpec) -> Finding | None:
+    """Return the first failed check in the order of section 7; None if every row, by its number, is within limits.
 
     A figure that is not finite fails its check: doubt never passes. Raises ValueError for no figures at all,
     because nothing measured is not the same as nothing wrong.
     """
-    if not figures:
+    if not rows:
         raise ValueError("nothing was measured")
     for name in Figures.__struct_fields__:
         reason, limit = limit_of(name, limits)
-        for row, measured in enumerate(figures):
-            value = _finite(getattr(measured, name))
+        for row in sorted(rows):
+            value = finite(getattr(rows[row], name))
             if value > limit:
                 return Finding(reason=reason, row=row, figure=name, value=value, limit=limit)
     return None
@@ -126,21 +155,27 @@ def judge(figures: Sequence[Figures], *, limits: LimitsSpec) -> Finding | None:
 
 def judge_group(totals: Totals, *, limits: LimitsSpec) -> Finding | None:
     """The first statistic of which a group's rows together show too much."""
-    return _judge_nats(evidences(totals, limits=limits), suffix=EVIDENCE, limits=limits)
+    return _judge_values(evidences(totals, limits=limits), suffix=EVIDENCE, limits=limits)
 
 
 def judge_drift(drift: Drift, *, limits: LimitsSpec) -> Finding | None:
     """The first statistic by which a node's slots have drifted too far, the last one included."""
-    return _judge_nats(drifts(drift), suffix=DRIFT, limits=limits)
+    return _judge_values(drifts(drift), suffix=DRIFT, limits=limits)
 
 
-def _judge_nats(values: Iterable[tuple[str, float]], *, suffix: str, limits: LimitsSpec) -> Finding | None:
+def judge_gain(suspect: str, gain: float, *, limits: LimitsSpec) -> Finding | None:
+    """Return a finding if a group goes too far towards the weights `suspect` (section 7.4)."""
+    return _judge_values([(suspect, gain)], suffix=GAIN, limits=limits)
+
+
+def _judge_values(values: Iterable[tuple[str, float]], *, suffix: str, limits: LimitsSpec) -> Finding | None:
     for name, value in values:
         reason, limit = limit_of(name + suffix, limits)
-        if _finite(value) > limit:
-            return Finding(reason=reason, row=None, figure=name + suffix, value=_finite(value), limit=limit)
+        if finite(value) > limit:
+            return Finding(reason=reason, row=None, figure=name + suffix, value=finite(value), limit=limit)
     return None
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """Return `value`, or NOT_FINITE in place of NaN and the infinities, which JSON does not have."""
     return value if math.isfinite(value) else NOT_FINITE

@@ -18,13 +18,13 @@ from shardcast.wire import derive
 
 CHALLENGE_SLOT: Final = 0
 _FILE_BYTES: Final = 32 * 1024
-"""What a Parquet file of a few rows has besides its values."""
+"""More than what a submission of a few rows has besides its values."""
 
 
 def challenge_manifest(*, run_id: str, manifest_digest: str, node: bytes, nonce: str) -> str:
     """What stands for the manifest's digest in a challenge of the node with this public key (32 bytes)."""
     parts = bytes.fromhex(run_id), bytes.fromhex(manifest_digest), node, bytes.fromhex(nonce)
-    return derive("veriswarm/1 challenge", *parts).hex()
+    return derive("swarmproof/1 challenge", *parts).hex()
 
 
 def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import StrEnum
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Final, Literal, Self, TypeAlias, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import Meta
@@ -22,9 +22,9 @@ from shardcast.envelope import open_envelope, seal
 from shardcast.errors import BadSignature, Malformed, PeerFault
 from shardcast.wire import Count, Digest, PublicKey, Wire, decode, encode
 
-AUTHORITY_DOMAIN: Final = "veriswarm/authority"
-CONTROL_DOMAIN: Final = "veriswarm/control"
-REPLY_DOMAIN: Final = "veriswarm/control-reply"
+AUTHORITY_DOMAIN: Final = "swarmproof/authority"
+CONTROL_DOMAIN: Final = "swarmproof/control"
+REPLY_DOMAIN: Final = "swarmproof/control-reply"
 CONTROL_VERSION: Final = 1
 
 MAX_AUTHORITY_BYTES: Final = 2048
@@ -48,65 +48,54 @@ _ENVELOPE_BYTES: Final = 512
 
 
 class ControlReason(StrEnum):
-    """Why a request came to nothing: stable codes, in the order in which they are decided."""
+    """Why a request came to nothing: a stable code and `advice` for the asker, in the order of the checks."""
 
-    TOO_MANY_REQUESTS = "too_many_requests"
-    BAD_REQUEST = "bad_request"
-    BAD_SIGNATURE = "bad_signature"
-    WRONG_PEER = "wrong_peer"
-    WRONG_NODE = "wrong_node"
-    WRONG_RUN = "wrong_run"
-    CLOCK_SKEW = "clock_skew"
-    NO_AUTHORITY = "no_authority"
-    BAD_AUTHORITY = "bad_authority"
-    EXPIRED_AUTHORITY = "expired_authority"
-    FOREIGN_AUTHORITY = "foreign_authority"
-    WRONG_PURPOSE = "wrong_purpose"
-    WRONG_SUBJECT = "wrong_subject"
-    STALE_RUN = "stale_run"
-    REVOKED = "revoked"
-    REPLAYED_REQUEST = "replayed_request"
-    NOT_ALLOWED = "not_allowed"
+    advice: str
+
+    def __new__(cls, code: str, advice: str) -> Self:
+        """Make the member of one row; its value is the code."""
+        member = str.__new__(cls, code)
+        member._value_, member.advice = code, advice
+        return member
+
+    TOO_MANY_REQUESTS = "too_many_requests", "Too much at once from this asker, or from all; wait a minute."
+    BAD_REQUEST = "bad_request", "The request is not what the node takes; update swarmproof on the asking side."
+    BAD_SIGNATURE = "bad_signature", "The signature does not match what was sent; sign the exact bytes."
+    WRONG_PEER = "wrong_peer", "The signer is not the peer that brought it; ask with the key that signs."
+    WRONG_NODE = "wrong_node", "The request is for another node; sign one for each node."
+    WRONG_RUN = "wrong_run", "The node takes part in another run; check --join."
+    CLOCK_SKEW = "clock_skew", "The request's time is too far from the node's; set the clocks (NTP) and retry."
+    NO_AUTHORITY = "no_authority", "Only who holds an authority of the run may ask: `swarmproof authority` makes one."
+    BAD_AUTHORITY = (
+        "bad_authority",
+        "The authority is not one that this run's key signed; make one with `swarmproof authority` and the run's key.",
+    )
+    EXPIRED_AUTHORITY = "expired_authority", "The authority does not hold now; have a new one made."
+    FOREIGN_AUTHORITY = "foreign_authority", "The authority was given to another key; ask with that one."
+    WRONG_PURPOSE = "wrong_purpose", "The authority does not cover this purpose; have one made that does."
+    WRONG_SUBJECT = "wrong_subject", "The authority is for another node; have one made for this one, or for any."
+    STALE_RUN = (
+        "stale_run",
+        (
+            "The node has no current descriptor of the run, and cannot know what is revoked; see that it reaches "
+            "a coordinator or a peer."
+        ),
+    )
+    REVOKED = "revoked", "The run's operator has revoked this key; use another."
+    REPLAYED_REQUEST = "replayed_request", "This signed request was seen before; sign every request anew."
+    NOT_ALLOWED = "not_allowed", "The contributor does not allow this; they would have to give --allow-control."
     # By an asker who may ask, of a node that would do it.
-    BUSY = "busy"
-    UNAVAILABLE = "unavailable"
-    UNKNOWN_ENDPOINT = "unknown_endpoint"
-    FAILED = "failed"
-
-
-CONTROL_ADVICE: Final[dict[ControlReason, str]] = {
-    ControlReason.TOO_MANY_REQUESTS: "Too much at once from this asker, or from all; wait a minute.",
-    ControlReason.BAD_REQUEST: "The request is not what the node takes; update veriswarm on the asking side.",
-    ControlReason.BAD_SIGNATURE: "The signature does not match what was sent; sign the exact bytes.",
-    ControlReason.WRONG_PEER: "The signer is not the peer that brought it; ask with the key that signs.",
-    ControlReason.WRONG_NODE: "The request is for another node; sign one for each node.",
-    ControlReason.WRONG_RUN: "The node takes part in another run; check --join.",
-    ControlReason.CLOCK_SKEW: "The request's time is too far from the node's; set the clocks (NTP) and retry.",
-    ControlReason.NO_AUTHORITY: "Only who holds an authority of the run may ask: `veriswarm authority` makes one.",
-    ControlReason.BAD_AUTHORITY: "The authority is not one that this run's key signed; make one with `veriswarm "
-    "authority` and the run's key.",
-    ControlReason.EXPIRED_AUTHORITY: "The authority does not hold now; have a new one made.",
-    ControlReason.FOREIGN_AUTHORITY: "The authority was given to another key; ask with that one.",
-    ControlReason.WRONG_PURPOSE: "The authority does not cover this purpose; have one made that does.",
-    ControlReason.WRONG_SUBJECT: "The authority is for another node; have one made for this one, or for any.",
-    ControlReason.STALE_RUN: "The node has no current descriptor of the run, and cannot know what is revoked; see that "
-    "it reaches a coordinator or a peer.",
-    ControlReason.REVOKED: "The run's operator has revoked this key; use another.",
-    ControlReason.REPLAYED_REQUEST: "This signed request was seen before; sign every request anew.",
-    ControlReason.NOT_ALLOWED: "The contributor does not allow this; they would have to give --allow-control.",
-    ControlReason.BUSY: "The node has no room for it now; ask again later, or drain it first.",
-    ControlReason.UNAVAILABLE: "The node has nothing to do it with yet; ask again once it holds a policy.",
-    ControlReason.UNKNOWN_ENDPOINT: "The run's descriptor does not name that coordinator; name one that it does.",
-    ControlReason.FAILED: "The node tried and failed; its own log says why.",
-}
-"""What the asker should do, one sentence for each code."""
+    BUSY = "busy", "The node has no room for it now; ask again later, or drain it first."
+    UNAVAILABLE = "unavailable", "The node has nothing to do it with yet; ask again once it holds a policy."
+    UNKNOWN_ENDPOINT = "unknown_endpoint", "The run's descriptor does not name that coordinator; name one that it does."
+    FAILED = "failed", "The node tried and failed; its own log says why."
 
 
 class ControlRefusal(Exception):
     """A request came to nothing for a stable reason; `detail` says what was seen, without secrets."""
 
     def __init__(self, reason: ControlReason, detail: str = "") -> None:
-        super().__init__(" ".join(filter(None, (f"{reason.value}:", detail, CONTROL_ADVICE[reason]))))
+        super().__init__(" ".join(filter(None, (f"{reason.value}:", detail, reason.advice))))
         self.reason, self.code, self.detail = reason, reason.value, detail
 
 
@@ -225,7 +214,7 @@ class InviteBody(Wire, frozen=True, tag_field="purpose", tag="invite"):
 
 
 class ChallengeBody(Wire, frozen=True, tag_field="purpose", tag="challenge"):
-    """What it drew, as a submission's Parquet file (section 6.1), with the policy `version` of that manifest."""
+    """What it drew, as a submission's file (section 6.1), with the policy `version` of that manifest."""
 
     version: Count
     manifest_digest: Digest

@@ -16,7 +16,7 @@ _BEFORE_ALL_DATES = -1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Equivocation:
+class EquivocationProof:
     """What the key of run `run_id` signed twice: the version, and the two envelopes exactly as they came."""
 
     run_id: str
@@ -25,7 +25,7 @@ class Equivocation:
     second: bytes
 
 
-def find_equivocation(first: bytes, second: bytes) -> Equivocation | None:
+def find_equivocation(first: bytes, second: bytes) -> EquivocationProof | None:
     """The equivocation that two descriptor envelopes are, or None if one honest key can have signed both.
 
     The same content under two signatures is none. That one has expired is no excuse. Raises PeerFault where they are
@@ -40,4 +40,4 @@ def find_equivocation(first: bytes, second: bytes) -> Equivocation | None:
     # The wire encoding is canonical and was checked to be, so these are the bytes that were signed.
     if one.version != other.version or encode(one) == encode(other):
         return None
-    return Equivocation(run_id, one.version, first, second)
+    return EquivocationProof(run_id, one.version, first, second)

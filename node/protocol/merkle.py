@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-HASH_BYTES = 32
 MAX_PROOF_HASHES = 64
 EMPTY_ROOT = hashlib.sha256(b"").digest()
 

@@ -6,23 +6,23 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from node.protocol.admission import Figures, Finding, Outcome
+from node.protocol.admission import Figures, Finding, Outcome, Verdict
 from node.protocol.evidence import Totals
 from node.protocol.reasons import Reason
 from node.protocol.run import Url
 from node.protocol.slots import MOST_CANDIDATES
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
-REQUEST_DOMAIN = "veriswarm/request"
-RECEIPT_DOMAIN = "veriswarm/receipt"
-CHECKPOINT_DOMAIN = "veriswarm/checkpoint"
+REQUEST_DOMAIN = "swarmproof/request"
+RECEIPT_DOMAIN = "swarmproof/receipt"
+CHECKPOINT_DOMAIN = "swarmproof/checkpoint"
 MESSAGE_VERSION = 1
 
 MAX_CLAIM_BYTES = 2048
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_ENTRY_BYTES = 1024 * 1024
 MAX_REJECTIONS = 10
-AUTHORIZATION_SCHEME = "Veriswarm"
+AUTHORIZATION_SCHEME = "Swarmproof"
 
 Text = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 PlainUrl = Annotated[
@@ -243,12 +243,10 @@ class PolicyEntry(Wire, frozen=True, tag_field="type", tag="policy"):
 
 
 class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
-    """A submission was judged. `request` and `body` are the digests of the evidence.
+    """A submission was judged: whose and which it is, and its `Verdict`, field by field in the order of the encoding.
 
-    `request` is the signed envelope, `body` the Parquet file. `figures` is the worst of each figure over the
-    group, `totals` what the measured rows sum up to; both are null when a check that needs no model refused first.
-    `rewards` only when admitted. `spot` is the only row that was measured of a group that was admitted without the
-    others; `recheck` says that this is the second verdict on such a group, all of whose rows are measured now.
+    `request` and `body` are the digests of the evidence: the signed envelope and the submitted file. `recheck` marks
+    the second verdict on a group of which the first measured one row (`spot`).
     """
 
     submission: Digest
@@ -270,6 +268,11 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
     spot: Count | None = None
     recheck: bool = False
     candidate: Candidate | UnsetType = UNSET
+
+    @property
+    def verdict(self) -> Verdict:
+        """The decision alone, without whose it is and when it was taken."""
+        return Verdict(**{name: getattr(self, name) for name in Verdict.__struct_fields__})
 
 
 class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):

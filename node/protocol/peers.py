@@ -18,13 +18,13 @@ from shardcast.envelope import open_envelope, seal
 from shardcast.errors import Malformed, Stale
 from shardcast.wire import Count, Digest, Wire, decode, encode
 
-PEER_DOMAIN: Final = "veriswarm/peer"
+PEER_DOMAIN: Final = "swarmproof/peer"
 PEER_VERSION: Final = 1
 MAX_PEER_BYTES: Final = 4096
 MAX_ADDRESSES: Final = 8
 MAX_VALID_SECONDS: Final = 3600
 MAX_SKEW_SECONDS: Final = 300
-JOIN_SCHEME: Final = "veriswarm://"
+JOIN_SCHEME: Final = "swarmproof://"
 MAX_JOIN_BYTES: Final = 4096
 MAX_JOIN_PEERS: Final = 16
 
@@ -135,7 +135,7 @@ class Invitation:
 
 
 def parse_join(text: str) -> Invitation:
-    """Read veriswarm://RUN-ID/ip4/…[,/ip4/…]; raises Malformed."""
+    """Read swarmproof://RUN-ID/ip4/…[,/ip4/…]; raises Malformed."""
     if len(text) > MAX_JOIN_BYTES or not text.startswith(JOIN_SCHEME):
         raise Malformed(f"a string to join a run begins with {JOIN_SCHEME}", code="bad_join")
     run_id, peers = text[len(JOIN_SCHEME) :][:64], text[len(JOIN_SCHEME) + 64 :]

@@ -44,7 +44,7 @@ def pool_of(mean: float | None, rules: PoolsSpec) -> Pool:
 def slot_pool(rules: PoolsSpec, *, run_id: str, manifest_digest: str, slot: int) -> Pool:
     """The pool from which `slot` is to have its problem."""
     drawn = derive(
-        "veriswarm/1 slot pool", bytes.fromhex(run_id), bytes.fromhex(manifest_digest), slot.to_bytes(8, "big")
+        "swarmproof/1 slot pool", bytes.fromhex(run_id), bytes.fromhex(manifest_digest), slot.to_bytes(8, "big")
     )
     bounds = list(accumulate((rules.easy, rules.normal, rules.hard)))
     return list(Pool)[bisect_right(bounds, int.from_bytes(drawn[:8], "big") % bounds[-1])]

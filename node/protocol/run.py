@@ -16,7 +16,7 @@ from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
 from shardcast.wire import MAX_INTEGER, Count, Digest, PublicKey, Wire, decode, derive, digest, encode
 
-DESCRIPTOR_DOMAIN = "veriswarm/run"
+DESCRIPTOR_DOMAIN = "swarmproof/run"
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 256 * 1024
 MAX_KEPT_BYTES = 96 * 1024
@@ -186,7 +186,7 @@ class LevelSpec(Wire, frozen=True):
 
 
 class HonestSpec(Wire, frozen=True):
-    """The levels of honest work, as `veriswarm calibrate` finds them; what has none is not summed up.
+    """The levels of honest work, as `swarmproof calibrate` finds them; what has none is not summed up.
 
     `far` has one from the start, 1 token in 10, which deep policies in bfloat16 stay well below: a sketch that is right
     for part of the tokens shows in nothing else.
@@ -336,7 +336,7 @@ class Descriptor(Wire, frozen=True):
 
 def run_id_of(public_key: bytes) -> str:
     """The run's id: a digest of the run's Ed25519 public key (32 bytes)."""
-    return derive("veriswarm/1 run id", public_key).hex()
+    return derive("swarmproof/1 run id", public_key).hex()
 
 
 def open_descriptor(data: bytes, *, run_id: str, now: float) -> tuple[Descriptor, bytes]:

@@ -31,12 +31,12 @@ class SlotProblem:
 def slot_problem(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int, candidate: int = 0) -> SlotProblem:
     """The problem of `slot` at the policy whose manifest has `manifest_digest`; its only one, or this candidate."""
     where = bytes.fromhex(run_id), bytes.fromhex(manifest_digest), slot.to_bytes(8, "big")
-    drawn = derive("veriswarm/1 slot problem", *where)
+    drawn = derive("swarmproof/1 slot problem", *where)
     bounds = list(accumulate(environment.weight for environment in spec.environments))
     environment = bisect_right(bounds, int.from_bytes(drawn[:8], "big") % bounds[-1])
     number = drawn[8:16]
     if candidate:
-        number = derive("veriswarm/1 slot candidate", *where, candidate.to_bytes(4, "big"))[:8]
+        number = derive("swarmproof/1 slot candidate", *where, candidate.to_bytes(4, "big"))[:8]
     index, problems = int.from_bytes(number, "big") >> 1, spec.environments[environment].problems
     if isinstance(problems, ProblemsSpec):
         kept = kept_problems(problems)
@@ -54,7 +54,7 @@ def kept_problems(problems: ProblemsSpec) -> array[int]:
 def sample_seed(*, run_id: str, manifest_digest: str, slot: int, sample: int) -> bytes:
     """The 16-byte sampling seed of one completion of a slot's group."""
     return derive(
-        "veriswarm/1 sample seed",
+        "swarmproof/1 sample seed",
         bytes.fromhex(run_id),
         bytes.fromhex(manifest_digest),
         slot.to_bytes(8, "big"),

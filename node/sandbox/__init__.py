@@ -1,6 +1,6 @@
-"""Running strangers' Python so that it can compute, and do nothing else (docs/adr/0016-sandbox.md)."""
+"""Run untrusted Python without files, network or other processes (docs/adr/0016-sandbox.md)."""
 
-from node.sandbox.bubblewrap import Ended, Limits, Sandbox
+from node.sandbox.bubblewrap import ProgramResult, Sandbox, SandboxLimits
 from node.sandbox.errors import SandboxFailed
 
-__all__ = ["Ended", "Limits", "Sandbox", "SandboxFailed"]
+__all__ = ["ProgramResult", "Sandbox", "SandboxFailed", "SandboxLimits"]

@@ -1,4 +1,4 @@
-"""What a program in the sandbox sees of the file system: an interpreter, its library, and nothing else, read-only."""
+"""Root file system of a sandboxed program: an interpreter and its library, read-only."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/lib"}
 
 @cache
 def mounts() -> tuple[str, ...]:
-    """bubblewrap's arguments that build the root; paths inside are the same on every machine.
+    """Return bubblewrap's arguments that build the root; paths inside are the same on every machine.
 
-    Raises SandboxFailed (sandbox_unusable) where the interpreter's parts cannot be found.
+    Raises SandboxFailed (sandbox_unusable) if the interpreter's parts cannot be found.
     """
     interpreter, library = os.path.realpath(sys.executable), sysconfig.get_path("stdlib")
     inside = f"/python/{sys.platlibdir}/python{PYTHON_VERSION}"
@@ -45,10 +45,10 @@ def mounts() -> tuple[str, ...]:
 
 
 def _shared_libraries(interpreter: str) -> Iterator[tuple[str, str]]:
-    """Name and path of what the interpreter is linked with; the loader's name is its path."""
+    """Yield (name, path) of the interpreter's shared libraries; the loader's name is its path."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     try:
-        # The loader itself prints them, and runs nothing (ld.so(8)); ldd does the same.
+        # The loader prints them and runs nothing (ld.so(8)), as ldd does.
         listed = subprocess.run(  # noqa: S603  (our own interpreter)
             [interpreter],
             env=kept | {"LD_TRACE_LOADED_OBJECTS": "1"},

@@ -1,8 +1,8 @@
-"""The system calls that an interpreter needs to compute, as a classic BPF program for seccomp(2).
+"""System call allow-list of a computing interpreter, as a classic BPF program for seccomp(2).
 
-It is a list of what is allowed. What is not on it does not exist (ENOSYS, which C libraries take as "an older
-kernel"): no process or thread can be made, no socket, no signal sent, nothing traced, mounted or waited for.
-Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux.
+Other calls fail with ENOSYS, which C libraries take for an older kernel: no process or thread can be created, no
+socket, no signal sent, nothing traced, mounted or waited for. Numbers: arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h of Linux.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT, _THIRD_AT, _THIRD_HIGH_AT = 0, 4, 16, 24, 32, 36
-"""Offsets in `struct seccomp_data`; of arguments the low halves, on little-endian machines."""
+"""Offsets in `struct seccomp_data`; for arguments, of the low halves on little-endian machines."""
 
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW: Final = 0x7FFF0000
@@ -26,17 +26,18 @@ ARCHITECTURES: Final = MappingProxyType({"x86_64": X86_64, "aarch64": AARCH64})
 """By `platform.machine()`."""
 
 LEAST_SIGNAL_STATUS = 128
-"""bubblewrap reports death by signal n as the exit status 128 + n; a program cannot exit with such a status itself."""
+"""bubblewrap reports death by signal n as exit status 128 + n; programs cannot exit with such a status."""
 
 _FIOCLEX = 0x5451
-"""The one ioctl that is allowed: the interpreter uses it to open files. It means "close this on exec"."""
+"""The only allowed ioctl (close on exec), which the interpreter uses to open files."""
 
 _FCNTL_COMMANDS = (0, 1, 2, 3, 1030)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Others lock, lease and watch files that the host uses too."""
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Others lock, lease and watch files shared with the host."""
 
 _FUTEX_WAKES = (1, 1 | 128)
-"""FUTEX_WAKE, and the same within a process. Nobody could wake the one thread that there is, so that it never has to
-wait; and who waits uses no time, and would look like somebody to whom the machine gives none."""
+"""FUTEX_WAKE, also private. Waiting is forbidden: a single thread never needs it, and a waiting program would look like
+one that gets no processor time.
+"""
 
 # fmt: off
 _EXIT: Final[Mapping[int, int]] = {X86_64: 60, AARCH64: 93}
@@ -67,22 +68,23 @@ _ALLOWED: Final[Mapping[int, Mapping[str, int]]] = {
 
 
 def allowed(architecture: int) -> frozenset[int]:
-    """The numbers of the calls that may be made freely; besides there are exits with a status below 128, one ioctl,
-    some of fcntl, waking by futex, and reading limits.
+    """Return the numbers of the unconditionally allowed calls.
+
+    Conditionally allowed: exits with a status below 128, one ioctl, some of fcntl, futex wakes, and reading limits.
     """
     return frozenset(_ALLOWED[architecture].values())
 
 
 def program(architecture: int) -> bytes:
-    """The filter as an array of `struct sock_filter`, which is what `bwrap --seccomp` reads."""
+    """Build the filter as an array of `struct sock_filter`, as `bwrap --seccomp` reads it."""
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(architecture))
 
 
 def _instructions(architecture: int) -> Iterator[tuple[int, int, int, int]]:
-    """(operation, instructions to skip if true, if false, operand), one after the other."""
+    """Yield (operation, instructions to skip if true, if false, operand)."""
     yield _LOAD, 0, 0, _ARCHITECTURE_AT
     yield _IF_EQUAL, 1, 0, architecture
-    # Another architecture's numbers mean other calls: 32-bit code on a 64-bit kernel.
+    # Another architecture's numbers mean other calls, e.g. 32-bit code on a 64-bit kernel.
     yield _RETURN, 0, 0, KILL
     yield _LOAD, 0, 0, _NUMBER_AT
     for number in sorted(_ALLOWED[architecture].values()):
@@ -97,14 +99,14 @@ def _instructions(architecture: int) -> Iterator[tuple[int, int, int, int]]:
     yield from _with_second(_IOCTL[architecture], (_FIOCLEX,))
     yield from _with_second(_FCNTL[architecture], _FCNTL_COMMANDS)
     yield from _with_second(_FUTEX[architecture], _FUTEX_WAKES)
-    # Limits may be read. Whoever may lower them can have itself killed as if from outside.
+    # Limits may only be read: lowering them would let a program have itself killed as if from outside.
     yield _IF_EQUAL, 0, 5, _PRLIMIT[architecture]
     yield _LOAD, 0, 0, _THIRD_AT
     yield _IF_EQUAL, 0, 3, 0
     yield _LOAD, 0, 0, _THIRD_HIGH_AT
     yield _IF_EQUAL, 0, 1, 0
     yield _RETURN, 0, 0, ALLOW
-    # The x32 calls end here too: their numbers have bit 30 set, and are on no list.
+    # x32 calls end here too: their numbers have bit 30 set, and are not listed.
     yield _RETURN, 0, 0, NO_SUCH_CALL
 
 

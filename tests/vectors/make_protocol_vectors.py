@@ -13,13 +13,13 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 import torch
+import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.environments import load_environment
 from node.environments.grading import grade
-from node.proofs import build_proofs
 from node.protocol import messages as m
-from node.protocol.admission import Figures, Finding, Outcome, judge, judge_drift, judge_group, worst
+from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group, judge_rows, worst
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest
 from node.protocol.control import (
     AskChallenge,
@@ -59,8 +59,11 @@ from node.protocol.run import (
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
 from node.protocol.slots import group_seeds, sample_seed, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
+from node.protocol.terminal import BACKGROUND_BIT, CODEPOINT, FOREGROUND_BIT, Cells, Terminal
 from node.protocol.turns import interleaved, pieces, replay
-from node.terminal import BACKGROUND_BIT, CODEPOINT, FOREGROUND_BIT, Cells, Terminal
+from node.submission.reader import bounds_of, read_rollouts
+from node.submission.writer import write_rollouts
+from node.verification.proofs import build_proofs
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode
 
@@ -172,7 +175,7 @@ def log_entries() -> list[m.LogEntry]:
 def wire_vectors() -> dict[str, Any]:
     """Section 1: canonical values, digests, key derivation, envelopes."""
     values: list[msgspec.Struct] = [
-        m.Registration(software="veriswarm 0.1.0", engine="torch", instance="0f" * 16, name="gpu-7"),
+        m.Registration(software="swarmproof 0.1.0", engine="torch", instance="0f" * 16, name="gpu-7"),
         m.RelayAnnouncement(
             url="http://relay.example:8001",
             received=(m.ReceivedFrom(url="http://origin.example:8000", bytes_per_s=25_000_000),),
@@ -235,7 +238,7 @@ def wire_vectors() -> dict[str, Any]:
         claim(),
     ]
     floats = [0.0, -0.0, 1.0, 38.0, 0.1, 0.0001, 0.00001, 0.000001, 1.5e-7, 1e15, 1e16, 1e300, 5e-324]
-    payload = b'{"software":"veriswarm 0.1.0","engine":"torch"}'
+    payload = b'{"software":"swarmproof 0.1.0","engine":"torch"}'
     return {
         "values": [
             {"type": type(v).__name__, "canonical": encode(v).decode(), "digest": digest(encode(v))} for v in values
@@ -244,19 +247,19 @@ def wire_vectors() -> dict[str, Any]:
         "derive": [
             {"context": context, "parts": [p.hex() for p in parts], "output": derive(context, *parts).hex()}
             for context, parts in (
-                ("veriswarm/1 run id", (bytes.fromhex(_public(RUN_KEY)),)),
-                ("veriswarm/1 test", ()),
-                ("veriswarm/1 test", (b"", b"ab")),
-                ("veriswarm/1 test", (b"a", b"b")),
+                ("swarmproof/1 run id", (bytes.fromhex(_public(RUN_KEY)),)),
+                ("swarmproof/1 test", ()),
+                ("swarmproof/1 test", (b"", b"ab")),
+                ("swarmproof/1 test", (b"a", b"b")),
             )
         ],
         "envelope": {
             "private_key": NODE_KEY.hex(),
             "public_key": _public(NODE_KEY),
-            "domain": "veriswarm/test",
+            "domain": "swarmproof/test",
             "version": 258,
             "payload": payload.hex(),
-            "envelope": seal(payload, domain="veriswarm/test", version=258, key=_key(NODE_KEY)).hex(),
+            "envelope": seal(payload, domain="swarmproof/test", version=258, key=_key(NODE_KEY)).hex(),
         },
     }
 
@@ -617,6 +620,98 @@ def _segments(versions: list[int], lengths: list[int], expected: Expected, rules
     }
 
 
+def submission_vectors() -> dict[str, Any]:
+    """Section 6.1: the one encoding of some rows, bounds, and files that are refused with their reasons.
+
+    Frames are of raw blocks, because what a compressor writes depends on its version; readers take any.
+    """
+    rules = msgspec.structs.replace(
+        spec(),
+        sampling=SamplingSpec(group_size=2, max_prompt_tokens=4, max_new_tokens=8, max_version_lead=1),
+        proofs=ProofSpec(scheme="toploc/1", chunk_tokens=4, top_k=4),
+    )
+    rollouts = [
+        Rollout(bytes(range(16)), [5, 300, 2**31 - 1], [7, 1], [-0.5, 0.0], [7], [2], [bytes(range(10))]),
+        Rollout(b"\xff" * 16, [5], [1, -1], [-80.0, -1.0], [7, 2**40], [1, 1], [bytes(10), b"\x01" * 10]),
+    ]
+    content = zstandard.decompress(write_rollouts(rollouts))
+    bounds = bounds_of(rules)
+    return {
+        "group_size": 2,
+        "max_prompt_tokens": 4,
+        "max_new_tokens": 8,
+        "max_version_lead": 1,
+        "max_turns": rules.sampling.max_turns,
+        "max_submission_bytes": rules.limits.max_submission_bytes,
+        "proofs": {"scheme": "toploc/1", "chunk_tokens": 4, "top_k": 4},
+        "bounds": {name: getattr(bounds, name) for name in (*_BOUNDS, "content_bytes")},
+        "rows": [
+            msgspec.structs.asdict(one) | {"seed": one.seed.hex(), "proofs": [proof.hex() for proof in one.proofs]}
+            for one in rollouts
+        ],
+        "content": content.hex(),
+        "file": _raw_frame(content).hex(),
+        "refused": [
+            {"why": why, "file": body.hex(), "reason": _reason_of(body, rules)}
+            for why, body in _refused(content, most=bounds.content_bytes).items()
+        ],
+    }
+
+
+_BOUNDS = ("prompt_tokens", "completion_tokens", "segments", "proofs", "proof_bytes")
+
+
+def _raw_frame(content: bytes, *, size: int | None = None, descriptor: int = 0xA0) -> bytes:
+    """A frame of one segment and one raw block, whose header says `size` (by default the truth) in four bytes."""
+    said = len(content) if size is None else size
+    block = (len(content) << 3 | 1).to_bytes(3, "little") + content
+    return bytes.fromhex("28b52ffd") + bytes([descriptor]) + said.to_bytes(4, "little") + block
+
+
+def _refused(content: bytes, *, most: int) -> dict[str, bytes]:
+    whole, seed = _raw_frame(content), b"\xa4seed\xc4\x10"
+    rows = content[content.index(b"\xa4rows") :]
+    one_row = msgspec.msgpack.encode(
+        msgspec.msgpack.decode(content) | {"rows": msgspec.msgpack.decode(content)["rows"][:1]}
+    )
+    return {
+        "no bytes": b"",
+        "no frame": content,
+        "a byte after the frame": whole + b"\0",
+        "two frames": whole + whole,
+        "a skippable frame before it": bytes.fromhex("502a4d1804000000") + bytes(4) + whole,
+        "a size that is too small": _raw_frame(content, size=len(content) - 1),
+        "a size that is too large": _raw_frame(content, size=len(content) + 1),
+        "a size beyond the bound": _raw_frame(content, size=most + 1),
+        "no size": bytes.fromhex("28b52ffd0058") + whole[9:],
+        "a window of 16 MiB": bytes.fromhex("28b52ffd8070") + whole[5:],
+        "a checksum": _raw_frame(content, descriptor=0xA4) + bytes(4),
+        "a byte after the value": _raw_frame(content + b"\0"),
+        "a value cut short": _raw_frame(content[:-1]),
+        "text that is not UTF-8": _raw_frame(content.replace(b"swarmproof/", b"swarmproo\xff/")),
+        "another version": _raw_frame(content.replace(b"rollouts/3", b"rollouts/2")),
+        "the format missing": _raw_frame(b"\x81" + rows),
+        "the format last": _raw_frame(b"\x82" + rows + content[1 : -len(rows)]),
+        "an unknown field": _raw_frame(b"\x83" + content[1:] + b"\xa6reward\xcb" + bytes(8)),
+        "a field twice": _raw_frame(content.replace(b"\x87" + seed, b"\x88" + seed + bytes(16) + seed, 1)),
+        "a length that is not the shortest": _raw_frame(content.replace(seed, b"\xa4seed\xc5\x00\x10", 1)),
+        "an array cut within an item": _raw_frame(
+            content.replace(b"_ids\xc4\x08", b"_ids\xc4\x07", 1).replace(
+                b"\x07\0\0\0\x01\0\0\0", b"\x07\0\0\0\x01\0\0", 1
+            )
+        ),
+        "a row too few": _raw_frame(one_row),
+    }
+
+
+def _reason_of(body: bytes, rules: RunSpec) -> str:
+    try:
+        read_rollouts(body, spec=rules)
+    except Refusal as refusal:
+        return refusal.reason.value
+    raise AssertionError("it was read")
+
+
 def turn_vectors() -> dict[str, Any]:
     """Section 4.7: what an environment says is put between the tokens, and where a rollout is over."""
     sampling = SamplingSpec(max_new_tokens=12, max_turns=3, max_reply_tokens=5)
@@ -714,7 +809,7 @@ def admission_vectors() -> dict[str, Any]:
             {
                 "figures": msgspec.to_builtins(group),
                 "worst": msgspec.to_builtins(worst(group)),
-                "finding": msgspec.to_builtins(judge(group, limits=LimitsSpec())),
+                "finding": msgspec.to_builtins(judge_rows(dict(enumerate(group)), limits=LimitsSpec())),
             }
             for group in groups
         ],
@@ -831,6 +926,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "run": run_vectors(),
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
+        "submissions": submission_vectors(),
         "segments": segment_vectors(),
         "turns": turn_vectors(),
         "frames": frame_vectors(),

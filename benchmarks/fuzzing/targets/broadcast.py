@@ -18,14 +18,15 @@ from msgspec.structs import replace
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed, scramble
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import DIGEST, NOW, RUN_ID, RUN_KEY, same
-from node.coordinator_client import MAX_RELAY_LIST_BYTES
-from node.exchange import sound_urls
+from node.client.http import sound_urls
+from node.protocol.endpoints import MAX_RELAY_LIST_BYTES
 from node.protocol.messages import RelayList
 from shardcast import FraudProof, check_fraud_proof, wire
-from shardcast.delta import Delta as DeltaFile
-from shardcast.delta import encode as encode_delta
+from shardcast.codec.delta import DeltaFile
+from shardcast.codec.delta import encode as encode_delta
 from shardcast.envelope import MAGIC, open_envelope, seal
 from shardcast.errors import Malformed, PeerFault
+from shardcast.fetch.sources import Sources
 from shardcast.manifest import (
     HEAD_DOMAIN,
     HEAD_VERSION,
@@ -40,7 +41,6 @@ from shardcast.manifest import (
     seal_head,
     seal_manifest,
 )
-from shardcast.sources import Sources
 from shardcast.trust import Seen, TrustedState
 
 PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
@@ -119,7 +119,7 @@ def _edited_envelope(rng: Random, corpus: Sequence[bytes]) -> bytes:
 def _replacements(rng: Random, at: int) -> tuple[bytes, ...]:
     """What else a field may be."""
     if at == 1:
-        domain = rng.choice((b"", b"shardcast/manifest", b"veriswarm/run", b"\xff" * 255, b"shardcast/head\0"))
+        domain = rng.choice((b"", b"shardcast/manifest", b"swarmproof/run", b"\xff" * 255, b"shardcast/head\0"))
         return (bytes([len(domain)]) + domain, bytes([rng.randrange(256)]) + domain)
     if at == 3:
         return (*map(bytes.fromhex, WEAK_KEYS), b"\xff" * 32, b"\x80".rjust(32, b"\0"))
@@ -247,7 +247,7 @@ def _delta(stack: ExitStack) -> Harness:
         changed = words.view(np.uint16).copy()
         change(changed)
         (folder / "result").write_bytes(changed.tobytes())
-        size = encode_delta(base_path, folder / "result", delta_path, chunk_bytes=4 * KIB, most_bytes=10**6, threads=1)
+        size = encode_delta(base_path, folder / "result", delta_path, chunk_bytes=4 * KIB, max_bytes=10**6, threads=1)
         assert size is not None
         return delta_path.read_bytes()
 

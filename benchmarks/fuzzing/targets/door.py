@@ -35,19 +35,20 @@ from benchmarks.fuzzing.targets.messages import (
     RUN_KEY,
     SPEC,
 )
-from coordinator.app import RequestLimits, create_app
-from coordinator.connections import ConnectionLimits, server_config
-from coordinator.home import create_home
-from coordinator.service import Coordinator
+from coordinator.app import create_app
+from coordinator.http.connections import ConnectionLimits, server_config
+from coordinator.http.service import RequestLimits
+from coordinator.run.home import create_home
+from coordinator.run.service import Coordinator
 from coordinator.storage import training
 from coordinator.storage.training import Published
 from node.protocol.messages import RequestClaim
 from node.protocol.requests import sign_request
-from shardcast.board import Announced, Board
-from shardcast.listener import ServerLimits, listen
 from shardcast.manifest import seal_head, seal_manifest
-from shardcast.server import make_app
-from shardcast.store import Store
+from shardcast.serve.listener import ServerLimits, listen
+from shardcast.serve.server import make_app
+from shardcast.serve.state import Announced, ServedState
+from shardcast.store.versions import Store
 from shardcast.wire import Wire, digest, encode
 
 _ZEROS = "0" * 64
@@ -79,7 +80,7 @@ RELAY_PATHS = (
 
 
 def _request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: run.example:8700", "User-Agent: veriswarm", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "Host: run.example:8700", "User-Agent: swarmproof", *headers]
     if body:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
@@ -175,7 +176,7 @@ def _door_message(path: str, *messages: Wire) -> Callable[[ExitStack], Harness]:
 
 def _relay_http(stack: ExitStack) -> Harness:
     """Raw bytes to a relay's port, or an origin's, which is the same."""
-    faults = _faults(stack, "shardcast.listener.http", "aiohttp.server", "asyncio")
+    faults = _faults(stack, "shardcast.serve.listener.http", "aiohttp.server", "asyncio")
     loop = Loop(stack)
     store = Store(_folder(stack), run_id=RUN_ID)
     stack.callback(store.close)
@@ -185,7 +186,7 @@ def _relay_http(stack: ExitStack) -> Harness:
     announced = Announced(5, seal_head(head(), RUN_KEY))
 
     async def serve() -> int:
-        board = Board(store=store, role="relay", run_id=RUN_ID, head=lambda: announced)
+        board = ServedState(store=store, role="relay", run_id=RUN_ID, head=lambda: announced)
         limits = ServerLimits(max_wait_s=0.002)
         listener = await listen(make_app(board, limits), limits=limits)
         stack.callback(lambda: loop.run(listener.stop()))

@@ -14,11 +14,12 @@ from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import DIGEST, NODE_KEY, NOW, OTHER_DIGEST, RUN_ID, message, same
 from benchmarks.fuzzing.targets.messages import SPEC as PLAIN_SPEC
-from node.audit_log import LeafTree, LoggedVerdict, check_log, choose_verdicts, read_entries
-from node.protocol.admission import Figures, Outcome, judge
+from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
+from node.protocol.admission import Figures, Outcome, judge_rows
+from node.protocol.endpoints import LogProof
 from node.protocol.evidence import Total, Totals
 from node.protocol.merkle import (
-    HASH_BYTES,
+    EMPTY_ROOT,
     MAX_PROOF_HASHES,
     ProofInvalid,
     consistency_proof,
@@ -41,7 +42,8 @@ TOTALS = Totals(exponents=Total(count=80, sum=100.5), margin=Total(count=2400, s
 LEAVES = [b"leaf %d" % index for index in range(23)]
 FIGURES: dict[str, Any] = dict.fromkeys(Figures.__struct_fields__, 0.0)
 WRONG_FIGURES = Figures(**FIGURES | {"token_margin": 5.5})
-FINDING = judge([Figures(**FIGURES), WRONG_FIGURES], limits=LIMITS)
+FINDING = judge_rows({0: Figures(**FIGURES), 1: WRONG_FIGURES}, limits=LIMITS)
+HASH_BYTES = len(EMPTY_ROOT)
 PLACE = struct.Struct(">QQ")
 
 
@@ -76,7 +78,7 @@ ENTRIES: tuple[Wire, ...] = (
     RunEntry(run_id=RUN_ID, spec_digest=SPEC.digest),
     PolicyEntry(version=0, manifest_digest=DIGEST, result_digest=OTHER_DIGEST),
     _verdict("01" * 32, 0),
-    _verdict("02" * 32, 1, **_rejected(Reason.NOT_PARQUET, tokens=0)),
+    _verdict("02" * 32, 1, **_rejected(Reason.MALFORMED_SUBMISSION, tokens=0)),
     _verdict(
         "03" * 32,
         2,
@@ -98,7 +100,7 @@ def _entry(_: ExitStack) -> Harness:
             (problem,) = problems
             raise Malformed(problem.detail, code=problem.code)
         assert encode(entries[-1]) == data, "it encodes to other bytes"  # type: ignore[arg-type]
-        found = check_log(entries, run_id=RUN_ID, spec=SPEC)
+        found = read_log(entries, run_id=RUN_ID, spec=SPEC).problems
         verdicts = [LoggedVerdict(at, entry) for at, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
         choose_verdicts(verdicts, count=3, rng=Random(0))
         return " ".join(sorted({problem.code for problem in found}))
@@ -116,7 +118,7 @@ def _page(_: ExitStack) -> Harness:
             tree.append(leaf)
         assert len(tree.root()) == HASH_BYTES
         entries, problems = read_entries(leaves)
-        problems += check_log(entries, run_id=RUN_ID, spec=SPEC)
+        problems += read_log(entries, run_id=RUN_ID, spec=SPEC).problems
         return " ".join(sorted({problem.code for problem in problems}))
 
     lines = [encode(entry) for entry in ENTRIES]
@@ -139,7 +141,7 @@ def _limits(_: ExitStack) -> Harness:
         limits = same(LimitsSpec, data, max_bytes=MAX_DESCRIPTOR_BYTES)
         spec: RunSpec = structs.replace(SPEC, limits=limits)
         rules = structs.replace(ENTRIES[0], spec_digest=spec.digest)
-        problems = check_log([rules, *ENTRIES[1:]], run_id=RUN_ID, spec=spec)  # type: ignore[list-item]
+        problems = read_log([rules, *ENTRIES[1:]], run_id=RUN_ID, spec=spec).problems  # type: ignore[list-item]
         return " ".join(sorted({problem.code for problem in problems}))
 
     return Harness([encode(LIMITS), encode(LimitsSpec())], run, (Malformed,), json_mutator())
@@ -228,9 +230,7 @@ def _places(rng: Random, corpus: Sequence[bytes]) -> bytes:
 
 
 def _proof_reply(_: ExitStack) -> Harness:
-    from node.audit_evidence import Hashes  # noqa: PLC0415  (imports torch, which takes seconds)
-
-    return message(Hashes, Hashes(hashes=()), Hashes(hashes=(DIGEST,) * MAX_PROOF_HASHES))
+    return message(LogProof, LogProof(hashes=()), LogProof(hashes=(DIGEST,) * MAX_PROOF_HASHES))
 
 
 def _checkpoint(_: ExitStack) -> Harness:

@@ -70,12 +70,12 @@ CLAIM = RequestClaim(
 LEASE = Lease(lease_id=DIGEST, version=3, manifest_digest=OTHER_DIGEST, slot=7, expires_at=NOW + 60)
 INSTANCE = "0f" * 16
 REGISTRATIONS = (
-    Registration(software="veriswarm 0.1.0", engine="torch", instance=INSTANCE, name="gpu-7"),
+    Registration(software="swarmproof 0.1.0", engine="torch", instance=INSTANCE, name="gpu-7"),
     Registration(software="", engine="é" * 200, instance=INSTANCE, name=""),
 )
 ANNOUNCEMENTS = (
     RelayAnnouncement(url="http://192.0.2.1:8720"),
-    RelayAnnouncement(url="https://[2001:db8::1]:443/veriswarm/relay_1~x"),
+    RelayAnnouncement(url="https://[2001:db8::1]:443/swarmproof/relay_1~x"),
 )
 LEASE_REQUESTS = (
     LeaseRequest(held_versions=(), slots=1, instance=INSTANCE),
@@ -144,7 +144,7 @@ def _authorization(_: ExitStack) -> Harness:
         assert (signer, claim) == (NODE_KEY.public_key().public_bytes_raw(), CLAIM), "a signature was forged"
 
     header, _envelope = sign_request(CLAIM, key=NODE_KEY)
-    tokens = (b"Veriswarm ", b"Basic ", b"=", b"==", b"-", b"_", b"+", b"/", b"\xff", b"A" * 5000)
+    tokens = (b"Swarmproof ", b"Basic ", b"=", b"==", b"-", b"_", b"+", b"/", b"\xff", b"A" * 5000)
     return Harness([header.encode()], run, (Refusal,), bytes_mutator(*tokens))
 
 

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import NODE_KEY, NOW, RUN_ID, RUN_KEY, SPEC
-from node.board import Board
-from node.peer_book import MAX_PEERS, PeerBook
+from node.discovery.descriptor import Board
+from node.discovery.peer_book import MAX_PEERS, PeerBook
 from node.protocol.peers import (
     PEER_DOMAIN,
     PEER_VERSION,
@@ -81,7 +81,7 @@ def _join(_: ExitStack) -> Harness:
         return len(parse_join(data.decode("latin-1")).peers)
 
     seeds = [str(Invitation(RUN_ID, ADDRESSES[:count])).encode() for count in (1, 4)]
-    return Harness(seeds, run, (PeerFault,), bytes_mutator(b",", b"veriswarm://", b"/ip4/", *seeds))
+    return Harness(seeds, run, (PeerFault,), bytes_mutator(b",", b"swarmproof://", b"/ip4/", *seeds))
 
 
 class _Wire:
@@ -93,8 +93,8 @@ class _Wire:
 
 def _frame(_: ExitStack) -> Harness:
     """Frames of a neighbour, on one link after the other; libp2p is imported here only."""
-    from node.p2p.links import Link, LinkLimits, Links  # noqa: PLC0415
-    from node.p2p.transport import Pace  # noqa: PLC0415
+    from node.p2p.links import LinkLimits, Links, PeerLink  # noqa: PLC0415
+    from node.p2p.transport import TrioTokenBucket  # noqa: PLC0415
 
     board, book = Board(RUN_ID, clock=lambda: NOW), PeerBook(OTHER, clock=lambda: NOW)
     heard: list[Any] = []
@@ -104,16 +104,16 @@ def _frame(_: ExitStack) -> Harness:
         own=OTHER,
         limits=LinkLimits(),
         own_record=lambda: None,
-        heard=lambda peer, _remote: heard.append(peer),
+        on_record=lambda peer, _remote: heard.append(peer),
         clock=lambda: NOW,
     )
     descriptor = seal(encode(DESCRIPTOR), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=RUN_KEY)
 
     def run(data: bytes) -> int:
         heard.clear()
-        pace = Pace(rate=1.0, burst=1, clock=time.monotonic)
-        link = Link(NODE, _Wire(), None, own_records=pace)  # type: ignore[arg-type]
-        links._take(link, data)  # noqa: SLF001
+        pace = TrioTokenBucket(rate=1.0, burst=1, clock=time.monotonic)
+        link = PeerLink(NODE, _Wire(), None, own_records=pace)  # type: ignore[arg-type]
+        links._process_frame(link, data)  # noqa: SLF001
         assert board.last is None or board.last.envelope == descriptor, "a descriptor that the run did not sign"
         assert len(book) <= MAX_PEERS
         return len(heard)

@@ -34,11 +34,11 @@ from benchmarks.fuzzing.mutation import (
     write_json,
 )
 from benchmarks.fuzzing.target import Harness, Mutator, Target
-from node.doctor_policy import read_footprint
+from node.doctor.policy import read_footprint
 from node.errors import ConfigError
-from node.policy import Blueprint, inspect_policy, load_policy, render_completion, render_prompt, save_policy
-from node.policy_config import parse_config
-from node.policy_errors import MalformedPolicy
+from node.policy.config import parse_config
+from node.policy.errors import MalformedPolicy
+from node.policy.file import Blueprint, inspect_policy, load_policy, render_completion, render_prompt, save_policy
 
 VOCABULARY = 24
 MARKS = ("<pad>", "<eos>", "<unk>")
@@ -101,7 +101,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "goldfinch": {"hidden_size": 64, "num_hidden_layers": 3, "value_rank": 1, "adapt_rank": 1, **_RANKS},
     "frame_action": _FRAMES,
 }
-"""Families of `node.models`, and the sizes that they have otherwise; a head of RWKV is 64 wide."""
+"""Families of `node.policy.models`, and the sizes that they have otherwise; a head of RWKV is 64 wide."""
 
 
 def _finished(backend: Tokenizer) -> PreTrainedTokenizerFast:

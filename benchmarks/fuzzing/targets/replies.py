@@ -21,13 +21,13 @@ from benchmarks.fuzzing.targets.messages import (
     RUN_ID,
     RUN_KEY,
 )
-from node.coordinator_client import CoordinatorClient
-from node.doctor_coordinator import check_coordinator
+from node.client.api import CoordinatorClient
+from node.client.http import Backoff, ExchangeLimits
+from node.doctor.coordinator import check_coordinator
 from node.errors import CoordinatorFault
-from node.exchange import Backoff, ExchangeLimits
 from shardcast.errors import LocalFault, NetworkFault, PeerFault
+from shardcast.fetch.transport import Transport, TransportLimits
 from shardcast.manifest import seal_head, seal_manifest
-from shardcast.transport import Transport, TransportLimits
 from shardcast.wire import encode
 
 SECONDS = 0.1
@@ -100,7 +100,7 @@ def _coordinator(stack: ExitStack) -> Harness:
 def _broadcast(stack: ExitStack) -> Harness:
     """Replies to a client of relays: a head, a manifest and a chunk are asked for in turn."""
     server = Answering(stack)
-    patience = TransportLimits(connect_s=1.0, answer_s=SECONDS, idle_s=SECONDS, total_s=SECONDS, rate_grace_s=SECONDS)
+    patience = TransportLimits(connect_s=1.0, response_s=SECONDS, idle_s=SECONDS, total_s=SECONDS, rate_grace_s=SECONDS)
 
     async def fetch() -> None:
         transport = Transport(patience=patience)

@@ -1,11 +1,8 @@
-"""What is in a submission: the parsing process's answers, the checks that need no model, and completions as text.
-
-The parsing process is taken to be an attacker's own: a bug of its parser would make it that.
-"""
+"""A submission: the file from its bytes, the checks that need no model, and completions as text."""
 
 from __future__ import annotations
 
-import io
+import math
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,18 +10,20 @@ from random import Random
 
 import msgspec
 import torch
+import zstandard
 
-from benchmarks.fuzzing.mutation import bytes_mutator, mixed, of_one, scramble
+from benchmarks.fuzzing.mutation import MAX_INPUT_BYTES, bytes_mutator, mixed, of_one, scramble
 from benchmarks.fuzzing.target import Harness, Target
-from benchmarks.fuzzing.trees import msgpack_mutator
+from benchmarks.fuzzing.trees import edit_values, msgpack_mutator
 from node.environments import Conversation, Environment, EnvironmentFault, load_environment
 from node.environments.grading import grade
-from node.parquet_frames import Answer, BrokenFrame, receive_frame
-from node.proofs import build_proofs, check_proofs
-from node.protocol.reasons import Reason, Refusal
+from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_sizes
 from node.protocol.turns import MAX_REPLY_CHARACTERS, Replies, interleaved, pieces
+from node.submission.reader import read_rollouts
+from node.submission.writer import compress, write_rollouts
+from node.verification.proofs import build_proofs, check_proofs
 from toploc.errors import BadProof
 
 HIDDEN, VOCABULARY, EOS, ROWS = 64, 128, 1, 2
@@ -56,7 +55,6 @@ def _ask(turns: Sequence[Sequence[int]]) -> list[int] | None:
 EXPECTED = Expected(
     version=3, published={3, 4}, prompt_ids=PROMPT, seeds=SEEDS, vocabulary=VOCABULARY, eos_ids={EOS}, ask=_ask
 )
-MAX_ANSWER_BYTES = 2**20
 DATASETS = ("chain_sum", "gsm_symbolic", "number_format", "products", "sentence_reordering", "word_sorting")
 MARKS = (
     b"</think>",
@@ -108,8 +106,11 @@ def group(lengths: tuple[int, int] = (12, 9), first: int = 5, turn: int = 0) -> 
     return rollouts
 
 
+GROUPS = (group(), group((1, 12)), group((2, 3), first=12), group((12, 9), turn=3), group((12, 9), turn=5))
+
+
 def _check(rollouts: list[Rollout]) -> None:
-    """As `node.verification` before any prefill."""
+    """As `node.verification.plan` before any prefill."""
     replies = check_rollouts(rollouts, expected=EXPECTED, spec=SPEC)
     for rollout, said in zip(rollouts, replies, strict=True):
         assert [segment.end - segment.start for segment in rollout.segments] == rollout.segment_tokens
@@ -128,33 +129,69 @@ def _rollouts(_: ExitStack) -> Harness:
     def run(data: bytes) -> None:
         _check(decode(data))
 
-    groups = (group(), group((1, 12)), group((2, 3), first=12), group((12, 9), turn=3), group((12, 9), turn=5))
-    seeds = [msgspec.msgpack.encode(rollouts) for rollouts in groups]
+    seeds = [msgspec.msgpack.encode(rollouts) for rollouts in GROUPS]
     return Harness(seeds, run, (Refusal, BadProof, msgspec.DecodeError, UnicodeDecodeError), msgpack_mutator())
 
 
-def _answer(_: ExitStack) -> Harness:
-    """Frames on the pipe from the parsing process, as `node.parquet_reader` takes them."""
-    decode = msgspec.msgpack.Decoder(Answer[Rollout]).decode
+def _file(_: ExitStack) -> Harness:
+    """The verifier's way to a file's rows. VerifierFailed would leave a hostile submission without a verdict."""
 
-    def run(data: bytes) -> str:
-        answer = decode(receive_frame(io.BytesIO(data), max_bytes=MAX_ANSWER_BYTES))
-        if answer.reason is None and len(answer.rows) == ROWS:
-            _check(answer.rows)
-        return str(answer.reason)
+    def run(data: bytes) -> int:
+        rollouts = read_rollouts(data, spec=SPEC)
+        assert len(rollouts) == ROWS
+        if all(map(math.isfinite, (logprob for rollout in rollouts for logprob in rollout.logprobs))):
+            again = write_rollouts(rollouts)
+            assert zstandard.decompress(again) == zstandard.decompress(data), "it has two encodings"
+        return sum(len(rollout.completion_ids) for rollout in rollouts)
 
-    def framed(rng: Random, data: bytes) -> bytes:
-        edited = msgpack_mutator()(rng, [data[4:] or b"\x80"])
-        length = len(edited) + rng.choice((0, 0, 0, 0, 1, -1, 2**20))
-        return struct.pack(">I", max(0, length)) + edited
-
-    answers = (
-        Answer(rows=group()),
-        Answer[Rollout](rows=[], reason=Reason.NOT_PARQUET, detail="It has no rows."),
+    return Harness(
+        [write_rollouts(rollouts) for rollouts in GROUPS],
+        run,
+        (Refusal,),
+        mixed(
+            (4, of_one(_other_values)), (3, of_one(_other_content)), (2, of_one(_other_header)), (2, of_one(scramble))
+        ),
+        hostile=_hostile_files(),
     )
-    seeds = [struct.pack(">I", len(encoded)) + encoded for encoded in map(msgspec.msgpack.encode, answers)]
-    refusals = (BrokenFrame, EOFError, msgspec.DecodeError, UnicodeDecodeError, Refusal, BadProof)
-    return Harness(seeds, run, refusals, mixed((3, of_one(framed)), (1, of_one(scramble))))
+
+
+def _content_of(data: bytes) -> bytes:
+    """The content of a file that an earlier mutation may have broken."""
+    try:
+        return zstandard.decompress(data, max_output_size=MAX_INPUT_BYTES)
+    except zstandard.ZstdError:
+        return zstandard.decompress(write_rollouts(GROUPS[0]))
+
+
+def _other_values(rng: Random, data: bytes) -> bytes:
+    """A well-formed frame of well-formed MessagePack: other fields, types, lengths, numbers."""
+    try:
+        return compress(msgspec.msgpack.encode(edit_values(rng, msgspec.msgpack.decode(_content_of(data)))))
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
+        return _other_content(rng, data)
+
+
+def _other_content(rng: Random, data: bytes) -> bytes:
+    """A well-formed frame of bytes."""
+    return compress(
+        scramble(rng, _content_of(data), tokens=(b"\x91" * 500, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"))
+    )
+
+
+def _other_header(rng: Random, data: bytes) -> bytes:
+    """The same blocks behind another frame header."""
+    size = zstandard.frame_header_size(data) if data.startswith(zstandard.FRAME_HEADER) and len(data) > 18 else 4
+    claimed = rng.choice((0, 1, len(data), 2**16, 2**31, 2**62, 2**64 - 1))
+    header = bytes([rng.choice((0xE0, 0xC0, 0xE4, 0xE3, rng.randrange(256)))]) + struct.pack("<Q", claimed)
+    return zstandard.FRAME_HEADER + header[: rng.choice((1, 2, 3, 5, 9, 9, 9))] + data[size:]
+
+
+def _hostile_files() -> list[bytes]:
+    """Beginnings that are refused: other compressors' frames, and few bytes that are many zeros."""
+    content = zstandard.decompress(write_rollouts(GROUPS[0]))
+    settings = ({"write_checksum": True}, {"write_content_size": False}, {"level": 19, "write_checksum": True})
+    frames = [zstandard.ZstdCompressor(**one).compress(content) for one in settings]
+    return [*frames, compress(bytes(2**26)), compress(content.replace(b"rollouts/3", b"rollouts/2"))]
 
 
 def _completion(_: ExitStack) -> Harness:
@@ -189,7 +226,7 @@ def _reasoning_gym() -> list[Environment]:
 
 
 TARGETS = (
-    Target(name="submission.answer", sender="a parser that a file has taken over", share=40, prepare=_answer),
+    Target(name="submission.file", sender="any key, to the verifier", share=200, prepare=_file),
     Target(name="submission.rollouts", sender="any key, to the verifier", share=60, prepare=_rollouts),
     Target(name="submission.completion", sender="any model's words, to the verifier", share=30, prepare=_completion),
 )

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from coordinator.calibration.fit import LEAST, fit, fit_limits, judged_alone, pooled, round_up, rounded
+from coordinator.calibration.fit import MIN_LIMITS, fit, fit_limits, round_up, rounded, single_value_limits
 from coordinator.calibration.trial import try_groups
-from node.measurement import Deviations
 from node.protocol.evidence import STATISTICS, add, evidence, evidence_limit
 from node.protocol.run import LimitsSpec, ProofSpec
+from node.verification.deviations import Deviations
 
 TOKENS, ROLLOUTS = 12, 8
 
@@ -152,7 +152,7 @@ def test_a_worker_whose_groups_differ_more_is_not_stopped_because_another_ones_m
             assert sum(value > s for value in nats) / len(nats) <= allowed, (name, s)
 
 
-NO_LIMITS = dict.fromkeys(LEAST, 1e9)
+NO_LIMITS = dict.fromkeys(MIN_LIMITS, 1e9)
 
 
 def test_a_statistic_without_any_value_has_no_level():
@@ -197,7 +197,7 @@ def test_what_is_judged_alone_has_as_much_to_spare_as_the_largest_honest_value()
 
 def test_limits_of_faultless_work_leave_room_for_another_machine():
     limits = fit_limits([[bits([0.0] * 30)] * 4] * 4, false_rejections=1e-6)
-    assert {name: getattr(limits, name) for name in LEAST} == LEAST
+    assert {name: getattr(limits, name) for name in MIN_LIMITS} == MIN_LIMITS
 
 
 def test_a_sketch_limit_stays_below_unrelated_states_while_honest_work_does():
@@ -216,11 +216,11 @@ def test_rare_margins_get_the_tail_that_honest_ones_have():
 
 
 def test_limits_that_mean_nothing_for_the_runs_proofs_are_left_alone():
-    assert "sketch_distance" not in judged_alone(ProofSpec(scheme="toploc/1"))
+    assert "sketch_distance" not in single_value_limits(ProofSpec(scheme="toploc/1"))
     assert not {
-        name for name in judged_alone(ProofSpec(scheme="sketch/1")) if name.startswith(("exponent", "mantissa"))
+        name for name in single_value_limits(ProofSpec(scheme="sketch/1")) if name.startswith(("exponent", "mantissa"))
     }
-    assert judged_alone(ProofSpec(scheme="toploc/1+sketch/1")) == list(LEAST)
+    assert single_value_limits(ProofSpec(scheme="toploc/1+sketch/1")) == list(MIN_LIMITS)
 
 
 # -- few digits
@@ -229,7 +229,7 @@ def test_limits_that_mean_nothing_for_the_runs_proofs_are_left_alone():
 def test_rounding_narrows_nothing():
     limits = fit_limits(worker_groups(30, seed=12), worker_groups(30, seed=13, worker=0.4), false_rejections=1e-6)
     short = rounded(limits)
-    for name in LEAST:
+    for name in MIN_LIMITS:
         assert getattr(limits, name) <= getattr(short, name) <= 1.1 * getattr(limits, name), name
     for name in STATISTICS:
         level, rough = getattr(limits.honest, name), getattr(short.honest, name)
@@ -245,7 +245,3 @@ def test_rounding_narrows_nothing():
 )
 def test_round_up(value, up):
     assert round_up(value, digits=2) == up
-
-
-def test_pooled_groups_are_whole():
-    assert [len(group) for group in pooled(worker_groups(9, seed=14), size=4)] == [4 * ROLLOUTS, 4 * ROLLOUTS]

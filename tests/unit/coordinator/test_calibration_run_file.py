@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.calibration.run_file import calibrated_text
+from coordinator.calibration.write_limits import calibrated_text
 from coordinator.errors import BadConfiguration
 from node.protocol.run import HonestSpec, LevelSpec, parse_run_toml
 

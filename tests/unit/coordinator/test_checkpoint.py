@@ -99,6 +99,7 @@ raise SystemExit(1)
 """
 
 
+@pytest.mark.system
 def test_a_trainer_killed_between_steps_continues_bit_for_bit_in_a_new_process(tmp_path):
     """Otherwise the policy an auditor can recompute is not the one that was published."""
     torch.set_num_threads(1)
@@ -190,6 +191,7 @@ def test_a_checkpoint_of_one_optimizer_is_refused_by_another(tmp_path):
         load_checkpoint(path, model=model, optimizer=other)
 
 
+@pytest.mark.system
 def test_a_full_disk_is_said_as_such_and_leaves_the_last_checkpoint(tmp_path):
     """torch wraps it into an exception that is none of Exception's kind, and would end the trainer."""
     script = FULL_DISK.format(test=__file__, folder=str(tmp_path))

@@ -6,8 +6,8 @@ import unicodedata
 
 import pytest
 
+from coordinator.dashboard.formatting import number, seconds
 from coordinator.dashboard.visible import short, visible
-from coordinator.dashboard.words import number, seconds
 
 BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c"
 INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u00ad\u2028\u2029\u3164\u115f\u2800\U000e0041"

@@ -17,17 +17,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from talking import SPEC as TALKING
 from talking import talkative_file
 
-from coordinator.training.evaluation import EvaluationSettings, Tasks, _greedy, confidence, evaluate_policy, held_out
+from coordinator.training.evaluation import EvaluationSettings, TaskSet, _greedy, confidence, evaluate_policy, held_out
 from node.cli import main
 from node.engines.base import Interrupted
 from node.environments import load_environment
 from node.environments.base import Environment, Problem
-from node.policy import load_policy, save_policy
+from node.policy.file import load_policy, save_policy
+from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, LengthSpec, RunSpec, SamplingSpec, run_id_of
 from node.protocol.slots import slot_problem
 from node.protocol.submission import Rollout
 from node.sandbox import SandboxFailed
-from node.tiny import EOS, make_model, make_tokenizer
 from shardcast import Origin
 
 SPEC = RunSpec(
@@ -78,7 +78,7 @@ def test_held_out_problems_are_those_of_the_document():
     def by_document(number: int) -> int:
         parts = ((7).to_bytes(8, "big"), (1).to_bytes(4, "big"), number.to_bytes(4, "big"))
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-        return int.from_bytes(blake3(framed, derive_key_context="veriswarm/1 held out").digest()[:8], "big") // 2
+        return int.from_bytes(blake3(framed, derive_key_context="swarmproof/1 held out").digest()[:8], "big") // 2
 
     assert held_out(seed=7, environment=1, count=3) == [by_document(number) for number in range(3)]
     assert held_out(seed=7, environment=1, count=1) == held_out(seed=7, environment=1, count=5)[:1]
@@ -104,9 +104,9 @@ def test_the_interval_is_wilsons(mean, count, low, high):
     assert confidence(mean, count) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-def tasks(environment: Environment, policy: Path, *, problems: int, samples: int) -> Tasks:
+def tasks(environment: Environment, policy: Path, *, problems: int, samples: int) -> TaskSet:
     settings = EvaluationSettings(problems=problems, samples=samples)
-    return Tasks(environment, load_policy(policy, dtype=torch.float32), settings, 0)
+    return TaskSet(environment, load_policy(policy, dtype=torch.float32), settings, 0)
 
 
 def completion(text: str, *, ends: bool = True) -> Rollout:
@@ -280,7 +280,7 @@ def test_the_table_is_plain_where_no_terminal_is(run_file):
         (("--problems", "100000", "--samples", "1024"), "1,000,000"),
         (("--trainer", "{here}"), "holds no published policy"),
         (("--policy", "{here}"), "config.json"),
-        (("--policy", "{here}/run.toml"), "its header claims"),
+        (("--policy", "{here}/run.toml"), "its header declares"),
     ],
 )
 def test_a_mistake_is_explained(run_file, arguments, said):

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tokenizers import pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from coordinator.export import export_file
+from coordinator.training.export import export_file
 from coordinator.training.initial import initial_policy
 from node.cli import main
-from node.policy import load_policy, render_prompt, save_policy
-from node.policy_config import ATTENTION
+from node.policy.config import ATTENTION
+from node.policy.file import load_policy, render_prompt, save_policy
+from node.policy.models.tiny_llama import EOS, PAD, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec
-from node.tiny import EOS, PAD, make_model, make_tokenizer
 from shardcast import Origin, wire
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -81,7 +81,7 @@ def policy_file(
 
 
 def export(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["export", *map(str, arguments)])
+    return CliRunner().invoke(main, ["export", "policy", *map(str, arguments)])
 
 
 def begins(folder: Path, *, dtype: str) -> bytes:
@@ -193,7 +193,7 @@ def test_a_version_that_is_gone_is_named_with_those_that_are_there(state: Path, 
 
 def test_a_folder_without_policies_says_so(tmp_path: Path) -> None:
     done = export("latest", "--state", tmp_path, "--to", tmp_path / "out")
-    assert (done.exit_code, "no state folder" in done.output) == (1, True)
+    assert (done.exit_code, "not a state folder" in done.output) == (1, True)
 
 
 def test_a_file_that_is_no_policy_leaves_nothing_behind(tmp_path: Path) -> None:

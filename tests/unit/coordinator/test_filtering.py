@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from coordinator.commands.problems import filtered_text
 from coordinator.errors import BadConfiguration
-from coordinator.problems_command import filtered_text
 from coordinator.training import filtering
-from coordinator.training.evaluation import EvaluationSettings, judged_tasks
+from coordinator.training.evaluation import EvaluationSettings, judge_tasks
 from coordinator.training.filtering import (
     Filtered,
     FilterSettings,
@@ -23,10 +23,10 @@ from coordinator.training.filtering import (
 )
 from node.cli import main
 from node.environments import load_environment
-from node.policy import save_policy
+from node.policy.file import save_policy
+from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ProblemsSpec, parse_run_toml
 from node.protocol.slots import kept_problems
-from node.tiny import make_model, make_tokenizer
 
 RUN_TOML = """
 name = "t"  # a run
@@ -92,9 +92,9 @@ def test_a_bitmap_of_any_length_is_one_that_a_run_takes(count: int) -> None:
 
 def test_the_first_problems_are_measured_and_not_held_out_ones(policy: Path) -> None:
     """What is kept is said by index: rates of other problems would keep the wrong ones."""
-    drawn = judged_tasks(policy, spec=SPEC, settings=EvaluationSettings(problems=3), indexes=range(3))
+    drawn = judge_tasks(policy, spec=SPEC, settings=EvaluationSettings(problems=3), indexes=range(3))
     asked = [tasks._problems for tasks in drawn]
-    again = judged_tasks(policy, spec=SPEC, settings=EvaluationSettings(problems=3))
+    again = judge_tasks(policy, spec=SPEC, settings=EvaluationSettings(problems=3))
     assert [len(problems) for problems in asked] == [3, 3]
     assert asked != [tasks._problems for tasks in again]
     sources = [tasks.environment for tasks in drawn]
@@ -109,9 +109,9 @@ def test_the_same_seed_keeps_the_same_problems(policy: Path) -> None:
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="lowest first"):
+    with pytest.raises(ValueError, match="lowest <= highest"):
         FilterSettings(lowest=0.6, highest=0.5)
-    with pytest.raises(ValueError, match="completions"):
+    with pytest.raises(ValueError, match=r"problems \* samples"):
         FilterSettings(count=65_536, samples=1024)
 
 

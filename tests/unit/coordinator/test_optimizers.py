@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coordinator.training.optimizers import make_optimizer
+from node.policy.models.tiny_llama import make_model
 from node.protocol.run import TrainingSpec
-from node.tiny import make_model
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from coordinator.trainer_command import trainer
+from coordinator.commands.trainer import trainer
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
-from coordinator.training.grpo import read
-from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, pack, sample_tokens, share
-from node.policy_config import ATTENTION
-from node.tiny import make_model
+from coordinator.training.grpo import forward_logprobs
+from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, count_tokens, pack, rows_of_process
+from node.policy.config import ATTENTION
+from node.policy.models.tiny_llama import make_model
 
 SAMPLES = [
     Sample((1, 2, 3), (4, 5), (-1.0, -2.0)),
@@ -45,8 +45,10 @@ def test_a_packed_sample_has_the_log_probabilities_that_it_has_alone(model, samp
     """Else a rollout's gradient would depend on its neighbours."""
     (together,) = pack(scored(samples), row_tokens=100)
     with torch.no_grad():
-        packed = read(model, together, temperature=0.7)[1]
-        alone = [read(model, pack(scored([sample]), row_tokens=1)[0], temperature=0.7)[1] for sample in samples]
+        packed = forward_logprobs(model, together, temperature=0.7)[1]
+        alone = [
+            forward_logprobs(model, pack(scored([sample]), row_tokens=1)[0], temperature=0.7)[1] for sample in samples
+        ]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
@@ -56,9 +58,9 @@ def test_a_packed_sample_agrees_with_an_ordinary_forward_pass(model):
     sequence = torch.tensor([[16, 17, 18, 19, 40, 41, 20]])
     with torch.no_grad():
         logprobs = torch.log_softmax(make_model(3)(input_ids=sequence).logits[0].float() / 0.7, -1)
-        found = read(model, pack(scored(SAMPLES), row_tokens=100)[0], temperature=0.7)[1][-3:]
+        found = forward_logprobs(model, pack(scored(SAMPLES), row_tokens=100)[0], temperature=0.7)[1][-3:]
     wanted = torch.stack([logprobs[1, 18], logprobs[2, 19], logprobs[5, 20]])
-    assert sample_tokens(sample) == sequence.numel()
+    assert count_tokens(sample) == sequence.numel()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -88,7 +90,7 @@ def test_every_family_with_attention_trains_on_shared_prompts_as_on_whole_sample
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with packed_attention(model):
         (row,) = pack(scored(samples), row_tokens=200)
-        found = (read(model, row, temperature=1.0)[1] * row.advantage).sum()
+        found = (forward_logprobs(model, row, temperature=1.0)[1] * row.advantage).sum()
         found.backward()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -100,7 +102,7 @@ def test_gradients_of_packed_rows_are_those_of_the_samples(model, samples):
     def gradients(rows):
         model.zero_grad()
         for row in rows:
-            (read(model, row, temperature=1.0)[1] * row.advantage).sum().backward()
+            (forward_logprobs(model, row, temperature=1.0)[1] * row.advantage).sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     together = gradients(pack(scored(samples), row_tokens=100))
@@ -127,7 +129,7 @@ def test_a_prompt_stands_once_in_a_row_for_the_samples_that_follow_each_other():
         *(1, 2, 3, 4, 5, 6),
     ]
     assert row.positions[0, :14].tolist() == [0, 1, 2, 3, 4, 4, 5, 4, 5, 6, 4, 5, 6, 7]
-    alone = sum(sample_tokens(sample) for sample in GROUPS)
+    alone = sum(count_tokens(sample) for sample in GROUPS)
     assert row.ids.numel() == alone - 3 * 4 - 2 * 4
     assert [line.ids.shape[1] for line in pack(scored(GROUPS), row_tokens=100, recurrent=True)] == [alone]
 
@@ -135,8 +137,8 @@ def test_a_prompt_stands_once_in_a_row_for_the_samples_that_follow_each_other():
 def test_a_row_of_shared_prompts_is_not_read_by_a_model_that_would_not_heed_them():
     """It would take the samples for one sequence, and train on that."""
     (row,) = pack(scored(GROUPS), row_tokens=100)
-    with pytest.raises(ValueError, match="does not attend by a row's layout"):
-        read(make_model(3), row, temperature=1.0)
+    with pytest.raises(ValueError, match="ignores the row's layout"):
+        forward_logprobs(make_model(3), row, temperature=1.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -151,7 +153,7 @@ def test_the_same_row_gives_the_same_gradients_bit_for_bit_whatever_the_threads(
         for _ in range(10):
             made.zero_grad()
             with packed_attention(made):
-                (read(made, row, temperature=1.0)[1] * row.advantage).sum().backward()
+                (forward_logprobs(made, row, temperature=1.0)[1] * row.advantage).sum().backward()
             found.add(tuple(parameter.grad.double().sum().item() for parameter in made.parameters()))
     finally:
         torch.set_num_threads(before)
@@ -190,7 +192,7 @@ def test_rows_are_full_and_in_order_and_a_long_sample_has_its_own():
 def test_every_process_has_as_many_rows_and_each_row_is_worked_on_once(size):
     """A process with fewer would leave the others waiting for ever; a row twice would weigh double."""
     rows = pack(scored(SAMPLES), row_tokens=1)[:3]
-    shares = [share(rows, rank=rank, size=size) for rank in range(size)]
+    shares = [rows_of_process(rows, rank=rank, size=size) for rank in range(size)]
     assert len({len(each) for each in shares}) == 1
     counted = [row.targets.tolist() for each in shares for row in each if row.weight.any()]
     assert sorted(counted) == sorted(row.targets.tolist() for row in rows)
@@ -200,7 +202,7 @@ def test_a_row_that_fills_up_adds_nothing(model):
     (row,) = pack(scored(SAMPLES), row_tokens=100)
     model.zero_grad()
     filler = row.filler()
-    (read(model, filler, temperature=1.0)[1] * filler.weight).sum().backward()
+    (forward_logprobs(model, filler, temperature=1.0)[1] * filler.weight).sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 

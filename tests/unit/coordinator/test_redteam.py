@@ -10,15 +10,23 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from coordinator.demo.layout import demo_run_toml
-from coordinator.demo.ledger import Ledger
-from coordinator.redteam.attacks import ATTACKS
-from coordinator.redteam.command import redteam
-from coordinator.redteam.journal import ACCEPTED, HANDED_BACK, STORED, Entry, Journal, read_journal, read_nodes
-from coordinator.redteam.rules import redteam_run_toml
-from coordinator.redteam.tally import SCHEMA, AttackRow, Result, attack_rows
-from coordinator.redteam.view import render
-from node.protocol.admission import Figures, Outcome, judge
+from coordinator.lab.processes.journal import (
+    ACCEPTED,
+    HANDED_BACK,
+    STORED,
+    Journal,
+    JournalEntry,
+    read_journal,
+    read_nodes,
+)
+from coordinator.lab.processes.layout import demo_run_toml
+from coordinator.lab.processes.ledger import Ledger
+from coordinator.lab.redteam.attacks import ATTACKS
+from coordinator.lab.redteam.command import redteam
+from coordinator.lab.redteam.rules import redteam_run_toml
+from coordinator.lab.redteam.tally import SCHEMA, AttackResult, AttackRow, attack_rows
+from coordinator.lab.redteam.view import render
+from node.protocol.admission import Figures, Outcome, judge_rows
 from node.protocol.messages import BatchEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import parse_run_toml
@@ -63,11 +71,11 @@ def ledger(*entries: VerdictEntry | BatchEntry) -> Ledger:
     return found
 
 
-def stored(number: int, *, hostile: bool = True) -> Entry:
-    return Entry(0.0, GREEDY.name, NODE, hostile, STORED, submission=submission(number), slot="3/0")
+def stored(number: int, *, hostile: bool = True) -> JournalEntry:
+    return JournalEntry(0.0, GREEDY.name, NODE, hostile, STORED, submission=submission(number), slot="3/0")
 
 
-def row(entries: list[Entry], log: Ledger) -> AttackRow:
+def row(entries: list[JournalEntry], log: Ledger) -> AttackRow:
     (found,) = attack_rows([GREEDY], entries, log)
     return found
 
@@ -96,7 +104,7 @@ def test_what_an_attacker_did_honestly_is_not_held_against_the_verifier() -> Non
 
 
 def test_a_hostile_request_that_was_granted_got_through() -> None:
-    found = row([Entry(0.0, GREEDY.name, NODE, True, ACCEPTED, count=3)], ledger())
+    found = row([JournalEntry(0.0, GREEDY.name, NODE, True, ACCEPTED, count=3)], ledger())
     assert (found.tries, found.succeeded, found.admitted) == (3, 3, 0)
 
 
@@ -106,13 +114,13 @@ def test_a_slot_without_a_verdict_is_neither_stopped_nor_through() -> None:
 
 
 def test_what_nobody_expected_to_stop_an_attack_is_pointed_out() -> None:
-    found = row([stored(1)], ledger(verdict(1, reason=Reason.NOT_PARQUET)))
-    assert found.unexpected == ("not_parquet",)
+    found = row([stored(1)], ledger(verdict(1, reason=Reason.MALFORMED_SUBMISSION)))
+    assert found.unexpected == ("malformed_submission",)
 
 
 @pytest.mark.parametrize(("slot", "came_to"), [("3/5", "done_by_others"), ("3/6", "left_over")])
 def test_a_slot_that_was_handed_back_is_followed_to_whoever_did_it(slot: str, came_to: str) -> None:
-    entry = Entry(0.0, GREEDY.name, NODE, True, HANDED_BACK, slot=slot)
+    entry = JournalEntry(0.0, GREEDY.name, NODE, True, HANDED_BACK, slot=slot)
     assert row([entry], ledger(verdict(1, slot=5))).stopped == {came_to: 1}
 
 
@@ -143,8 +151,8 @@ def test_wide_open_limits_are_those_that_nothing_exceeds() -> None:
     assert msgspec.structs.replace(wide, limits=own.limits) == own
     awful = Figures(**dict.fromkeys(Figures.__struct_fields__, 1e6))
     evidence = {name: 0.0 for name in Figures.__struct_fields__ if name.endswith("_evidence")}
-    assert judge([msgspec.structs.replace(awful, **evidence)], limits=wide.limits) is None
-    assert judge([msgspec.structs.replace(awful, **evidence)], limits=own.limits) is not None
+    assert judge_rows({0: msgspec.structs.replace(awful, **evidence)}, limits=wide.limits) is None
+    assert judge_rows({0: msgspec.structs.replace(awful, **evidence)}, limits=own.limits) is not None
     assert (wide.limits.suspects, wide.limits.second_looks) == ((), 0.0)
 
 
@@ -164,11 +172,11 @@ def test_every_attack_says_what_it_is_and_what_stops_it() -> None:
         assert ACCEPTED not in attack.stopped_by
 
 
-def result(**changes: object) -> Result:
+def result(**changes: object) -> AttackResult:
     attack = AttackRow(
         "greedy", "", "", tries=3, slots=3, admitted=0, succeeded=0, stopped={"wrong_token": 3}, unexpected=(), honest=1
     )
-    found = Result(
+    found = AttackResult(
         schema=SCHEMA,
         run_id=NODE,
         seconds=12.0,

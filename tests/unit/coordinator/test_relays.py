@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.relays import RELAY_SECONDS, RelayRegistry, place_of
+from coordinator.run.relays import RELAY_SECONDS, RelayRegistry, place_of
 from coordinator.storage.database import Database
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.training.distributed_learner import Team
 from coordinator.training.grpo import Execution
-from coordinator.training.team import Team
-from node.policy_errors import PolicyError
+from node.policy.errors import PolicyError
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="team", environments=(EnvironmentSpec(name="arithmetic"),))
@@ -24,9 +24,9 @@ class Overheard:
     is_first: bool = True
     said: list[str] = field(default_factory=list)
 
-    def say(self, data: bytes | None) -> bytes:
+    def broadcast(self, data: bytes | None) -> bytes:
         assert data is not None
-        self.said.append(msgspec.msgpack.decode(data)["what"])
+        self.said.append(msgspec.msgpack.decode(data)["action"])
         return data
 
 

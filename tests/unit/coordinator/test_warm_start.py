@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from coordinator.training.warm_start import (
-    GUESSING,
-    WORKED,
+    GUESSING_STAGE,
+    WORKED_STAGE,
     collate,
     demonstrate_addition,
     demonstrate_reversal,
@@ -21,8 +21,8 @@ from coordinator.training.warm_start import (
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import Problem
 from node.environments.reverse import Reverse
+from node.policy.models.tiny_llama import EOS, UNK, make_tokenizer
 from node.protocol.run import SamplingSpec
-from node.tiny import EOS, UNK, make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,8 @@ def test_a_demonstration_shows_its_work():
         (Reverse(), demonstrate_reversal, 0.0, (1.0, 1.0)),
         (Arithmetic(digits=5), demonstrate_addition, 0.0, (1.0, 1.0)),
         # Two columns are right with .8 squared, or by luck; three to five letters with (.88 + .12 / 8) to the power.
-        (Arithmetic(), demonstrate_addition, WORKED.addition_noise, (0.62, 0.68)),
-        (Reverse(), demonstrate_reversal, WORKED.reversal_noise, (0.62, 0.68)),
+        (Arithmetic(), demonstrate_addition, WORKED_STAGE.addition_noise, (0.62, 0.68)),
+        (Reverse(), demonstrate_reversal, WORKED_STAGE.reversal_noise, (0.62, 0.68)),
     ],
 )
 def test_demonstrations_are_as_often_right_as_their_noise_says(source, demonstrate, noise, right):
@@ -64,7 +64,9 @@ def test_demonstrations_are_as_often_right_as_their_noise_says(source, demonstra
 def test_demonstrations_fit_the_tokenizer_and_the_demonstration_runs_length_limit():
     tokenizer, rng = make_tokenizer(), Random(1)
     for turn in range(300):
-        prompt, completion = (tokenizer(text)["input_ids"] for text in demonstration(rng, (WORKED, GUESSING)[turn % 2]))
+        prompt, completion = (
+            tokenizer(text)["input_ids"] for text in demonstration(rng, (WORKED_STAGE, GUESSING_STAGE)[turn % 2])
+        )
         assert UNK not in prompt + completion
         assert len(completion) + 1 <= SamplingSpec().max_new_tokens
 
@@ -84,20 +86,20 @@ def test_the_loss_is_on_completions_and_their_end_alone():
 def test_half_of_the_last_demonstrations_skip_the_work():
     """That is what reinforcement learning has to find out."""
     rng = Random(2)
-    shown = [demonstration(rng, GUESSING) for _ in range(2000)]
+    shown = [demonstration(rng, GUESSING_STAGE) for _ in range(2000)]
     guesses = [completion for _, completion in shown if completion.startswith("<think></think>")]
     assert 0.45 <= len(guesses) / len(shown) <= 0.55
-    assert not any(demonstration(rng, WORKED)[1].startswith("<think></think>") for _ in range(200))
+    assert not any(demonstration(rng, WORKED_STAGE)[1].startswith("<think></think>") for _ in range(200))
 
 
 def test_the_rate_rises_and_then_falls():
-    rates = [learning_rate(WORKED, step) for step in range(WORKED.steps)]
-    assert rates[0] == pytest.approx(WORKED.learning_rate / 20)
-    assert max(rates) == rates[19] == pytest.approx(WORKED.learning_rate, rel=0.01)
-    assert rates[-1] == pytest.approx(WORKED.learning_rate / 20, rel=0.01)
+    rates = [learning_rate(WORKED_STAGE, step) for step in range(WORKED_STAGE.steps)]
+    assert rates[0] == pytest.approx(WORKED_STAGE.learning_rate / 20)
+    assert max(rates) == rates[19] == pytest.approx(WORKED_STAGE.learning_rate, rel=0.01)
+    assert rates[-1] == pytest.approx(WORKED_STAGE.learning_rate / 20, rel=0.01)
 
 
-SHORT = (replace(WORKED, steps=1), replace(GUESSING, steps=1))
+SHORT = (replace(WORKED_STAGE, steps=1), replace(GUESSING_STAGE, steps=1))
 
 
 def test_the_same_seed_gives_the_same_bits_and_reports_every_step():
@@ -115,7 +117,9 @@ def test_the_same_seed_gives_the_same_bits_and_reports_every_step():
 
 def test_it_learns():
     losses = []
-    model, _ = warm_start(stages=[replace(WORKED, steps=25)], progress=lambda _step, _total, loss: losses.append(loss))
+    model, _ = warm_start(
+        stages=[replace(WORKED_STAGE, steps=25)], progress=lambda _step, _total, loss: losses.append(loss)
+    )
     assert losses[0] > 4.0
     assert losses[-1] < losses[0] / 2
     assert not model.training
@@ -140,7 +144,7 @@ def accuracy(model, tokenizer, source):
     return sum(source.reward(problem, text) for problem, text in zip(problems, texts, strict=True)) / len(problems)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_default_warm_start_leaves_something_to_gain_and_a_way_to_gain_it():
     """It succeeds often enough to learn from, and seldom enough that there is something to learn."""
     model, tokenizer = warm_start()

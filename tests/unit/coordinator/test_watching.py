@@ -18,18 +18,18 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from coordinator.commands.options import watching_options
 from coordinator.errors import BadConfiguration
-from coordinator.options import watching_options
-from coordinator.training import watching
-from coordinator.training.watching import Nobody, Watcher, WatchSettings, chosen_watchers, make_watcher
+from coordinator.training import trackers
+from coordinator.training.trackers import NullTracker, Tracker, TrackerSettings, make_tracker, tracker_settings
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="watched", environments=(EnvironmentSpec(name="arithmetic"),))
 RUN_ID = "ab" * 32
 
 
-def watch(state: Path, **settings: object) -> Watcher:
-    return make_watcher(WatchSettings(**settings), run_id=RUN_ID, spec=SPEC, state=state)
+def watch(state: Path, **settings: object) -> Tracker:
+    return make_tracker(TrackerSettings(**settings), run_id=RUN_ID, spec=SPEC, state=state)
 
 
 def records(path: Path) -> list[bytes]:
@@ -100,7 +100,7 @@ def test_a_curve_that_cannot_be_written_costs_no_step(
     watcher = watch(tmp_path, tensorboard=tensorboard)
     watcher.step(1, {"reward": 1.0})
     watcher.step(2, {"reward": 2.0})
-    assert caplog.text.count("TensorBoard misses steps from 1 on") == 1
+    assert caplog.text.count("TensorBoard tracker failed at step 1") == 1
     tensorboard.unlink()
     watcher.step(3, {"reward": 3.0})
     watcher.close()
@@ -110,10 +110,10 @@ def test_a_curve_that_cannot_be_written_costs_no_step(
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from coordinator.training.watching import TensorBoard, Guarded
+from coordinator.training.trackers import TensorBoard, GuardedTracker
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-watcher = Guarded({"TensorBoard": TensorBoard(Path(sys.argv[1]))})
+watcher = GuardedTracker({"TensorBoard": TensorBoard(Path(sys.argv[1]))})
 watcher.step(1, {"reward": 1.0})
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 for step in range(2, 60):
@@ -124,6 +124,7 @@ watcher.close()
 """
 
 
+@pytest.mark.system
 def test_a_full_disk_stops_the_curves_and_not_the_training(tensorboard: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tensorboard)], capture_output=True, text=True, timeout=60, check=False
@@ -140,7 +141,7 @@ def test_a_full_disk_stops_the_curves_and_not_the_training(tensorboard: Path) ->
 @click.command()
 @watching_options
 def trainer(**options: object) -> None:
-    settings = chosen_watchers(state=Path("state"), **options)  # type: ignore[arg-type]
+    settings = tracker_settings(state=Path("state"), **options)  # type: ignore[arg-type]
     click.echo(json.dumps([settings.tensorboard and str(settings.tensorboard), settings.wandb]))
 
 
@@ -156,7 +157,7 @@ def trainer(**options: object) -> None:
 def test_what_the_options_choose(
     arguments: list[str], chosen: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "find_spec", lambda _name: True)
+    monkeypatch.setattr(trackers, "find_spec", lambda _name: True)
     result = CliRunner().invoke(trainer, arguments, catch_exceptions=False)
     assert json.loads(result.output) == chosen
 
@@ -169,19 +170,19 @@ def test_both_at_once_are_refused() -> None:
 def test_without_the_writer_one_line_says_so_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watching, "find_spec", lambda _name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda _name: None)
     with caplog.at_level(logging.WARNING):
-        settings = chosen_watchers(state=tmp_path, tensorboard=None, no_tensorboard=False, wandb=None)
+        settings = tracker_settings(state=tmp_path, tensorboard=None, no_tensorboard=False, wandb=None)
     (record,) = caplog.records
-    assert "veriswarm[train]" in record.getMessage()
-    assert isinstance(make_watcher(settings, run_id=RUN_ID, spec=SPEC, state=tmp_path), Nobody)
+    assert "swarmproof[train]" in record.getMessage()
+    assert isinstance(make_tracker(settings, run_id=RUN_ID, spec=SPEC, state=tmp_path), NullTracker)
 
 
 @pytest.mark.parametrize("settings", [{"tensorboard": Path("x")}, {"wandb": "p"}], ids=["tensorboard", "wandb"])
 def test_who_asks_for_what_is_not_installed_is_told_what_to_install(
     settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "find_spec", lambda _name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda _name: None)
     with pytest.raises(BadConfiguration, match="pip install"):
         watch(tmp_path, **settings)
 
@@ -192,18 +193,19 @@ SECRET, KEY = "postgresql://me:hunter2@host/run", "0123456789" * 4
 WANDB = """
 import sys
 from pathlib import Path
-from coordinator.training.watching import WatchSettings, make_watcher
+from coordinator.training.trackers import TrackerSettings, make_tracker
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 spec = RunSpec(name="watched", environments=(EnvironmentSpec(name="arithmetic"),))
-settings = WatchSettings(wandb="curves")
-watcher = make_watcher(settings, run_id="ab" * 32, spec=spec, state=Path(sys.argv[1]))
+settings = TrackerSettings(wandb="curves")
+watcher = make_tracker(settings, run_id="ab" * 32, spec=spec, state=Path(sys.argv[1]))
 for step in (1, 2, 3, 2):
     watcher.step(step, {"reward": 0.5 * step, "loss": float("nan")})
 watcher.close()
 """
 
 
+@pytest.mark.system
 def test_wandb_works_offline_and_is_told_no_secret(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home")}

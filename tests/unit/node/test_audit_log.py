@@ -27,7 +27,7 @@ from logged import (
 )
 from msgspec import UNSET, UnsetType
 
-from node.audit_log import LeafTree, LoggedVerdict, check_log, choose_verdicts, read_entries
+from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals, drift_limit
 from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
@@ -40,7 +40,7 @@ from shardcast.wire import encode
 
 RULES = RunEntry(run_id=RUN, spec_digest=SPEC.digest)
 UNDECIDED = unmeasured(4, outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED)
-CHEAP = unmeasured(5, reason=Reason.NOT_PARQUET, tokens=0)
+CHEAP = unmeasured(5, reason=Reason.MALFORMED_SUBMISSION, tokens=0)
 HONEST: list[LogEntry] = [
     RULES,
     policy(0),
@@ -57,7 +57,7 @@ HONEST: list[LogEntry] = [
 
 
 def codes(entries: list[LogEntry | None]) -> list[tuple[str, int | None]]:
-    return [(problem.code, problem.log_index) for problem in check_log(entries, run_id=RUN, spec=SPEC)]
+    return [(problem.code, problem.log_index) for problem in read_log(entries, run_id=RUN, spec=SPEC).problems]
 
 
 def test_a_step_that_took_a_group_without_signal_is_seen() -> None:
@@ -70,7 +70,7 @@ def test_a_step_that_took_a_group_without_signal_is_seen() -> None:
         ([rules, policy(0), dull, mixed, batch(0, 2)], []),
         ([rules, policy(0), dull, mixed, batch(0, 1, 2)], [("batch_without_signal", 4)]),
     ):
-        problems = check_log(entries, run_id=RUN, spec=spec)
+        problems = read_log(entries, run_id=RUN, spec=spec).problems
         assert [(problem.code, problem.log_index) for problem in problems] == wanted
 
 
@@ -85,7 +85,7 @@ def in_pools(number: int, candidate: int | UnsetType, **changes: object) -> Verd
 
 def pool_codes(*entries: LogEntry) -> list[tuple[str, int | None]]:
     rules = RunEntry(run_id=RUN, spec_digest=POOLED.digest)
-    problems = check_log([rules, *entries], run_id=RUN, spec=POOLED)
+    problems = read_log([rules, *entries], run_id=RUN, spec=POOLED).problems
     return [(problem.code, problem.log_index) for problem in problems]
 
 
@@ -141,7 +141,7 @@ def test_a_second_verdict_is_on_the_same_candidate() -> None:
     first = [in_pools(n, right_candidate(n, 0, lambda _: None)) for n in range(2, 4)]
     partly = in_pools(1, wanted, spot=0)
     again = in_pools(1, 0 if wanted else 5, recheck=True)
-    found = check_log([rules, policy(0), *first, partly, again], run_id=RUN, spec=spec)
+    found = read_log([rules, policy(0), *first, partly, again], run_id=RUN, spec=spec).problems
     assert ("unfounded_recheck", 5) in [(problem.code, problem.log_index) for problem in found]
 
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, RUN_KEY, sealed_descriptor
 
-from node.board import FILE, MAX_ENVELOPE_BYTES, Board, News
+from node.discovery.descriptor import FILE, MAX_ENVELOPE_BYTES, Board, News
 from shardcast.errors import LocalFault, Malformed, PeerFault, Stale
 
 START = 1000.0
@@ -161,7 +161,7 @@ def test_a_disk_that_takes_nothing_stops_no_news(
     def full(_path: Path, _data: bytes) -> None:
         raise LocalFault("no space left", code="disk_full")
 
-    monkeypatch.setattr("node.board.write_atomically", full)
+    monkeypatch.setattr("node.discovery.descriptor.write_atomically", full)
     assert board.offer(envelope(7), source="") is News.NEWER
     assert shown(board) == 7
     assert "not kept" in caplog.text

@@ -10,7 +10,7 @@ from node.environments.calculator import Calculator, calculate
 from node.protocol.run import EnvironmentSpec
 
 SOURCE = Calculator()
-PROMPTS = ["Q:82*80=?\nA:", "Q:80*64=?\nA:", "Q:76*18=?\nA:", "Q:17*12=?\nA:"]
+PROMPTS = ["Q:49*10=?\nA:", "Q:53*89=?\nA:", "Q:84*58=?\nA:", "Q:50*18=?\nA:"]
 
 
 def test_it_is_a_conversation_and_a_run_can_name_it() -> None:

@@ -9,19 +9,19 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.challenge import appraise_challenge
-from node.control_report import challenge_lines
+from node.control.challenge import appraise_challenge
+from node.control.report import challenge_lines
 from node.engines.torch import TorchEngine
-from node.parquet import write_rollouts
-from node.parquet_reader import ParquetReader
-from node.prefill import Prefill
 from node.protocol.challenge import challenge_spec
 from node.protocol.control import AskChallenge, ChallengeBody
 from node.protocol.run import EnvironmentSpec, LimitsSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.readings import read_by_transformers
-from node.worker_engine import EngineHost, Unprepared
-from node.worker_policies import HeldPolicy
+from node.submission.reader import read_rollouts
+from node.submission.writer import write_rollouts
+from node.verification.prefill import Prefill
+from node.verification.readings import read_by_transformers
+from node.worker.engine import EngineHost, Unprepared
+from node.worker.policies import HeldPolicy
 
 SPEC = RunSpec(
     name="test",
@@ -50,8 +50,7 @@ class Scene:
     prefill: Prefill
 
     def rollouts(self) -> list[Rollout]:
-        with ParquetReader() as reader:
-            return reader.read(self.body.rollouts, spec=challenge_spec(SPEC, ASK))
+        return read_rollouts(self.body.rollouts, spec=challenge_spec(SPEC, ASK))
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +106,9 @@ def test_invented_tokens_need_a_policy_to_be_seen(scene: Scene) -> None:
 
 def test_too_few_rows_and_a_file_that_is_none(scene: Scene) -> None:
     assert appraised(forged(scene, scene.rollouts()[:2]), None).fault.startswith("wrong_group_size")
-    junk = msgspec.structs.replace(scene.body, rollouts=b"PAR1 junk PAR1")
+    junk = msgspec.structs.replace(scene.body, rollouts=b"\x28\xb5\x2f\xfd junk")
     shown = appraised(junk, None)
-    assert shown.fault.startswith("not_parquet")
+    assert shown.fault.startswith("malformed_submission")
     assert "not what was asked for" in " ".join(challenge_lines(shown))
 
 

@@ -7,21 +7,20 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from locations import ROOT
 
 from node import cli
-from node.command_line import Commands
+from node.commands.click_ext import Commands
 from node.errors import ConfigError
-from node.identity import load_key, node_id
-from node.logs import Unrepeated
+from node.keys.identity import load_key, node_id
 from node.protocol.run import run_id_of
+from node.runtime.logs import Unrepeated
 
 RUN_ID = "ab" * 32
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +34,8 @@ def quiet_root_logger():
         logging.getLogger(package).setLevel(logging.NOTSET)
 
 
-def veriswarm(*arguments, **environment):
-    return CliRunner().invoke(cli.main, arguments, env=environment, prog_name="veriswarm")
+def swarmproof(*arguments, **environment):
+    return CliRunner().invoke(cli.main, arguments, env=environment, prog_name="swarmproof")
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def seen(monkeypatch):
     async def record(settings, **_):
         seen["settings"] = settings
 
-    monkeypatch.setattr("node.worker.run_worker", record)
+    monkeypatch.setattr("node.worker.daemon.run_worker", record)
     return seen
 
 
@@ -68,26 +67,27 @@ def test_every_command_explains_itself_with_an_example_and_every_option_has_help
     found = dict(_commands(cli.main))
     assert {("worker",), ("relay",), ("audit",), ("keys", "new"), ("keys", "show"), ("keys", "run-id")} <= found.keys()
     for path, command in found.items():
-        result = veriswarm(*path, "--help")
+        result = swarmproof(*path, "--help")
         assert result.exit_code == 0, result.output
         assert "Example" in result.output, path
-        assert f"veriswarm {' '.join(path)}" in result.output, path
+        assert f"swarmproof {' '.join(path)}" in result.output, path
         for option in command.params:
             documented = path[0] not in cli.main.commands or not isinstance(option, click.Option) or option.help
             assert documented, (path, option.name)
 
 
 def test_the_help_of_the_whole_names_the_ways_to_take_part():
-    result = veriswarm("--help")
+    result = swarmproof("--help")
     assert result.exit_code == 0
     for line in (
-        "veriswarm worker --join veriswarm://...",
-        "veriswarm audit URL --run-id ID",
-        "VERISWARM_WORKER_",
+        "swarmproof worker --join swarmproof://...",
+        "swarmproof audit URL --run-id ID",
+        "SWARMPROOF_WORKER_",
     ):
         assert line in result.output
 
 
+@pytest.mark.system
 def test_the_module_runs_as_a_program():
     command = [sys.executable, "-m", "node.cli", "keys", "--help"]
     assert "Usage:" in subprocess.check_output(command, cwd=ROOT, text=True, timeout=60)
@@ -98,13 +98,13 @@ def test_the_module_runs_as_a_program():
 
 def test_keys_are_made_once_for_their_owner_and_shown_without_the_secret(tmp_path):
     path = tmp_path / "run.key"
-    made = veriswarm("keys", "new", str(path))
+    made = swarmproof("keys", "new", str(path))
     key = load_key(path)
     assert made.output == node_id(key) + "\n"
     assert path.stat().st_mode & 0o777 == 0o600
-    assert veriswarm("keys", "show", str(path)).output == node_id(key) + "\n"
-    assert veriswarm("keys", "run-id", str(path)).output == run_id_of(key.public_key().public_bytes_raw()) + "\n"
-    again = veriswarm("keys", "new", str(path))
+    assert swarmproof("keys", "show", str(path)).output == node_id(key) + "\n"
+    assert swarmproof("keys", "run-id", str(path)).output == run_id_of(key.public_key().public_bytes_raw()) + "\n"
+    again = swarmproof("keys", "new", str(path))
     assert again.exit_code == 1
     assert "never replaced" in again.output
     secret = key.private_bytes_raw().hex()
@@ -112,9 +112,9 @@ def test_keys_are_made_once_for_their_owner_and_shown_without_the_secret(tmp_pat
 
 
 def test_a_missing_key_says_how_to_make_one(tmp_path):
-    result = veriswarm("keys", "show", str(tmp_path / "none"))
+    result = swarmproof("keys", "show", str(tmp_path / "none"))
     assert result.exit_code == 1
-    assert f"veriswarm keys new {tmp_path / 'none'}" in result.output
+    assert f"swarmproof keys new {tmp_path / 'none'}" in result.output
     assert "Traceback" not in result.output
 
 
@@ -126,27 +126,27 @@ def test_a_missing_key_says_how_to_make_one(tmp_path):
     [
         (((), {}, ""), 4),
         (((), {}, "slots = 5"), 5),
-        (((), {"VERISWARM_WORKER_SLOTS": "6"}, "slots = 5"), 6),
-        ((("--slots", "7"), {"VERISWARM_WORKER_SLOTS": "6"}, "slots = 5"), 7),
+        (((), {"SWARMPROOF_WORKER_SLOTS": "6"}, "slots = 5"), 6),
+        ((("--slots", "7"), {"SWARMPROOF_WORKER_SLOTS": "6"}, "slots = 5"), 7),
     ],
 )
 def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path, seen, given, expected):
     flag, environment, toml = given
     config = tmp_path / "config.toml"
     config.write_text(f'[worker]\ncoordinator = "http://h:1"\nrun-id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n{toml}\n')
-    result = veriswarm("--config", str(config), "worker", *flag, **environment)
+    result = swarmproof("--config", str(config), "worker", *flag, **environment)
     assert result.exit_code == 0, result.output
     assert seen["settings"].slots == expected
     assert seen["settings"].entry.run_id == RUN_ID
 
 
 def test_everything_can_come_from_the_environment(tmp_path, seen):
-    result = veriswarm(
+    result = swarmproof(
         "worker",
-        VERISWARM_WORKER_COORDINATOR="http://h:1",
-        VERISWARM_WORKER_RUN_ID=RUN_ID,
-        VERISWARM_WORKER_STATE=str(tmp_path / "s"),
-        VERISWARM_WORKER_ONCE="1",
+        SWARMPROOF_WORKER_COORDINATOR="http://h:1",
+        SWARMPROOF_WORKER_RUN_ID=RUN_ID,
+        SWARMPROOF_WORKER_STATE=str(tmp_path / "s"),
+        SWARMPROOF_WORKER_ONCE="1",
     )
     assert result.exit_code == 0, result.output
     assert seen["settings"].once is True
@@ -158,13 +158,13 @@ def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
     async def record(settings, **_):
         seen["settings"] = settings
 
-    monkeypatch.setattr("node.relay.run_relay", record)
+    monkeypatch.setattr("node.relay.daemon.run_relay", record)
     config = tmp_path / "config.toml"
     config.write_text(
         f'[relay]\ncoordinator = "http://h:1"\nrun_id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n'
         'upstream = ["http://a:1", "http://b:2"]\nport = 0\nquota-gb = 1.5\n'
     )
-    result = veriswarm("--config", str(config), "relay")
+    result = swarmproof("--config", str(config), "relay")
     assert result.exit_code == 0, result.output
     assert seen["settings"].entry.coordinators == ("http://h:1",)
     assert seen["settings"].upstreams == ("http://a:1", "http://b:2")
@@ -175,7 +175,7 @@ def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
     "given",
     [
         (("--coordinator", "http://a:1", "--coordinator", "http://b:2"), {}, ""),
-        ((), {"VERISWARM_WORKER_COORDINATOR": "http://a:1 http://b:2"}, ""),
+        ((), {"SWARMPROOF_WORKER_COORDINATOR": "http://a:1 http://b:2"}, ""),
         ((), {}, 'coordinator = ["http://a:1", "http://b:2"]'),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_worker_may_be_told_of_several_coordinators(tmp_path, seen, given):
     flags, environment, toml = given
     config = tmp_path / "config.toml"
     config.write_text(f'[worker]\nrun-id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n{toml}\n')
-    result = veriswarm("--config", str(config), "worker", *flags, **environment)
+    result = swarmproof("--config", str(config), "worker", *flags, **environment)
     assert result.exit_code == 0, result.output
     assert seen["settings"].entry.coordinators == ("http://a:1", "http://b:2")
 
@@ -207,7 +207,7 @@ def test_a_worker_may_be_told_of_several_coordinators(tmp_path, seen, given):
 def test_a_mistake_in_the_file_is_named_and_nothing_starts(tmp_path, seen, toml, sentence):
     config = tmp_path / "config.toml"
     config.write_text(toml)
-    result = veriswarm("--config", str(config), "worker", "--coordinator", "http://h", "--run-id", RUN_ID)
+    result = swarmproof("--config", str(config), "worker", "--coordinator", "http://h", "--run-id", RUN_ID)
     assert result.exit_code == 1
     assert sentence in result.output
     assert "Traceback" not in result.output
@@ -217,7 +217,7 @@ def test_a_mistake_in_the_file_is_named_and_nothing_starts(tmp_path, seen, toml,
 def test_a_wrong_value_in_the_file_is_judged_like_one_on_the_command_line(tmp_path, seen):
     config = tmp_path / "config.toml"
     config.write_text("[worker]\nslots = 0")
-    result = veriswarm("--config", str(config), "worker", "--coordinator", "http://h", "--run-id", RUN_ID)
+    result = swarmproof("--config", str(config), "worker", "--coordinator", "http://h", "--run-id", RUN_ID)
     assert result.exit_code == 2
     assert "slots" in result.output
 
@@ -227,7 +227,7 @@ def test_a_file_that_is_no_configuration_is_one_sentence(tmp_path, content):
     config = tmp_path / "config.toml"
     if content is not None:
         config.write_bytes(content)
-    result = veriswarm("--config", str(config), "keys", "show", "x")
+    result = swarmproof("--config", str(config), "keys", "show", "x")
     assert result.exit_code == 1
     assert [line.partition(":")[0] for line in result.output.splitlines()] == ["Error", "hint"]
 
@@ -246,21 +246,21 @@ def test_a_file_that_is_no_configuration_is_one_sentence(tmp_path, content):
     ],
 )
 def test_a_wrong_command_line_ends_with_code_2(arguments, sentence):
-    result = veriswarm(*arguments)
+    result = swarmproof(*arguments)
     assert result.exit_code == 2
     assert sentence in result.output
 
 
 @pytest.mark.parametrize("command", ["worker", "relay"])
 def test_an_address_that_is_none_is_one_sentence_and_code_1(tmp_path, command):
-    result = veriswarm(command, "--coordinator", "h:8000", "--run-id", RUN_ID, "--state", str(tmp_path / "s"))
+    result = swarmproof(command, "--coordinator", "h:8000", "--run-id", RUN_ID, "--state", str(tmp_path / "s"))
     assert result.exit_code == 1
     assert "give one such as http://" in result.output
     assert "Traceback" not in result.output
 
 
 def test_a_relay_that_nobody_could_reach_is_refused(tmp_path):
-    result = veriswarm(
+    result = swarmproof(
         *("relay", "--coordinator", "http://127.0.0.1:1", "--run-id", RUN_ID),
         *("--state", str(tmp_path / "s"), "--host", "0.0.0.0"),
     )
@@ -270,7 +270,7 @@ def test_a_relay_that_nobody_could_reach_is_refused(tmp_path):
 
 def test_a_state_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    result = veriswarm(
+    result = swarmproof(
         "worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--state", str(tmp_path / "file" / "state")
     )
     assert result.exit_code == 1
@@ -281,15 +281,15 @@ def test_the_unexpected_has_a_traceback_only_with_debug(monkeypatch, tmp_path):
     async def broken(*_, **__):
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("node.worker.run_worker", broken)
+    monkeypatch.setattr("node.worker.daemon.run_worker", broken)
     arguments = ("worker", "--coordinator", "http://h", "--run-id", RUN_ID, "--state", str(tmp_path))
-    plain = veriswarm(*arguments)
+    plain = swarmproof(*arguments)
     assert plain.exit_code == 70
     assert "Something unexpected happened: ZeroDivisionError: by nothing." in plain.output
-    assert "with --debug (or VERISWARM_DEBUG=1)" in plain.output.splitlines()[-1]
+    assert "with --debug (or SWARMPROOF_DEBUG=1)" in plain.output.splitlines()[-1]
     assert "Traceback" not in plain.output
-    assert isinstance(veriswarm("--debug", *arguments).exception, ZeroDivisionError)
-    assert isinstance(veriswarm(*arguments, VERISWARM_DEBUG="1").exception, ZeroDivisionError)
+    assert isinstance(swarmproof("--debug", *arguments).exception, ZeroDivisionError)
+    assert isinstance(swarmproof(*arguments, SWARMPROOF_DEBUG="1").exception, ZeroDivisionError)
 
 
 # -- audit's exit codes
@@ -303,10 +303,10 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
         seen.update(arguments, url=url)
         return code
 
-    monkeypatch.setattr("node.audit.run_audit", audited)
+    monkeypatch.setattr("node.audit.auditor.run_audit", audited)
     arguments = ("--run-id", RUN_ID, "--sample", "3", "--seed", "9", "--json", "--state", str(tmp_path))
     arguments += ("--source", "http://origin")
-    assert veriswarm("audit", "http://h", *arguments).exit_code == code
+    assert swarmproof("audit", "http://h", *arguments).exit_code == code
     assert seen == {
         "url": "http://h",
         "run_id": RUN_ID,
@@ -324,21 +324,21 @@ def test_an_audit_that_fails_is_never_taken_for_a_disagreement(monkeypatch, erro
     async def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr("node.audit.run_audit", failing)
-    assert veriswarm("audit", "http://h", "--run-id", RUN_ID).exit_code == 2
+    monkeypatch.setattr("node.audit.auditor.run_audit", failing)
+    assert swarmproof("audit", "http://h", "--run-id", RUN_ID).exit_code == 2
 
 
 # -- commands of other packages
 
 
 def _entry_point(monkeypatch, value):
-    entry = metadata.EntryPoint(name="operator", value=value, group="veriswarm.commands")
+    entry = metadata.EntryPoint(name="operator", value=value, group="swarmproof.commands")
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [entry])
 
 
 def test_operator_commands_that_are_not_installed_are_missed_by_nobody_else(monkeypatch, tmp_path):
     _entry_point(monkeypatch, "no_such_package.cli:COMMANDS")
-    group = Commands(name="veriswarm", commands=dict(cli.main.commands))
+    group = Commands(name="swarmproof", commands=dict(cli.main.commands))
     runner = CliRunner()
     assert runner.invoke(group, ["keys", "new", str(tmp_path / "key")]).exit_code == 0
     assert runner.invoke(group, ["--help"]).exit_code == 0
@@ -350,8 +350,8 @@ def test_operator_commands_that_are_not_installed_are_missed_by_nobody_else(monk
 def test_operator_commands_appear_with_their_variables(monkeypatch):
     _entry_point(monkeypatch, f"{__name__}:COMMANDS")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
-    group = Commands(name="veriswarm")
-    result = CliRunner().invoke(group, ["operate"], env={"VERISWARM_OPERATE_RUN_FILE": "x.toml"})
+    group = Commands(name="swarmproof")
+    result = CliRunner().invoke(group, ["operate"], env={"SWARMPROOF_OPERATE_RUN_FILE": "x.toml"})
     assert result.output == "x.toml\n"
 
 
@@ -376,6 +376,7 @@ def test_an_outage_is_a_line_a_minute_not_a_line_a_retry():
     assert [passes("away"), passes("away"), passes("other"), passes("away")] == [True, False, True, False]
 
 
+@pytest.mark.system
 def test_a_worker_that_is_interrupted_while_it_waits_ends_in_peace(tmp_path):
     command = [sys.executable, "-m", "node.cli", "worker", "--coordinator", "http://127.0.0.1:9", "--run-id", RUN_ID]
     process = subprocess.Popen(

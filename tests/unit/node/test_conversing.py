@@ -15,24 +15,24 @@ from talking import SPEC, talk, talkative_file
 from verifying import InMemory
 
 from coordinator.calibration.cheats import Prover
-from node.conversing import REPLY_SECONDS, all_graded, asking, graded
 from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import Environment, EnvironmentFault, Problem
 from node.environments.calculator import Calculator
 from node.environments.grading import grade
-from node.measurement import Span
-from node.policy import Policy, render_completion, render_reply
-from node.prefill import TransformersPrefill, spans_of
-from node.protocol.admission import Outcome
+from node.episodes.conversation import REPLY_SECONDS, all_graded, asking, graded
+from node.policy.file import Policy, render_completion, render_reply
+from node.policy.models.tiny_llama import EOS
+from node.protocol.admission import Outcome, judge_gain
 from node.protocol.reasons import Reason
 from node.protocol.run import ProofSpec, SamplingSpec
 from node.protocol.submission import Rollout
 from node.protocol.turns import MAX_REPLY_CHARACTERS, replay, turns_of
-from node.second_look import look_again, quantised
-from node.tiny import EOS
-from node.verification import Rules
+from node.verification.plan import Rules
+from node.verification.prefill import TransformersPrefill
+from node.verification.second_look import quantised, suspect_gain
+from node.verification.spans import Span, spans_of
 
 VERSION = 5
 """The leased policy's."""
@@ -107,9 +107,10 @@ def test_engine_and_reference_draw_the_same_and_are_admitted(path: Path, policy:
     assert [one.completion_ids for one in engine] == [one.completion_ids for one in reference]
     assert sum(len(replies_in(slot, one)) for one in engine) >= 4
     for rollouts in (engine, reference):
-        verdict = slot.verdict(rollouts)
+        judgement = slot.judgement(rollouts)
+        verdict = judgement.verdict
         assert verdict.outcome is Outcome.ADMITTED, verdict.detail
-        assert [len(said) for said in verdict.replies] == [len(replies_in(slot, one)) for one in rollouts]
+        assert [len(said) for said in judgement.replies] == [len(replies_in(slot, one)) for one in rollouts]
         assert verdict.rewards == tuple(len(turns_of(one.completion_ids, {EOS})) / 4 for one in rollouts)
 
 
@@ -170,7 +171,7 @@ def test_a_policy_that_arrives_between_two_turns(path: Path, policy: Policy, tmp
 def test_the_longest_rollout_fits_into_the_engine(path: Path, policy: Policy) -> None:
     """Prompt, tokens and replies at their limits: a cache that is one column short would lose every slot."""
     slot = slot_of(
-        policy, Talker(lambda _: "x" * 5), number=1, max_prompt_tokens=7, max_new_tokens=40, max_reply_tokens=15
+        policy, Talker(lambda _: "x" * 5), number=4, max_prompt_tokens=7, max_new_tokens=40, max_reply_tokens=15
     )
     rollouts = by_the_engine(path, slot)
     assert any(len(replies_in(slot, one)) == 3 and len(one.completion_ids) == 40 for one in rollouts)
@@ -192,7 +193,8 @@ def test_a_second_look_sees_through_the_replies(path: Path, policy: Policy) -> N
             replay(one.completion_ids, eos_ids=ends, sampling=sampling, ask=expected.ask).replies for one in rollouts
         ]
         assert sum(map(len, said)) > 4
-        look = look_again(
+        look = suspect_gain(
+            "int8",
             Prover(drawn_by, spec).prove(rollouts, said),
             said,
             version=VERSION,
@@ -201,7 +203,7 @@ def test_a_second_look_sees_through_the_replies(path: Path, policy: Policy) -> N
             spec=spec,
         )
         found.append(asyncio.run(look))
-    honest, cheat = found
+    honest, cheat = (judge_gain("int8", gain, limits=spec.limits) for gain in found)
     assert honest is None
     assert cheat is not None
     assert cheat.figure == "int8_gain"
@@ -280,7 +282,7 @@ def test_a_submission_whose_replies_take_too_long_is_given_up(
         clock[0] += 0.4 * REPLY_SECONDS
         return "=1\n"
 
-    monkeypatch.setattr("node.conversing.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("node.episodes.conversation.time.monotonic", lambda: clock[0])
     verdict = slot_of(policy, Talker(think), number=1).verdict(honest)
     assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
     assert len(asked) == 3
@@ -323,13 +325,13 @@ def test_the_arithmetic_environment_has_nothing_to_say(policy: Policy) -> None:
 def test_rewards_that_take_too_long_together_are_nobodys_fault(monkeypatch):
     """A group is graded within a claim's time, or two verifiers do it: what is not proved may be made to be slow."""
     clock = [0.0]
-    monkeypatch.setattr("node.conversing.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("node.episodes.conversation.time.monotonic", lambda: clock[0])
 
     def slow(*_: object) -> float:
         clock[0] += 0.4 * REPLY_SECONDS
         return 0.5
 
-    monkeypatch.setattr("node.conversing.graded", slow)
+    monkeypatch.setattr("node.episodes.conversation.graded", slow)
     rewards = all_graded(None, None, None, [[1]] * 8)
     assert [next(rewards) for _ in range(3)] == [0.5] * 3
     with pytest.raises(EnvironmentFault) as raised:

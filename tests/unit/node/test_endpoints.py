@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.endpoints import MAX_ENDPOINTS, Endpoints
+from node.client.endpoints import MAX_ENDPOINTS, Endpoints
 from node.errors import ConfigError
 
 A, B, C, D = (f"http://{name}:1" for name in "abcd")

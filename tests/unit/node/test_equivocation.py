@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, RUN_KEY, sealed_descriptor
 
-import node.equivocation
-from node.equivocation import MAX_PAIRS, Witness
-from node.protocol.equivocation import Equivocation, find_equivocation
+import node.discovery.equivocation
+from node.discovery.equivocation import MAX_PAIRS, Witness
+from node.protocol.equivocation import EquivocationProof, find_equivocation
 from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, run_id_of
 from shardcast.envelope import seal
 from shardcast.errors import PeerFault
@@ -30,7 +30,7 @@ def kept(state):
 
 
 def test_two_contents_under_one_version_convict_the_runs_key():
-    assert find_equivocation(FIRST, variant()) == Equivocation(RUN_ID, 1, FIRST, variant())
+    assert find_equivocation(FIRST, variant()) == EquivocationProof(RUN_ID, 1, FIRST, variant())
 
 
 @pytest.mark.parametrize("changes", [{"expires_at": 2}, {"issued_at": 2}, {"endpoints": ("http://h:1",)}])
@@ -66,7 +66,7 @@ def test_the_same_content_signed_again_accuses_nobody():
             structs.replace(DESCRIPTOR, run_id=run_id_of(OTHER_KEY.public_key().public_bytes_raw())), key=OTHER_KEY
         ),
         variant()[:-1] + bytes([variant()[-1] ^ 1]),
-        seal(encode(DESCRIPTOR), domain="veriswarm/other", version=DESCRIPTOR_VERSION, key=RUN_KEY),
+        seal(encode(DESCRIPTOR), domain="swarmproof/other", version=DESCRIPTOR_VERSION, key=RUN_KEY),
         seal(encode(DESCRIPTOR) + b" ", domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=RUN_KEY),
         b"",
     ],
@@ -118,7 +118,7 @@ def test_attack_equivocating_without_end_fills_no_disk_and_no_log(tmp_path, capl
 
 def test_attack_two_envelopes_whose_short_names_collide_are_both_kept(tmp_path, monkeypatch):
     """48 bits collide after 2^24 tries, which whoever holds the key can afford; here they collide at once."""
-    monkeypatch.setattr(node.equivocation, "digest", lambda data: "0" * 12 + digest(data)[12:])
+    monkeypatch.setattr(node.discovery.equivocation, "digest", lambda data: "0" * 12 + digest(data)[12:])
     signed = [FIRST, *(variant(number) for number in (1, 2, 3))]
     for _ in range(2):
         witness = Witness(tmp_path)

@@ -12,15 +12,15 @@ import torch
 
 from node.engines.recurrent_decoder import RecurrentDecoder
 from node.environments.terminal import TerminalTarget
-from node.models import frame_action
-from node.models.base import join, select
-from node.models.frame_action import FrameActionConfig, FrameActionForCausalLM
-from node.models.tiny import make_frame_action
-from node.policy import Policy, inspect_policy, load_policy, render_prompt, save_policy
-from node.policy_config import parse_config, render_config
-from node.policy_errors import MalformedPolicy
-from node.terminal import Terminal
-from node.tiny import EOS, make_tokenizer
+from node.policy.config import parse_config, render_config
+from node.policy.errors import MalformedPolicy
+from node.policy.file import Policy, inspect_policy, load_policy, render_prompt, save_policy
+from node.policy.models import frame_action
+from node.policy.models.base import join, select
+from node.policy.models.frame_action import FrameActionConfig, FrameActionForCausalLM
+from node.policy.models.tiny import make_frame_action
+from node.policy.models.tiny_llama import EOS, make_tokenizer
+from node.protocol.terminal import Terminal
 
 KEYS = "lljjhxkkl q\nhl"
 
@@ -105,7 +105,7 @@ def test_equal_frames_are_embedded_once_and_say_the_same(policy: Policy, monkeyp
     assert sum(embedded) == 3  # nothing yet, and two places of the cursor
     assert torch.equal(repeated, expected)
 
-    class Apart(frame_action._Distinct):
+    class Apart(frame_action._FrameCache):
         """Embeds each frame that is added."""
 
         def add(self, frame: frame_action.Cells) -> int:
@@ -113,7 +113,7 @@ def test_equal_frames_are_embedded_once_and_say_the_same(policy: Policy, monkeyp
             self._vectors.append(self._embed([frame]))
             return len(self._vectors) - 1
 
-    monkeypatch.setattr(frame_action, "_Distinct", Apart)
+    monkeypatch.setattr(frame_action, "_FrameCache", Apart)
     assert (states(policy, ids) - expected).abs().max() <= 1e-6
     assert embedded[-1] == 1
 

@@ -12,19 +12,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from node.doctor_policy import read_footprint
-from node.models.base import LENGTH, State, join, select, state_bytes
-from node.models.goldfinch import (
+from node.doctor.policy import read_footprint
+from node.policy.errors import MalformedPolicy
+from node.policy.file import load_policy, save_policy
+from node.policy.models.base import LENGTH, State, join, select, state_bytes
+from node.policy.models.goldfinch import (
+    CACHE,
     PREFILL_TOKENS,
     GoldFinchConfig,
     GoldFinchForCausalLM,
     GoldFinchModel,
-    cache_bytes,
 )
-from node.models.wkv import HEAD_SIZE, WKV_CHUNK
-from node.policy import load_policy, save_policy
-from node.policy_errors import MalformedPolicy
-from node.tiny import make_tokenizer
+from node.policy.models.tiny_llama import make_tokenizer
+from node.policy.models.wkv import HEAD_SIZE, WKV_CHUNK
 
 CONFIG = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 6, "eos_token_id": 1}
 RANKS = {"shift_rank": 4, "decay_rank": 6, "value_rank": 5, "adapt_rank": 7}
@@ -210,7 +210,7 @@ def test_with_one_position_less_than_the_window_the_next_token_would_be_another(
     ids = some(2, TOKENS)
     full, _ = read(model, ids)
     with torch.no_grad():
-        cut, _ = model._read(ids, model.started(2), start=0, last=model.config.window - 1)
+        cut, _ = model._read(ids, model.initial_state(2), start=0, last=model.config.window - 1)
     assert furthest(cut[:, -1], full[:, -1]) > 1e-6
 
 
@@ -256,9 +256,10 @@ def test_the_cache_holds_a_sixteenth_of_the_width_and_four_bytes_a_token(dtype: 
     held = {}
     for tokens in (WKV_CHUNK, TOKENS):
         for state in (read(model, some(2, tokens))[1], one_by_one(model, some(2, tokens))[1]):
-            assert cache_bytes(state) == 2 * tokens * (128 // 16 * dtype.itemsize + 4)
+            growing = sum(state[name].nbytes for name in CACHE)
+            assert growing == 2 * tokens * (128 // 16 * dtype.itemsize + 4)
             assert all(each.untyped_storage().nbytes() == each.nbytes for each in state.values()), "a view holds more"
-            held[tokens] = sum(each.nbytes for each in state.values()) - cache_bytes(state)
+            held[tokens] = sum(each.nbytes for each in state.values()) - growing
     assert held[WKV_CHUNK] == held[TOKENS], "nothing else grows"
 
 
@@ -278,7 +279,7 @@ def test_keys_of_few_sequences_exist_at_once(model: GoldFinchModel, monkeypatch:
     then, _ = read(model, more, after)
     asked: list[int] = []
     model.decompress.register_forward_hook(lambda _module, given, _made: asked.append(given[0].shape[0]))
-    monkeypatch.setattr("node.models.goldfinch.DECOMPRESSED_TOKENS", 2 * TOKENS + 5)
+    monkeypatch.setattr("node.policy.models.goldfinch.DECOMPRESSED_TOKENS", 2 * TOKENS + 5)
     again, state = read(model, ids)
     assert furthest(again, full) < 1e-5
     assert all(furthest(state[name].double(), after[name].double()) < 1e-4 for name in after)

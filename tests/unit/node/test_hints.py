@@ -15,10 +15,9 @@ import coordinator
 import node
 import shardcast
 import toploc
-from node.command_line import Commands, CouldNotRun, explained
+from node.commands.click_ext import Commands, CouldNotRun, explained
+from node.commands.hints import HINTS, REPORT, hint_for
 from node.errors import ConfigError, NodeError, Refused, StateError
-from node.hints import HINTS, REPORT, hint_for
-from node.plain_reasons import PLAIN
 from node.protocol.control import ControlReason, ControlRefusal
 from node.protocol.reasons import Reason, Refusal
 from shardcast.errors import PeerFault, ShardcastError, TooSlow
@@ -93,7 +92,7 @@ def test_no_hint_is_for_a_code_that_nobody_raises():
     constants = {
         found.value
         for name, tree in _sources()
-        if name != "node.hints"
+        if name != "node.commands.hints"
         for found in ast.walk(tree)
         if isinstance(found, ast.Constant) and isinstance(found.value, str)
     }
@@ -102,8 +101,8 @@ def test_no_hint_is_for_a_code_that_nobody_raises():
 
 @pytest.mark.parametrize("reason", Reason)
 def test_a_refusal_says_what_its_reason_asks_for_whoever_says_it(reason):
-    assert hint_for(Refusal(reason, "")) == PLAIN[reason].todo
-    assert hint_for(Refused("no", code=reason.value, status=403)) == PLAIN[reason].todo
+    assert hint_for(Refusal(reason, "")) == reason.todo
+    assert hint_for(Refused("no", code=reason.value, status=403)) == reason.todo
 
 
 @pytest.mark.parametrize("reason", ControlReason)
@@ -114,15 +113,15 @@ def test_a_node_that_refuses_control_says_what_to_do(reason):
 def test_a_code_of_the_broadcast_is_not_taken_for_a_coordinators():
     """`bad_signature` is both, and means another thing in each."""
     assert hint_for(PeerFault("x", code="bad_signature")) == HINTS["bad_signature"]
-    assert hint_for(Refused("x", code="bad_signature", status=401)) == PLAIN[Reason.BAD_SIGNATURE].todo
+    assert hint_for(Refused("x", code="bad_signature", status=401)) == Reason.BAD_SIGNATURE.todo
 
 
-def test_the_hint_of_a_code_comes_before_its_class_and_a_note_before_both():
+def test_the_hint_of_a_command_comes_before_its_codes_and_that_before_its_class():
     assert hint_for(StateError("x", code="spec_changed")) == HINTS["spec_changed"]
     assert hint_for(StateError("x", code="tomorrows")) == HINTS["state_error"]
     error = ShardcastError("x", code="disk_full")
-    error.add_note("Do this here.")
-    assert hint_for(error) == "Do this here."
+    assert hint_for(error, "publish") == HINTS["publish:disk_full"]
+    assert hint_for(error, "worker") == HINTS["disk_full"]
     assert "name a source" in hint_for(TooSlow("x"))
 
 
@@ -145,17 +144,17 @@ def command(number, what):
 @pytest.mark.parametrize(
     ("arguments", "code", "said", "hint"),
     [
-        (("--what", "config"), 1, "that is wrong", "`veriswarm command --help`"),
+        (("--what", "config"), 1, "that is wrong", "`swarmproof command --help`"),
         (("--what", "os"), 1, "/root/x: Permission denied", "rights"),
         (("--what", "defect"), 70, "Something unexpected happened: ZeroDivisionError: by nothing.", REPORT),
         (("--what", "answer"), 2, "Something unexpected happened", REPORT),
-        (("--number", "x"), 2, "Invalid value for '--number'", "`veriswarm command --help`"),
-        (("--nope",), 2, "No such option", "`veriswarm command --help`"),
+        (("--number", "x"), 2, "Invalid value for '--number'", "`swarmproof command --help`"),
+        (("--nope",), 2, "No such option", "`swarmproof command --help`"),
     ],
 )
 def test_a_failure_is_two_lines_with_its_exit_code(arguments, code, said, hint):
-    group = Commands("veriswarm", commands={"command": command})
-    result = CliRunner().invoke(group, ["command", *arguments], prog_name="veriswarm")
+    group = Commands("swarmproof", commands={"command": command})
+    result = CliRunner().invoke(group, ["command", *arguments], prog_name="swarmproof")
     lines = [line for line in result.output.splitlines() if not line.startswith("Usage: ")]
     assert result.exit_code == code
     assert [line.partition(": ")[0] for line in lines] == ["Error", "hint"]

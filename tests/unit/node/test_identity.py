@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from node.errors import IdentityError
-from node.identity import create_key, load_key, load_or_create_key, node_id
+from node.keys.identity import create_key, load_key, load_or_create_key, node_id
 
 
 def test_a_restarted_node_keeps_its_identity(tmp_path):
@@ -104,6 +104,7 @@ def _report_id(path, queue):
     queue.put(node_id(load_or_create_key(path)))
 
 
+@pytest.mark.system
 def test_processes_that_start_at_once_agree_on_one_key(tmp_path):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from node.errors import StateError
-from node.instance import MAX_NAME, instance_of
 from node.protocol.messages import Registration
+from node.worker.instance import MAX_NAME, instance_of
 from shardcast.wire import decode, encode
 
 

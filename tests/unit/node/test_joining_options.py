@@ -9,11 +9,12 @@ import pytest
 from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.command_line import Commands
-from node.config import default_map, load_config
-from node.endpoints import MAX_ENDPOINTS
+from node.client.endpoints import MAX_ENDPOINTS
+from node.commands.click_ext import Commands
+from node.commands.config import default_map, load_config
+from node.commands.joining_options import calling_options, introducing_options, joining_options, way_of
 from node.errors import ConfigError
-from node.joining_options import Way, calling_options, host_and_port, introducing_options, joining_options, way_of
+from node.joining.way import Way, host_and_port
 from node.protocol.peers import Address, parse_address, peer_id_of
 
 RUN, OTHER_RUN = "5f" * 32, "6a" * 32
@@ -22,7 +23,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(b"\1" * 32)
 OWN = KEY.public_key().public_bytes_raw()
 AT = f"/ip4/192.0.2.1/tcp/8701/p2p/{peer_id_of(NODE)}"
 ALSO = f"/dns/b.example/tcp/2/p2p/{peer_id_of(OWN)}"
-JOIN = f"veriswarm://{RUN}{AT}"
+JOIN = f"swarmproof://{RUN}{AT}"
 URL = "http://192.0.2.1:8700"
 
 
@@ -42,7 +43,7 @@ def test_what_was_copied_with_white_space_is_joined() -> None:
 
 
 def test_several_ways_are_one() -> None:
-    said = way(JOIN, f"veriswarm://{RUN}{ALSO},{AT}", ALSO, coordinators=(URL + "/",), run_id=RUN)
+    said = way(JOIN, f"swarmproof://{RUN}{ALSO},{AT}", ALSO, coordinators=(URL + "/",), run_id=RUN)
     assert said.peers == (parse_address(AT), parse_address(ALSO)), "each is called once, in the order given"
     assert said.coordinators == (URL,)
 
@@ -69,10 +70,10 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "somebody and no run": ({"coordinators": (URL,)}, "Say which run"),
     "an address and no run": ({"joins": (AT,)}, "Say which run"),
     "two runs": ({"joins": (JOIN,), "run_id": OTHER_RUN}, "more than one run"),
-    "two strings of two runs": ({"joins": (JOIN, f"veriswarm://{OTHER_RUN}{AT}")}, "more than one run"),
+    "two strings of two runs": ({"joins": (JOIN, f"swarmproof://{OTHER_RUN}{AT}")}, "more than one run"),
     "half a string": ({"joins": (JOIN[:-3],)}, "not the PeerId of an Ed25519 key; copy it whole"),
-    "no peer": ({"joins": (f"veriswarm://{RUN}",)}, "no address of a peer"),
-    "a short run's id": ({"joins": (f"veriswarm://{RUN[:-1]}{AT}",)}, "64 hexadecimal digits"),
+    "no peer": ({"joins": (f"swarmproof://{RUN}",)}, "no address of a peer"),
+    "a short run's id": ({"joins": (f"swarmproof://{RUN[:-1]}{AT}",)}, "64 hexadecimal digits"),
     "a URL": ({"joins": (URL,), "run_id": RUN}, "no address of a peer"),
     "no URL": ({"coordinators": ("192.0.2.1:8700",), "run_id": RUN}, "is no URL of a server"),
     "many URLs": ({"coordinators": (URL,) * (MAX_ENDPOINTS + 1), "run_id": RUN}, "at most 16"),
@@ -174,7 +175,7 @@ def test_a_command_that_nobody_calls_listens_nowhere() -> None:
 
 
 def test_the_way_may_stand_in_the_environment_and_in_a_file(tmp_path: Path) -> None:
-    assert run("work", VERISWARM_WORK_JOIN=f"{JOIN} {ALSO}")[1].startswith("5f5f 2 []")
+    assert run("work", SWARMPROOF_WORK_JOIN=f"{JOIN} {ALSO}")[1].startswith("5f5f 2 []")
     (tmp_path / "one.toml").write_text(f'[work]\njoin = "{JOIN}"\n')
     (tmp_path / "two.toml").write_text(f'[work]\njoin = ["{JOIN}", "{ALSO}"]\npeer_listen = "127.0.0.1:5"\n')
     assert run("--config", str(tmp_path / "one.toml"), "work")[1].startswith("5f5f 1 []")

@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from locations import VECTORS_FOLDER
 from sandboxing import needs_sandbox
 
 from node.environments import EnvironmentFault, check_rewards, load_environment
@@ -19,7 +19,7 @@ from node.environments.lengths import with_lengths
 from node.protocol.run import EnvironmentSpec, LengthSpec
 from shardcast.wire import decode
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "slots.json").read_text())["lengths"]
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "slots.json").read_text())["lengths"]
 
 
 def environment(name: str = "arithmetic", *, targets: Sequence[int] = (16,), penalty: float = 0.01, form="sentence"):
@@ -33,7 +33,7 @@ def right_answer(problem: Problem) -> str:
 
 def test_the_prompt_asks_for_the_target_before_the_question():
     plain = load_environment(EnvironmentSpec(name="arithmetic")).problem(0).prompt
-    assert plain == "Q:67+77=?\nA:"
+    assert plain == "Q:53+14=?\nA:"
     assert environment().problem(0).prompt == "Think for about 16 tokens before you answer.\n" + plain
     assert environment(form="short").problem(0).prompt == "T:16\n" + plain
 
@@ -88,7 +88,7 @@ def test_targets_and_rewards_are_the_published(case):
     index = int(case["problem"])
     parts = (b"length", index.to_bytes(8, "big"), (0).to_bytes(4, "big"))
     framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    drawn = blake3(framed, derive_key_context="veriswarm/1 environment").digest()
+    drawn = blake3(framed, derive_key_context="swarmproof/1 environment").digest()
     assert (4, 10)[int.from_bytes(drawn[:8], "big") % 2] == case["target"]
 
     source = load_environment(decode(EnvironmentSpec, VECTORS["environment"].encode(), max_bytes=1000))

@@ -16,8 +16,8 @@ from contextvars import copy_context
 
 import pytest
 
-from node import logs
-from node.logs import JsonLines, TextLines, bound, name_process
+from node.runtime import logs
+from node.runtime.logs import JsonLines, TextLines, bound, name_process
 
 AN_ID = "ab" * 32
 FIRST_KEYS = ["time", "level", "logger", "message"]
@@ -31,7 +31,7 @@ def of_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(message: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
     caught = None if error is None else (type(error), error, error.__traceback__)
-    return logging.LogRecord("node.worker", logging.WARNING, __file__, 1, message, arguments, caught)
+    return logging.LogRecord("node.worker.daemon", logging.WARNING, __file__, 1, message, arguments, caught)
 
 
 def logged(message: str, *arguments: object, error: BaseException | None = None) -> dict[str, object]:
@@ -55,7 +55,7 @@ async def gathered(*tasks: Coroutine[None, None, None]) -> list[BaseException]:
 def test_a_line_is_an_object_whose_keys_do_not_change():
     found = logged("slot %d of policy %d", 3, 5)
     assert list(found) == FIRST_KEYS
-    assert (found["level"], found["logger"]) == ("warning", "node.worker")
+    assert (found["level"], found["logger"]) == ("warning", "node.worker.daemon")
     assert found["message"] == "slot 3 of policy 5"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(found["time"])), "RFC 3339, in UTC"
 
@@ -122,9 +122,9 @@ def test_of_a_long_traceback_the_end_is_kept_which_says_what_happened():
         ("X-Amz-Security-Token=5ec2e7&x=1", "5ec2e7"),
         ("postgresql+psycopg://run:5ec2e7@db/run is away", "5ec2e7"),
         ("{'Authorization': 'Bearer 5ec2e7'}", "5ec2e7"),
-        ("Authorization: Veriswarm 5ec2e7==", "5ec2e7"),
+        ("Authorization: Swarmproof 5ec2e7==", "5ec2e7"),
         ("(b'authorization', b'x'), authorization=b'5ec2e7'", "5ec2e7"),
-        (f"bad header 'Veriswarm {'5ec2e7' * 20}=='", "5ec2e7"),
+        (f"bad header 'Swarmproof {'5ec2e7' * 20}=='", "5ec2e7"),
     ],
 )
 def test_what_looks_like_a_credential_is_blotted_out(said: str, without: str):
@@ -139,7 +139,7 @@ def test_what_is_no_credential_stays_readable():
     assert logged("%s", said)["message"] == said
 
 
-def veriswarm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def swarmproof(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "node.cli", *arguments],
         env={**os.environ, **environment},
@@ -150,19 +150,20 @@ def veriswarm(*arguments: str, **environment: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.system
 def test_a_command_that_fails_says_so_in_the_format_that_was_asked_for(tmp_path):
     missing = ("keys", "show", str(tmp_path / "key"))
-    for found in (veriswarm("--log-format", "json", *missing), veriswarm(*missing, VERISWARM_LOG_FORMAT="json")):
+    for found in (swarmproof("--log-format", "json", *missing), swarmproof(*missing, SWARMPROOF_LOG_FORMAT="json")):
         assert found.returncode == 1
         (line,) = found.stderr.splitlines()
         assert json.loads(line)["level"] == "error"
-        assert "veriswarm keys new" in json.loads(line)["message"]
-    assert veriswarm(*missing).stderr.startswith("Error: ")
+        assert "swarmproof keys new" in json.loads(line)["message"]
+    assert swarmproof(*missing).stderr.startswith("Error: ")
 
 
 UNCAUGHT = """
 import sys, threading, warnings
-from node.logs import set_up_logging
+from node.runtime.logs import set_up_logging
 set_up_logging(log_format="json")
 warnings.warn("an old way")
 def fail():
@@ -174,6 +175,7 @@ raise RuntimeError("in\\nthe end")
 """
 
 
+@pytest.mark.system
 def test_what_python_itself_writes_is_json_too():
     """A warning, a thread that ends, and the end of the process: else a collector drops what an operator needs most."""
     found = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from node import measurement
-from node.measurement import NOT_FINITE, Span, SpanMeasured, measure_states, worst_of
-from node.proofs import build_proofs
+from node.protocol.admission import NOT_FINITE
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import ProofSpec
 from node.protocol.sampling import gumbel_noise
+from node.verification.deviations import SpanMeasured, worst_of
+from node.verification.proofs import build_proofs
+from node.verification.spans import Span, measure_states
 from toploc import distances
 from toploc.errors import CallerFault
 
@@ -114,7 +115,7 @@ def test_what_is_held_at_once_does_not_change_the_figures(monkeypatch: pytest.Mo
     states = [states_of(5), states_of(9)]
     spans = [a_span(own) for own in states]
     whole = measured(spans, states)
-    monkeypatch.setattr(measurement, "MAX_LOGITS", 2 * VOCABULARY)
+    monkeypatch.setattr("node.verification.spans.MAX_LOGITS", 2 * VOCABULARY)
     for small, large in zip(measured(spans, states), whole, strict=True):
         assert isinstance(small, SpanMeasured)
         assert isinstance(large, SpanMeasured)

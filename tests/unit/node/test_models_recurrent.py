@@ -15,20 +15,20 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.modelling.policies import RECURRENT_NAMES, random_model, random_policy
 from coordinator.training.groups import Sample
-from coordinator.training.grpo import read
+from coordinator.training.grpo import forward_logprobs
 from coordinator.training.packing import Scored, pack
 from node.engines.base import DoesNotFit, WrongEngine
 from node.engines.vllm_settings import VllmSettings, make_plan
-from node.families import TINY_FAMILIES
-from node.models import RECURRENT
-from node.models.base import LENGTH, state_bytes
-from node.models.tiny import MAKERS
-from node.models.wkv import WKV_CHUNK
-from node.policy import inspect_policy, load_policy
-from node.policy_config import parse_config
-from node.policy_errors import MalformedPolicy
+from node.policy.config import parse_config
+from node.policy.errors import MalformedPolicy
+from node.policy.families import TINY_FAMILIES
+from node.policy.file import inspect_policy, load_policy
+from node.policy.models import RECURRENT
+from node.policy.models.base import LENGTH, state_bytes
+from node.policy.models.tiny import MAKERS
+from node.policy.models.tiny_llama import make_tokenizer
+from node.policy.models.wkv import WKV_CHUNK
 from node.protocol.run import RunSpec
-from node.tiny import make_tokenizer
 
 RWKV = ["eagle", "finch"]
 
@@ -98,9 +98,9 @@ def test_sequences_that_are_not_equally_far_beyond_the_grid_do_not_go_on_togethe
     model = random_model(name)
     state = model.base_model(input_ids=draw(2, 5), use_cache=True).state
     state[LENGTH] = torch.tensor([5, 6])
-    with pytest.raises(ValueError, match="equally far"):
+    with pytest.raises(ValueError, match="equal offsets"):
         model.base_model(input_ids=draw(2, 3), state=state)
-    with pytest.raises(ValueError, match="no one state"):
+    with pytest.raises(ValueError, match="no single final state"):
         model.base_model(input_ids=draw(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=True)
 
 
@@ -117,7 +117,7 @@ def gradients(model: Any, rows: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
     logprobs = []
     model.zero_grad()
     for row in rows:
-        _, drawn = read(model, row, temperature=1.0)
+        _, drawn = forward_logprobs(model, row, temperature=1.0)
         drawn.sum().backward()
         logprobs.append(drawn.detach())
     return logprobs, [torch.zeros(1) if each.grad is None else each.grad.clone() for each in model.parameters()]
@@ -173,7 +173,7 @@ def test_a_policy_file_carries_the_model(name: str, dtype: torch.dtype, tmp_path
 
 
 def test_transformers_reads_what_it_saved(name: str, tmp_path: Path) -> None:
-    """`veriswarm export` writes such a folder, and `model.initial` may name one."""
+    """`swarmproof export policy` writes such a folder, and `model.initial` may name one."""
     model, ids = random_model(name), draw(1, 40)
     model.save_pretrained(tmp_path)
     with torch.inference_mode():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.modelling.policies import random_model
 from benchmarks.modelling.rwkv_package import package_logits
-from node.models.wkv import WKV_CHUNK, log_decay, wkv_chunked, wkv_step
+from node.policy.models.wkv import WKV_CHUNK, log_decay, wkv_chunked, wkv_step
 
 B, H, N = 2, 3, 4
 
@@ -70,6 +70,7 @@ def test_under_autocast_the_recurrence_stays_in_float32() -> None:
     assert state.dtype == torch.float32
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["eagle", "finch"])
 @torch.inference_mode()
 def test_the_authors_own_package_computes_the_same(name: str) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from node.peer_book import (
+from node.discovery.peer_book import (
     FIRST_WAIT_SECONDS,
     MAX_FAILURES,
     MAX_WAIT_SECONDS,

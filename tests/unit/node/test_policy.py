@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from node.policy import (
+from node.policy.config import ATTENTION
+from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.file import (
     MAX_HEADER_BYTES,
     Policy,
     inspect_policy,
@@ -27,9 +29,7 @@ from node.policy import (
     render_prompt,
     save_policy,
 )
-from node.policy_config import ATTENTION
-from node.policy_errors import MalformedPolicy, UnreadablePolicy
-from node.tiny import EOS, make_model, make_tokenizer
+from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
 
 Metadata = dict[str, str]
 Tensors = dict[str, Tensor]
@@ -220,7 +220,7 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 ROPE = {"rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
-    "another_format": ("wrong_metadata", with_metadata(veriswarm="policy/2")),
+    "another_format": ("wrong_metadata", with_metadata(swarmproof="policy/2")),
     "a_field_nobody_reads": ("wrong_metadata", with_metadata(remark="x")),
     "no_configuration": ("wrong_metadata", lambda metadata, _: metadata.pop("config")),
     "code_by_auto_map": ("bad_config", with_config(auto_map={"AutoModelForCausalLM": "evil/repo--modeling.Evil"})),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.proofs import Distances, build_proofs, check_proofs, verify_proofs
 from node.protocol.run import ProofSpec
 from node.protocol.submission import proof_bytes
+from node.verification.proofs import Distances, build_proofs, check_proofs, verify_proofs
 from toploc import VerificationResult, build_chunk_proofs, build_chunk_sketches, distances, sketch_errors
 from toploc.errors import BadModulus, BadProof, CallerFault, MalformedProof, NonFiniteActivations, WrongProofCount
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from locations import VECTORS_FOLDER
 
 from node.protocol.admission import (
     DRIFT,
@@ -18,9 +18,9 @@ from node.protocol.admission import (
     NOT_FINITE,
     Figures,
     Finding,
-    judge,
     judge_drift,
     judge_group,
+    judge_rows,
     limit_of,
     worst,
 )
@@ -29,7 +29,7 @@ from node.protocol.reasons import Reason
 from node.protocol.run import HonestSpec, LevelSpec, LimitsSpec
 from shardcast.wire import decode, encode
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "admission.json").read_text())
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "admission.json").read_text())
 LIMITS = LimitsSpec()
 NATS = -math.log(LIMITS.false_rejections)
 AT_THE_LIMIT = Figures(
@@ -71,7 +71,7 @@ def with_figure(name: str, value: float) -> Figures:
 
 
 def test_a_figure_equal_to_its_limit_passes() -> None:
-    assert judge([AT_THE_LIMIT, AT_THE_LIMIT], limits=LIMITS) is None
+    assert judge_rows({0: AT_THE_LIMIT, 1: AT_THE_LIMIT}, limits=LIMITS) is None
 
 
 def test_every_figure_has_a_limit() -> None:
@@ -96,7 +96,7 @@ def test_what_is_no_figure_has_no_limit(name: str) -> None:
 def test_one_step_above_a_limit_is_rejected_with_its_evidence(name: str) -> None:
     limit = getattr(AT_THE_LIMIT, name)
     value = math.nextafter(limit, math.inf)
-    found = judge([AT_THE_LIMIT, with_figure(name, value)], limits=LIMITS)
+    found = judge_rows({0: AT_THE_LIMIT, 1: with_figure(name, value)}, limits=LIMITS)
     assert found == Finding(reason=REASONS[name], row=1, figure=name, value=value, limit=limit)
 
 
@@ -104,7 +104,7 @@ def test_one_step_above_a_limit_is_rejected_with_its_evidence(name: str) -> None
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_figure_that_is_not_a_number_never_passes(name: str, value: float) -> None:
     """NaN activations: every comparison with NaN is false, so `value > limit` alone would admit them."""
-    found = judge([with_figure(name, value)], limits=LIMITS)
+    found = judge_rows({0: with_figure(name, value)}, limits=LIMITS)
     assert found is not None
     assert (found.reason, found.figure, found.value) == (REASONS[name], name, NOT_FINITE)
     assert decode(Finding, encode(found), max_bytes=1000) == found
@@ -122,17 +122,18 @@ def test_the_log_never_hides_a_figure_that_is_not_a_number(value: float) -> None
 def test_nothing_measured_is_not_nothing_wrong() -> None:
     """`all([])` is true: a verifier that measured no rollout must not admit the group."""
     with pytest.raises(ValueError, match="nothing was measured"):
-        judge([], limits=LIMITS)
+        judge_rows({}, limits=LIMITS)
 
 
 def test_checks_go_figure_by_figure_and_then_row_by_row() -> None:
     """Two auditors must name the same finding for a group that fails several checks."""
     names = list(REASONS)
     for earlier, later in pairwise(names):
-        found = judge([with_figure(later, 1e9), with_figure(earlier, 1e9)], limits=LIMITS)
+        found = judge_rows({0: with_figure(later, 1e9), 1: with_figure(earlier, 1e9)}, limits=LIMITS)
         assert found is not None
         assert (found.figure, found.row) == (earlier, 1)
-    both = judge([AT_THE_LIMIT, with_figure("logprob_error", 7.0), with_figure("logprob_error", 9.0)], limits=LIMITS)
+    rows = [AT_THE_LIMIT, with_figure("logprob_error", 7.0), with_figure("logprob_error", 9.0)]
+    both = judge_rows(dict(enumerate(rows)), limits=LIMITS)
     assert both is not None
     assert (both.row, both.value) == (1, 7.0)
 
@@ -141,7 +142,7 @@ def test_checks_go_figure_by_figure_and_then_row_by_row() -> None:
 def test_verdicts_are_the_published(vector: dict) -> None:
     limits = msgspec.convert(VECTORS["limits"], LimitsSpec)
     figures = msgspec.convert(vector["figures"], list[Figures])
-    assert msgspec.to_builtins(judge(figures, limits=limits)) == vector["finding"]
+    assert msgspec.to_builtins(judge_rows(dict(enumerate(figures)), limits=limits)) == vector["finding"]
     assert msgspec.to_builtins(worst(figures)) == vector["worst"]
 
 
@@ -201,4 +202,6 @@ FIGURES = st.builds(Figures, **{name: st.floats(0, 100) for name in REASONS})
 @given(st.lists(FIGURES, min_size=1, max_size=5))
 @settings(max_examples=200, deadline=None)
 def test_a_group_passes_exactly_if_its_worst_figures_do(rows: list[Figures]) -> None:
-    assert (judge(rows, limits=LIMITS) is None) == (judge([worst(rows)], limits=LIMITS) is None)
+    assert (judge_rows(dict(enumerate(rows)), limits=LIMITS) is None) == (
+        judge_rows({0: worst(rows)}, limits=LIMITS) is None
+    )

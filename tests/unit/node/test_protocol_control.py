@@ -8,11 +8,10 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.control_door import MAX_KNOWN, NONCE_SECONDS, PEER_BURST, STRANGERS_BURST, ControlDoor
+from node.control.authorization import MAX_KNOWN, NONCE_SECONDS, PEER_BURST, STRANGERS_BURST, ControlDoor
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
 from node.protocol.control import (
     AUTHORITY_DOMAIN,
-    CONTROL_ADVICE,
     CONTROL_DOMAIN,
     CONTROL_VERSION,
     FREE_PURPOSES,
@@ -275,9 +274,8 @@ def test_what_the_door_remembers_is_bounded() -> None:
 # -- values
 
 
-def test_every_reason_has_its_advice_in_the_same_order() -> None:
-    assert list(CONTROL_ADVICE) == list(ControlReason)
-    assert all(text.endswith(".") for text in CONTROL_ADVICE.values())
+def test_every_reason_says_what_the_asker_should_do() -> None:
+    assert all(reason.advice.endswith(".") for reason in ControlReason)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +321,7 @@ def test_a_spelling_that_is_not_canonical() -> None:
 def test_an_envelope_of_another_domain_or_version() -> None:
     """What a node signs for anything else is no request, and a later version is not guessed at."""
     payload = encode(request())
-    for domain, version in (("veriswarm/request", 1), ("veriswarm/control-reply", 1), (CONTROL_DOMAIN, 2)):
+    for domain, version in (("swarmproof/request", 1), ("swarmproof/control-reply", 1), (CONTROL_DOMAIN, 2)):
         assert Door().knock(seal(payload, domain=domain, version=version, key=ASKER)) == "bad_request"
 
 

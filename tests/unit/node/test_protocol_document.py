@@ -11,11 +11,14 @@ from typing import get_args
 
 import msgspec
 import pytest
+from locations import ROOT
 
-from coordinator import refusals
-from node import board, joining, peer_book
+from node.discovery import descriptor as board
+from node.discovery import peer_book
+from node.joining import entrance as joining
 from node.protocol import control, messages, peers
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
+from node.protocol.endpoints import ENDPOINTS
 from node.protocol.evidence import STATISTICS, Totals
 from node.protocol.reasons import Reason
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
@@ -37,7 +40,6 @@ from node.protocol.sampling import TABLE_DIGEST
 from node.protocol.submission import MAX_LOGPROB, proof_bytes
 from shardcast.manifest import Delta, Head, Manifest, Payload
 
-ROOT = Path(__file__).parents[3]
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 RUN_TOML = (ROOT / "docs" / "run-toml.md").read_text(encoding="utf-8")
 
@@ -69,10 +71,9 @@ def test_the_table_of_reasons_lists_exactly_the_codes_in_order() -> None:
 @pytest.mark.parametrize("reason", Reason)
 def test_a_reason_is_documented_where_and_with_which_status_it_comes(reason: Reason) -> None:
     _, where, status, meaning, advice = REASON_ROWS[reason.value]
-    known = refusals.STATUS.get(reason)
-    assert (where, status) == ("door" if known else "verdict", str(known or ""))
+    assert (where, status) == ("door" if reason.status else "verdict", str(reason.status or ""))
     assert meaning
-    assert advice
+    assert advice == reason.advice
 
 
 JUDGED = [(row[0], row[1], row[2].strip("`")) for row in rows(section(7)) if len(row) == 3 and "limits." in row[1]]
@@ -81,7 +82,7 @@ JUDGED = [(row[0], row[1], row[2].strip("`")) for row in rows(section(7)) if len
 
 def test_the_order_of_checks_is_the_order_of_the_codes() -> None:
     listed = [row[2].strip("`") for row in rows(section(6)) if row[0].isdigit()]
-    verdicts = [reason.value for reason in Reason if reason not in refusals.STATUS]
+    verdicts = [reason.value for reason in Reason if reason.status is None]
     assert listed == verdicts[: len(listed)]
     judged = [reason for _, _, reason in JUDGED]
     assert list(dict.fromkeys(judged)) == verdicts[len(listed) : -1]
@@ -203,8 +204,7 @@ def test_the_endpoints_are_those_of_the_coordinator() -> None:
         for method, path in re.findall(r"`?(GET|POST|PUT) (/[\w/{}.]+)", row[0]):
             documented.add((method, path))
         documented |= {("GET", path) for path in re.findall(r"`GET (/metrics|/health)`", row[0])}
-    text = (ROOT / "coordinator" / "app.py").read_text(encoding="utf-8")
-    served = {(method.upper(), path) for method, path in re.findall(r'@app\.(get|post|put)\("([^"]+)"', text)}
+    served = {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS} | {("GET", "/openapi.json")}
     same_name = {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in served}
     assert {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in documented} == same_name
 
@@ -245,16 +245,17 @@ def test_the_limits_of_peers_are_the_codes() -> None:
     assert limits["frame of a link"].startswith("256 KiB + 512 bytes")
 
 
+@pytest.mark.system
 def test_the_times_of_links_are_the_codes() -> None:
     links = pytest.importorskip("node.p2p.links")
     text, limits = section(13), {row[0]: row[1] for row in rows(section(12))}
     assert f"`{links.PROTOCOL}`" in text
     assert f"at most {links.GREETING_PEERS} peers that it has reached" in text
-    assert f"at least {links.GAP_SECONDS} s after the last one" in text
+    assert f"at least {links.DESCRIPTOR_GAP_SECONDS} s after the last one" in text
     assert f"empty frame after {links.KEEPALIVE_SECONDS:.0f} s" in text
     assert f"nothing comes for {links.IDLE_SECONDS:.0f} s" in text
     assert f"not complete {links.FRAME_SECONDS:.0f} s after its first byte" in text
-    assert f"Where both did within {links.AT_ONCE_SECONDS:.0f} s" in text
+    assert f"Where both did within {links.SIMULTANEOUS_SECONDS:.0f} s" in text
     assert f"complete within {links.FRAME_SECONDS:.0f} s" in limits["frame of a link"]
     assert f"{links.FRAMES_PER_SECOND:.0f} a second, {links.BURST_FRAMES} at once" in limits["frame of a link"]
     assert f"shunned for {peer_book.SHUNNED_SECONDS / 60:.0f} minutes" in text

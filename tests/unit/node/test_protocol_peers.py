@@ -64,6 +64,7 @@ def test_a_peer_id_is_the_one_that_libp2p_gives_the_key(key: str, peer_id: str) 
     assert public_key_of(peer_id) == bytes.fromhex(key)
 
 
+@pytest.mark.system
 def test_peer_ids_are_those_of_the_installed_libp2p() -> None:
     ed25519, peer = pytest.importorskip("libp2p.crypto.ed25519"), pytest.importorskip("libp2p.peer.id")
     for number in range(50):

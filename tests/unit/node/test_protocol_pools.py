@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from locations import VECTORS_FOLDER
 
 from node.protocol.messages import Lease
 from node.protocol.pools import (
@@ -25,7 +25,7 @@ from node.protocol.run import BatchSpec, EnvironmentSpec, PoolsSpec, ProblemsSpe
 from node.protocol.slots import MOST_CANDIDATES, SlotProblem, slot_problem
 from shardcast.wire import decode
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "slots.json").read_text())["pools"]
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "slots.json").read_text())["pools"]
 SPEC = decode(RunSpec, VECTORS["spec"].encode(), max_bytes=100_000)
 RUN, MANIFEST = VECTORS["run_id"], VECTORS["manifest_digest"]
 KEPT = [0, 3, 5, 9]
@@ -102,12 +102,12 @@ def test_pools_and_candidates_are_those_of_the_document() -> None:
     assert (pools.easy, pools.normal, pools.hard) == (1, 2, 1)
     for vector in VECTORS["slots"]:
         slot = vector["slot"].to_bytes(8, "big")
-        ticket = by_document("veriswarm/1 slot pool", slot) % 4
+        ticket = by_document("swarmproof/1 slot pool", slot) % 4
         assert vector["pool"] == ("easy", "normal", "normal", "hard")[ticket]
         assert slot_pool(pools, run_id=RUN, manifest_digest=MANIFEST, slot=vector["slot"]) == vector["pool"]
         tried = list(candidates(SPEC, run_id=RUN, manifest_digest=MANIFEST, slot=vector["slot"]))
         assert [one.problem for one in tried[: len(vector["problems"])]] == vector["problems"]
-        numbers = [by_document("veriswarm/1 slot candidate", slot, k.to_bytes(4, "big")) for k in range(1, 4)]
+        numbers = [by_document("swarmproof/1 slot candidate", slot, k.to_bytes(4, "big")) for k in range(1, 4)]
         assert vector["problems"][1:4] == [KEPT[number // 2 % 4] for number in numbers]
         means = VECTORS["means"]
         assert drawn(SPEC, vector["slot"], **{f"p{key}": value for key, value in means.items()}) == vector["candidate"]

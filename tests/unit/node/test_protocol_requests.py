@@ -100,21 +100,21 @@ def test_a_request_cannot_be_used_for_another_lease(path: str) -> None:
     [
         "",
         " ",
-        "Veriswarm",
-        "Veriswarm ",
-        "veriswarm " + HEADER.partition(" ")[2],
+        "Swarmproof",
+        "Swarmproof ",
+        "swarmproof " + HEADER.partition(" ")[2],
         "Bearer " + HEADER.partition(" ")[2],
         HEADER.partition(" ")[2],
-        "Veriswarm  " + HEADER.partition(" ")[2],
+        "Swarmproof  " + HEADER.partition(" ")[2],
         HEADER + " ",
         HEADER + "\n",
         HEADER + "=",
         HEADER[:-1],
         HEADER[:-3] + "!!!",
-        "Veriswarm é",
-        "Veriswarm \x00",
-        "Veriswarm " + "A" * (MAX_HEADER_BYTES + 1),
-        "Veriswarm " + "A" * 4_000_000,
+        "Swarmproof é",
+        "Swarmproof \x00",
+        "Swarmproof " + "A" * (MAX_HEADER_BYTES + 1),
+        "Swarmproof " + "A" * 4_000_000,
         "Basic dXNlcjpwYXNz",
     ],
 )
@@ -125,7 +125,7 @@ def test_garbage_in_the_header_is_a_refusal_and_not_a_crash(header: str) -> None
     assert reason_of(read) is Reason.BAD_SIGNATURE
 
 
-@given(st.text(max_size=200) | st.text(max_size=100).map(lambda text: "Veriswarm " + text))
+@given(st.text(max_size=200) | st.text(max_size=100).map(lambda text: "Swarmproof " + text))
 @settings(max_examples=300, deadline=None)
 def test_no_header_makes_the_reader_raise_anything_else(header: str) -> None:
     def read() -> None:
@@ -166,6 +166,6 @@ def test_a_well_signed_claim_that_is_not_canonical_is_refused(envelope: bytes) -
 
 def test_a_request_has_one_header() -> None:
     """Caches and logs in front of the coordinator may compare headers: the same envelope is the same text."""
-    standard = "Veriswarm " + base64.b64encode(ENVELOPE).decode()
+    standard = "Swarmproof " + base64.b64encode(ENVELOPE).decode()
     assert standard != HEADER, "the example must use a letter in which the two alphabets differ"
     assert reason_of(read_authorization, standard) is Reason.BAD_SIGNATURE

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from locations import VECTORS_FOLDER
 
 from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
@@ -25,7 +25,7 @@ from shardcast.envelope import seal
 from shardcast.errors import BadSignature, Malformed, Stale
 from shardcast.wire import decode, encode
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "run.json").read_text())
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "run.json").read_text())
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))
 RUN = run_id_of(KEY.public_key().public_bytes_raw())
@@ -209,7 +209,7 @@ def test_a_descriptor_that_names_another_run_is_refused() -> None:
     assert caught.value.code == "wrong_run"
 
 
-@pytest.mark.parametrize("changes", [{"domain": "veriswarm/receipt"}, {"version": DESCRIPTOR_VERSION + 1}])
+@pytest.mark.parametrize("changes", [{"domain": "swarmproof/receipt"}, {"version": DESCRIPTOR_VERSION + 1}])
 def test_the_run_keys_other_signatures_are_no_descriptors(changes: dict) -> None:
     with pytest.raises(Malformed) as caught:
         open_descriptor(sealed(**changes), run_id=RUN, now=150)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from locations import VECTORS_FOLDER
 
 from node.protocol import sampling
 from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, philox4x32, table_index
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "sampling.json").read_text())
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "sampling.json").read_text())
 MASK = 0xFFFFFFFF
 
 # Random123 1.14, tests/kat_vectors.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 
 import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from locations import VECTORS_FOLDER
 
 from node.protocol import slots
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec
 from node.protocol.slots import group_seeds, sample_seed, slot_problem
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "slots.json").read_text())
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "slots.json").read_text())
 RUN, MANIFEST = "11" * 32, "22" * 32
 
 
@@ -36,11 +36,11 @@ def by_document(context: str, *parts: bytes) -> bytes:
 @pytest.mark.parametrize("vector", VECTORS["slots"], ids=lambda v: f"{v['manifest_digest'][:4]}-{v['slot']}")
 def test_slots_are_the_published(vector: dict) -> None:
     run_id, manifest, slot = bytes.fromhex(VECTORS["run_id"]), bytes.fromhex(vector["manifest_digest"]), vector["slot"]
-    drawn = by_document("veriswarm/1 slot problem", run_id, manifest, slot.to_bytes(8, "big"))
+    drawn = by_document("swarmproof/1 slot problem", run_id, manifest, slot.to_bytes(8, "big"))
     assert int.from_bytes(drawn[:8], "big") % 4 // 3 == vector["environment"]
     assert int.from_bytes(drawn[8:16], "big") // 2 == int(vector["problem"])
     seeds = [
-        by_document("veriswarm/1 sample seed", run_id, manifest, slot.to_bytes(8, "big"), sample.to_bytes(4, "big"))
+        by_document("swarmproof/1 sample seed", run_id, manifest, slot.to_bytes(8, "big"), sample.to_bytes(4, "big"))
         for sample in range(VECTORS["group_size"])
     ]
     assert [seed[:16].hex() for seed in seeds] == vector["seeds"]

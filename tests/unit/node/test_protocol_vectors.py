@@ -8,12 +8,12 @@ import json
 import math
 import struct
 from itertools import accumulate, pairwise
-from pathlib import Path
 from types import ModuleType
 
 import msgspec
 import pytest
 from blake3 import blake3
+from locations import VECTORS_FOLDER
 
 from node.protocol import control, messages
 from node.protocol.messages import CHECKPOINT_DOMAIN, MESSAGE_VERSION, Checkpoint, LogEntry
@@ -23,7 +23,7 @@ from node.protocol.run import RunSpec, open_descriptor, run_id_of
 from shardcast.envelope import open_envelope
 from shardcast.wire import decode, derive, digest, encode
 
-VECTORS = Path(__file__).parents[2] / "vectors"
+VECTORS = VECTORS_FOLDER
 NAMES = [
     "admission",
     "control",
@@ -36,6 +36,7 @@ NAMES = [
     "sampling",
     "segments",
     "slots",
+    "submissions",
     "turns",
     "wire",
 ]
@@ -202,9 +203,9 @@ def test_a_reader_of_the_document_derives_the_work_of_a_challenge() -> None:
         told = b"".join(struct.pack(">I", len(part)) + part for part in parts)
         return blake3(told, derive_key_context=context).digest()
 
-    manifest = derived("veriswarm/1 challenge", *parts)
+    manifest = derived("swarmproof/1 challenge", *parts)
     assert manifest.hex() == challenge["stands_for_it"]
-    seed = derived("veriswarm/1 sample seed", parts[0], manifest, bytes(8), bytes(4))
+    seed = derived("swarmproof/1 sample seed", parts[0], manifest, bytes(8), bytes(4))
     assert seed[:16].hex() == challenge["first_seed"]
 
 
@@ -229,6 +230,62 @@ def test_the_chunks_of_a_segments_vector_cover_each_token_once_under_its_policy(
     assert sizes["sketch/1"] == [4 * count for _, _, count in case["chunks"]]
     assert sizes["toploc/1"] == [2 + 2 * 4] * due
     assert sizes["toploc/1+sketch/1"] == [sum(pair) for pair in zip(sizes["toploc/1"], sizes["sketch/1"], strict=True)]
+
+
+def test_the_content_of_the_submissions_vector_is_that_of_the_page() -> None:
+    """Worked out from section 6.1 alone: a worker that writes anything else is refused."""
+    vectors = load("submissions")
+    sizes = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "f", "segment_versions": "q", "segment_tokens": "i"}
+
+    def text(value: str) -> bytes:
+        return (bytes([0xA0 + len(value)]) if len(value) < 32 else b"\xd9" + bytes([len(value)])) + value.encode()
+
+    def binary(value: bytes) -> bytes:
+        return b"\xc4" + bytes([len(value)]) + value
+
+    content = b"\x82" + text("format") + text("swarmproof/rollouts/3") + text("rows") + bytes([0x90 + 2])
+    for row in vectors["rows"]:
+        content += b"\x87" + text("seed") + binary(bytes.fromhex(row["seed"]))
+        for name, kind in sizes.items():
+            content += text(name) + binary(struct.pack(f"<{len(row[name])}{kind}", *row[name]))
+        content += text("proofs") + bytes([0x90 + len(row["proofs"])])
+        content += b"".join(binary(bytes.fromhex(proof)) for proof in row["proofs"])
+    assert content.hex() == vectors["content"]
+    frame = b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", len(content))
+    frame += struct.pack("<I", len(content) << 3 | 1)[:3] + content
+    assert frame.hex() == vectors["file"]
+
+
+def test_the_bounds_of_the_submissions_vector_are_those_of_the_page() -> None:
+    vectors, proofs = load("submissions"), load("submissions")["proofs"]
+    lead, chunk_tokens = vectors["max_version_lead"], proofs["chunk_tokens"]
+    p = 2 * vectors["max_prompt_tokens"] + 16
+    t = 2 * vectors["max_new_tokens"] + 16
+    v = 2 * (lead + 1) + 16
+    n = 2 * (-(-vectors["max_new_tokens"] // chunk_tokens) + lead + vectors["max_turns"] - 1) + 16
+    b = 2 * (2 + 2 * proofs["top_k"]) + 16
+    whole = vectors["group_size"] * (4 * p + 8 * t + 12 * v + (5 + b) * n + 256) + 256
+    assert vectors["bounds"] == {
+        "prompt_tokens": p,
+        "completion_tokens": t,
+        "segments": v,
+        "proofs": n,
+        "proof_bytes": b,
+        "content_bytes": min(whole, 16 * vectors["max_submission_bytes"]),
+    }
+
+
+def test_the_file_of_the_submissions_vector_is_read_and_the_others_are_refused(maker: ModuleType) -> None:
+    vectors = load("submissions")
+    for case in vectors["refused"]:
+        assert case["file"] != vectors["file"], case["why"]
+    assert {case["reason"] for case in vectors["refused"]} == {
+        "malformed_submission",
+        "wrong_schema",
+        "wrong_group_size",
+    }
+    made = maker.submission_vectors()
+    assert [case["reason"] for case in made["refused"]] == [case["reason"] for case in vectors["refused"]]
 
 
 @pytest.mark.parametrize("case", load("turns")["cases"], ids=lambda case: str(case["completion_ids"]))
@@ -276,7 +333,7 @@ def test_the_proof_vectors_are_what_the_page_says() -> None:
         assert sum(c * pow(x, power, 65497) for power, c in enumerate(powers)) % 65497 == patterns[x]
     hidden = vector["hidden"]
     values = [struct.unpack(">f", p.to_bytes(2, "big") + bytes(2))[0] for p in patterns]
-    stream = hashlib.shake_128(b"veriswarm/1 sketch" + bytes.fromhex(vector["seed"])).digest(32 + hidden)
+    stream = hashlib.shake_128(b"swarmproof/1 sketch" + bytes.fromhex(vector["seed"])).digest(32 + hidden)
     levels = []
     for token in (values[at : at + hidden] for at in range(0, len(values), hidden)):
         for j in range(8):

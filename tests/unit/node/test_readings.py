@@ -13,14 +13,15 @@ from narrow_run import policy_file, sharp_model
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.measurement import Deviations, Span, SpanMeasured
-from node.policy import Policy, load_policy
-from node.prefill import Prefill, TransformersPrefill, TransformersPrefills, spans_of
+from node.policy.file import Policy, load_policy
 from node.protocol.evidence import FAR_STEPS, sketch_value
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Rollout
-from node.readings import TwoReadings, make_prefills, policy_of, read_by_transformers
+from node.verification.deviations import Deviations, SpanMeasured
+from node.verification.prefill import Prefill, TransformersPrefill, TransformersPrefills
+from node.verification.readings import TwoReadings, make_prefills, policy_of, read_by_transformers
+from node.verification.spans import Span, spans_of
 
 SPEC = RunSpec(
     name="twice",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node.engines.base import BrokenPolicy, EngineError
-from node.engines.recorder import Place, Recorded, Recorder, check_recorded
+from node.engines.recorder import DecodeRow, Recorded, Recorder, check_recorded
 from node.protocol.run import ProofSpec
 from node.protocol.sampling import gumbel_noise
 from toploc import build_chunk_proofs, build_chunk_sketches
@@ -43,7 +43,7 @@ def seed_of(name: str) -> bytes:
 
 def step(recorder: Recorder, model: Model, rows: list[tuple[str, int] | None]) -> list[int]:
     """One step of an engine; None is a prompt that is not read to its end. The tokens that its argmax chooses."""
-    places = [row and Place(row[0], seed_of(row[0]), row[1]) for row in rows]
+    places = [row and DecodeRow(row[0], seed_of(row[0]), row[1]) for row in rows]
     drawn = [model.at(*(row or ("nobody", 0)), recorder.version) for row in rows]
     recorder.begin(places, torch.stack([hidden for hidden, _ in drawn]))
     logits = recorder.sample(torch.stack([logits for _, logits in drawn]).clone())
@@ -105,7 +105,7 @@ def test_random_schedules_leave_the_record_of_a_quiet_one() -> None:
                 drawn[name].append(recorder.version)
                 if len(drawn[name]) == lengths[name]:
                     del left[name]
-        records = recorder.take([(name, lengths[name]) for name in drawn])
+        records = recorder.collect([(name, lengths[name]) for name in drawn])
         for name, record in zip(drawn, records, strict=True):
             assert_same(record, expected(model, name, drawn[name]))
         assert len(recorder) == 0
@@ -116,13 +116,13 @@ def test_a_token_drawn_past_the_end_is_not_part_of_the_record() -> None:
     recorder, model = make_recorder(), Model()
     for position in range(SPAN + 1):
         step(recorder, model, [("c", position)])
-    (record,) = recorder.take([("c", SPAN)])
+    (record,) = recorder.collect([("c", SPAN)])
     assert_same(record, expected(model, "c", [7] * SPAN))
 
 
 def test_a_step_that_was_never_sampled_leaves_nothing() -> None:
     recorder, model = make_recorder(), Model()
-    recorder.begin([Place("c", seed_of("c"), 0)], model.at("c", 0, 7)[0][None])
+    recorder.begin([DecodeRow("c", seed_of("c"), 0)], model.at("c", 0, 7)[0][None])
     recorder.end()
     untouched = torch.randn(3, VOCABULARY)
     assert torch.equal(recorder.sample(untouched.clone()), untouched)
@@ -135,7 +135,7 @@ def test_a_gap_or_a_rewritten_chunk_is_a_fault_and_not_a_proof() -> None:
     step(recorder, model, [("gap", 2)])
     for position in [*range(SPAN + 1), 1]:
         step(recorder, model, [("back", position)])
-    for record in recorder.take([("gap", 2), ("late", 1), ("back", SPAN + 1), ("unknown", 1)]):
+    for record in recorder.collect([("gap", 2), ("late", 1), ("back", SPAN + 1), ("unknown", 1)]):
         assert record.fault is not None
         with pytest.raises(BrokenPolicy):
             check_recorded(record, delivered=record.tokens)
@@ -148,7 +148,7 @@ def test_a_nan_in_one_completion_spoils_only_that_one() -> None:
     model.at("worse", 1, 7)[1][:] = float("nan")
     for position in range(SPAN):
         step(recorder, model, [("bad", position), ("good", position), ("worse", position)])
-    bad, good, worse = recorder.take([("bad", SPAN), ("good", SPAN), ("worse", SPAN)])
+    bad, good, worse = recorder.collect([("bad", SPAN), ("good", SPAN), ("worse", SPAN)])
     assert_same(good, expected(model, "good", [7] * SPAN))
     check_recorded(good, delivered=good.tokens)
     for record in (bad, worse):
@@ -159,7 +159,7 @@ def test_a_nan_in_one_completion_spoils_only_that_one() -> None:
 def test_tokens_other_than_the_forced_ones_are_not_submitted() -> None:
     recorder, model = make_recorder(), Model()
     step(recorder, model, [("c", 0)])
-    (record,) = recorder.take([("c", 1)])
+    (record,) = recorder.collect([("c", 1)])
     with pytest.raises(EngineError, match="other tokens"):
         check_recorded(record, delivered=[record.tokens[0] ^ 1])
 
@@ -169,7 +169,7 @@ def test_places_are_used_again_after_completions_were_taken_or_dropped() -> None
     for round_ in range(5):
         names = [f"r{round_}c{index}" for index in range(60)]
         step(recorder, model, [(name, 0) for name in names])
-        recorder.take([(name, 1) for name in names[:30]])
+        recorder.collect([(name, 1) for name in names[:30]])
         recorder.drop([*names[30:], "never seen"])
     assert len(recorder) == 0
     assert len(recorder._hidden) == 64

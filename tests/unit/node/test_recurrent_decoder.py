@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from node.engines.recurrent_decoder import RecurrentDecoder, Snapshots
-from node.models.wkv import WKV_CHUNK
-from node.policy import Policy, load_policy
+from node.policy.file import Policy, load_policy
+from node.policy.models.wkv import WKV_CHUNK
 
 
 @pytest.fixture(scope="module", params=RECURRENT_NAMES)
@@ -99,7 +99,7 @@ def test_places_keep_no_second_copy_of_states_that_do_not_fit(policy: Policy) ->
         decoder.join([some(WKV_CHUNK, seed=1), some(WKV_CHUNK, seed=2)])
         for token in some(WKV_CHUNK, seed=3):
             decoder.step([token, token])
-        assert [trail.kept is not None for trail in decoder._trails] == [kept, kept]
+        assert [history.kept is not None for history in decoder._histories] == [kept, kept]
 
 
 def test_an_empty_batch_decodes_nothing(policy: Policy) -> None:

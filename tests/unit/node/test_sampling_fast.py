@@ -7,19 +7,19 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from locations import VECTORS_FOLDER
 from sampling_cases import edge_words, problem, words_of
 
-from node import sampling
 from node.protocol.sampling import gumbel_noise, gumbel_table, table_index
-from node.sampling import appraise, choose, reference_peaks, warm_up
-from node.sampling_numba import BLOCK, peaks, table_entry
+from node.sampling import forced as sampling
+from node.sampling.cpu import BLOCK, peaks, table_entry
+from node.sampling.forced import appraise, choose, reference_peaks, warm_up
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protocol" / "sampling.json").read_text())
+VECTORS = json.loads((VECTORS_FOLDER / "protocol" / "sampling.json").read_text())
 VOCABULARIES = [1, 2, 5, 300, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3, 32_000]
 
 
@@ -216,6 +216,7 @@ def test_several_threads_find_what_one_finds():
         torch.set_num_threads(before)
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_its_parents_threads():

@@ -6,16 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from locations import ROOT
 from sampling_cases import edge_words, problem
 
-from node.sampling import appraise, choose
-
-ROOT = Path(__file__).parents[3]
+from node.sampling.forced import appraise, choose
 
 INTERPRETED = """
 import sys
@@ -23,9 +21,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from node import sampling
+from node.sampling import forced as sampling
 from node.protocol.sampling import table_index
-from node.sampling_triton import peaks, table_entry
+from node.sampling.cuda import peaks, table_entry
 
 @triton.jit
 def entries(words, out, COUNT: tl.constexpr):
@@ -77,7 +75,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from node.sampling_triton import QUADS, _blocks
+from node.sampling.cuda import QUADS, _blocks
 
 kinds = ["*fp32", "*i32", "*i32", "*fp32", "*fp32", "*i32", "*fp32", "*fp32", "i32", "fp32", "constexpr"]
 source = ASTSource(fn=_blocks, signature=dict(zip(_blocks.arg_names, kinds)), constexprs={"QUADS": QUADS})
@@ -105,12 +103,14 @@ def run_script(tmp_path, text, *arguments, **environment):
     return done.stdout
 
 
+@pytest.mark.system
 @needs_triton
 def test_the_gpus_kernel_is_the_definition_in_tritons_interpreter(tmp_path):
     np.save(tmp_path / "words.npy", edge_words())
     assert run_script(tmp_path, INTERPRETED, tmp_path / "words.npy", TRITON_INTERPRET="1").endswith("equal\n")
 
 
+@pytest.mark.system
 @needs_triton
 def test_the_gpus_kernel_divides_and_adds_in_two_roundings(tmp_path):
     """The interpreter knows nothing of instructions, so look at them: no compilation needs a GPU."""

@@ -11,17 +11,17 @@ from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node import cli
-from node.joining import Entry
-from node.relay import RelaySettings, run_relay
-from node.relay_advice import Serving
+from node.joining.entrance import Entry
+from node.relay.advice import Serving
+from node.relay.daemon import RelaySettings, run_relay
 from shardcast import ServerLimits
 
 RUN_ID = "ab" * 32
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
 STARTS = {
     "publish": "node.broadcast.publishing.run_publish",
-    "relay": "node.relay.run_relay",
-    "worker": "node.worker.run_worker",
+    "relay": "node.relay.daemon.run_relay",
+    "worker": "node.worker.daemon.run_worker",
 }
 
 
@@ -80,6 +80,7 @@ def accepted(url):
         return kept
 
 
+@pytest.mark.system
 async def test_relays_and_workers_that_serve_keep_to_them(swarm, tmp_path):
     limits = ServerLimits(max_connections_per_address=1)
     settings = RelaySettings(

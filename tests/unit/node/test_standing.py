@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from logged import RUN, SHIFTED, SPEC, admitted, batch, drifting, policy, rejected
+from logged import RUN, SHIFTED, SPEC, admitted, batch, drifting, policy, rejected, row_of
 
-from node.audit_compare import compare
-from node.audit_log import LogReading, read_log
-from node.audit_report import Result
-from node.protocol.admission import Outcome
+from node.audit.compare import compare
+from node.audit.log import LogReading, read_log
+from node.audit.report import AuditResult
+from node.protocol.admission import Outcome, Verdict
 from node.protocol.evidence import Total, Totals, add
 from node.protocol.messages import LogEntry, RunEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import StandingSpec
 from node.protocol.standing import Account, Standing
-from node.verification import Verdict
+from node.verification.judge import JudgedClaim
 
 RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
 RUN_SPEC = msgspec.structs.replace(SPEC, standing=RULES)
@@ -215,19 +215,21 @@ def test_a_slot_of_which_one_row_made_the_node_drift_is_compared_in_that_row() -
     entry = next(one for one in drifting(*[SHIFTED] * 100) if one.outcome is Outcome.REJECTED)
     entry = msgspec.structs.replace(entry, spot=1)
     rows = {0: Totals(margin=Total(count=40, sum=0.04)), 1: SHIFTED}
-    derived = Verdict(
-        Outcome.ADMITTED,
-        figures=entry.figures,
-        totals=add(rows.values()),
-        row_figures=dict.fromkeys(rows, entry.figures),
-        row_totals=rows,
-        rewards=(0.0, 1.0),
-        tokens=entry.tokens,
+    assert entry.figures is not None
+    derived = JudgedClaim(
+        verdict=Verdict(
+            outcome=Outcome.ADMITTED,
+            figures=entry.figures,
+            totals=add(rows.values()),
+            rewards=(0.0, 1.0),
+            tokens=entry.tokens,
+        ),
+        rows={number: row_of(entry.figures, totals) for number, totals in rows.items()},
     )
-    assert compare(entry, derived, spec=SPEC)[0] is Result.AGREE
-    assert compare(msgspec.structs.replace(entry, spot=0), derived, spec=SPEC)[0] is Result.DISAGREE
-    assert compare(msgspec.structs.replace(entry, spot=2), derived, spec=SPEC)[0] is Result.DISAGREE
-    assert compare(msgspec.structs.replace(entry, spot=None), derived, spec=SPEC)[0] is Result.DISAGREE
+    assert compare(entry, derived, spec=SPEC)[0] is AuditResult.AGREE
+    assert compare(msgspec.structs.replace(entry, spot=0), derived, spec=SPEC)[0] is AuditResult.DISAGREE
+    assert compare(msgspec.structs.replace(entry, spot=2), derived, spec=SPEC)[0] is AuditResult.DISAGREE
+    assert compare(msgspec.structs.replace(entry, spot=None), derived, spec=SPEC)[0] is AuditResult.DISAGREE
 
 
 def test_a_drift_may_be_found_with_one_row_where_the_standing_allows_it() -> None:

@@ -1,4 +1,4 @@
-"""What `veriswarm status` says in words, also of what a coordinator invents."""
+"""What `swarmproof status` says in words, also of what a coordinator invents."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from node.plain_reasons import PLAIN
+from node.commands.status_report import LocalWorker, deciding, line_of, lines_of, show
 from node.protocol.messages import NodeStanding, Rejection
 from node.protocol.reasons import Reason
 from node.protocol.run import StandingSpec
-from node.status_report import LocalWorker, deciding, line_of, lines_of, show
 
 RULES = StandingSpec()
 STANDING = NodeStanding(
@@ -122,5 +121,5 @@ def test_attack_a_coordinators_inventions_neither_break_the_report_nor_drive_the
     assert "\x1b" not in shown
     assert "\u202e" not in shown
     assert "[red]x[/red]" in shown, "nothing is taken for markup"
-    assert PLAIN[Reason.WRONG_SEED].meaning in shown
-    assert shown.count(PLAIN[Reason.WRONG_SEED].todo) == 1, "once, not once for each rejection"
+    assert Reason.WRONG_SEED.meaning in shown
+    assert shown.count(Reason.WRONG_SEED.todo) == 1, "once, not once for each rejection"

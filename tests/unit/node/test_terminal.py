@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from node.terminal import (
+from node.protocol.terminal import (
     BACKGROUND_BIT,
     CURSOR,
     FOREGROUND_BIT,

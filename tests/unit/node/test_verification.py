@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from verifying import InMemory, decided, measured, measured_many
+from verifying import InMemory, decided, judged, measured, measured_many
 
-from node import measurement, prefill
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environment
-from node.measurement import NOT_FINITE
-from node.parquet import write_rollouts
-from node.parquet_reader import ParquetReader, VerifierFailed
-from node.policy import Policy, load_policy
-from node.protocol.admission import Outcome
+from node.episodes.expected import expected_of
+from node.policy.file import Policy, load_policy
+from node.protocol.admission import NOT_FINITE, Outcome, Verdict
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
-from node.verification import Claim, Rules, Verdict, decide_many, expected_of, measure_all, verify
+from node.submission.reader import VerifierFailed
+from node.submission.writer import write_rollouts
+from node.verification import prefill
+from node.verification.judge import JudgedClaim
+from node.verification.plan import Claim, Rules, measure_all
+from node.verification.verify import verify
 from toploc import verify_proofs_bytes
 
 RUN_ID, MANIFEST, VERSION = "ab" * 32, "cd" * 32, 1
@@ -82,11 +85,18 @@ def groups(tiny_policy_path: Path, policy: Policy, environments: list[Environmen
     return [rollouts[start : start + 3] for start in range(0, len(rollouts), 3)]
 
 
+def judgement_of(
+    rollouts: Sequence[Rollout], policy: Policy, environments: Sequence[Environment], *, slot: int, **draws: Any
+) -> JudgedClaim:
+    rules = Rules(RUN_ID, SPEC, environments)
+    (judgement,) = judged([claim_of(rollouts, slot=slot)], {VERSION: policy}, rules=rules, **draws)
+    return judgement
+
+
 def verdict_of(
     rollouts: Sequence[Rollout], policy: Policy, environments: Sequence[Environment], *, slot: int
 ) -> Verdict:
-    (verdict,) = decided([claim_of(rollouts, slot=slot)], {VERSION: policy}, rules=Rules(RUN_ID, SPEC, environments))
-    return verdict
+    return judgement_of(rollouts, policy, environments, slot=slot).verdict
 
 
 def claim_of(rollouts: Sequence[Rollout], *, slot: int) -> Claim:
@@ -137,7 +147,8 @@ def test_figures_are_those_of_the_whole_model_row_by_row(policy, groups):
         for one in groups[0]
     ]
     found = measured({VERSION: policy}, other, spec=SPEC)
-    for rollout, figures, logprobs in zip(other, found.figures, found.logprobs, strict=True):
+    for rollout, row in zip(other, found, strict=True):
+        figures, logprobs = row.figures, row.logprobs
         hidden, expected_logprobs, margins = naive(policy, rollout)
         torch.testing.assert_close(torch.tensor(logprobs), expected_logprobs, atol=1e-5, rtol=0)
         assert figures.token_margin == pytest.approx(max(margins), abs=1e-5)
@@ -146,17 +157,13 @@ def test_figures_are_those_of_the_whole_model_row_by_row(policy, groups):
         proofs = verify_proofs_bytes(hidden.bfloat16(), rollout.proofs, 32, 128, True)
         assert figures.exponent_mismatches == max(proof.exp_mismatches for proof in proofs)
         assert figures.mantissa_mean == pytest.approx(max(proof.mant_err_mean for proof in proofs), rel=0.05)
-    assert found.figures[0].token_margin > 0.1
+    assert found[0].figures.token_margin > 0.1
 
 
 def test_an_honest_group_has_figures_near_zero(policy, groups):
     for group in groups:
-        for figures, rollout, logprobs in zip(
-            measured({VERSION: policy}, group, spec=SPEC).figures,
-            group,
-            measured({VERSION: policy}, group, spec=SPEC).logprobs,
-            strict=True,
-        ):
+        for row, rollout in zip(measured({VERSION: policy}, group, spec=SPEC), group, strict=True):
+            figures, logprobs = row.figures, row.logprobs
             assert figures.exponent_mismatches <= 1
             assert figures.mantissa_mean < 0.1
             assert figures.token_margin < 1e-4
@@ -168,15 +175,15 @@ def test_a_last_token_alone_in_its_chunk_is_measured(policy, groups):
     """Completions of 33 tokens have a chunk of one token: its proof counts."""
     long = next(one for group in groups for one in group if len(one.completion_ids) > 33)
     shorter = cut(long, tokens=33, proofs=2)
-    assert measured({VERSION: policy}, [shorter], spec=SPEC).figures[0].exponent_mismatches > 8
+    assert measured({VERSION: policy}, [shorter], spec=SPEC)[0].figures.exponent_mismatches > 8
 
 
 def test_a_single_token_completion(policy, groups):
     one = groups[0][0]
     short = cut(one, tokens=1, proofs=1)
     found = measured({VERSION: policy}, [short], spec=SPEC)
-    assert found.logprobs[0] == pytest.approx(one.logprobs[:1], abs=1e-5)
-    assert found.figures[0].token_margin < 1e-4
+    assert found[0].logprobs == pytest.approx(one.logprobs[:1], abs=1e-5)
+    assert found[0].figures.token_margin < 1e-4
 
 
 def test_a_proof_too_few_in_one_row_does_not_take_the_next_rows(policy, groups):
@@ -195,24 +202,23 @@ def test_a_proof_too_few_in_one_row_does_not_take_the_next_rows(policy, groups):
 def test_nobodys_figures_depend_on_who_is_verified_beside_them(policy, groups):
     together = measured_many({VERSION: policy}, groups, spec=SPEC)
     for group, result in zip(groups, together, strict=True):
-        assert isinstance(result, prefill.Measured)
-        alone = measured({VERSION: policy}, group, spec=SPEC)
-        for ours, theirs in zip(alone.figures, result.figures, strict=True):
-            assert msgspec.structs.astuple(ours) == pytest.approx(msgspec.structs.astuple(theirs), abs=0.05)
-        for ours_row, theirs_row in zip(alone.logprobs, result.logprobs, strict=True):
-            assert ours_row == pytest.approx(theirs_row, abs=1e-5)
+        assert isinstance(result, list)
+        for ours, theirs in zip(measured({VERSION: policy}, group, spec=SPEC), result, strict=True):
+            one, other = msgspec.structs.astuple(ours.figures), msgspec.structs.astuple(theirs.figures)
+            assert one == pytest.approx(other, abs=0.05)
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 def test_small_batches_measure_the_same_as_one_large_one(policy, groups, monkeypatch):
     whole = measured_many({VERSION: policy}, groups, spec=SPEC)
     monkeypatch.setattr(prefill, "MAX_BATCH_TOKENS", 100)
-    monkeypatch.setattr(measurement, "MAX_LOGITS", 7 * policy.vocabulary)
+    monkeypatch.setattr("node.verification.spans.MAX_LOGITS", 7 * policy.vocabulary)
     for small, large in zip(measured_many({VERSION: policy}, groups, spec=SPEC), whole, strict=True):
-        assert isinstance(small, prefill.Measured)
-        assert isinstance(large, prefill.Measured)
-        for ours, theirs in zip(small.logprobs, large.logprobs, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-5)
-        assert max(figures.token_margin for figures in small.figures) < 1e-4
+        assert isinstance(small, list)
+        assert isinstance(large, list)
+        for ours, theirs in zip(small, large, strict=True):
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert max(row.figures.token_margin for row in small) < 1e-4
 
 
 def test_a_forward_pass_holds_a_bounded_number_of_tokens(policy, groups, monkeypatch):
@@ -233,8 +239,8 @@ def test_a_figure_that_is_not_a_number_is_never_small(policy, groups):
     for bad in (float("nan"), float("-inf")):
         logprobs = [groups[0][0].logprobs[0], bad, *groups[0][0].logprobs[2:]]
         found = measured({VERSION: policy}, changed(groups[0], 0, logprobs=logprobs), spec=SPEC)
-        assert found.figures[0].logprob_error == NOT_FINITE
-        msgspec.json.decode(msgspec.json.encode(found.figures[0]))
+        assert found[0].figures.logprob_error == NOT_FINITE
+        msgspec.json.decode(msgspec.json.encode(found[0].figures))
 
 
 def test_weights_that_are_not_finite_are_the_verifiers_failure(own_policy, groups):
@@ -247,7 +253,7 @@ def test_weights_that_are_not_finite_are_the_verifiers_failure(own_policy, group
 def test_a_malformed_proof_is_the_senders_fault_and_nobody_elses(policy, groups):
     bad = changed(groups[1], 2, proofs=[bytes(258)] * len(groups[1][2].proofs))
     results = measured_many({VERSION: policy}, [groups[0], bad, groups[2]], spec=SPEC)
-    assert [type(result) for result in results] == [prefill.Measured, Refusal, prefill.Measured]
+    assert [type(result) for result in results] == [list, Refusal, list]
     refusal = results[1]
     assert isinstance(refusal, Refusal)
     assert refusal.reason == Reason.MALFORMED_PROOF
@@ -287,15 +293,16 @@ def test_honest_work_is_admitted_with_the_verifiers_own_logprobs_and_rewards(pol
     rounded = [
         msgspec.structs.replace(one, logprobs=[min(0.0, value + 5e-4) for value in one.logprobs]) for one in groups[0]
     ]
-    verdict = verdict_of(rounded, policy, environments, slot=0)
+    judgement = judgement_of(rounded, policy, environments, slot=0)
+    verdict = judgement.verdict
     assert (verdict.outcome, verdict.reason, verdict.finding) == (Outcome.ADMITTED, None, None)
     assert verdict.tokens == sum(len(one.completion_ids) for one in rounded)
     assert verdict.figures is not None
     assert verdict.figures.logprob_error == pytest.approx(5e-4, rel=0.1)
     assert verdict.rewards == (0.0,) * 3
-    assert verdict.rollouts == rounded
-    assert verdict.logprobs is not None
-    for ours, honest in zip(verdict.logprobs, groups[0], strict=True):
+    assert judgement.rollouts == rounded
+    assert judgement.logprobs is not None
+    for ours, honest in zip(judgement.logprobs, groups[0], strict=True):
         assert ours == pytest.approx(honest.logprobs, abs=1e-5)
 
 
@@ -319,13 +326,14 @@ def test_rewards_are_of_the_text_without_its_end_mark(policy, tiny_policy_path):
 
 def test_a_rejection_names_the_row_the_figure_and_the_limit(policy, environments, groups):
     forged = changed(groups[0], 1, logprobs=[-0.1] * len(groups[0][1].logprobs))
-    verdict = verdict_of(forged, policy, environments, slot=0)
+    judgement = judgement_of(forged, policy, environments, slot=0)
+    verdict = judgement.verdict
     assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, Reason.WRONG_LOGPROB)
     assert verdict.finding is not None
     assert (verdict.finding.row, verdict.finding.figure, verdict.finding.limit) == (1, "logprob_error", 1e-3)
     assert verdict.detail.startswith("Row 1: logprob_error is ")
     assert verdict.figures is not None
-    assert (verdict.rewards, verdict.rollouts, verdict.logprobs) == (None, None, None)
+    assert (verdict.rewards, judgement.logprobs) == (None, None), "nothing to train on"
 
 
 def test_what_needs_no_model_is_refused_before_the_model_is_asked(own_policy, environments, groups):
@@ -409,47 +417,37 @@ def test_each_claim_of_a_batch_gets_its_own_verdict(policy, environments, groups
 @pytest.mark.parametrize("probed", [None, 0, 1, 2])
 def test_a_verdict_is_the_same_whichever_row_is_measured_first(policy, environments, groups, probed):
     whole = verdict_of(groups[0], policy, environments, slot=0)
-    (verdict,) = asyncio.run(
-        decide_many(
-            claims_of(groups[:1]),
-            policies=InMemory({VERSION: policy}),
-            published=[VERSION],
-            rules=Rules(RUN_ID, SPEC, environments),
-            probe=measure_all if probed is None else lambda _: probed,
-        )
-    )
-    assert isinstance(verdict, Verdict)
+    probe = measure_all if probed is None else lambda _: probed
+    verdict = judgement_of(groups[0], policy, environments, slot=0, probe=probe).verdict
     assert (verdict.outcome, verdict.rewards, verdict.tokens) == (whole.outcome, whole.rewards, whole.tokens)
     assert verdict.figures is not None
     assert whole.figures is not None
     assert msgspec.structs.astuple(verdict.figures) == pytest.approx(msgspec.structs.astuple(whole.figures), abs=0.05)
 
 
+def judged_partly(
+    rollouts: list[Rollout], policy: Policy, environments: Sequence[Environment], row: int
+) -> JudgedClaim:
+    """The judgement of a proven node's group of which only `row` is measured."""
+    claim = dataclasses.replace(claim_of(rollouts, slot=0), full=False)
+    rules = Rules(RUN_ID, SPEC, environments)
+    (judgement,) = judged([claim], {VERSION: policy}, rules=rules, probe=lambda _: row)
+    return judgement
+
+
 def partly(rollouts: list[Rollout], policy: Policy, environments: Sequence[Environment], row: int) -> Verdict:
-    """The verdict on a proven node's group of which only `row` is measured."""
-    (claim,) = claims_of([rollouts])
-    (verdict,) = asyncio.run(
-        decide_many(
-            [dataclasses.replace(claim, full=False)],
-            policies=InMemory({VERSION: policy}),
-            published=[VERSION],
-            rules=Rules(RUN_ID, SPEC, environments),
-            probe=lambda _: row,
-        )
-    )
-    assert isinstance(verdict, Verdict)
-    return verdict
+    return judged_partly(rollouts, policy, environments, row).verdict
 
 
 def test_a_proven_nodes_group_is_admitted_by_one_row_and_says_which(policy, environments, groups):
     """What nobody measured goes to training as it was submitted; nothing in the verdict claims more than was seen."""
-    verdict = partly(groups[0], policy, environments, row=1)
+    judgement = judged_partly(groups[0], policy, environments, row=1)
+    verdict = judgement.verdict
     assert (verdict.outcome, verdict.spot) == (Outcome.ADMITTED, 1)
-    assert verdict.row_figures is not None
-    assert set(verdict.row_figures) == {1}
+    assert set(judgement.rows) == {1}
     assert verdict.rewards == verdict_of(groups[0], policy, environments, slot=0).rewards
-    assert verdict.logprobs is not None
-    assert [verdict.logprobs[row] == groups[0][row].logprobs for row in (0, 2)] == [True, True]
+    assert judgement.logprobs is not None
+    assert [judgement.logprobs[row] == groups[0][row].logprobs for row in (0, 2)] == [True, True]
 
 
 def test_the_one_row_that_is_measured_convicts_the_group(policy, environments, groups):
@@ -473,18 +471,9 @@ def test_a_logprob_that_would_blow_up_the_trainers_ratio_is_refused_unmeasured(p
 def test_an_auditor_sees_every_rows_figures(policy, environments, groups):
     """Two rows are bad: whichever of them a verifier met first, an auditor must be able to look it up."""
     forged = [msgspec.structs.replace(one, logprobs=[-0.1] * len(one.logprobs)) for one in groups[0]]
-    (verdict,) = asyncio.run(
-        decide_many(
-            claims_of([[groups[0][0], *forged[1:]]]),
-            policies=InMemory({VERSION: policy}),
-            published=[VERSION],
-            rules=Rules(RUN_ID, SPEC, environments),
-            probe=measure_all,
-        )
-    )
-    assert isinstance(verdict, Verdict)
-    assert verdict.row_figures is not None
-    over = {row: one.logprob_error > SPEC.limits.logprob_error for row, one in verdict.row_figures.items()}
+    group = [groups[0][0], *forged[1:]]
+    rows = judgement_of(group, policy, environments, slot=0, probe=measure_all).rows
+    over = {row: one.figures.logprob_error > SPEC.limits.logprob_error for row, one in rows.items()}
     assert over == {0: False, 1: True, 2: True}
 
 
@@ -517,17 +506,10 @@ def test_a_batch_too_large_for_the_machine_is_measured_one_by_one(own_policy, en
 # From the bytes.
 
 
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ParquetReader]:
-    with ParquetReader() as reader:
-        yield reader
-
-
-def verified(body: bytes | Path, reader: ParquetReader, policy: Policy, environments: Sequence[Environment]) -> Verdict:
+def verified(body: bytes | Path, policy: Policy, environments: Sequence[Environment]) -> Verdict:
     return asyncio.run(
         verify(
             body,
-            reader=reader,
             version=VERSION,
             manifest_digest=MANIFEST,
             slot=0,
@@ -535,17 +517,17 @@ def verified(body: bytes | Path, reader: ParquetReader, policy: Policy, environm
             published=[VERSION],
             rules=Rules(RUN_ID, SPEC, environments),
         )
-    )
+    ).verdict
 
 
-def test_a_submission_is_judged_from_its_bytes(reader, policy, environments, groups):
-    assert verified(write_rollouts(groups[0]), reader, policy, environments).outcome == Outcome.ADMITTED
-    assert verified(write_rollouts(groups[1]), reader, policy, environments).reason == Reason.WRONG_PROMPT
-    assert verified(write_rollouts(groups[0][:2]), reader, policy, environments).reason == Reason.WRONG_GROUP_SIZE
-    assert verified(b"garbage", reader, policy, environments).reason == Reason.NOT_PARQUET
+def test_a_submission_is_judged_from_its_bytes(policy, environments, groups):
+    assert verified(write_rollouts(groups[0]), policy, environments).outcome == Outcome.ADMITTED
+    assert verified(write_rollouts(groups[1]), policy, environments).reason == Reason.WRONG_PROMPT
+    assert verified(write_rollouts(groups[0][:2]), policy, environments).reason == Reason.WRONG_GROUP_SIZE
+    assert verified(b"garbage", policy, environments).reason == Reason.MALFORMED_SUBMISSION
 
 
-def test_a_body_that_the_verifier_has_lost_blames_nobody(reader, policy, environments, tmp_path):
-    verdict = verified(tmp_path / "gone", reader, policy, environments)
+def test_a_body_that_the_verifier_has_lost_blames_nobody(policy, environments, tmp_path):
+    verdict = verified(tmp_path / "gone", policy, environments)
     assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
     assert str(tmp_path) not in verdict.detail

@@ -8,7 +8,7 @@ import pytest
 
 from node.engines.vllm_prefill import VllmVerifier
 from node.engines.vllm_settings import VllmSettings
-from node.policy_errors import UnreadablePolicy
+from node.policy.errors import UnreadablePolicy
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="test", environments=(EnvironmentSpec(name="arithmetic"),))

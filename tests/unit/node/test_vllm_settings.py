@@ -11,8 +11,8 @@ import pytest
 from node.engines.base import DoesNotFit
 from node.engines.vllm_host import WEIGHTS, VllmHost
 from node.engines.vllm_settings import GIB, VllmSettings, make_plan
-from node.policy import Blueprint, inspect_policy
-from node.policy_errors import UnreadablePolicy
+from node.policy.errors import UnreadablePolicy
+from node.policy.file import Blueprint, inspect_policy
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="plans", environments=(EnvironmentSpec(name="arithmetic"),))
@@ -56,8 +56,8 @@ def test_a_feed_that_deletes_a_policy_before_vllm_has_read_it(tiny_policy_path: 
     brought = tmp_path / "brought"
     brought.write_bytes(tiny_policy_path.read_bytes())
     host = VllmHost(SPEC, VllmSettings(), state=tmp_path / "engine", busy=bool, on_end=print)
-    folder = host._hold(brought, 3)
+    folder = host._stage_policy(brought, 3)
     brought.unlink()
     assert inspect_policy(folder / WEIGHTS).hidden == 128
     with pytest.raises(UnreadablePolicy):
-        inspect_policy(host._hold(brought, 4) / WEIGHTS)
+        inspect_policy(host._stage_policy(brought, 4) / WEIGHTS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.worker_speed import Speed
+from node.worker.speed import Speed
 
 
 class Clock:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcast.delta import MIB, Delta, encode, window_bytes_of
+from shardcast.codec.delta import MIB, DeltaFile, encode, window_bytes_of
 from shardcast.errors import LocalFault
 
 KIB = 2**10
@@ -54,14 +54,14 @@ def make(folder: Path, base: bytes, result: bytes, **options: Any) -> int | None
     """Encode into folder/delta."""
     (folder / "base").write_bytes(base)
     (folder / "result").write_bytes(result)
-    options = {"chunk_bytes": CHUNK, "most_bytes": UNLIMITED, **options}
+    options = {"chunk_bytes": CHUNK, "max_bytes": UNLIMITED, **options}
     return encode(folder / "base", folder / "result", folder / "delta", **options)
 
 
 def apply_all(path: Path, base: bytes, *, chunk_bytes: int = CHUNK) -> bytes:
     """The result by the rule that clients follow: what has not changed is copied."""
     pieces: list[bytes | bytearray] = []
-    with Delta.open(path, result_bytes=len(base), chunk_bytes=chunk_bytes) as delta:
+    with DeltaFile.open(path, result_bytes=len(base), chunk_bytes=chunk_bytes) as delta:
         for window in range(delta.window_count):
             piece = base[window * delta.window_bytes : (window + 1) * delta.window_bytes]
             pieces.append(delta.apply(window, piece) if delta.changed(window) else piece)
@@ -147,13 +147,13 @@ def test_unchanged_windows_are_told(tmp_path: Path) -> None:
     result[WINDOW + 5] = 1
     size = round_trip(tmp_path, base, bytes(result))
     assert size < 150
-    with Delta.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
+    with DeltaFile.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
         assert [delta.changed(window) for window in range(delta.window_count)] == [False, True, False]
         assert delta.apply(0, base[:WINDOW]) == base[:WINDOW]
         for window in (-1, 3):
             with pytest.raises(IndexError):
                 delta.changed(window)
-        with pytest.raises(ValueError, match="not window 1"):
+        with pytest.raises(ValueError, match="match window 1"):
             delta.apply(1, base[: WINDOW - 1])
 
 
@@ -215,7 +215,7 @@ def test_threads_may_share_a_delta(tmp_path: Path) -> None:
     base, result = words.tobytes(), nudged(words, 0.02).tobytes()
     make(tmp_path, base, result)
     with (
-        Delta.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta,
+        DeltaFile.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta,
         ThreadPoolExecutor(4) as pool,
     ):
         windows = [window % 6 for window in range(12)]
@@ -223,14 +223,14 @@ def test_threads_may_share_a_delta(tmp_path: Path) -> None:
     assert b"".join(pieces) == 2 * result
 
 
-def test_gives_up_above_most_bytes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_gives_up_above_max_bytes_and_leaves_nothing(tmp_path: Path) -> None:
     words = np.random.default_rng(0).integers(0, 2**16, 3 * WINDOW // 2, np.uint16)
     base, result = words.tobytes(), nudged(words, 0.01).tobytes()
     size = make(tmp_path, base, result)
     assert size is not None
-    assert make(tmp_path, base, result, most_bytes=size) == size
-    for most_bytes in (size - 1, size // 3, 30, 0):
-        assert make(tmp_path, base, result, most_bytes=most_bytes) is None
+    assert make(tmp_path, base, result, max_bytes=size) == size
+    for max_bytes in (size - 1, size // 3, 30, 0):
+        assert make(tmp_path, base, result, max_bytes=max_bytes) is None
         assert not (tmp_path / "delta").exists()
 
 
@@ -244,24 +244,24 @@ def test_a_missing_file_is_this_machines_fault(tmp_path: Path) -> None:
     make(tmp_path, b"abc", b"abd")
     (tmp_path / "base").unlink()
     with pytest.raises(LocalFault, match="base"):
-        encode(tmp_path / "base", tmp_path / "result", tmp_path / "delta", chunk_bytes=CHUNK, most_bytes=99)
+        encode(tmp_path / "base", tmp_path / "result", tmp_path / "delta", chunk_bytes=CHUNK, max_bytes=99)
     assert not (tmp_path / "delta").exists()
     with pytest.raises(LocalFault, match="delta"):
-        Delta.open(tmp_path / "delta", result_bytes=3, chunk_bytes=CHUNK)
+        DeltaFile.open(tmp_path / "delta", result_bytes=3, chunk_bytes=CHUNK)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """A policy of 62 GB is encoded and applied on machines that hold it in memory once, if at all."""
     words = np.random.default_rng(0).integers(0, 2**16, 8 * WINDOW // 2, np.uint16)
-    make(tmp_path, words.tobytes(), nudged(words, 0.01).tobytes(), most_bytes=0)
+    make(tmp_path, words.tobytes(), nudged(words, 0.01).tobytes(), max_bytes=0)
     size_bytes = words.nbytes
     del words
     files = {"base": tmp_path / "base", "result": tmp_path / "result", "delta": tmp_path / "delta"}
     tracemalloc.start()
     try:
-        encode(**files, chunk_bytes=CHUNK, most_bytes=UNLIMITED, threads=1)
+        encode(**files, chunk_bytes=CHUNK, max_bytes=UNLIMITED, threads=1)
         with (
-            Delta.open(files["delta"], result_bytes=size_bytes, chunk_bytes=CHUNK) as delta,
+            DeltaFile.open(files["delta"], result_bytes=size_bytes, chunk_bytes=CHUNK) as delta,
             files["base"].open("rb") as base,
         ):
             for window in range(delta.window_count):

@@ -18,10 +18,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcast.bits import set_parts, sizes_parts
-from shardcast.delta import MIB, Delta, encode
+from shardcast.codec.bits import encode_set, encode_sizes
+from shardcast.codec.delta import MIB, DeltaFile, encode
+from shardcast.codec.word_codec import MAX_SEGMENT_WORDS, Mode, decode_words, encode_words
 from shardcast.errors import Malformed
-from shardcast.words import MAX_SEGMENT_WORDS, Mode, decode_words, encode_words
 from tests.unit.shardcast.test_delta import bfloat16, nudged, safetensors
 
 CHUNK = 4096
@@ -121,7 +121,7 @@ def sparse(
 
 
 def a_set(*numbers: int) -> bytes:
-    return b"".join(set_parts(np.array(numbers, np.int64)))
+    return b"".join(encode_set(np.array(numbers, np.int64)))
 
 
 SPARSE_ATTACKS: dict[str, bytes] = {
@@ -172,7 +172,7 @@ def test_a_step_beyond_its_word(width: int) -> None:
     """Half of the range is the largest step there is."""
     half = 1 << 8 * width - 1
     for size, fits in ((half - 2, True), (half - 1, False), (2**63, False)):
-        sizes = b"".join(sizes_parts(np.array([size], np.uint64)))
+        sizes = b"".join(encode_sizes(np.array([size], np.uint64)))
         body = sparse(ranks=a_set(3), signs=b"\0", large=a_set(0) + sizes)
         assert try_body(Mode.SPARSE, body, words(100, width)) is fits
 
@@ -264,7 +264,7 @@ def make(folder: Path) -> tuple[bytes, bytes]:
         after[at] ^= 3
     (folder / "base").write_bytes(before)
     (folder / "result").write_bytes(after)
-    assert encode(folder / "base", folder / "result", folder / "delta", chunk_bytes=CHUNK, most_bytes=MIB)
+    assert encode(folder / "base", folder / "result", folder / "delta", chunk_bytes=CHUNK, max_bytes=MIB)
     return bytes(before), (folder / "delta").read_bytes()
 
 
@@ -272,7 +272,7 @@ def try_file(folder: Path, base: bytes, data: bytes) -> bool:
     """Whether every window is accepted; anything but Malformed "bad_delta" fails the test."""
     (folder / "hostile").write_bytes(data)
     try:
-        with Delta.open(folder / "hostile", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
+        with DeltaFile.open(folder / "hostile", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
             for window in range(delta.window_count):
                 if delta.changed(window):
                     size = delta.window_bytes
@@ -299,7 +299,7 @@ def test_every_truncation_of_a_file(tmp_path: Path) -> None:
     for size in range(len(honest)):
         (tmp_path / "short").write_bytes(honest[:size])
         with refused():
-            Delta.open(tmp_path / "short", result_bytes=len(base), chunk_bytes=CHUNK)
+            DeltaFile.open(tmp_path / "short", result_bytes=len(base), chunk_bytes=CHUNK)
 
 
 def test_an_index_that_does_not_add_up(tmp_path: Path) -> None:
@@ -309,10 +309,10 @@ def test_an_index_that_does_not_add_up(tmp_path: Path) -> None:
     for hostile in ((first + 1, *rest), (2**32 - 1, *rest), (first - 1, *rest), (0, 0, 0)):
         (tmp_path / "hostile").write_bytes(honest[:24] + struct.pack("<3I", *hostile) + honest[36:])
         with refused():
-            Delta.open(tmp_path / "hostile", result_bytes=len(base), chunk_bytes=CHUNK)
+            DeltaFile.open(tmp_path / "hostile", result_bytes=len(base), chunk_bytes=CHUNK)
     (tmp_path / "hostile").write_bytes(honest + b"\0")
     with refused():
-        Delta.open(tmp_path / "hostile", result_bytes=len(base), chunk_bytes=CHUNK)
+        DeltaFile.open(tmp_path / "hostile", result_bytes=len(base), chunk_bytes=CHUNK)
 
 
 def test_a_change_larger_than_any_honest_one(tmp_path: Path) -> None:
@@ -320,14 +320,14 @@ def test_a_change_larger_than_any_honest_one(tmp_path: Path) -> None:
     size = 10 * MIB
     (tmp_path / "hostile").write_bytes(struct.pack("<8sQQI", b"SCDELTA1", 4096, 4 * MIB, size) + bytes(size))
     with refused(peak_bytes=MIB):
-        Delta.open(tmp_path / "hostile", result_bytes=4096, chunk_bytes=CHUNK)
+        DeltaFile.open(tmp_path / "hostile", result_bytes=4096, chunk_bytes=CHUNK)
 
 
 def test_an_index_that_is_not_there(tmp_path: Path) -> None:
     """A GiB of it would be read, were the size of the file not asked first."""
     (tmp_path / "hostile").write_bytes(struct.pack("<8sQQ", b"SCDELTA1", 2**50, 4 * MIB))
     with refused(peak_bytes=MIB):
-        Delta.open(tmp_path / "hostile", result_bytes=2**50, chunk_bytes=CHUNK)
+        DeltaFile.open(tmp_path / "hostile", result_bytes=2**50, chunk_bytes=CHUNK)
 
 
 @pytest.mark.parametrize(
@@ -337,14 +337,14 @@ def test_an_index_that_is_not_there(tmp_path: Path) -> None:
 def test_another_result_than_the_manifests(tmp_path: Path, result_bytes: int, chunk_bytes: int) -> None:
     make(tmp_path)
     with refused(peak_bytes=MIB):
-        Delta.open(tmp_path / "delta", result_bytes=result_bytes, chunk_bytes=chunk_bytes)
+        DeltaFile.open(tmp_path / "delta", result_bytes=result_bytes, chunk_bytes=chunk_bytes)
 
 
 def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
     base, honest = make(tmp_path)
-    with Delta.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
+    with DeltaFile.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
         (tmp_path / "delta").write_bytes(honest[:-1])
-        with refused(reason="shorter"):
+        with refused(reason="truncated"):
             delta.apply(2, base[2 * delta.window_bytes :])
 
 
@@ -375,7 +375,7 @@ SEGMENT_ATTACKS: dict[str, bytes] = {
 def test_segment_attacks(tmp_path: Path, change: bytes) -> None:
     data = struct.pack("<8sQQI", b"SCDELTA1", 64, 4 * MIB, len(change)) + change
     (tmp_path / "hostile").write_bytes(data)
-    with Delta.open(tmp_path / "hostile", result_bytes=64, chunk_bytes=CHUNK) as delta, refused(peak_bytes=MIB):
+    with DeltaFile.open(tmp_path / "hostile", result_bytes=64, chunk_bytes=CHUNK) as delta, refused(peak_bytes=MIB):
         delta.apply(0, bytes(64))
 
 
@@ -387,7 +387,7 @@ def test_the_most_that_a_body_can_take() -> None:
     at = np.sort(rng.permutation(2**18)[: 2**17])
     after[at] += rng.integers(2, 2**7, 2**17).astype(np.uint16)
     ranks, signs, large = a_set(*at), bytes(2**14), a_set(*range(2**17))
-    sizes = b"".join(sizes_parts((after - before)[at].astype(np.uint64) - np.uint64(2)))
+    sizes = b"".join(encode_sizes((after - before)[at].astype(np.uint64) - np.uint64(2)))
     tracemalloc.start()
     try:
         decode_words(Mode.SPARSE, memoryview(sparse(ranks=ranks, signs=signs, large=large + sizes)), before)

@@ -13,9 +13,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcast.delta import encode
-from shardcast.layout import MAX_SEGMENTS, Layout, read_layout
-from shardcast.words import MAX_SEGMENT_WORDS, WORD_TYPES, Mode, decode_words, encode_words
+from shardcast.codec.delta import encode
+from shardcast.codec.layout import MAX_SEGMENTS, WordLayout, read_layout
+from shardcast.codec.word_codec import MAX_SEGMENT_WORDS, WORD_TYPES, Mode, decode_words, encode_words
 from tests.unit.shardcast.test_delta import bfloat16, nudged, safetensors
 
 
@@ -221,7 +221,7 @@ def test_a_file_by_the_second_decoder(tmp_path: Path) -> None:
     base, result = (safetensors(each, pad=1) for each in tensors)
     (tmp_path / "base").write_bytes(base)
     (tmp_path / "result").write_bytes(result)
-    encode(tmp_path / "base", tmp_path / "result", tmp_path / "delta", chunk_bytes=4096, most_bytes=2**30)
+    encode(tmp_path / "base", tmp_path / "result", tmp_path / "delta", chunk_bytes=4096, max_bytes=2**30)
     assert decode_file((tmp_path / "delta").read_bytes(), base) == result
 
 
@@ -244,7 +244,7 @@ def test_golden_delta(tmp_path: Path) -> None:
     result[1], result[4], result[7] = 2, 18, 6
     (tmp_path / "base").write_bytes(base)
     (tmp_path / "result").write_bytes(result)
-    encode(tmp_path / "base", tmp_path / "result", tmp_path / "delta", chunk_bytes=4096, most_bytes=2**30)
+    encode(tmp_path / "base", tmp_path / "result", tmp_path / "delta", chunk_bytes=4096, max_bytes=2**30)
     made = (tmp_path / "delta").read_bytes()
     assert made == GOLDEN
     assert decode_file(made, base) == result
@@ -267,7 +267,7 @@ HOSTILE_OFFSETS = [
 ]  # fmt: skip
 
 
-def check_layout(layout: Layout, size: int, window: int) -> None:
+def check_layout(layout: WordLayout, size: int, window: int) -> None:
     for start in range(0, size, window):
         stop = min(start + window, size)
         segments = layout.segments(start, stop)
@@ -276,7 +276,7 @@ def check_layout(layout: Layout, size: int, window: int) -> None:
         assert all(width in WORD_TYPES and 0 < words <= MAX_SEGMENT_WORDS for width, words in segments)
 
 
-def layout_of(tmp_path: Path, data: bytes) -> Layout:
+def layout_of(tmp_path: Path, data: bytes) -> WordLayout:
     path = tmp_path / "weights"
     path.write_bytes(data)
     with path.open("rb") as file:

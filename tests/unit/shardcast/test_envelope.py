@@ -15,7 +15,7 @@ from shardcast.errors import BadSignature, Malformed, PeerFault
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))
-DOMAIN, PAYLOAD = "veriswarm/test", b'{"payload":1}'
+DOMAIN, PAYLOAD = "swarmproof/test", b'{"payload":1}'
 SEALED = seal(PAYLOAD, domain=DOMAIN, version=3, key=KEY)
 
 
@@ -57,7 +57,7 @@ def test_bytes_after_the_signature_are_refused(extra: bytes) -> None:
 
 def test_a_signature_for_another_purpose_is_worth_nothing() -> None:
     """A receipt's signature must not open as a checkpoint, though one key makes both."""
-    for domain in ("veriswarm/other", "veriswarm/tes", "veriswarm/testt", "", "VERISWARM/TEST"):
+    for domain in ("swarmproof/other", "swarmproof/tes", "swarmproof/testt", "", "SWARMPROOF/TEST"):
         with pytest.raises(Malformed) as caught:
             opened(SEALED, domain=domain)
         assert caught.value.code == "wrong_domain"
@@ -88,11 +88,11 @@ def test_a_swapped_key_is_refused() -> None:
 
 def test_a_swapped_domain_or_version_is_refused() -> None:
     for forged in (
-        SEALED.replace(b"veriswarm/test", b"veriswarm/evil"),
+        SEALED.replace(b"swarmproof/test", b"swarmproof/evil"),
         SEALED.replace(b"test\x00\x03", b"test\x00\x04"),
     ):
         with pytest.raises(PeerFault):
-            opened(forged, domain="veriswarm/evil" if b"evil" in forged else DOMAIN, versions=(3, 4))
+            opened(forged, domain="swarmproof/evil" if b"evil" in forged else DOMAIN, versions=(3, 4))
 
 
 def test_a_signature_made_malleable_by_adding_the_group_order_is_refused() -> None:

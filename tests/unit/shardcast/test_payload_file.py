@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardcast.errors import CorruptChunk, LocalFault
-from shardcast.payload_file import PayloadFile
+from shardcast.store.payload_file import PayloadFile
 
 CHUNK = 4096
 PAYLOAD = random.Random(3).randbytes(5 * CHUNK - 100)
@@ -60,7 +60,7 @@ def test_a_file_that_lacks_chunks_never_gets_the_name(tmp_path: Path, publisher:
     file = opened(tmp_path, publisher)
     for index in range(4):
         file.write(index, piece(index))
-    with pytest.raises(ValueError, match="whole"):
+    with pytest.raises(ValueError, match="incomplete"):
         file.finish()
     file.close()
     assert not (tmp_path / "a.bin").exists()
@@ -99,7 +99,7 @@ def test_a_whole_file_that_was_damaged_is_a_part_again(tmp_path: Path, publisher
     assert file.path is not None
     assert file.read(2) == piece(2)
     assert file.read(3) is None
-    assert file.place(3) is None
+    assert file.location(3) is None
     assert file.path is None
     assert not (tmp_path / "a.bin").exists()
     assert file.missing() == [3]
@@ -133,14 +133,14 @@ def test_equal_chunks_are_asked_for_once_and_written_everywhere(tmp_path: Path, 
 def test_a_place_outlives_the_deletion_of_its_payload(tmp_path: Path, publisher: Any) -> None:
     """An old version may be dropped while somebody is still being sent its chunks."""
     file = filled(tmp_path, publisher)
-    place = file.place(1)
+    place = file.location(1)
     assert place is not None
     file.delete()
     assert list(tmp_path.iterdir()) == []
     with place.file:
         place.file.seek(place.offset)
         assert place.file.read(place.length) == piece(1)
-    assert file.place(1) is None
+    assert file.location(1) is None
     assert file.read(1) is None
 
 

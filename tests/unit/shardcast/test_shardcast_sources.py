@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from shardcast.errors import CorruptChunk, LocalFault, TooSlow, Unreachable
-from shardcast.sources import SourceLimits, Sources
+from shardcast.fetch.sources import SourceLimits, Sources
 
 FAST, SLOW, BAD = "http://fast:1", "http://slow:1", "http://bad:1"
 
@@ -109,7 +109,7 @@ def test_slots_per_source_are_bounded() -> None:
         assert sources.draw(0) == FAST
         sources.started(FAST)
     assert sources.draw(0) is None
-    sources.ended(FAST)
+    sources.finished(FAST)
     assert sources.draw(0) == FAST
 
 
@@ -125,7 +125,7 @@ def test_replacing_sources_keeps_what_was_measured() -> None:
     sources.set_urls([FAST + "/", BAD])
     assert sources.urls == [FAST, BAD]
     assert row(sources, FAST, 0)["bytes_per_s"] == 100
-    sources.ended(SLOW)
+    sources.finished(SLOW)
     sources.failed(SLOW, Unreachable("gone"), 0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardcast.manifest import KIB, MIB
-from shardcast.staging import chunk_bytes_for
+from shardcast.store.staging import chunk_bytes_for
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardcast import Origin, wire
 from shardcast.errors import LocalFault
-from shardcast.stored import StoredVersions
+from shardcast.store.reading import StoredVersions
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 RUN = wire.digest(b"stored")

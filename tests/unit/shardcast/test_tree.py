@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardcast.tree import Member, Plan, median_reports, plan
+from shardcast.tree import Member, TreePlan, median_reports, plan
 
 ORIGIN, MIRROR = "http://origin", "http://mirror"
 MB = 10**6
@@ -40,11 +40,11 @@ def swarm(count: int, *, sigma: float = 0.5, place_count: int = 0, seed: int = 0
     ]
 
 
-def candidates(planned: Plan, members: list[Member], stripe: int) -> dict[str, tuple[str, ...]]:
+def candidates(planned: TreePlan, members: list[Member], stripe: int) -> dict[str, tuple[str, ...]]:
     return {member.url: planned.parents(member.id)[stripe] for member in members}
 
 
-def children(planned: Plan, members: list[Member], stripe: int) -> Counter[str]:
+def children(planned: TreePlan, members: list[Member], stripe: int) -> Counter[str]:
     return Counter(asked[0] for asked in candidates(planned, members, stripe).values())
 
 
@@ -64,7 +64,7 @@ def ancestors(asked: dict[str, tuple[str, ...]], url: str) -> list[str]:
     return above
 
 
-def moved(before: Plan, after: Plan, members: list[Member]) -> float:
+def moved(before: TreePlan, after: TreePlan, members: list[Member]) -> float:
     """The share of parents, over relays that stay and stripes, that are others than before."""
     changes = [
         old[0] != new[0]
@@ -74,7 +74,7 @@ def moved(before: Plan, after: Plan, members: list[Member]) -> float:
     return statistics.mean(changes)
 
 
-def workers_moved(before: Plan, after: Plan, count: int = 500) -> float:
+def workers_moved(before: TreePlan, after: TreePlan, count: int = 500) -> float:
     changes = [
         old[0] != new[0]
         for n in range(count)
@@ -241,7 +241,7 @@ def test_what_no_registry_should_pass_is_refused() -> None:
         with pytest.raises(ValueError, match="finite"):
             plan([ORIGIN], [Member("a", "http://a", figure)])
     for origins, options in (([], {}), ([ORIGIN], {"stripes": 0}), ([ORIGIN], {"stripes": 9})):
-        with pytest.raises(ValueError, match="fan-out"):
+        with pytest.raises(ValueError, match="fan_out"):
             plan(origins, [twin], **options)
     with pytest.raises(KeyError):
         plan([ORIGIN], [twin]).parents("stranger")
@@ -250,7 +250,7 @@ def test_what_no_registry_should_pass_is_refused() -> None:
 # -- speed
 
 
-def rate(planned: Plan, members: list[Member]) -> float:
+def rate(planned: TreePlan, members: list[Member]) -> float:
     """Bytes/s at which the slowest child gets the whole, over the mean uplink: 1 is what no plan can beat."""
     uplink = {member.url: member.bytes_per_s or 0.0 for member in members}
     slowest = min(
@@ -376,7 +376,7 @@ def test_parents_are_of_the_same_place_where_seats_allow() -> None:
     members = swarm(256, place_count=8)
     place = {member.url: member.place for member in members}
 
-    def near(planned: Plan) -> float:
+    def near(planned: TreePlan) -> float:
         return statistics.mean(
             place[member.url] == place.get(asked[0]) for member in members for asked in planned.parents(member.id)
         )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from locations import VECTORS_FOLDER
 from torch import Tensor
 
 import toploc
 from toploc import ProofPoly, VerificationResult
 
-VECTORS = Path(__file__).parents[2] / "vectors" / "toploc_0_1_6.json.gz"
+VECTORS = VECTORS_FOLDER / "toploc_0_1_6.json.gz"
 CASES = json.loads(gzip.decompress(VECTORS.read_bytes()))["cases"]
 
 

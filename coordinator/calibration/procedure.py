@@ -1,0 +1,214 @@
+"""Procedure of a calibration: honest work, limits fitted to it, then cheats against the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+from coordinator.calibration.attempts import Attempts
+from coordinator.calibration.fit import MIN_LIMITS, Group, fit, fit_limits, rounded, single_value_limits
+from coordinator.calibration.measure import measure
+from coordinator.calibration.result import CalibrationResult, CheatOutcome, outcome
+from coordinator.calibration.sketch_step import find_step
+from coordinator.calibration.slots import SyntheticSlots
+from coordinator.calibration.trial import judge_group_alone
+from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_workers
+from coordinator.errors import BadConfiguration
+from coordinator.training.initial import initial_policy
+from node.client.http import measure_body
+from node.environments import check_rewards, load_environment
+from node.policy.file import load_policy, save_policy
+from node.policy.models.base import RecurrentForCausalLM
+from node.protocol.admission import NOT_FINITE, Finding, judge_gain
+from node.protocol.evidence import add
+from node.protocol.run import LimitsSpec, RunSpec
+from node.protocol.submission import Rollout
+from node.verification.plan import at_doubt
+from node.verification.prefill import Prefill
+from node.verification.readings import policy_of, read_by_transformers
+from node.verification.second_look import suspect_gain
+
+log = logging.getLogger(__name__)
+
+STEP_GROUPS = 16
+"""Groups per worker for one estimate of the sketch's step."""
+
+STEP_IN_FLIGHT = (8,)
+
+_FIGURES = {"rollout_margin_mean": "margin_mean"}
+"""Figures whose limits have another name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationSettings:
+    """Calibration settings. `policy` None uses the run's first; `false_rejections` None the run's own."""
+
+    engines: Sequence[str] = ("torch",)
+    policy: Path | None = None
+    groups: int = 128
+    cheat_groups: int = 32
+    false_rejections: float | None = None
+    threads: int | None = None
+
+
+async def calibrate(spec: RunSpec, settings: CalibrationSettings) -> CalibrationResult:
+    """Find the limits of `spec`. Raises BadConfiguration, and what engines and policies raise."""
+    torch.set_num_threads(settings.threads or 1)
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        return await _Calibration(spec, settings, Path(folder)).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredWork:
+    """One worker's groups in order, and their measurements."""
+
+    rollouts: Sequence[Sequence[Rollout]]
+    measured: Sequence[Group]
+
+    @property
+    def held_out(self) -> _MeasuredWork:
+        """Every other group: those that no level is fitted to."""
+        return _MeasuredWork(self.rollouts[1::2], self.measured[1::2])
+
+
+class _Calibration:
+    def __init__(self, spec: RunSpec, settings: CalibrationSettings, folder: Path) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._folder = folder
+
+    async def run(self) -> CalibrationResult:
+        if self._settings.cheat_groups:  # the best-of-eight cheat needs rewards; fail early
+            check_rewards([load_environment(environment) for environment in self._spec.environments])
+        self._path = await asyncio.to_thread(_policy_file, self._spec, self._settings.policy, self._folder)
+        self._prefill = await asyncio.to_thread(read_by_transformers, self._path, spec=self._spec)
+        policy = policy_of(self._prefill)
+        assert policy is not None, "it was read in this process"
+        self._policy = policy
+        self._slots = SyntheticSlots(self._spec, policy)
+        recurrent = isinstance(policy.model, RecurrentForCausalLM)
+        if recurrent and "vllm" in self._settings.engines:
+            raise BadConfiguration("vLLM has no models for recurrent policies: calibrate with --engine torch")
+        self._workers = make_workers(self._settings.engines, threads=self._settings.threads, recurrent=recurrent)
+        if self._spec.proofs.has_sketch:
+            self._spec = await find_step(self._spec, self._farthest_distances, hidden=policy.hidden)
+        honest = {worker.name: await self._honest(worker) for worker in self._workers}
+        self._spec = self._with_limits([work.measured for work in honest.values()])
+        held_out = {name: work.held_out for name, work in honest.items()}
+        cheats = await self._cheats()
+        return CalibrationResult(
+            spec=self._spec,
+            swarmproof=metadata.version("swarmproof"),
+            policy=measure_body(self._path)[0],
+            groups=self._settings.groups,
+            largest=_largest([work.measured for work in honest.values()], self._spec.limits),
+            honest=[await self._outcome(name, work) for name, work in held_out.items()],
+            cheats=[await self._outcome(name, work) for name, work in cheats.items()],
+            measured={name: work.measured for name, work in {**held_out, **cheats}.items()},
+        )
+
+    async def _farthest_distances(self, spec: RunSpec) -> list[float]:
+        """Return the sketch distances of the worker with the largest mean square."""
+        found = []
+        for worker in self._workers:
+            drawn = await worker.draw(spec, self._path, self._slots, groups=STEP_GROUPS, in_flight=STEP_IN_FLIGHT)
+            work = await self._measured(drawn, spec)
+            found.append([value for group in work.measured for one in group for value in one.sketch_distances])
+        return max(found, key=lambda values: sum(value**2 for value in values) / len(values))
+
+    async def _honest(self, worker: HonestWorker) -> _MeasuredWork:
+        log.info("drawing %d groups with %s", self._settings.groups, worker.name)
+        return await self._measured(
+            await worker.draw(self._spec, self._path, self._slots, groups=self._settings.groups), self._spec
+        )
+
+    async def _measured(self, drawn: Sequence[Sequence[Rollout]], spec: RunSpec) -> _MeasuredWork:
+        """Measure one group at a time, as a verifier with a short queue does."""
+        size = spec.sampling.group_size
+        return _MeasuredWork(drawn, await asyncio.to_thread(measure, self._prefill, drawn, spec=spec, at_once=size))
+
+    def _with_limits(self, honest: Sequence[Sequence[Group]]) -> RunSpec:
+        """Fit levels to every other group, and single-value limits to all."""
+        own = self._spec.limits
+        largest = _largest(honest, own)
+        if max(largest.values()) >= NOT_FINITE:
+            raise BadConfiguration("honest work has non-finite numbers: the policy overflows in its dtype")
+        accepted = self._settings.false_rejections
+        chance = own.false_rejections if accepted is None else accepted
+        parts = len(IN_FLIGHT)
+        found = fit_limits(*honest, false_rejections=chance, parts=parts)
+        levels = fit(*(groups[::2] for groups in honest), false_rejections=chance, parts=parts)
+        found = rounded(msgspec.structs.replace(found, honest=levels))
+        changes = {name: getattr(found, name) for name in single_value_limits(self._spec.proofs)}
+        limits = msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)
+        return msgspec.structs.replace(self._spec, limits=limits)
+
+    async def _cheats(self) -> dict[str, _MeasuredWork]:
+        if not self._settings.cheat_groups:
+            return {}
+        attempts = Attempts(
+            self._spec,
+            policy=self._policy,
+            path=self._path,
+            folder=self._folder,
+            slots=self._slots,
+            groups=self._settings.cheat_groups,
+            threads=self._settings.threads or 1,
+        )
+        found = {}
+        async for name, drawn in attempts.groups():
+            log.info("measuring cheat: %s", name)
+            found[name] = await self._measured(drawn, self._spec)
+        return found
+
+    async def _outcome(self, name: str, work: _MeasuredWork) -> CheatOutcome:
+        limits, second_looks = self._spec.limits, []
+        for rollouts, group in zip(work.rollouts, work.measured, strict=True):
+            totals = add(one.totals(limits) for one in group)
+            look = at_doubt(random.SystemRandom().random())
+            if judge_group_alone(group, limits) is None and self._spec.proofs.has_sketch and look(totals, limits):
+                second_looks.append(await self._second_look(rollouts))
+        return outcome(name, work.measured, limits, second_looks=[found for found in second_looks if found is not None])
+
+    async def _second_look(self, rollouts: Sequence[Rollout]) -> Finding | None:
+        for suspect in self._spec.limits.suspects:
+            gain = await suspect_gain(suspect, rollouts, version=0, policies=self, published=(0,), spec=self._spec)
+            finding = judge_gain(suspect, gain, limits=self._spec.limits)
+            if finding is not None:
+                return finding
+        return None
+
+    async def prefill(self, version: int) -> Prefill:  # noqa: ARG002  (only one policy)
+        """Return the policy's prefill, for second looks."""
+        return self._prefill
+
+
+def _policy_file(spec: RunSpec, given: Path | None, folder: Path) -> Path:
+    """Return the policy's file as the run publishes it, in the run's dtype."""
+    dtype = getattr(torch, spec.model.dtype)
+    path = folder / "policy.safetensors"
+    if given is None:
+        log.info("creating the run's first policy")
+        model, tokenizer = initial_policy(spec)
+    else:
+        policy = load_policy(given, dtype=dtype)
+        if policy.config.dtype == dtype:
+            return given
+        model, tokenizer = policy.model, policy.tokenizer
+    save_policy(model.to(dtype), tokenizer, path)
+    return path
+
+
+def _largest(honest: Sequence[Sequence[Group]], limits: LimitsSpec) -> dict[str, float]:
+    """Return the largest honest value of each single-value limit."""
+    figures = [one.figures(limits) for groups in honest for group in groups for one in group]
+    return {name: max(getattr(one, _FIGURES.get(name, name)) for one in figures) for name in MIN_LIMITS}

@@ -1,0 +1,187 @@
+"""`swarmproof evaluate`: what a policy earns on problems that were held out (`coordinator.training.evaluation`)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from coordinator.errors import BadConfiguration
+from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, json_option, threads_option
+
+if TYPE_CHECKING:  # which import torch: seconds that --help should not take
+    from coordinator.training.evaluation import Evaluation
+    from node.protocol.run import RunSpec
+
+_WIDTH = 100
+
+
+@click.command()
+@click.option(
+    "--run",
+    "run_file",
+    type=EXISTING_FILE,
+    required=True,
+    help="The run.toml whose environments, lengths and dtype count.",
+)
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path, exists=True),
+    help="A policy file, or a model's folder in Hugging Face's layout.  [default: the run's first policy]",
+)
+@click.option(
+    "--trainer",
+    type=EXISTING_FOLDER,
+    help="The trainer's --state, to measure a --version that it published.",
+)
+@click.option("--version", type=click.IntRange(0), metavar="NUMBER", help="Which.  [default: the newest]")
+@click.option(
+    "--problems",
+    type=click.IntRange(1, 100_000),
+    metavar="COUNT",
+    default=128,
+    show_default=True,
+    help="Held-out problems of each environment.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 1024),
+    metavar="COUNT",
+    default=1,
+    show_default=True,
+    help="Completions of each problem.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 10),
+    metavar="T",
+    help="0 takes the likeliest token always.  [default: the run's]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="NUMBER",
+    default=0,
+    show_default=True,
+    help="Draws the problems and the completions: the same seed, the same both.",
+)
+@threads_option("CPU threads.", default=1)
+@json_option("One line of JSON instead of a table.")
+def evaluate(
+    *,
+    run_file: Path,
+    policy: Path | None,
+    trainer: Path | None,
+    version: int | None,
+    problems: int,
+    samples: int,
+    temperature: float | None,
+    seed: int,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Measure what a policy earns on problems that were held out.
+
+    \b
+    Example:
+      swarmproof evaluate --run run.toml --trainer trainer/ --version 30
+
+    It prints the mean reward of each environment with a 95 % confidence interval, and how long completions are. Nothing
+    of a run is changed or asked; repeat it with other policies and the same --seed to compare them.
+    """
+    if trainer is not None and policy is not None:
+        raise click.UsageError("Give --policy or --trainer, not both.")
+    if version is not None and trainer is None:
+        raise click.UsageError("--version is one of the --trainer's.")
+    if temperature is not None and 0 < temperature <= 0.01:
+        raise click.UsageError("--temperature is 0 or above 0.01.")
+    from coordinator.run.definition import read_run_file
+    from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
+
+    try:
+        settings = EvaluationSettings(
+            problems=problems, samples=samples, temperature=temperature, seed=seed, threads=threads
+        )
+    except ValueError as error:
+        raise click.UsageError(f"{error}.") from error
+    _, spec = read_run_file(run_file)
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
+        file = _published(trainer, version) if trainer is not None else policy_file(spec, policy, Path(folder))
+        found = evaluate_policy(file, spec=spec, settings=settings)
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(found))
+    else:
+        _show(found)
+
+
+def _published(trainer: Path, version: int | None) -> Path:
+    """Return the policy file of a version in a trainer's folder, the newest by default; reading takes no lock of it."""
+    found = {
+        int(number): path
+        for path in (trainer / "origin" / "versions").glob("*-*.bin")
+        if (number := path.name.partition("-")[0]).isdecimal()
+    }
+    if not found:
+        raise BadConfiguration(f"{trainer} holds no published policy: name the --state of a run's trainer")
+    chosen = max(found) if version is None else version
+    if chosen not in found:
+        raise BadConfiguration(f"{trainer} holds policies {min(found)} to {max(found)}, not {chosen}")
+    return found[chosen]
+
+
+def policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
+    """Return `policy` as a file, written into `folder` where it is none yet."""
+    if policy is not None and policy.is_file():
+        return policy
+    import msgspec
+    import torch
+
+    from coordinator.training.initial import initial_policy
+    from node.policy.file import save_policy
+
+    if policy is not None:
+        spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, initial=str(policy)))
+    model, tokenizer = initial_policy(spec)
+    file = folder / "policy.safetensors"
+    try:
+        save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, file)
+    except ValueError as error:
+        raise BadConfiguration(f"{policy or spec.model.initial} cannot be a policy here: {error}") from error
+    return file
+
+
+def _show(found: Evaluation) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    how = "greedy" if found.temperature == 0 else f"temperature {found.temperature:g}"
+    drawn = "1 completion" if found.samples == 1 else f"{found.samples} completions"
+    table = Table(
+        title=f"Held-out problems, seed {found.seed}, {drawn} of each, {how}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="dim",
+    )
+    table.add_column("environment", overflow="fold")
+    for column in ("problems", "reward", "95 % interval", "tokens", "median", "most", "cut off", "unjudged"):
+        table.add_column(column, justify="right")
+    for one in found.environments:
+        sure = "" if one.low is None or one.high is None else f"{one.low:.3f} .. {one.high:.3f}"
+        lengths = (f"{one.tokens_mean:.1f}", f"{one.tokens_median:g}", str(one.tokens_most), f"{one.cut_off:.0%}")
+        table.add_row(one.name, str(one.problems), _reward(one.reward), sure, *lengths, str(one.unjudged or ""))
+    console = Console(width=None if os.isatty(1) else _WIDTH)
+    console.print(table)
+    if len(found.environments) > 1:
+        console.print(f"by the run's weights: {_reward(found.reward)}")
+
+
+def _reward(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"

@@ -1,0 +1,96 @@
+"""The command line of an export. What it runs is imported when it runs: every other command loads this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from node.commands.options import EXISTING_FOLDER, state_option
+
+_LATEST = "latest"
+
+
+_to_option = click.option(
+    "-o",
+    "--to",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    required=True,
+    help="Where to write it; made if missing, and empty otherwise.",
+)
+
+
+@click.group()
+def export() -> None:
+    """Write a run's policies or rollouts for other programs."""
+
+
+@export.command()
+@click.argument("what", metavar="VERSION|latest|FILE")
+@_to_option
+@state_option(
+    "The folder of a trainer, worker, relay or verifier that holds the version; it may be running.",
+    kind=EXISTING_FOLDER,
+)
+def policy(*, what: str, to: Path, state: Path | None) -> None:
+    """Write a policy as a folder that transformers and vLLM load.
+
+    \b
+    Examples:
+      swarmproof export policy latest --state trainer/ --to policy/
+      swarmproof export policy policy.safetensors --to policy/
+
+    Weights are the policy's, bit for bit. A trainer's folder has every version, those of others the last few. A file
+    whose name is a number is ./NUMBER.
+    """
+    by_number = what == _LATEST or (what.isascii() and what.isdigit())
+    if by_number and state is None:
+        raise click.UsageError("A version is taken from a folder: name it with --state.")
+    if state is not None and not by_number:
+        raise click.UsageError("--state is for a version's number, or latest; a file needs none.")
+    from coordinator.training.export import export_file, export_version
+
+    if state is None:
+        done = export_file(Path(what), to)
+    else:
+        done = export_version(state, None if what == _LATEST else int(what), to)
+    named = "the policy" if done.version is None else f"policy {done.version}"
+    click.echo(f"{named}, {done.parameters:,} parameters in {str(done.dtype).removeprefix('torch.')}, is in {to}")
+
+
+@export.command()
+@click.argument("data", metavar="RUN", type=EXISTING_FOLDER)
+@_to_option
+@click.option("--database-url", metavar="URL", help="As the coordinator's, if it has one.")
+@click.option("--rejected", is_flag=True, help="Rejected rollouts, too, as they were submitted.")
+def rollouts(*, data: Path, to: Path, database_url: str | None, rejected: bool) -> None:
+    """Write the rollouts of a run as Parquet files, which `datasets.load_dataset` opens.
+
+    \b
+    Examples:
+      swarmproof export rollouts run/ -o rollouts/
+      swarmproof export rollouts run/ -o everything/ --rejected
+
+    RUN is the run's data folder, as its coordinator has it; the run may go on. One row is one completion.
+    """
+    from coordinator.errors import BadConfiguration
+    from coordinator.run.home import open_home
+
+    try:
+        from coordinator.training.rollouts import export_rollouts
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "pyarrow":
+            raise
+        raise BadConfiguration("`export rollouts` needs pyarrow: pip install -e '.[export]'") from error
+
+    home = open_home(data, database_url=database_url)
+    try:
+        done = export_rollouts(home, to, rejected=rejected)
+    finally:
+        home.database.close()
+    click.echo(f"{done.rollouts:,} rollouts of {done.submissions:,} submissions are in {to}, in {done.files} files")
+    if done.unreadable:
+        click.echo(f"left out: {done.unreadable:,} rejected submissions whose files cannot be read", err=True)
+    if done.missing:
+        click.echo(f"warning: {done.missing:,} submissions are missing: their blobs are gone or damaged", err=True)

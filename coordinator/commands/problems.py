@@ -1,0 +1,195 @@
+"""`swarmproof problems`: offline filtering by measured pass rate (`coordinator.training.filtering`)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from coordinator.commands.evaluate import policy_file
+from coordinator.errors import BadConfiguration
+from node.commands.options import EXISTING_FILE, FILE, json_option, threads_option
+from shardcast.files import write_atomically
+
+if TYPE_CHECKING:  # which import torch: seconds that --help should not take
+    from coordinator.training.filtering import Filtered
+    from node.protocol.run import RunSpec
+
+_WIDTH = 100
+
+
+@click.command()
+@click.option(
+    "--run",
+    "run_file",
+    type=EXISTING_FILE,
+    required=True,
+    help="The run.toml whose environments are filtered.",
+)
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path, exists=True),
+    help="A policy file, or a model's folder in Hugging Face's layout.  [default: the run's first policy]",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 65_536),
+    metavar="COUNT",
+    default=512,
+    show_default=True,
+    help="Problems of each environment that are measured, from index 0 on.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 1024),
+    metavar="COUNT",
+    default=8,
+    show_default=True,
+    help="Completions of each problem.",
+)
+@click.option(
+    "--min",
+    "lowest",
+    type=click.FloatRange(0, 1),
+    metavar="RATE",
+    default=0.1,
+    show_default=True,
+    help="The lowest pass rate (mean reward) of a problem that is kept.",
+)
+@click.option(
+    "--max",
+    "highest",
+    type=click.FloatRange(0, 1),
+    metavar="RATE",
+    default=0.9,
+    show_default=True,
+    help="The highest.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="NUMBER",
+    default=0,
+    show_default=True,
+    help="Draws the completions: the same seed, the same problems are kept.",
+)
+@threads_option("CPU threads.", default=1)
+@click.option(
+    "--out",
+    type=FILE,
+    help="The file to write.  [default: beside --run, with .filtered before .toml]",
+)
+@json_option("One line of JSON instead of a table.")
+def problems(
+    *,
+    run_file: Path,
+    policy: Path | None,
+    count: int,
+    samples: int,
+    lowest: float,
+    highest: float,
+    seed: int,
+    threads: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Keep the problems that the first policy solves now and then.
+
+    \b
+    Example:
+      swarmproof problems --run run.toml --count 2048 --samples 8 --min 0.1 --max 0.9
+
+    It measures the pass rate of each environment's first problems, and writes a copy of run.toml, comments and all, by
+    which slots are drawn from the kept ones alone. Start the run with that copy: problems cannot change later.
+    """
+    if find_spec("tomlkit") is None:
+        raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
+    from coordinator.run.definition import read_run_file
+    from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
+
+    try:
+        settings = FilterSettings(
+            count=count, samples=samples, lowest=lowest, highest=highest, seed=seed, threads=threads
+        )
+    except ValueError as error:
+        raise click.UsageError(f"{error}.") from error
+    text, spec = read_run_file(run_file)
+    out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
+    _check_result(text, spec, count=count, out=out)
+    with tempfile.TemporaryDirectory(prefix="problems-") as folder:
+        found = filter_problems(policy_file(spec, policy, Path(folder)), spec=spec, settings=settings)
+    if not as_json:
+        _show(found)
+    if empty := [one.name for one in found if not one.kept]:
+        raise BadConfiguration(
+            f"no problem of {', '.join(empty)} has a pass rate from {lowest:g} to {highest:g}; measure more of them, "
+            "widen the bounds, or leave the environment out"
+        )
+    try:
+        wanted = filtered_spec(spec, found)
+    except ValueError as error:
+        raise BadConfiguration(f"so many problems make no run: {error}") from error
+    write_atomically(out, filtered_text(text, wanted).encode())
+    if as_json:
+        click.echo(msgspec.json.encode({"environments": found, "out": str(out)}))
+    else:
+        click.echo(f"written: {out}")
+
+
+def _check_result(text: str, spec: RunSpec, *, count: int, out: Path) -> None:
+    """Raise BadConfiguration before measuring where the result could not be written."""
+    from node.protocol.run import ProblemsSpec
+
+    bitmap = bytes([255] * (count // 8)) + bytes([2 ** (count % 8) - 1] if count % 8 else [])
+    kept = ProblemsSpec(count=count, kept=bitmap)
+    try:
+        every = tuple(msgspec.structs.replace(one, problems=kept) for one in spec.environments)
+        filtered_text(text, msgspec.structs.replace(spec, environments=every))
+    except ValueError as error:
+        raise BadConfiguration(f"so many problems make no run: {error}") from error
+    if not out.parent.is_dir():
+        raise BadConfiguration(f"{out.parent} is no folder")
+
+
+def filtered_text(text: str, wanted: RunSpec) -> str:
+    """Return `text`, a run.toml, with the problems of `wanted`; raises BadConfiguration where it cannot hold them."""
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    from node.protocol.run import parse_run_toml
+    from shardcast.errors import Malformed
+
+    try:
+        document: Any = tomlkit.parse(text)
+        for entry, environment in zip(document["environments"], wanted.environments, strict=True):
+            entry["problems"] = tomlkit.table()
+            entry["problems"].update(msgspec.to_builtins(environment.problems))
+        result = tomlkit.dumps(document)
+        same = parse_run_toml(result) == wanted
+    except (TOMLKitError, Malformed, KeyError, TypeError, ValueError) as error:
+        raise BadConfiguration(f"the problems cannot be written into this run.toml: {error}") from error
+    if not same:
+        raise BadConfiguration("the problems cannot be written into this run.toml: write [[environments]] as tables")
+    return result
+
+
+def _show(found: Sequence[Filtered]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("environment", overflow="fold")
+    for column in ("problems", "pass rate", "kept", "too hard", "too easy", "unjudged"):
+        table.add_column(column, justify="right")
+    for one in found:
+        rate = "unknown" if one.rate is None else f"{one.rate:.3f}"
+        counts = (one.kept, one.below, one.above, one.unjudged or "")
+        table.add_row(one.name, str(one.count), rate, *map(str, counts))
+    Console(width=None if os.isatty(1) else _WIDTH).print(table)

@@ -1,0 +1,165 @@
+"""`swarmproof trainer`: one process, or several that `torchrun` started."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.commands.options import (
+    HOME_WAIT_SECONDS,
+    data_options,
+    evaluation_options,
+    execution_options,
+    own_state_option,
+    run_key_option,
+    watching_options,
+)
+from coordinator.errors import BadConfiguration
+from coordinator.run.home import Home, open_home
+from node.commands.options import listen_options, metrics_options, threads_option
+from node.commands.serving_options import server_limits, serving_options
+from node.keys.identity import load_key
+from node.protocol.run import run_id_of
+from node.runtime.logs import name_process
+
+if TYPE_CHECKING:
+    from coordinator.training.trackers import Tracker
+    from coordinator.training.trainer import TrainerSettings
+
+
+@click.command()
+@data_options
+@run_key_option
+@own_state_option
+@listen_options(8710)
+@threads_option("CPU threads for torch.", default=1)
+@execution_options
+@watching_options
+@evaluation_options
+@serving_options
+@metrics_options
+def trainer(
+    *,
+    data: Path,
+    database_url: str | None,
+    key: Path,
+    state: Path,
+    threads: int,
+    metrics_host: str,
+    metrics_port: int | None,
+    row_tokens: int,
+    recompute: bool,
+    device: str,
+    autocast: str | None,
+    tensorboard: Path | None,
+    no_tensorboard: bool,
+    wandb: str | None,
+    evaluate_every: int,
+    evaluate_problems: int,
+    **serving: Any,
+) -> None:
+    """Train on what was admitted, and publish each policy.
+
+    \b
+    Example:
+      swarmproof trainer --data run/ --key run.key --state trainer/ --port 8710
+
+    It serves the policies, too, as the run's origin. Relays take that as their upstream:
+    swarmproof relay --upstream http://HOST:8710 ...
+
+    \b
+    Several processes hold a model and its optimizer together (FSDP2):
+      torchrun --nproc-per-node 4 -m node.cli trainer --data run/ ...
+    """
+    import torch
+
+    from coordinator.training.distributed_learner import Team
+    from coordinator.training.evaluation import EvaluationSettings
+    from coordinator.training.grpo import Execution
+    from coordinator.training.trackers import make_tracker, tracker_settings
+    from coordinator.training.trainer import TrainerSettings
+    from coordinator.training.world import open_world
+
+    with open_world(device=device) as world:
+        dtype = torch.bfloat16 if autocast else None
+        settings = TrainerSettings(
+            state=state,
+            threads=threads,
+            execution=Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute),
+            evaluate_every=evaluate_every,
+            evaluation=EvaluationSettings(problems=evaluate_problems, threads=threads),
+        )
+        if not world.is_first:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # the first process says when it is over
+            torch.set_num_threads(threads)
+            Team(state, settings.execution).follow()
+            return
+        home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+        watched = tracker_settings(state=state, tensorboard=tensorboard, no_tensorboard=no_tensorboard, wandb=wandb)
+        tracker = make_tracker(watched, run_id=home.run_id, spec=home.spec, state=state)
+        try:
+            _train(
+                home,
+                _run_key(home, key),
+                settings,
+                tracker=tracker,
+                metrics_at=(metrics_host, metrics_port),
+                serving=serving,
+            )
+        finally:
+            tracker.close()
+
+
+def _train(
+    home: Home,
+    run_key: Ed25519PrivateKey,
+    settings: TrainerSettings,
+    *,
+    tracker: Tracker,
+    metrics_at: tuple[str, int | None],
+    serving: dict[str, Any],
+) -> None:
+    """Train, and serve what is trained, until SIGTERM or SIGINT."""
+    from coordinator.metrics.roles import TrainerMetrics, role_registry
+    from coordinator.storage.training import newest
+    from coordinator.training.trainer import Trainer
+    from node.runtime.metrics import serving_metrics
+    from shardcast import Origin, OriginServer
+
+    with home.database.read() as connection:
+        recorded = newest(connection)
+    origin = Origin(
+        settings.state / "origin",
+        run_key,
+        home.run_id,
+        # A policy that is stored but not in the log yet must not be heard of.
+        announced=-1 if recorded is None else recorded,
+    )
+    host, port = serving.pop("host"), serving.pop("port")
+    server = OriginServer(origin, host, port, limits=server_limits(**serving))
+    click.echo(f"origin  http://{host}:{server.start()}")
+    name_process(run=home.run_id, name="trainer")
+    registry = role_registry("trainer", home, state=settings.state)
+    work = Trainer(
+        home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry), tracker=tracker
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: work.stop())
+    try:
+        with serving_metrics(registry, *metrics_at):
+            work.run()
+    finally:
+        server.stop()
+        origin.close()
+
+
+def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:
+    key = load_key(path)
+    if run_id_of(key.public_key().public_bytes_raw()) != home.run_id:
+        raise BadConfiguration(f"{path} is not the key of the run in {home.folder}")
+    return key

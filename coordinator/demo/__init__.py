@@ -1,1 +1,0 @@
-"""A whole swarm on one machine: `veriswarm demo` starts it, watches it, and reports on it."""

@@ -1,0 +1,1 @@
+"""The coordinator's HTTP server: signed requests, limits, errors and connections."""

@@ -1,0 +1,107 @@
+"""What the coordinator answers when it refuses or fails: an ErrorReply with a stable code and its HTTP status."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import ClientDisconnect
+
+from coordinator.http.rate_limits import TooManyRequests
+from coordinator.storage.faults import DatabaseAway, is_away
+from node.protocol.messages import ErrorReply
+from node.protocol.reasons import Reason, Refusal
+from shardcast.wire import encode
+
+log = logging.getLogger(__name__)
+
+INTERNAL_ERROR, UNAVAILABLE = "internal_error", "unavailable"
+ERROR_LOG_SECONDS = 10.0
+"""How often a full disk or a database that is away is logged, however many requests meet it."""
+
+_RETRY_AFTER_SECONDS = 5
+_JSON = "application/json"
+
+
+def error_body(refusal: Refusal) -> bytes:
+    """The ErrorReply of a refusal."""
+    return encode(
+        ErrorReply(
+            code=refusal.reason.value,
+            message=str(refusal),
+            server_time=int(time.time()),
+            submission=refusal.submission,
+        )
+    )
+
+
+def refuse(refusal: Refusal) -> Response:
+    """The answer to a request that is refused."""
+    # A body that was refused unread must not be taken for the next request.
+    headers = {"Connection": "close"}
+    if refusal.reason is Reason.TOO_MANY_REQUESTS:
+        seconds = refusal.retry_after_seconds if isinstance(refusal, TooManyRequests) else _RETRY_AFTER_SECONDS
+        headers["Retry-After"] = str(seconds)
+    return Response(error_body(refusal), status_code=refusal.reason.status or 500, media_type=_JSON, headers=headers)
+
+
+def internal_error() -> Response:
+    """Return the reply to a request that met a defect in here; what it was is for the log alone."""
+    return _no_refusal(INTERNAL_ERROR, "Something went wrong in the coordinator; try again later.", status=500)
+
+
+def out_of_service() -> Response:
+    """The answer while the disk is full, or the database or the store is away: asking again is all there is to do."""
+    return _no_refusal(
+        UNAVAILABLE, "The coordinator's disk, database or object store is away; try again later.", status=503
+    )
+
+
+def _no_refusal(code: str, message: str, *, status: int) -> Response:
+    reply = ErrorReply(code=code, message=message, server_time=int(time.time()))
+    headers = {"Connection": "close", "Retry-After": str(_RETRY_AFTER_SECONDS)}
+    return Response(encode(reply), status_code=status, media_type=_JSON, headers=headers)
+
+
+def handle_errors(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
+    """Answer every error of `app` with an ErrorReply; `count` is told the reason of each refusal."""
+
+    @app.exception_handler(Refusal)
+    async def _refused(_request: Request, refusal: Refusal) -> Response:
+        count(refusal.reason)
+        return refuse(refusal)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def _unknown(request: Request, _error: Exception) -> Response:
+        return refuse(Refusal(Reason.NOT_FOUND, f"Nothing at {request.method[:10]} {request.scope['path'][:100]!r}."))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _disconnected(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=400)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_request: Request, _error: Exception) -> Response:
+        return refuse(Refusal(Reason.BAD_REQUEST, "A parameter is missing or is not what it must be."))
+
+    logged_at = -math.inf
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(DatabaseAway)
+    async def _away(_request: Request, error: Exception) -> Response:
+        nonlocal logged_at
+        if not is_away(error):
+            raise error
+        if time.monotonic() - logged_at >= ERROR_LOG_SECONDS:
+            logged_at = time.monotonic()
+            log.error("the disk or the database is away: %s", error)
+        return out_of_service()
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(_request: Request, _error: Exception) -> Response:
+        # Starlette raises it again once this is sent, and uvicorn logs it.
+        return internal_error()

@@ -1,0 +1,71 @@
+"""Intake into a folder of blobs: the coordinator takes each body as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final, NoReturn
+
+from fastapi import Request, Response
+from fastapi.responses import FileResponse
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.errors import StorageFault
+from coordinator.http.intake.base import Intake, Submitter
+from coordinator.http.signed_requests import check_body
+from coordinator.run.service import Coordinator
+from coordinator.storage.blobs import Upload
+from coordinator.storage.folder_blobs import FolderBlobs
+from node.protocol.endpoints import BYTES
+from node.protocol.reasons import Reason, Refusal
+
+UPLOAD_DEADLINE_SECONDS: Final = 120.0
+
+
+class FolderIntake(Intake):
+    """Bodies through the coordinator, each checked against its signature before it gets a name."""
+
+    def __init__(self, coordinator: Coordinator, blobs: FolderBlobs) -> None:
+        self._coordinator, self._blobs = coordinator, blobs
+        self._uploading: set[str] = set()
+
+    async def take_body(self, request: Request, sender: Submitter) -> str:
+        if sender.lease_id in self._uploading:
+            raise Refusal(Reason.TOO_MANY_REQUESTS, "This lease is being submitted by another request.")
+        self._uploading.add(sender.lease_id)
+        incoming = self._blobs.incoming
+        try:
+            with (
+                incoming(max_bytes=sender.claim.body_bytes) as body,
+                incoming(max_bytes=len(sender.envelope)) as signed,
+            ):
+                signed.write(sender.envelope)
+                try:
+                    async with asyncio.timeout(UPLOAD_DEADLINE_SECONDS):
+                        async for piece in request.stream():
+                            body.write(piece)
+                except TimeoutError as error:
+                    raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
+                check_body(sender.claim, body.digest, body.size_bytes)
+                submit = self._coordinator.submit
+                return await run_in_threadpool(submit, sender.node, sender.lease_id, signed, body, now=time.time())
+        finally:
+            self._uploading.discard(sender.lease_id)
+
+    def check_uploads(self) -> NoReturn:
+        raise Refusal(Reason.NOT_FOUND, "This run has no object store; submit the body itself.")
+
+    async def offer(self, upload: Upload) -> NoReturn:  # noqa: ARG002  (of the port)
+        self.check_uploads()
+
+    async def take_upload(self, sender: Submitter, sha256: str) -> NoReturn:  # noqa: ARG002  (of the port)
+        self.check_uploads()
+
+    async def evidence(self, name: str) -> Response:
+        try:
+            path = self._blobs.path(name)
+        except StorageFault as error:
+            raise Refusal(Reason.NOT_FOUND, "Not a blob's name.") from error
+        if not await run_in_threadpool(path.exists):
+            raise Refusal(Reason.NOT_FOUND, "No such blob.")
+        return FileResponse(path, media_type=BYTES)

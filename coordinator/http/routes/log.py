@@ -1,0 +1,48 @@
+"""The transparency log and the evidence that it names, for anybody."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from coordinator.http.routing import Shared, answer, answer_bytes, route
+from coordinator.storage.log import MAX_ENTRIES_PER_READ
+from node.protocol import endpoints
+from node.protocol.endpoints import LogProof
+from shardcast.wire import MAX_INTEGER
+
+router = APIRouter()
+
+_Index = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
+
+
+@route(router, endpoints.BLOB)
+async def blob(service: Shared, name: str) -> Response:
+    return await service.intake.evidence(name)
+
+
+@route(router, endpoints.LOG_CHECKPOINT)
+def checkpoint(service: Shared) -> Response:
+    return answer_bytes(endpoints.LOG_CHECKPOINT, service.coordinator.checkpoint(now=time.time()))
+
+
+@route(router, endpoints.LOG_ENTRIES)
+def entries(service: Shared, start: _Index, end: _Index) -> Response:
+    leaves = service.coordinator.entries(start, min(end, start + MAX_ENTRIES_PER_READ))
+    return answer_bytes(endpoints.LOG_ENTRIES, b"".join(leaf + b"\n" for leaf in leaves))
+
+
+@route(router, endpoints.LOG_INCLUSION)
+def inclusion(service: Shared, index: _Index, size: _Index) -> Response:
+    return answer(endpoints.LOG_INCLUSION, _proof(service.coordinator.inclusion(index, size)))
+
+
+@route(router, endpoints.LOG_CONSISTENCY)
+def consistency(service: Shared, first: _Index, second: _Index) -> Response:
+    return answer(endpoints.LOG_CONSISTENCY, _proof(service.coordinator.consistency(first, second)))
+
+
+def _proof(hashes: list[bytes]) -> LogProof:
+    return LogProof(hashes=tuple(each.hex() for each in hashes))

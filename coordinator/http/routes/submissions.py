@@ -1,0 +1,122 @@
+"""Submissions: their bodies, by either way that a run takes them, and their receipts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.http.intake import Submitter
+from coordinator.http.routing import Shared, SignedCall, answer, answer_bytes, route, service_of, signed
+from coordinator.http.service import Service
+from coordinator.http.shutdown import Ending
+from coordinator.http.signed_requests import open_request, read_envelope
+from coordinator.storage.blobs import Upload
+from coordinator.storage.database import Connection
+from node.protocol import endpoints
+from node.protocol.endpoints import Endpoint, Pending
+from node.protocol.messages import SubmissionReply, UploadRequest
+from node.protocol.reasons import Reason, Refusal
+from node.runtime.logs import bound
+from shardcast.wire import encode, is_digest
+
+log = logging.getLogger(__name__)
+
+router = APIRouter()
+
+
+async def submitter(request: Request, lease_id: str) -> Submitter:
+    """Dependency: use up the signed request, and refuse it before a byte of its body is read."""
+    service, envelope = await service_of(request), read_envelope(request)
+    coordinator = service.coordinator
+
+    def accept() -> Submitter:
+        node, claim = open_request(envelope)
+        limit = coordinator.home.spec.limits.max_submission_bytes
+        if claim.body_bytes > limit:
+            raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
+        with service.signed.accept(request, node, claim) as transaction:
+            coordinator.may_submit(transaction, node, lease_id, now=time.time())
+        return Submitter(node, lease_id, envelope, claim)
+
+    return await run_in_threadpool(accept)
+
+
+def _acknowledged(
+    endpoint: Endpoint[Any, SubmissionReply], submission: str, sender: Submitter, service: Service
+) -> Response:
+    service.metrics.submissions.inc()
+    with bound(submission=submission, node=sender.node, lease=sender.lease_id):
+        log.info("submission %s… of %s… is queued", submission[:16], sender.node[:8])
+    return answer(endpoint, SubmissionReply(submission=submission))
+
+
+@route(router, endpoints.SUBMIT)
+async def submit(request: Request, service: Shared, sender: Annotated[Submitter, Depends(submitter)]) -> Response:
+    submission = await service.intake.take_body(request, sender)
+    return _acknowledged(endpoints.SUBMIT, submission, sender, service)
+
+
+@route(router, endpoints.SUBMIT_UPLOAD)
+async def submit_upload(service: Shared, sender: Annotated[Submitter, Depends(submitter)], sha256: str) -> Response:
+    submission = await service.intake.take_upload(sender, sha256)
+    return _acknowledged(endpoints.SUBMIT_UPLOAD, submission, sender, service)
+
+
+async def _takes_uploads(service: Shared) -> None:
+    service.intake.check_uploads()
+
+
+@route(router, endpoints.ANNOUNCE_UPLOAD, dependencies=[Depends(_takes_uploads)])
+async def announce(
+    call: Annotated[SignedCall[UploadRequest], Depends(signed(endpoints.ANNOUNCE_UPLOAD))], lease_id: str
+) -> Response:
+    def act(transaction: Connection, node: str, request: UploadRequest) -> Upload:
+        upload = Upload(lease_id, request.body, request.sha256, request.body_bytes)
+        call.service.coordinator.announce(transaction, node, upload, now=time.time())
+        return upload
+
+    offer = await call.service.intake.offer(await call.do(act))
+    return answer(endpoints.ANNOUNCE_UPLOAD, offer, headers={"Cache-Control": "no-store"})
+
+
+@route(router, endpoints.RECEIPT)
+async def receipt(
+    request: Request,
+    service: Shared,
+    submission: str,
+    wait: Annotated[float, Query(ge=0, le=endpoints.MAX_WAIT_SECONDS, allow_inf_nan=False)] = 0.0,
+) -> Response:
+    if not is_digest(submission):
+        raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
+    read_receipt = service.coordinator.receipt
+    if not wait:
+        found = await run_in_threadpool(read_receipt, submission)
+    else:
+        async with service.verdicts.ticket(submission) as decided:
+            found = await run_in_threadpool(read_receipt, submission)
+            if isinstance(found, Pending):
+                await _wait(request, decided, service.ending, seconds=wait)
+                found = await run_in_threadpool(read_receipt, submission)
+    if isinstance(found, Pending):
+        return Response(encode(found), status_code=202, media_type=endpoints.JSON)
+    return answer_bytes(endpoints.RECEIPT, found)
+
+
+async def _wait(request: Request, event: asyncio.Event, ending: Ending, *, seconds: float) -> None:
+    """Wait for `event`, for at most `seconds`, and not for a client that has disconnected: waiting would be free."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = {asyncio.create_task(ending.before(event)), asyncio.create_task(disconnected())}
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

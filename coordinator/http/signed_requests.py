@@ -1,0 +1,81 @@
+"""Signed requests: verified once, and used up in the transaction of what they ask for (docs/protocol.md, 3.2)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from fastapi import Request
+
+from coordinator.http.rate_limits import RateLimiter
+from coordinator.run.service import Coordinator
+from coordinator.storage.database import Connection
+from node.protocol.messages import MAX_MESSAGE_BYTES, RequestClaim
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.requests import open_claim, read_authorization
+from shardcast.errors import PeerFault
+from shardcast.wire import decode
+
+BODY_DEADLINE_SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+class SignedRequests:
+    """Accept the signed requests of a run's nodes, of each node as many as `limiter` allows."""
+
+    def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter) -> None:
+        self._coordinator, self._limiter = coordinator, limiter
+
+    @contextmanager
+    def accept(self, request: Request, node: str, claim: RequestClaim) -> Iterator[Connection]:
+        """`Coordinator.accept`; it counts as one of the node's requests, unless somebody else repeats it."""
+        request.state.node = node  # for the log
+        self._limiter.peek(node, now=time.monotonic())
+        method, path = request.method, request.scope["path"]
+        with self._coordinator.accept(node, claim, method=method, path=path, now=time.time()) as connection:
+            self._limiter.check(node, now=time.monotonic())
+            yield connection
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """A whole small body; raises Refusal past `max_bytes` or the deadline."""
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > max_bytes:
+                    raise Refusal(Reason.OVERSIZED_BODY, f"More than {max_bytes} bytes.")
+                pieces.append(piece)
+    except TimeoutError as error:
+        raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
+    return b"".join(pieces)
+
+
+def read_envelope(request: Request) -> bytes:
+    """What its Authorization header holds; raises Refusal."""
+    return read_authorization(request.headers.get("authorization", ""))
+
+
+def open_request(envelope: bytes) -> tuple[str, RequestClaim]:
+    """The node that signed a request, and what it claims: the one time that the signature is verified."""
+    signer, claim = open_claim(envelope)
+    return signer.hex(), claim
+
+
+def read_message(cls: type[T], body: bytes) -> T:
+    """The message in a body; raises Refusal."""
+    try:
+        return decode(cls, body, max_bytes=MAX_MESSAGE_BYTES)
+    except PeerFault as error:
+        raise Refusal(Reason.BAD_REQUEST, f"{error}.") from error
+
+
+def check_body(claim: RequestClaim, body_digest: str, body_bytes: int) -> None:
+    """Raise Refusal for a body that is not the one that was signed."""
+    if claim.body_digest != body_digest or claim.body_bytes != body_bytes:
+        raise Refusal(Reason.BODY_MISMATCH, f"{body_bytes} bytes arrived, {claim.body_bytes} were signed.")

@@ -1,0 +1,1 @@
+"""A whole swarm on one machine: `swarmproof demo` starts it, watches it, and reports on it."""

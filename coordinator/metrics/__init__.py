@@ -1,0 +1,1 @@
+"""Prometheus metrics of a run and of its processes, and curves."""

@@ -1,0 +1,130 @@
+"""Prometheus metrics of the operator's processes (docs/metrics.md): what each role counts itself.
+
+What the run's database knows is in `coordinator.metrics.run`, what every process has in `node.runtime.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from coordinator.metrics.run import RunFigures
+from coordinator.run.home import Home
+from coordinator.storage.timings import register_timings
+from node.protocol.admission import Outcome
+from node.runtime.metrics import WORK_BUCKETS, process_registry
+
+if TYPE_CHECKING:
+    from node.protocol.admission import Verdict
+
+BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+
+
+def leader_registry(home: Home, *, leads: Callable[[], bool]) -> CollectorRegistry:
+    """Of a process that does what only one may do at a time; `leads` says whether it is that one now."""
+    registry = role_registry("leader", home)
+    registry.register(RunFigures(home))
+    watch_leadership(registry, leads=leads)
+    return registry
+
+
+def watch_leadership(registry: CollectorRegistry, *, leads: Callable[[], bool]) -> None:
+    """Have `registry` say whether this process is the run's leader."""
+    leader = Gauge("swarmproof_leader", "1 if this process does the run's periodic work now.", registry=registry)
+    leader.set_function(lambda: float(leads()))
+
+
+class VerifierMetrics:
+    """Of a verifier; without a `registry` they are counted for nobody."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.claims = Counter(
+            "swarmproof_verifier_claims", "Submissions that this verifier took from the queue.", registry=registry
+        )
+        self.deferred = Counter(
+            "swarmproof_verifier_deferred",
+            "Submissions that it put back, because their policy could not be had yet.",
+            registry=registry,
+        )
+        self.late = Counter(
+            "swarmproof_verifier_late_verdicts",
+            "Verdicts that came to nothing: another verifier was faster.",
+            registry=registry,
+        )
+        self.verdicts = Counter(
+            "swarmproof_verifier_verdicts", "Verdicts of this verifier by outcome.", ("outcome",), registry=registry
+        )
+        for outcome in Outcome:
+            self.verdicts.labels(outcome.value)
+        self.tokens = Counter("swarmproof_verifier_tokens", "Tokens of what it judged.", registry=registry)
+        self.batch_seconds = Histogram(
+            "swarmproof_verifier_batch_seconds",
+            "From claiming submissions to their verdicts; those that are claimed together share forward passes.",
+            buckets=WORK_BUCKETS,
+            registry=registry,
+        )
+        self.batch_submissions = Histogram(
+            "swarmproof_verifier_batch_submissions",
+            "How many submissions it claimed together.",
+            buckets=BATCH_BUCKETS,
+            registry=registry,
+        )
+        self.policy_fetch_seconds = Histogram(
+            "swarmproof_verifier_policy_fetch_seconds",
+            "What the file of a policy took to come from the relays.",
+            buckets=WORK_BUCKETS,
+            registry=registry,
+        )
+        self.policy_failures = Counter(
+            "swarmproof_verifier_policy_failures", "Fetches of a policy that failed.", registry=registry
+        )
+        self.outages = Counter(
+            "swarmproof_verifier_outages",
+            "How often the database or the disk was away, and work began anew.",
+            registry=registry,
+        )
+
+    def decided(self, verdict: Verdict, *, in_time: bool) -> None:
+        """Count a verdict, which is stored if it came in time."""
+        if not in_time:
+            self.late.inc()
+            return
+        self.verdicts.labels(verdict.outcome.value).inc()
+        self.tokens.inc(verdict.tokens)
+
+
+class TrainerMetrics:
+    """Of the trainer; without a `registry` they are counted for nobody."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.wait_seconds = Counter(
+            "swarmproof_trainer_wait_seconds", "Time in which it waited for groups.", registry=registry
+        )
+        self.step_seconds = Histogram(
+            "swarmproof_trainer_step_seconds",
+            "A training step, from reading its groups to its checkpoint.",
+            buckets=WORK_BUCKETS,
+            registry=registry,
+        )
+        self.publish_seconds = Histogram(
+            "swarmproof_trainer_publish_seconds",
+            "From trained weights to the policy's announcement.",
+            buckets=WORK_BUCKETS,
+            registry=registry,
+        )
+        self.outages = Counter(
+            "swarmproof_trainer_outages",
+            "How often the database or the disk was away, and work began anew from the last checkpoint.",
+            registry=registry,
+        )
+
+
+def role_registry(role: str, home: Home, *, state: Path | None = None) -> CollectorRegistry:
+    """With what every process on the run's database has; `state` is its own folder, if it has one."""
+    folders = {"data": home.folder} if state is None else {"data": home.folder, "state": state}
+    registry = process_registry(role, folders=folders)
+    register_timings(registry)
+    return registry

@@ -1,0 +1,1 @@
+"""A run as its coordinator keeps it: service, relays, leader."""

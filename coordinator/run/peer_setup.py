@@ -1,0 +1,92 @@
+"""Opening a coordinator to those who join by peers: what its descriptor says, and the peer that introduces them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from coordinator.run.descriptors import Contacts
+from coordinator.run.peer_child import PEER_FOLDER, PeerChild, PeerPlan, bracketed, has_libp2p
+from node.client.http import checked_url
+from node.discovery.addresses import reachable_hosts
+from node.joining.entrance import NO_LIBP2P
+from node.joining.way import host_and_port
+from node.protocol.peers import MAX_JOIN_PEERS, Address, Invitation, parse_address
+from node.protocol.run import Descriptor
+from shardcast.errors import Malformed
+
+_OPTIONS: Final = {"endpoints": "--endpoint", "peers": "--introduce", "revoked": "--revoke"}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """What the descriptor says, how a worker joins, and the peer, which runs while its block does."""
+
+    contacts: Contacts
+    way: str
+    peer: AbstractContextManager[object]
+
+
+def open_to_peers(
+    host: str,
+    port: int,
+    *,
+    run_id: str,
+    data: Path,
+    endpoints: tuple[str, ...],
+    with_peer: bool | None,
+    peer_port: int,
+    peer_state: Path | None,
+    peer_addresses: tuple[str, ...],
+    introduced: tuple[str, ...],
+    revoked: tuple[str, ...],
+) -> PeerSetup:
+    """Plan the peer of the coordinator at `host` and `port`; raises ConfigError and BadParameter."""
+    urls = tuple(map(checked_url, endpoints)) or tuple(f"http://{bracketed(h)}:{port}" for h in reachable_hosts(host))
+    named = tuple(map(_introduced, introduced))
+    child: AbstractContextManager[object] = contextlib.nullcontext()
+    if with_peer if with_peer is not None else has_libp2p():
+        if not has_libp2p():
+            raise click.UsageError(f"--peer needs {NO_LIBP2P}.")
+        reached = tuple(host_and_port(each, hint="--peer-address") for each in peer_addresses)
+        plan = PeerPlan(state=peer_state or data / PEER_FOLDER, host=_numeric(host), port=peer_port, reached=reached)
+        # What listens on any address is reached on loopback, too.
+        near = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host  # noqa: S104
+        child = PeerChild(plan.command(coordinator=f"http://{bracketed(near)}:{port}", run_id=run_id))
+        named = (*plan.addresses(), *named)
+    named = tuple(dict.fromkeys(named))
+    by_url, by_peers = f"--coordinator {urls[0]} --run-id {run_id}", Invitation(run_id, named[:MAX_JOIN_PEERS])
+    contacts = _checked(Contacts(endpoints=urls, peers=tuple(map(str, named)), revoked=revoked))
+    return PeerSetup(contacts, f"--join {by_peers}" if named else by_url, child)
+
+
+def _introduced(text: str) -> Address:
+    try:
+        return parse_address(text)
+    except Malformed as error:
+        raise click.BadParameter(f"{error}.", param_hint="--introduce") from error
+
+
+def _numeric(host: str) -> str:
+    """An IP address of `host`: where its name stands for several, the one that the coordinator listens on is first."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
+
+
+def _checked(contacts: Contacts) -> Contacts:
+    """What no node would accept must not be signed: it would be the run's end."""
+    for field in msgspec.structs.fields(Descriptor):
+        if field.name in _OPTIONS:
+            try:
+                msgspec.convert(getattr(contacts, field.name), field.type)
+            except msgspec.ValidationError as error:
+                said = f"nodes would not accept it: {error}."
+                raise click.BadParameter(said, param_hint=_OPTIONS[field.name]) from error
+    return contacts

@@ -1,0 +1,41 @@
+"""Facts about the run that every process shares, as text by name: its key, its spec, its blob store, its leader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from coordinator.storage.schema import facts
+
+FACTS = facts.name
+PUBLIC_KEY, SPEC, BLOBS, LEADER = "public_key", "spec", "blobs", "leader"
+
+
+def read_facts(connection: Connection) -> dict[str, str]:
+    """Return all facts by name; none for a database in which no run was begun."""
+    if not connection.dialect.has_table(connection, facts.name):
+        return {}
+    return {row.name: row.value for row in connection.execute(select(facts.c.name, facts.c.value))}
+
+
+def add_facts(connection: Connection, known: Mapping[str, str]) -> None:
+    """Write facts that are not there yet."""
+    connection.execute(insert(facts), [{"name": name, "value": value} for name, value in known.items()])
+
+
+def read_fact(connection: Connection, name: str) -> str | None:
+    """Return one fact, None if it is not known."""
+    found: str | None = connection.execute(select(facts.c.value).where(facts.c.name == name)).scalar()
+    return found
+
+
+def put_fact(connection: Connection, name: str, value: str) -> None:
+    """Write one fact, in place of what it was before."""
+    if connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount == 0:
+        add_facts(connection, {name: value})
+
+
+def remove_fact(connection: Connection, name: str) -> None:
+    """Forget one fact, if it is known."""
+    connection.execute(delete(facts).where(facts.c.name == name))

@@ -1,0 +1,24 @@
+"""Create the schema of the first release, as `coordinator.storage.schema` has it until then.
+
+Nothing is released yet, so no database has to be taken from one schema to another. The first release replaces
+`create_all` by the tables as they are then, because a later schema.py must not change what this step makes.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+from coordinator.storage.schema import metadata
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    metadata.create_all(op.get_bind())
+
+
+def downgrade() -> None:
+    metadata.drop_all(op.get_bind())

@@ -1,0 +1,114 @@
+"""The nodes of a run: registering them, and the lists in which people look for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection, bindparam, func, insert, literal, select, tuple_, update
+
+from coordinator.storage import instances, locks
+from coordinator.storage.schema import nodes, submissions
+from node.protocol.admission import Outcome
+from node.protocol.messages import Registration
+
+_NODE, _NEW_NODE = select(nodes.c.node).where(nodes.c.node == bindparam("node")), insert(nodes)
+_SAME_NODE = update(nodes).where(nodes.c.node == bindparam("of_node"))
+
+ORDERS: Final = {"credit": nodes.c.tokens, "seen": nodes.c.seen_at, "rejected": nodes.c.rejected}
+"""The columns by which nodes are listed, the largest first; each has an index."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """What the run keeps of one node; times are in Unix seconds."""
+
+    node: str
+    engine: str
+    admitted: int
+    rejected: int
+    tokens: int
+    verified: int
+    strikes: int
+    not_before: float
+    registered_at: float
+    seen_at: float
+
+
+_ROW: Final = select(*(nodes.c[name] for name in NodeRow.__dataclass_fields__))
+
+
+def register(connection: Connection, node: str, registration: Registration, *, now: float) -> None:
+    """Make a node known to the run, or refresh what is known; raises Refusal while its key works elsewhere."""
+    locks.leasing(connection)
+    about: dict[str, str | float]
+    about = {"software": registration.software, "engine": registration.engine, "seen_at": now}
+    about |= instances.admit(connection, node, registration, now=now)
+    if connection.execute(_SAME_NODE, about | {"of_node": node}).rowcount == 0:
+        connection.execute(_NEW_NODE, about | {"node": node, "registered_at": now})
+
+
+def is_registered(connection: Connection, node: str) -> bool:
+    """Return whether the run knows this node."""
+    return connection.execute(_NODE, {"node": node}).first() is not None
+
+
+def count_registered(connection: Connection) -> int:
+    """Return how many nodes have registered."""
+    return int(connection.execute(select(func.count()).select_from(nodes)).scalar_one())
+
+
+def count_seen_since(connection: Connection, since: float) -> int:
+    """Return how many nodes asked for something at `since` or later."""
+    return int(connection.execute(select(func.count()).where(nodes.c.seen_at >= since)).scalar_one())
+
+
+def count_banned(connection: Connection, *, ban_after: int) -> int:
+    """Return how many nodes have `ban_after` strikes and get no more work."""
+    return int(connection.execute(select(func.count()).where(nodes.c.strikes >= ban_after)).scalar_one())
+
+
+def list_by(connection: Connection, order: str, *, after: tuple[float, str] | None, most: int) -> list[NodeRow]:
+    """Return at most `most` nodes, the largest first by one of ORDERS.
+
+    `after` is the value and the id of the row before them.
+    """
+    by = ORDERS[order]
+    query = _ROW.order_by(by.desc(), nodes.c.node.desc())
+    if after is not None:
+        value = after[0] if order == "seen" else int(after[0])
+        query = query.where(tuple_(by, nodes.c.node) < tuple_(literal(value, by.type), literal(after[1])))
+    return [NodeRow(*row) for row in connection.execute(query.limit(most))]
+
+
+def list_by_prefix(connection: Connection, prefix: str, *, after: str, most: int) -> list[NodeRow]:
+    """Return at most `most` nodes whose id begins with `prefix` and sorts behind `after` ("" for the first ones)."""
+    # Hexadecimal digits sort before "g", in every collation.
+    query = _ROW.where(nodes.c.node >= prefix, nodes.c.node < f"{prefix}g", nodes.c.node > after)
+    return [NodeRow(*row) for row in connection.execute(query.order_by(nodes.c.node).limit(most))]
+
+
+def list_active(connection: Connection, *, seen_since: float, most: int) -> list[NodeRow]:
+    """Return the nodes that did something or were seen since, in the order of registration.
+
+    At most `most`, found by indices alone: those with most credit, with most rejections, and seen last. Registering
+    alone is free, and buys no place among them.
+    """
+    columns, found = nodes.c, dict[str, None]()
+    for column, above in ((columns.tokens, 0), (columns.rejected, 0), (columns.seen_at, seen_since)):
+        query = select(columns.node).where(column > above).order_by(column.desc(), columns.node.desc()).limit(most)
+        found |= dict.fromkeys(connection.execute(query).scalars())
+    rows = connection.execute(_ROW.where(columns.node.in_(list(found)[:most])).order_by(columns.registered_at))
+    return [NodeRow(*row) for row in rows]
+
+
+def rejections_of(connection: Connection, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return how often each of these nodes was rejected, by reason."""
+    by_node: dict[str, dict[str, int]] = {}
+    query = select(submissions.c.node, submissions.c.reason, func.count()).where(
+        submissions.c.node.in_(names), submissions.c.outcome == Outcome.REJECTED
+    )
+    for node, reason, count in connection.execute(query.group_by(submissions.c.node, submissions.c.reason)):
+        by_node.setdefault(node, {})[reason] = int(count)
+    return by_node

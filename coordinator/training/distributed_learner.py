@@ -1,0 +1,203 @@
+"""The learner on all processes of a world: the first process issues commands, all execute them.
+
+A `Learner` is what training changes. A `Team` holds one per process and keeps them alike: the first process broadcasts
+each call to the others, which `follow`. Groups, policies and the database belong to the first only; the others read the
+first policy and the checkpoints from the same folder, which must be on a shared file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from coordinator.errors import BadConfiguration
+from coordinator.training.checkpoint import TrainerState, checkpoints, load_checkpoint, save_checkpoint
+from coordinator.training.groups import Group
+from coordinator.training.grpo import Execution, train_step
+from coordinator.training.optimizers import Optimizers, make_optimizer
+from coordinator.training.world import World, full_tensor
+from node.policy.file import Policy, load_policy
+from node.protocol.run import RunSpec
+from shardcast.wire import encode
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS_KEPT = 3
+
+
+@dataclass
+class Learner:
+    """What training changes: `step` counts finished steps, and is the version of the policy in `model`."""
+
+    step: int
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    optimizer: Optimizers
+    reference: PreTrainedModel | None
+    stats: dict[str, float]
+
+
+class _Command(msgspec.Struct, frozen=True):
+    """A command to the other processes. `spec` is a run's canonical encoding, `stats` JSON."""
+
+    action: Literal["restore", "train", "save", "gather", "end"]
+    spec: bytes = b""
+    groups: tuple[Group, ...] = ()
+    stats: dict[str, float] = {}
+
+
+class Team:
+    """A learner on every process, over the state folder `state`: `policy-0.safetensors` and `checkpoints/`."""
+
+    def __init__(self, state: Path, execution: Execution) -> None:
+        self.first_policy = state / "policy-0.safetensors"
+        self._checkpoints = state / "checkpoints"
+        self._execution = execution
+        self._learner: Learner | None = None
+        self._spec: RunSpec | None = None
+        self._gathered: PreTrainedModel | None = None
+        self._is_executing = False
+
+    @property
+    def learner(self) -> Learner:
+        """The learner; raises RuntimeError before `restore`."""
+        if self._learner is None:
+            raise RuntimeError("restore() was not called")
+        return self._learner
+
+    @property
+    def world(self) -> World:
+        return self._execution.world
+
+    def restore(self, spec: RunSpec) -> Learner:
+        """Load the newest checkpoint, or the run's first policy, on every process; raises CheckpointError,
+        PolicyError.
+        """
+        self._run_everywhere(_Command("restore", spec=encode(spec)))
+        return self.learner
+
+    def train(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Train one step and return its statistics."""
+        self._run_everywhere(_Command("train", groups=tuple(groups)))
+        return self.learner.stats
+
+    def save(self, stats: dict[str, float]) -> None:
+        """Save a checkpoint of the step with `stats`; raises OSError."""
+        self._run_everywhere(_Command("save", stats=stats))
+
+    def gather(self) -> PreTrainedModel:
+        """Return the whole model in this process's memory; the learner's own if there is only one process."""
+        self._run_everywhere(_Command("gather"))
+        return self._gathered or self.learner.model
+
+    def end(self) -> None:
+        """Tell the other processes to end; a no-op if they are gone.
+
+        Also a no-op after a failure in the middle of a command: the message would meet another collective of theirs,
+        and both would wait. They end when this process does and closes its connections.
+        """
+        if self.world.size > 1 and not self._is_executing:
+            with contextlib.suppress(RuntimeError):  # raised by torch for a closed connection
+                self.world.broadcast(msgspec.msgpack.encode(_Command("end")))
+
+    def follow(self) -> None:
+        """Execute the first process's commands until it ends; OSErrors are left for it to handle."""
+        while True:
+            command = msgspec.msgpack.decode(self.world.broadcast(None), type=_Command)
+            if command.action == "end":
+                return
+            try:
+                self._execute(command)
+            except OSError as error:
+                log.warning("disk error in process %d: %s", self.world.rank, error)
+
+    def _run_everywhere(self, command: _Command) -> None:
+        if self.world.size > 1:
+            self.world.broadcast(msgspec.msgpack.encode(command))
+        self._is_executing = True
+        self._execute(command)
+        self._is_executing = False
+
+    def _execute(self, command: _Command) -> None:
+        match command.action:
+            case "restore":
+                self._spec = msgspec.json.decode(command.spec, type=RunSpec)
+                self._learner = self._gathered = None  # free memory before loading the next one
+                self._learner = self._restore(self._spec)
+            case "train":
+                self._train(command.groups)
+            case "save":
+                self._save(command.stats)
+            case "gather":
+                self._gather()
+
+    def _restore(self, spec: RunSpec) -> Learner:
+        # Read back even when just written, so that a restart begins with the same bits.
+        policy = self._read_first(spec)
+        optimizer = make_optimizer(policy.model, spec.training)
+        reference = self._read_first(spec).model.requires_grad_(False) if spec.training.kl_coefficient else None
+        learner = Learner(0, policy.model, policy.tokenizer, optimizer, reference, {})
+        found = checkpoints(self._checkpoints)
+        if found:
+            state = load_checkpoint(found[-1], model=policy.model, optimizer=optimizer, world=self.world)
+            learner.step = state.step
+            learner.stats = json.loads(str(state.counters["stats"]))
+        return learner
+
+    def _read_first(self, spec: RunSpec) -> Policy:
+        policy = load_policy(self.first_policy, dtype=torch.float32)
+        min_hidden = spec.proofs.min_hidden
+        if policy.hidden < min_hidden:
+            raise BadConfiguration(f"proofs need {min_hidden} hidden units, but the model has only {policy.hidden}")
+        if self._execution.recompute:
+            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.world.shard(policy.model)
+        return policy
+
+    def _train(self, groups: Sequence[Group]) -> None:
+        learner = self.learner
+        assert self._spec is not None
+        learner.stats = train_step(
+            learner.model,
+            learner.optimizer,
+            groups,
+            spec=self._spec,
+            step=learner.step,
+            reference=learner.reference,
+            execution=self._execution,
+        )
+        learner.model.train(mode=False)
+        learner.step += 1
+
+    def _save(self, stats: dict[str, float]) -> None:
+        learner = self.learner
+        learner.stats = stats
+        save_checkpoint(
+            self._checkpoints,
+            model=learner.model,
+            optimizer=learner.optimizer,
+            state=TrainerState(step=learner.step, counters={"stats": json.dumps(stats)}),
+            keep=CHECKPOINTS_KEPT,
+            world=self.world,
+        )
+
+    def _gather(self) -> None:
+        if self.world.mesh is None:
+            return
+        learner = self.learner
+        if self.world.is_first and self._gathered is None:
+            self._gathered = load_policy(self.first_policy, dtype=torch.float32).model
+        places = dict(self._gathered.named_parameters()) if self._gathered is not None else {}
+        for name, parameter in learner.model.named_parameters():
+            tensor = full_tensor(parameter.detach())
+            if places:
+                places[name].data.copy_(tensor)

@@ -1,0 +1,289 @@
+"""The trainer: consumes admitted groups, trains the next policy, and publishes it from its origin.
+
+A step: assign its batch (one transaction, logged), train, checkpoint, publish. Each is durable before the next begins
+and can be repeated with the same result, so a killed trainer resumes at the same step, with the same batch and
+optimizer state. So does one whose disk was full.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from coordinator.errors import BadConfiguration, CoordinatorError
+from coordinator.metrics.roles import TrainerMetrics
+from coordinator.run.home import Home
+from coordinator.storage import training
+from coordinator.storage.faults import DatabaseAway
+from coordinator.storage.training import Published
+from coordinator.storage.verdicts import clock
+from coordinator.training.distributed_learner import Learner, Team
+from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
+from coordinator.training.group_size import max_group_bytes
+from coordinator.training.groups import decode_group
+from coordinator.training.grpo import Execution
+from coordinator.training.initial import initial_policy
+from coordinator.training.trackers import NullTracker, Tracker
+from node.engines.base import EngineError
+from node.errors import NodeError
+from node.policy.errors import PolicyError
+from node.policy.file import save_policy
+from node.runtime.logs import bound
+from shardcast import Origin, OriginServer
+from shardcast.errors import LocalFault
+from shardcast.manifest import SignedManifest
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.05
+RETRY_SECONDS = 1.0
+
+
+class TrainerStopped(CoordinatorError):
+    """The trainer was stopped during the warm start."""
+
+    code = "stopped"
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Settings of this process; the recipe is the run's.
+
+    Every `evaluate_every` steps, if not 0, the policy is evaluated on held-out problems with `evaluation`.
+    """
+
+    state: Path
+    threads: int = 1
+    execution: Execution = field(default_factory=Execution)
+    evaluate_every: int = 0
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+class Trainer:
+    """Trains a run to its last step, then serves its policies until stopped."""
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        origin: Origin,
+        server: OriginServer,
+        settings: TrainerSettings,
+        metrics: TrainerMetrics | None = None,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self._home = home
+        self._settings = settings
+        self._tracker = tracker or NullTracker()
+        self._metrics = metrics or TrainerMetrics()
+        self._origin = origin
+        self._server = server
+        self._state = settings.state
+        self._team = Team(settings.state, settings.execution)
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Make `run` return soon; safe from a signal handler or another thread."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Train to the run's last step, then serve until `stop`; waits out full disks and database outages."""
+        torch.set_num_threads(self._settings.threads)
+        try:
+            self._run()
+        finally:
+            self._team.end()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._work()
+            except TrainerStopped:
+                return
+            except PermissionError:
+                raise  # not transient
+            except (DatabaseAway, OSError, LocalFault) as error:
+                if isinstance(error, LocalFault) and error.code != "disk_full":
+                    raise
+                self._metrics.outages.inc()
+                log.warning("database or disk unavailable (%s); retrying from the last checkpoint", error)
+                self._stop.wait(RETRY_SECONDS)
+
+    def _work(self) -> None:
+        learner = self._restore()
+        self._check_history(learner)
+        self._publish(learner)
+        self._track(learner)
+        waited_since = time.monotonic()
+        while not self._stop.is_set():
+            step = self._next_step()
+            if step is None:
+                # Counted while waiting: counted afterwards, an endless wait would never show.
+                self._metrics.wait_seconds.inc(IDLE_SECONDS)
+                self._stop.wait(IDLE_SECONDS)
+                continue
+            waited = time.monotonic() - waited_since
+            with bound(step=step):
+                if step == learner.step:
+                    self._train(learner, waited=waited)
+                self._publish(learner)
+                self._track(learner)
+            waited_since = time.monotonic()
+
+    def _restore(self) -> Learner:
+        """Restore the newest checkpoint, or create the run's first policy."""
+        for leftover in self._state.glob(".*.tmp"):
+            if leftover.is_file():
+                leftover.unlink()  # left by a trainer killed while saving a policy
+        if not self._team.first_policy.exists():
+            with self._home.database.read() as connection:
+                if training.recorded(connection):
+                    raise BadConfiguration(
+                        f"the run in {self._home.folder} has policies already, and {self._state} is not its trainer's "
+                        "folder; name the right --state, or restore it from a backup"
+                    )
+            model, tokenizer = initial_policy(self._home.spec, progress=self._on_warm_start_progress)
+            save_policy(_cast(model, self._dtype), tokenizer, self._team.first_policy)
+        learner = self._team.restore(self._home.spec)
+        if learner.step:
+            log.info("resuming at step %d", learner.step)
+        self._write_progress("training", learner.step, self._home.spec.training.steps)
+        return learner
+
+    def _check_history(self, learner: Learner) -> None:
+        """Refuse a state folder that is not this run's: signing another history is fraud.
+
+        Raises BadConfiguration unless the run's newest policy is this trainer's, or the one it is about to record.
+        """
+        with self._home.database.read() as connection:
+            known = training.recorded(connection)
+            # The policy published next was trained on a batch, which is logged before any training.
+            ahead = learner.step == 0 or training.has_batch(connection, learner.step - 1)
+        newest = max(known, default=-1)
+        is_next = newest == learner.step or (newest == learner.step - 1 and ahead)
+        if is_next and (newest < 0 or self._holds(newest, known[newest])):
+            return
+        raise BadConfiguration(
+            f"the run in {self._home.folder} is at policy {newest}, and {self._state} is not its trainer's folder "
+            f"(step {learner.step}); name the right --state, or restore it from a backup"
+        )
+
+    def _holds(self, version: int, result_digest: str) -> bool:
+        signed = self._origin.store.get(version)
+        return signed is not None and signed.manifest.result_digest == result_digest
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._home.spec.model.dtype)
+        return dtype
+
+    def _next_step(self) -> int | None:
+        """Return the step a killed trainer left unfinished, else a new one if enough groups were admitted."""
+        with self._home.database.read() as connection:
+            unfinished = training.unfinished_step(connection)
+            if unfinished is None and not training.may_assign(connection, spec=self._home.spec):
+                return None
+        if unfinished is not None:
+            return unfinished
+        with self._home.database.write() as connection:
+            return training.assign_batch(connection, spec=self._home.spec, now=clock())
+
+    def _train(self, learner: Learner, *, waited: float) -> None:
+        """Train one step and make it durable."""
+        started = time.monotonic()
+        with self._home.database.read() as connection:
+            rows = training.batch(connection, learner.step)
+        max_bytes = max_group_bytes(self._home.spec)
+        groups = [decode_group(self._home.blobs.get(row.blob, max_bytes=max_bytes)) for row in rows]
+        stats = self._team.train(groups)
+        seconds = time.monotonic() - started
+        self._metrics.step_seconds.observe(seconds)
+        self._team.save(stats | {"wait_seconds": waited, "train_seconds": seconds})
+
+    def _publish(self, learner: Learner) -> None:
+        """Record and announce policy `learner.step`, and finish the step that made it; idempotent.
+
+        The log has the policy before any worker can hear of it, so whoever names an unlogged one made it up.
+        """
+        started = time.monotonic()
+
+        def record(signed: SignedManifest) -> None:
+            policy = Published(
+                version=learner.step,
+                manifest_digest=signed.digest,
+                result_digest=signed.manifest.result_digest,
+                manifest=signed.envelope,
+            )
+            stats = learner.stats | {"publish_seconds": time.monotonic() - started}
+            with self._home.database.write() as connection:
+                training.record_policy(connection, policy, now=clock())
+                training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
+
+        self._server.publish(self._policy_file(learner), version=learner.step, before_announcing=record)
+        self._metrics.publish_seconds.observe(time.monotonic() - started)
+        steps = self._home.spec.training.steps
+        self._write_progress("training", learner.step, steps)
+        log.info("policy %d published", learner.step)
+        if learner.step == steps:
+            log.info("run finished; serving its policies until this process is stopped")
+
+    def _track(self, learner: Learner) -> None:
+        """Report the step that made policy `learner.step` to the tracker, with an evaluation when due."""
+        stats, every = dict(learner.stats), self._settings.evaluate_every
+        if every and learner.step % every == 0:
+            stats |= self._evaluate(learner.step)
+        if stats:
+            self._tracker.step(learner.step, stats)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return mean rewards on held-out problems, by environment; nothing if this machine cannot tell."""
+        try:
+            found = evaluate_policy(
+                self._policy_path(step),
+                spec=self._home.spec,
+                settings=self._settings.evaluation,
+                stop=self._stop.is_set,
+            )
+        except (NodeError, EngineError, PolicyError) as error:
+            log.warning("policy %d not evaluated: %s", step, error)
+            return {}
+        rewards = {f"evaluation/{each.name}": each.reward for each in found.environments}
+        known = {name: reward for name, reward in rewards.items() if reward is not None}
+        log.info("policy %d on held-out problems: %s", step, known)
+        return known
+
+    def _policy_path(self, step: int) -> Path:
+        return self._state / "policy.safetensors" if step else self._team.first_policy
+
+    def _policy_file(self, learner: Learner) -> Path:
+        """Save the policy in the run's dtype and return its path."""
+        if learner.step == 0:
+            return self._team.first_policy
+        path = self._policy_path(learner.step)
+        save_policy(_cast(self._team.gather(), self._dtype), learner.tokenizer, path)
+        return path
+
+    def _on_warm_start_progress(self, done: int, total: int, loss: float) -> None:
+        if self._stop.is_set():
+            raise TrainerStopped("stopped during the warm start")
+        self._write_progress("warm start", done, total, loss=loss)
+
+    def _write_progress(self, phase: str, done: int, total: int, *, loss: float | None = None) -> None:
+        """Write progress.json for observers of the state folder."""
+        path = self._state / "progress.json"
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode({"phase": phase, "done": done, "total": total, "loss": loss}))
+        partial.replace(path)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return `model` in the dtype that workers run; the trainer's own weights stay float32."""
+    return model if model.dtype == dtype else copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]  # its stub

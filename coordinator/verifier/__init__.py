@@ -1,0 +1,1 @@
+"""The verifier daemon: measure queued submissions, keep evidence."""

@@ -1,0 +1,1 @@
+"""The auditor: replay a run's log and decide drawn submissions again."""

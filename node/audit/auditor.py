@@ -1,0 +1,271 @@
+"""`swarmproof audit`: anyone checks what the coordinator decided (docs/protocol.md, section 8.4).
+
+The coordinator is asked for data and believed in nothing: its log must extend what this auditor saw before and
+keep the invariants, and sampled verdicts must follow from their evidence. Which verdicts are sampled is drawn
+here, after the checkpoint is signed, so nobody can prepare for it. What an audit does not show is that every
+submission was logged: for that, workers compare their receipts with the log.
+
+`--json` prints one object with the keys
+
+    run_id, url, seed, seconds
+    outcome               "agree", "disagree" or "incomplete"; exit_code 0, 1 or 2
+    checkpoint            null or {size, root, issued_at}; previous_checkpoint: the last one remembered, likewise
+    log                   {entries, policies, batches, admitted, rejected, indeterminate}
+    coordinator_indeterminate   log indexes of verdicts that the coordinator could not decide
+    reached_training      [{log_index, submission, step}]: groups that a second verdict did not bear out, too late
+    accounts              [{node, credit, pending, void, verified, strikes, banned, full_rate}], summed up from the log
+    results               {agree, disagree, indeterminate, unavailable, unseen}: counts over `verdicts`
+    verdicts              [{log_index, submission, node, version, slot, logged: {outcome, reason},
+                          derived: null or {outcome, reason}, result, detail}]
+    problems              [{code, detail, log_index}]; any makes the outcome "disagree"
+    error                 null or {code, message}: why the audit ended early
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+from rich.console import Console
+
+from node.audit.evidence import EvidenceAuditor
+from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
+from node.audit.report import Report, render_json, show
+from node.client.api import CoordinatorClient
+from node.client.http import ExchangeLimits, printable
+from node.errors import BadReply, ConfigError, NodeError, StateError
+from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
+from node.protocol.merkle import ProofInvalid, verify_consistency
+from node.protocol.messages import (
+    CHECKPOINT_DOMAIN,
+    MAX_ENTRY_BYTES,
+    MAX_MESSAGE_BYTES,
+    MESSAGE_VERSION,
+    Checkpoint,
+    LogEntry,
+    VerdictEntry,
+)
+from node.protocol.run import Descriptor
+from shardcast.envelope import open_envelope
+from shardcast.errors import PeerFault, ShardcastError
+from shardcast.files import read_bounded, write_atomically
+from shardcast.wire import decode, digest, is_digest
+
+DEFAULT_SAMPLE: Final = 20
+MAX_LOG_ENTRIES: Final = 4_000_000
+PAGE_ENTRIES: Final = 1000
+MAX_PAGE_BYTES: Final = LOG_ENTRIES.max_reply_bytes
+PATIENCE_SECONDS: Final = 30.0
+LIMITS: Final = ExchangeLimits(reply_seconds=120.0)
+
+
+async def run_audit(
+    url: str,
+    *,
+    run_id: str,
+    sample: int | None,
+    all_: bool,
+    seed: int | None,
+    state_dir: Path,
+    as_json: bool,
+    sources: Sequence[str] = (),
+) -> int:
+    """Audit the coordinator at `url`, print what was found, and return the exit code: 0, 1 or 2.
+
+    `sample` verdicts are derived again (None: 20), or all of them. `seed` repeats an earlier draw. `sources`
+    are origins or relays to ask for policies, besides those that the coordinator names.
+    """
+    started = time.monotonic()
+    report = Report(url=url, run_id=run_id, seed=secrets.randbits(32) if seed is None else seed)
+    count = None if all_ else DEFAULT_SAMPLE if sample is None else sample
+    try:
+        if not is_digest(run_id):
+            raise ConfigError("A run's id has 64 hexadecimal digits.")
+        async with CoordinatorClient(url, run_id=run_id, limits=LIMITS) as coordinator:
+            await _Auditor(coordinator, report, state_dir=state_dir, sources=sources).run(count)
+    except (NodeError, ShardcastError) as error:
+        report.fault = (error.code, printable(str(error)))
+    except OSError as error:
+        report.fault = ("local_fault", printable(f"{state_dir}: {error.strerror or error}"))
+    report.seconds = time.monotonic() - started
+    if as_json:
+        click.echo(render_json(report))
+    else:
+        show(report, Console())
+    return report.exit_code
+
+
+class CheckpointMemory:
+    """The last checkpoint of a run that this auditor found consistent, and evidence against its operator."""
+
+    def __init__(self, folder: Path, *, run_id: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._path = folder / f"{run_id}.checkpoint"
+
+    def load(self) -> bytes | None:
+        """The remembered envelope; raises StateError rather than forget one that cannot be read."""
+        try:
+            return read_bounded(self._path, max_bytes=LOG_CHECKPOINT.max_reply_bytes)
+        except FileNotFoundError:
+            return None
+        except (OSError, PeerFault) as error:
+            raise StateError(f"{self._path} cannot be read ({error}); restore it, or use another --state.") from error
+
+    def keep(self, envelope: bytes) -> None:
+        """Remember this one from now on."""
+        write_atomically(self._path, envelope)
+
+    def keep_evidence(self, first: bytes, second: bytes) -> Path:
+        """Store two checkpoints that cannot both be honest, in a folder that nothing overwrites."""
+        folder = self._folder / f"evidence-{digest(first + second)[:16]}"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / "first.checkpoint", first)
+        write_atomically(folder / "second.checkpoint", second)
+        return folder
+
+
+class _Auditor:
+    """One audit; everything it finds goes into the report at once."""
+
+    def __init__(
+        self, coordinator: CoordinatorClient, report: Report, *, state_dir: Path, sources: Sequence[str]
+    ) -> None:
+        self._coordinator = coordinator
+        self._report = report
+        self._state = state_dir
+        self._sources = sources
+
+    async def run(self, count: int | None) -> None:
+        descriptor = await self._coordinator.descriptor(patience_seconds=PATIENCE_SECONDS)
+        memory = CheckpointMemory(self._state, run_id=self._report.run_id)
+        remembered = memory.load()
+        envelope, checkpoint = await self._fetch_checkpoint()
+        self._report.checkpoint = checkpoint
+        extends = remembered is None or await self._check_history(memory, remembered, envelope, checkpoint)
+        leaves = await self._fetch_leaves(checkpoint)
+        if leaves is None:
+            return
+        if extends:
+            memory.keep(envelope)
+        entries = await asyncio.to_thread(self._check_entries, leaves, descriptor)
+        await self._check_verdicts(entries, descriptor, checkpoint, count)
+
+    async def _fetch_checkpoint(self) -> tuple[bytes, Checkpoint]:
+        envelope = await self._coordinator.fetch(LOG_CHECKPOINT, patience_seconds=PATIENCE_SECONDS)
+        try:
+            return envelope, self._open_checkpoint(envelope)
+        except PeerFault as error:
+            raise BadReply(f"The checkpoint is not the run's: {error}.", code=error.code) from error
+
+    def _open_checkpoint(self, envelope: bytes) -> Checkpoint:
+        opened = open_envelope(
+            envelope,
+            domain=CHECKPOINT_DOMAIN,
+            versions=(MESSAGE_VERSION,),
+            max_payload_bytes=MAX_MESSAGE_BYTES,
+            signer=self._coordinator.run_key,
+        )
+        checkpoint = decode(Checkpoint, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+        if checkpoint.run_id != self._report.run_id:
+            raise PeerFault("it names another run", code="wrong_run")
+        return checkpoint
+
+    async def _check_history(
+        self, memory: CheckpointMemory, remembered: bytes, envelope: bytes, checkpoint: Checkpoint
+    ) -> bool:
+        """Whether the log extends the one seen before; if not, both checkpoints are kept as evidence."""
+        try:
+            before = self._report.previous = self._open_checkpoint(remembered)
+        except PeerFault as error:
+            raise StateError(f"The remembered checkpoint is damaged ({error}); use another --state.") from error
+        shrank = checkpoint.size < before.size
+        query = {"first": str(before.size), "second": str(checkpoint.size)}
+        proof = []
+        if not shrank:
+            proof = await self._coordinator.log_proof(LOG_CONSISTENCY, query, patience_seconds=PATIENCE_SECONDS)
+        try:
+            verify_consistency(
+                first=before.size,
+                first_root=bytes.fromhex(before.root),
+                second=checkpoint.size,
+                second_root=bytes.fromhex(checkpoint.root),
+                proof=proof,
+            )
+        except ProofInvalid as error:
+            folder = memory.keep_evidence(remembered, envelope)
+            sizes = f"{before.size} entries were seen before, {checkpoint.size} are shown now"
+            detail = f"{error} ({sizes}); both signed checkpoints are in {folder}."
+            self._report.problems.append(AuditProblem("log_shrank" if shrank else "log_forked", detail))
+            return False
+        return True
+
+    async def _fetch_leaves(self, checkpoint: Checkpoint) -> list[bytes] | None:
+        """Every entry's exact bytes; None, with a problem, unless they are what the checkpoint signs."""
+        if checkpoint.size > MAX_LOG_ENTRIES:
+            raise BadReply(f"The log has {checkpoint.size} entries; {MAX_LOG_ENTRIES} can be audited here.")
+        leaves: list[bytes] = []
+        tree = LeafTree()
+        while len(leaves) < checkpoint.size:
+            page = await self._fetch_page(len(leaves), checkpoint.size)
+            for leaf in page:
+                tree.append(leaf)
+            leaves += page
+        if tree.root().hex() != checkpoint.root:
+            self._report.problems.append(AuditProblem("root_mismatch", "The entries are not those of the signed root."))
+            return None
+        return leaves
+
+    async def _fetch_page(self, start: int, size: int) -> list[bytes]:
+        end = min(size, start + PAGE_ENTRIES)
+        body = await self._coordinator.fetch(
+            LOG_ENTRIES,
+            query={"start": str(start), "end": str(end)},
+            max_bytes=MAX_PAGE_BYTES,
+            patience_seconds=PATIENCE_SECONDS,
+        )
+        page = body.split(b"\n")
+        if page.pop() != b"" or not 1 <= len(page) <= end - start:
+            raise BadReply(f"The coordinator sent {len(page)} whole entries where {start} .. {end - 1} were asked for.")
+        if max(map(len, page)) > MAX_ENTRY_BYTES:
+            raise BadReply(f"The coordinator sent an entry of more than {MAX_ENTRY_BYTES} bytes.")
+        return page
+
+    def _check_entries(self, leaves: list[bytes], descriptor: Descriptor) -> list[LogEntry | None]:
+        entries, problems = read_entries(leaves)
+        self._report.describe_log(entries)
+        self._report.problems += problems
+        reading = read_log(entries, run_id=self._report.run_id, spec=descriptor.spec)
+        self._report.problems += reading.problems
+        self._report.reached_training = reading.reached_training
+        self._report.accounts, self._report.rules = reading.accounts, descriptor.spec.standing
+        return entries
+
+    async def _check_verdicts(
+        self, entries: list[LogEntry | None], descriptor: Descriptor, checkpoint: Checkpoint, count: int | None
+    ) -> None:
+        verdicts = [LoggedVerdict(i, entry) for i, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
+        drawn = choose_verdicts(verdicts, count=count, rng=random.Random(self._report.seed))
+        if not drawn:
+            return
+        announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
+        sources = tuple(dict.fromkeys((*self._sources, *descriptor.relays, *announced.relays)))
+        async with EvidenceAuditor(
+            self._coordinator,
+            descriptor=descriptor,
+            checkpoint=checkpoint,
+            entries=entries,
+            sources=sources,
+            folder=self._state / "policies",
+        ) as evidence:
+            for verdict in drawn:
+                checked, problem = await evidence.check(verdict)
+                self._report.checked.append(checked)
+                if problem is not None:
+                    self._report.problems.append(problem)

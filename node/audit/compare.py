@@ -1,0 +1,188 @@
+"""Whether what a log says of a submission is what this machine finds, as far as machines round alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from node.audit.log import is_finding
+from node.audit.report import AuditResult
+from node.protocol.admission import DRIFT, EVIDENCE, GAIN, Figures, Finding, Outcome, Verdict, limit_of
+from node.protocol.evidence import STATISTICS, Totals, evidences
+from node.protocol.messages import VerdictEntry
+from node.protocol.run import LimitsSpec, RunSpec
+from node.verification.deviations import RowMeasured
+from node.verification.judge import JudgedClaim, find_excess
+
+BORDERLINE_FACTOR: Final = 1.25
+"""Machines round differently: a figure may be over its limit on one and not on another within this factor."""
+
+TOTALS_APART: Final = 1.0
+"""Standard deviations of one value by which the mean of a group's may differ between machines, at most."""
+
+FAR_TOKENS_APART: Final = 2.0
+"""So many tokens may be far from their sketches on one machine and not on another: a few of a group decide."""
+
+FAR_FACTOR: Final = 4.0
+"""As `BORDERLINE_FACTOR`, for what far tokens show: one more of them is many nats."""
+
+
+def is_borderline(entry: VerdictEntry, derived: Verdict, *, limits: LimitsSpec) -> bool:
+    """Whether rounding alone explains that one measurement of a group is over limits.
+
+    So it is if there are figures that are over in only one, and each is near its limit in both.
+    """
+    ours, theirs = _figures(derived.figures, derived.totals, limits), _figures(entry.figures, entry.totals, limits)
+    disputed = [
+        (key[1], ours[key], theirs[key], limit)
+        for key in ours.keys() & theirs.keys()
+        for _, limit in [limit_of(key[1], limits)]
+        if (ours[key] > limit) != (theirs[key] > limit)
+    ]
+    return bool(disputed) and all(_near(figure, limit, *pair) for figure, *pair, limit in disputed)
+
+
+def _figures(figures: Figures | None, totals: Totals | None, limits: LimitsSpec) -> dict[tuple[str, str], float]:
+    """The worst of each row's figures, and those of all rows together; nothing where nothing was measured."""
+    if figures is None or totals is None:
+        return {}
+    rows = {("row", name): getattr(figures, name) for name in Figures.__struct_fields__}
+    return rows | {("group", name + EVIDENCE): nats for name, nats in evidences(totals, limits=limits)}
+
+
+def _near(figure: str, limit: float, *values: float) -> bool:
+    factor = FAR_FACTOR if figure == f"far{EVIDENCE}" else BORDERLINE_FACTOR
+    return all(limit / factor <= value <= limit * factor for value in values)
+
+
+def compare(entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec) -> tuple[AuditResult, str]:
+    """How a logged verdict compares with the derived one, for which every row was measured, and why."""
+    derived = judgement.verdict
+    if derived.outcome is Outcome.INDETERMINATE:
+        return AuditResult.UNAVAILABLE, f"This machine could not verify it: {derived.detail}"
+    result, detail = _compare_decisions(entry, judgement, spec=spec)
+    if result is AuditResult.DISAGREE:
+        return result, detail
+    if entry.tokens != derived.tokens:
+        return AuditResult.DISAGREE, f"It has {derived.tokens} tokens, the log says {entry.tokens}."
+    if entry.outcome is derived.outcome is Outcome.ADMITTED and entry.rewards != derived.rewards:
+        return AuditResult.DISAGREE, "The rewards are others."
+    return result, detail
+
+
+def _compare_decisions(entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec) -> tuple[AuditResult, str]:
+    if judgement.rows:
+        if entry.finding is not None:
+            return _compare_finding(entry.finding, entry, judgement, spec=spec)
+        if entry.spot is not None:
+            return _compare_spot(entry.spot, entry, judgement, limits=spec.limits)
+    return _compare_outcomes(entry, judgement.verdict, spec=spec)
+
+
+def _compare_outcomes(entry: VerdictEntry, derived: Verdict, *, spec: RunSpec) -> tuple[AuditResult, str]:
+    if (entry.outcome, entry.reason) != (derived.outcome, derived.reason):
+        admitted = entry.outcome is Outcome.ADMITTED
+        if admitted and is_borderline(entry, derived, limits=spec.limits):
+            return (
+                AuditResult.INDETERMINATE,
+                f"Derived {_said(derived)}, but so close to a limit that rounding decides.",
+            )
+        return AuditResult.DISAGREE, f"Derived {_said(derived)}. {derived.detail}"
+    if (entry.finding is None) != (derived.finding is None):
+        return AuditResult.DISAGREE, f"Derived {_said(derived)}, but only one of the two names the row."
+    if entry.totals is not None and derived.totals is not None:
+        return _compare_totals(entry.totals, derived.totals, limits=spec.limits)
+    return AuditResult.AGREE, ""
+
+
+def _compare_spot(
+    spot: int, entry: VerdictEntry, judgement: JudgedClaim, *, limits: LimitsSpec
+) -> tuple[AuditResult, str]:
+    """Whether the row that was measured is as the log says; then, what the others are like."""
+    derived, row = judgement.verdict, judgement.rows.get(spot)
+    if row is None or entry.figures is None or entry.totals is None:
+        return AuditResult.DISAGREE, "What was measured was not logged, or the row does not exist."
+    if find_excess({spot: row}, limits=limits) is not None:
+        alone = Verdict(outcome=Outcome.REJECTED, figures=row.figures, totals=row.totals)
+        if is_borderline(entry, alone, limits=limits):
+            return AuditResult.INDETERMINATE, f"Row {spot} is so close to a limit that rounding decides."
+        return AuditResult.DISAGREE, f"Row {spot} was said to be right. Derived {_said(derived)}. {derived.detail}"
+    result, detail = _compare_totals(entry.totals, row.totals, limits=limits)
+    if result is AuditResult.AGREE and derived.outcome is Outcome.REJECTED:
+        return AuditResult.UNSEEN, f"Only row {spot} was measured, and is right. {derived.detail}"
+    return result, detail
+
+
+def _compare_finding(
+    finding: Finding, entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec
+) -> tuple[AuditResult, str]:
+    """Whether what a rejection names is over the limit here too; any row may be named that is."""
+    if (entry.outcome, entry.reason) != (Outcome.REJECTED, finding.reason) or not is_finding(finding, spec=spec):
+        return AuditResult.DISAGREE, "What the log says was found is nothing that leads to its verdict."
+    derived, rows = judgement.verdict, judgement.rows
+    if derived.totals is None or entry.totals is None:
+        return AuditResult.DISAGREE, "What was measured was not logged."
+    if finding.figure.endswith(DRIFT):
+        # That the node's slots add up to it follows from the log alone; here, whether this slot's share is true.
+        if entry.spot is not None and entry.spot not in rows:
+            return AuditResult.DISAGREE, "The row that was measured does not exist."
+        totals = derived.totals if entry.spot is None else rows[entry.spot].totals
+        return _compare_totals(entry.totals, totals, limits=spec.limits)
+    if finding.figure.endswith(GAIN):
+        return _compare_gain(finding, derived)
+    return _compare_excess(finding, rows, derived.totals, limits=spec.limits)
+
+
+def _compare_gain(finding: Finding, derived: Verdict) -> tuple[AuditResult, str]:
+    """Whether a second look finds the same here; the group may as well be over another limit on this machine."""
+    if derived.outcome is Outcome.REJECTED:
+        return AuditResult.AGREE, ""
+    detail = f"No {finding.figure} over {finding.limit:g} was derived, the log says {finding.value:.6g}"
+    if finding.value <= finding.limit * BORDERLINE_FACTOR:
+        return AuditResult.INDETERMINATE, f"{detail}, but so close to it that rounding decides."
+    return AuditResult.DISAGREE, f"{detail}."
+
+
+def _compare_excess(
+    finding: Finding, rows: Mapping[int, RowMeasured], totals: Totals, *, limits: LimitsSpec
+) -> tuple[AuditResult, str]:
+    if finding.row is None:
+        whose = "All rows together"
+        value = dict(evidences(totals, limits=limits))[finding.figure.removesuffix(EVIDENCE)]
+    else:
+        whose = f"Row {finding.row}"
+        value = getattr(rows[finding.row].figures, finding.figure)
+    if value > finding.limit:
+        return AuditResult.AGREE, ""
+    detail = f"{whose}: derived a {finding.figure} of {value:.6g}, the limit is {finding.limit:.6g}"
+    if _near(finding.figure, finding.limit, value, finding.value):
+        return AuditResult.INDETERMINATE, f"{detail}, but so close to it that rounding decides."
+    return AuditResult.DISAGREE, f"{detail}."
+
+
+def _compare_totals(theirs: Totals, ours: Totals, *, limits: LimitsSpec) -> tuple[AuditResult, str]:
+    """Whether what a group's rows sum up to is what the log says, as far as two machines round alike.
+
+    A run judges a node by these sums, so a coordinator that inflates them could drive honest nodes out.
+    """
+    for name in STATISTICS:
+        level, own, logged = getattr(limits.honest, name), getattr(ours, name), getattr(theirs, name)
+        if own.count != logged.count:
+            return AuditResult.DISAGREE, f"{name}: {own.count} values were summed up, the log says {logged.count}."
+        if level is None or own.count == 0:
+            if logged.sum:
+                return AuditResult.DISAGREE, f"{name}: the log has a sum of nothing."
+            continue
+        apart = abs(own.sum - logged.sum) / own.count / math.sqrt(level.variance)
+        detail = f"{name}: the mean is {apart:.2g} standard deviations from what the log says"
+        few = name == "far" and abs(own.sum - logged.sum) <= FAR_TOKENS_APART
+        if apart > TOTALS_APART and not few:
+            return AuditResult.DISAGREE, f"{detail}."
+        if apart > TOTALS_APART / 4:
+            return AuditResult.INDETERMINATE, f"{detail}, which rounding may explain."
+    return AuditResult.AGREE, ""
+
+
+def _said(verdict: Verdict) -> str:
+    return verdict.outcome if verdict.reason is None else f"{verdict.outcome} as {verdict.reason}"

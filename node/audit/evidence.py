@@ -1,0 +1,248 @@
+"""Deriving logged verdicts again from their evidence, as an auditor who trusts nobody.
+
+Evidence is addressed by digest, so whoever serves it can only withhold it: that is `unavailable`, which is not
+the same as a disagreement. Only what the run signed, or what follows from it, convicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from node.audit.compare import compare
+from node.audit.log import AuditProblem, LoggedVerdict
+from node.audit.report import AuditResult, Checked
+from node.client.api import CoordinatorClient
+from node.client.http import measure_body
+from node.environments import load_environment
+from node.errors import BadReply, Refused
+from node.policy.errors import PolicyError
+from node.policy.file import Blueprint
+from node.protocol.admission import GAIN, Outcome, Verdict
+from node.protocol.endpoints import BLOB, LOG_INCLUSION, SUBMIT
+from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
+from node.protocol.messages import (
+    MAX_CLAIM_BYTES,
+    Checkpoint,
+    LogEntry,
+    PolicyEntry,
+    RequestClaim,
+    VerdictEntry,
+    candidate_of,
+)
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.requests import open_claim
+from node.protocol.run import Descriptor, RunSpec
+from node.verification.judge import JudgedClaim
+from node.verification.measure import PolicyAway
+from node.verification.plan import Rules, always, measure_all, never
+from node.verification.prefill import Prefill
+from node.verification.readings import read_by_transformers
+from node.verification.verify import verify
+from shardcast import Client
+from shardcast.errors import ShardcastError
+from shardcast.wire import digest, encode
+
+POLICIES_IN_MEMORY: Final = 2
+"""Verdicts come in policy order: theirs, and the next where a completion went on under it."""
+
+POLICY_SECONDS: Final = 900.0
+PATIENCE_SECONDS: Final = 30.0
+MAX_REQUEST_BYTES: Final = MAX_CLAIM_BYTES + 512
+_SUBMISSION_PATH: Final = re.compile(SUBMIT.at(lease_id="[0-9a-f]{64}") + "(?:/([0-9a-f]{64}))?")
+"""With the SHA-256 of a body that the node put into the run's object store."""
+
+
+class Disagreement(Exception):
+    """What the run signed does not bear out what its log says; `code` is the problem's."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class Unobtainable(Exception):
+    """Evidence or a policy that nobody serves, or that this machine cannot use."""
+
+
+class EvidenceAuditor:
+    """Fetches evidence and policies, and derives verdicts; use as an async context manager."""
+
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        *,
+        descriptor: Descriptor,
+        checkpoint: Checkpoint,
+        entries: Sequence[LogEntry | None],
+        sources: Sequence[str],
+        folder: Path,
+    ) -> None:
+        if coordinator.run_key is None:
+            raise RuntimeError("a verified descriptor leaves the run's key")
+        self._coordinator = coordinator
+        self._run_id, self._spec = descriptor.run_id, descriptor.spec
+        self._checkpoint = checkpoint
+        self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
+        environments = [load_environment(environment) for environment in descriptor.spec.environments]
+        self._rules = Rules(self._run_id, self._spec, environments)
+        keep = self._spec.sampling.max_version_lead + POLICIES_IN_MEMORY
+        broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep)
+        self._archive = _Archive(broadcast, spec=self._spec)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._archive.close()
+
+    async def check(self, verdict: LoggedVerdict) -> tuple[Checked, AuditProblem | None]:
+        """One verdict, derived again. Raises Unavailable when the coordinator is gone."""
+        try:
+            await self._check_inclusion(verdict)
+            derived = await self._derive(verdict)
+        except Disagreement as error:
+            checked = Checked(verdict, AuditResult.DISAGREE, str(error))
+            return checked, AuditProblem(error.code, str(error), verdict.log_index)
+        except (Unobtainable, PolicyAway, Refused, BadReply) as error:
+            return Checked(verdict, AuditResult.UNAVAILABLE, str(error)), None
+        result, detail = compare(verdict.entry, derived, spec=self._spec)
+        problem = AuditProblem("verdict_differs", detail, verdict.log_index) if result is AuditResult.DISAGREE else None
+        return Checked(verdict, result, detail, derived.verdict), problem
+
+    async def _check_inclusion(self, verdict: LoggedVerdict) -> None:
+        size = self._checkpoint.size
+        query = {"index": str(verdict.log_index), "size": str(size)}
+        try:
+            verify_inclusion(
+                leaf_hash(encode(verdict.entry)),
+                index=verdict.log_index,
+                size=size,
+                proof=await self._coordinator.log_proof(LOG_INCLUSION, query, patience_seconds=PATIENCE_SECONDS),
+                root_hash=bytes.fromhex(self._checkpoint.root),
+            )
+        except ProofInvalid as error:
+            raise Disagreement("inclusion_proof", f"{error}.") from error
+
+    async def _derive(self, verdict: LoggedVerdict) -> JudgedClaim:
+        entry = verdict.entry
+        claim, sha256 = await self._signed_claim(entry)
+        body = await self._blob(entry.body, max_bytes=self._spec.limits.max_submission_bytes)
+        if len(body) != claim.body_bytes:
+            raise Disagreement("evidence_mismatch", f"The body has {len(body)} bytes, {claim.body_bytes} were signed.")
+        if claim.body_digest != entry.body:
+            if sha256 is None or hashlib.sha256(body).hexdigest() != sha256:
+                raise Disagreement("evidence_mismatch", "The node signed for another body.")
+            return JudgedClaim(verdict=Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_BODY))
+        published = {policy.version: policy for at, policy in self._published if at < verdict.log_index}
+        return await verify(
+            body,
+            version=entry.version,
+            manifest_digest=entry.manifest_digest,
+            slot=entry.slot,
+            candidate=candidate_of(entry),
+            policies=_Logged(self._archive, entry, published),
+            published=published,
+            rules=self._rules,
+            probe=measure_all,
+            look=always if entry.finding is not None and entry.finding.figure.endswith(GAIN) else never,
+        )
+
+    async def _signed_claim(self, entry: VerdictEntry) -> tuple[RequestClaim, str | None]:
+        """What the node signed for this submission, if it did; the SHA-256 that it named in the path, if it did."""
+        if entry.request != entry.submission:
+            raise Disagreement("evidence_mismatch", "The submission's id is not its request's digest.")
+        try:
+            signer, claim = open_claim(await self._blob(entry.request, max_bytes=MAX_REQUEST_BYTES))
+        except Refusal as refusal:
+            raise Disagreement("evidence_signature", refusal.detail) from refusal
+        if signer.hex() != entry.node:
+            raise Disagreement("evidence_signature", f"The request is signed by {signer.hex()[:16]}…, not by the node.")
+        path = _SUBMISSION_PATH.fullmatch(claim.path)
+        if claim.run_id != self._run_id or claim.method != "PUT" or path is None:
+            raise Disagreement("evidence_mismatch", "The request is not a submission to this run.")
+        return claim, path[1]
+
+    async def _blob(self, name: str, *, max_bytes: int) -> bytes:
+        try:
+            data = await self._coordinator.fetch(
+                BLOB, names={"name": name}, max_bytes=max_bytes, patience_seconds=PATIENCE_SECONDS
+            )
+        except (Refused, BadReply) as error:
+            raise Unobtainable(f"Blob {name[:16]}… is not served: {error}") from error
+        if digest(data) != name:
+            raise Unobtainable(f"Blob {name[:16]}… is not what is served under its name.")
+        return data
+
+
+class _Archive:
+    """Policies by manifest digest; the last few are held, and failures to get one too."""
+
+    def __init__(self, broadcast: Client, *, spec: RunSpec) -> None:
+        self._broadcast = broadcast
+        self._spec = spec
+        self._held: OrderedDict[str, tuple[str, Prefill] | PolicyAway] = OrderedDict()
+
+    async def close(self) -> None:
+        await self._broadcast.close()
+
+    async def get(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
+        """The digest of the policy's file, and the policy; raises PolicyAway."""
+        if manifest_digest not in self._held:
+            try:
+                self._held[manifest_digest] = await self._load(version, manifest_digest)
+            except PolicyAway as error:
+                self._held[manifest_digest] = error
+            while len(self._held) > POLICIES_IN_MEMORY:
+                self._held.popitem(last=False)
+        self._held.move_to_end(manifest_digest)
+        held = self._held[manifest_digest]
+        if isinstance(held, PolicyAway):
+            raise held
+        return held
+
+    async def _load(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
+        try:
+            path = await self._broadcast.fetch_archived(
+                version, manifest_digest=manifest_digest, timeout_s=POLICY_SECONDS
+            )
+            result_digest, _ = await asyncio.to_thread(measure_body, path)
+            prefill = await asyncio.to_thread(read_by_transformers, path, spec=self._spec)
+        except (ShardcastError, PolicyError) as error:
+            raise PolicyAway(f"Policy {version}: {error}") from error
+        return result_digest, prefill
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """The `Policies` of one verdict: the one that its entry names, and those that the log has before it."""
+
+    archive: _Archive
+    entry: VerdictEntry
+    published: Mapping[int, PolicyEntry]
+
+    async def blueprint(self, version: int) -> Blueprint:
+        return (await self.prefill(version)).blueprint
+
+    async def prefill(self, version: int) -> Prefill:
+        """Raises Disagreement where the file is not the one that the log names."""
+        logged = self.published.get(version)
+        if version == self.entry.version:
+            manifest_digest = self.entry.manifest_digest
+        elif logged is not None:
+            manifest_digest = logged.manifest_digest
+        else:
+            raise PolicyAway(f"Policy {version} is not in the log.")
+        result_digest, prefill = await self.archive.get(version, manifest_digest)
+        if logged is not None and logged.result_digest != result_digest:
+            raise Disagreement("policy_differs", f"Policy {version} is not the file that the log names.")
+        return prefill

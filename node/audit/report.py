@@ -1,0 +1,252 @@
+"""What an audit found: as JSON for programs, as tables for people.
+
+Text that the coordinator or a worker wrote is made harmless before it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from node.audit.log import AuditProblem, LoggedVerdict
+from node.client.http import printable
+from node.protocol.admission import Outcome, Verdict
+from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.run import StandingSpec
+from node.protocol.standing import Account
+
+AGREE, DISAGREE, INCOMPLETE = 0, 1, 2
+MAX_SHOWN = 50
+
+
+class AuditResult(StrEnum):
+    """How one verdict compares with its derivation.
+
+    `unseen`: what the log says holds, of the one row that was measured; another is not right.
+    """
+
+    AGREE = "agree"
+    DISAGREE = "disagree"
+    INDETERMINATE = "indeterminate"
+    UNAVAILABLE = "unavailable"
+    UNSEEN = "unseen"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One verdict that was derived again."""
+
+    verdict: LoggedVerdict
+    result: AuditResult
+    detail: str = ""
+    derived: Verdict | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """Filled as the audit goes on; what it says holds at any moment."""
+
+    url: str
+    run_id: str
+    seed: int = 0
+    checkpoint: Checkpoint | None = None
+    previous: Checkpoint | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    coordinator_indeterminate: list[int] = field(default_factory=list)
+    checked: list[Checked] = field(default_factory=list)
+    problems: list[AuditProblem] = field(default_factory=list)
+    reached_training: list[tuple[int, str, int]] = field(default_factory=list)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    rules: StandingSpec = field(default_factory=StandingSpec)
+    fault: tuple[str, str] | None = None
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 the audit agrees, 1 it disagrees, 2 it could not check all that it was asked to."""
+        if self.problems:
+            return DISAGREE
+        missing = any(check.result is AuditResult.UNAVAILABLE for check in self.checked)
+        return INCOMPLETE if self.fault or missing else AGREE
+
+    @property
+    def outcome(self) -> str:
+        return ("agree", "disagree", "incomplete")[self.exit_code]
+
+    def count(self, result: AuditResult) -> int:
+        """How many of the checked verdicts ended so."""
+        return sum(check.result is result for check in self.checked)
+
+    def describe_log(self, entries: list[LogEntry | None]) -> None:
+        """Take the log's figures."""
+        verdicts = [(i, entry) for i, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
+        self.counts = {
+            "entries": len(entries),
+            "policies": sum(isinstance(entry, PolicyEntry) for entry in entries),
+            "batches": sum(isinstance(entry, BatchEntry) for entry in entries),
+            **{outcome.value: sum(entry.outcome is outcome for _, entry in verdicts) for outcome in Outcome},
+        }
+        self.coordinator_indeterminate = [i for i, entry in verdicts if entry.outcome is Outcome.INDETERMINATE]
+
+
+def render_json(report: Report) -> str:
+    """One JSON object on one line; `node.audit.auditor` documents its keys."""
+    value = {
+        "run_id": report.run_id,
+        "url": report.url,
+        "outcome": report.outcome,
+        "exit_code": report.exit_code,
+        "seed": report.seed,
+        "seconds": round(report.seconds, 3),
+        "checkpoint": _checkpoint(report.checkpoint),
+        "previous_checkpoint": _checkpoint(report.previous),
+        "log": report.counts,
+        "coordinator_indeterminate": report.coordinator_indeterminate,
+        "reached_training": [
+            {"log_index": index, "submission": submission, "step": step}
+            for index, submission, step in report.reached_training
+        ],
+        "accounts": [
+            {
+                "node": node,
+                "credit": account.vested,
+                "pending": account.pending,
+                "void": account.void,
+                "verified": account.standing.verified,
+                "strikes": account.standing.strikes,
+                "banned": account.standing.is_banned(report.rules),
+                "full_rate": account.standing.full_rate(report.rules),
+            }
+            for node, account in report.accounts.items()
+        ],
+        "results": {result.value: report.count(result) for result in AuditResult},
+        "verdicts": [_verdict(check) for check in report.checked],
+        "problems": [asdict(problem) for problem in report.problems],
+        "error": None if report.fault is None else {"code": report.fault[0], "message": report.fault[1]},
+    }
+    return json.dumps(value, allow_nan=False)
+
+
+def _checkpoint(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    if checkpoint is None:
+        return None
+    return {"size": checkpoint.size, "root": checkpoint.root, "issued_at": checkpoint.issued_at}
+
+
+def _verdict(check: Checked) -> dict[str, Any]:
+    entry, derived = check.verdict.entry, check.derived
+    return {
+        "log_index": check.verdict.log_index,
+        "submission": entry.submission,
+        "node": entry.node,
+        "version": entry.version,
+        "slot": entry.slot,
+        "logged": {"outcome": entry.outcome, "reason": entry.reason},
+        "derived": None if derived is None else {"outcome": derived.outcome, "reason": derived.reason},
+        "result": check.result,
+        "detail": check.detail,
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report for a person."""
+    if report.checkpoint is not None:
+        console.print(f"log of run {report.run_id[:16]}…: {_log_line(report)}", highlight=False)
+    if report.checked:
+        console.print(_results(report))
+    disputed = [check for check in report.checked if check.result is not AuditResult.AGREE]
+    if disputed:
+        console.print(_disputes(disputed))
+    if report.accounts:
+        console.print(_accounts(report))
+    if report.reached_training:
+        steps = ", ".join(map(str, sorted({step for _, _, step in report.reached_training})[:MAX_SHOWN]))
+        count = len(report.reached_training)
+        console.print(f"{count} groups were trained on before all of their rows were measured, in step {steps}")
+    if report.problems:
+        console.print(_problems(report.problems))
+    console.print(Text(_conclusion(report), style="bold"))
+
+
+def _log_line(report: Report) -> str:
+    counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
+    since = "" if report.previous is None else f"; extends the {report.previous.size} entries seen before"
+    unjudged = len(report.coordinator_indeterminate)
+    undecided = f"; the coordinator could not decide {unjudged}" if unjudged else ""
+    return f"{counts or 'not read'}{since}{undecided}"
+
+
+def _results(report: Report) -> Table:
+    table = Table(title="verdicts derived again")
+    for column in ("logged", *AuditResult):
+        table.add_column(str(column), justify="left" if column == "logged" else "right")
+    for outcome in (Outcome.ADMITTED, Outcome.REJECTED):
+        checks = [check.result for check in report.checked if check.verdict.entry.outcome is outcome]
+        table.add_row(outcome, *(str(checks.count(result)) for result in AuditResult))
+    return table
+
+
+def _accounts(report: Report) -> Table:
+    """Who has earned what, by the log alone: the largest first."""
+    table = Table(title="credit in tokens, and standing")
+    for column in ("node", "credit", "pending", "void", "verified", "strikes", "next slot"):
+        table.add_column(column, justify="left" if column in ("node", "next slot") else "right")
+    accounts = sorted(report.accounts.items(), key=lambda one: -one[1].vested)
+    for node, account in accounts[:MAX_SHOWN]:
+        standing = account.standing
+        rate = standing.full_rate(report.rules)
+        coming = "banned" if standing.is_banned(report.rules) else f"measured in full with {rate:.0%}"
+        counts = (account.vested, account.pending, account.void, standing.verified, standing.strikes)
+        table.add_row(f"{node[:16]}…", *map(str, counts), coming)
+    return table
+
+
+def _disputes(checks: list[Checked]) -> Table:
+    table = Table(title="verdicts that were not confirmed")
+    for column in ("entry", "slot", "node", "logged", "result", "why"):
+        table.add_column(column)
+    for check in checks[:MAX_SHOWN]:
+        entry = check.verdict.entry
+        cells = (
+            str(check.verdict.log_index),
+            f"{entry.version}/{entry.slot}",
+            f"{entry.node[:8]}…",
+            f"{entry.outcome} {entry.reason or ''}".strip(),
+            str(check.result),
+            printable(check.detail),
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _problems(problems: list[AuditProblem]) -> Table:
+    table = Table(title="the audit disagrees")
+    for column in ("entry", "what", "why"):
+        table.add_column(column)
+    for problem in problems[:MAX_SHOWN]:
+        where = "-" if problem.log_index is None else str(problem.log_index)
+        table.add_row(where, problem.code, Text(printable(problem.detail)))
+    return table
+
+
+def _conclusion(report: Report) -> str:
+    if report.exit_code == DISAGREE:
+        return f"disagree: {len(report.problems)} problems."
+    if report.fault is not None:
+        return f"could not run: {printable(report.fault[1])}"
+    unsure = report.count(AuditResult.INDETERMINATE)
+    border = f" {unsure} lie too close to a limit to tell on this machine." if unsure else ""
+    unseen = report.count(AuditResult.UNSEEN)
+    border += f" {unseen} have rows that nobody measured and that are not right." if unseen else ""
+    if report.exit_code == INCOMPLETE:
+        return f"incomplete: {report.count(AuditResult.UNAVAILABLE)} verdicts could not be derived again.{border}"
+    return (
+        f"agree: {report.count(AuditResult.AGREE)} verdicts derived again.{border} "
+        f"(--seed {report.seed} repeats this draw)"
+    )

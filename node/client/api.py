@@ -1,0 +1,260 @@
+"""The coordinator's HTTP API as a node sees it: signed requests, bounded replies, typed errors.
+
+The coordinator is trusted for nothing that is checked here or later: the run's descriptor and receipts must
+carry the run's own signature, and its text is made harmless before it can reach a terminal. A run may have several
+coordinators: each call goes to one that answers (`node.client.calls`). One line is logged when a coordinator
+goes away and one when it is back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.client.calls import CoordinatorReply, CoordinatorTransport, decoded, request_to
+from node.client.http import Backoff, ExchangeLimits, printable, sound_urls
+from node.client.submit import Submitting
+from node.errors import BadReply, ConfigError
+from node.keys.identity import node_id
+from node.protocol import endpoints
+from node.protocol.endpoints import Endpoint, LogProof
+from node.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    MESSAGE_VERSION,
+    RECEIPT_DOMAIN,
+    LeaseReply,
+    LeaseRequest,
+    NodeStanding,
+    Receipt,
+    Registration,
+    RelayAnnouncement,
+    RelayList,
+)
+from node.protocol.run import Descriptor, open_descriptor
+from shardcast.envelope import open_envelope
+from shardcast.errors import PeerFault
+from shardcast.wire import decode
+
+DEFAULT_LIMITS: Final = ExchangeLimits()
+DEFAULT_BACKOFF: Final = Backoff()
+
+T = TypeVar("T")
+
+
+class CoordinatorClient:
+    """One run, one key, and the URLs of one coordinator or of several (at most 16); use as an async context manager.
+
+    Without a key only unsigned requests are possible. `patience_seconds` of each call says for how long
+    faults that time can heal are retried; after that they are raised, as Unavailable or Refused.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        run_id: str,
+        key: Ed25519PrivateKey | None = None,
+        limits: ExchangeLimits = DEFAULT_LIMITS,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.run_id = run_id
+        self.run_key: bytes | None = None
+        self.descriptor_envelope: bytes | None = None
+        self._key = key
+        self._clock = clock
+        self._caller = CoordinatorTransport(urls, run_id=run_id, key=key, limits=limits, backoff=backoff, clock=clock)
+        self._submitting = Submitting(self._caller, limits=limits, backoff=backoff)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._caller.close()
+
+    @property
+    def url(self) -> str:
+        """The coordinator in use."""
+        return self._caller.endpoints.current
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All that may be asked: the one in use, then the others in the order in which they would be tried."""
+        return self._caller.endpoints.urls
+
+    def set_urls(self, urls: Iterable[str]) -> None:
+        """Ask these from now on: the one in use as long as it is among them, without what is no URL, at most 16.
+
+        A list of which nothing is left changes nothing.
+        """
+        self._caller.set_urls(urls)
+
+    def prefer(self, url: str) -> None:
+        """Ask this one next, if it is among `urls`; the others where it does not answer."""
+        self._caller.endpoints.prefer(url)
+
+    @property
+    def away(self) -> bool:
+        """Whether no coordinator answers: each failed since one answered last, for a reason that time may heal."""
+        return self._caller.endpoints.away
+
+    def now(self) -> float:
+        """The time of the coordinator in use as far as it is known, in Unix seconds."""
+        return self._caller.now()
+
+    async def descriptor(
+        self, *, after: int | None = None, wait_seconds: float = 0.0, patience_seconds: float = 60.0
+    ) -> Descriptor:
+        """The run's descriptor, checked against the run's id and this machine's clock.
+
+        Keeps the run's key, and the envelope that the descriptor came in. With `after` the coordinator is asked to
+        wait for a newer version than that one for up to `wait_seconds`.
+        """
+        query = None if after is None else {"after": str(after), "wait": f"{wait_seconds:g}"}
+        request = request_to(endpoints.RUN, query=query, wait_seconds=wait_seconds)
+        return await self._caller.call(request, self._open_descriptor, patience_seconds=patience_seconds)
+
+    async def relays(self, *, patience_seconds: float = 60.0) -> RelayList:
+        """Relays that announced themselves lately and whom of them to ask, without URLs that are none."""
+        request = request_to(endpoints.RELAYS, query=None if self._key is None else {"node": node_id(self._key)})
+        return await self._caller.call(request, _relay_list, patience_seconds=patience_seconds)
+
+    async def register(self, registration: Registration, *, patience_seconds: float = 60.0) -> None:
+        """Introduce this node, under its key."""
+        await self._caller.call(
+            request_to(endpoints.REGISTER, body=registration), _nothing, patience_seconds=patience_seconds
+        )
+
+    async def announce(self, announcement: RelayAnnouncement, *, patience_seconds: float = 60.0) -> RelayList:
+        """Say where this relay serves, worth a minute; whom it should fetch from itself."""
+        return await self._caller.call(
+            request_to(endpoints.ANNOUNCE_RELAY, body=announcement), _relay_list, patience_seconds=patience_seconds
+        )
+
+    async def lease(self, request: LeaseRequest, *, patience_seconds: float = 60.0) -> LeaseReply:
+        """Ask for work; more leases than were asked for are a BadReply."""
+
+        def granted(answer: CoordinatorReply) -> LeaseReply:
+            reply = decoded(endpoints.LEASE, answer)
+            if len(reply.leases) > request.slots:
+                raise BadReply(f"{answer.url} grants {len(reply.leases)} leases where {request.slots} were asked for.")
+            return reply
+
+        return await self._caller.call(
+            request_to(endpoints.LEASE, body=request), granted, patience_seconds=patience_seconds
+        )
+
+    async def return_lease(self, lease_id: str, *, patience_seconds: float = 60.0) -> None:
+        """Give a slot back, so that the next worker gets it at once."""
+        request = request_to(endpoints.RETURN_LEASE, names={"lease_id": lease_id})
+        await self._caller.call(request, _nothing, patience_seconds=patience_seconds)
+
+    async def submit(self, lease_id: str, body: Path, *, patience_seconds: float = 60.0) -> str:
+        """Submit a slot's file, by the run's object store if it has one, and return the submission's id.
+
+        Every attempt is signed anew and so has another id. An attempt whose answer is lost may have been
+        stored: the next one, at whichever coordinator of the run, is then Refused as `duplicate_submission`, with the
+        stored one's id.
+        """
+        return await self._submitting.submit(lease_id, body, patience_seconds=patience_seconds)
+
+    async def receipt(
+        self, submission: str, *, wait_seconds: float, patience_seconds: float = 60.0
+    ) -> tuple[Receipt, bytes] | None:
+        """The receipt and the envelope it came in, or None if there is no verdict after `wait_seconds`."""
+        names, query = {"submission": submission}, {"wait": f"{wait_seconds:g}"}
+        request = request_to(endpoints.RECEIPT, names=names, query=query, wait_seconds=wait_seconds)
+
+        def opened(answer: CoordinatorReply) -> tuple[Receipt, bytes] | None:
+            return None if answer.status == 202 else (self._open_receipt(answer, submission), answer.body)
+
+        return await self._caller.call(request, opened, patience_seconds=patience_seconds)
+
+    async def standing(self, node: str, *, patience_seconds: float = 60.0) -> NodeStanding:
+        """Return what the run says about `node` (its public key); somebody else's standing is a BadReply."""
+
+        def own(answer: CoordinatorReply) -> NodeStanding:
+            standing = decoded(endpoints.STANDING, answer)
+            if standing.node != node:
+                raise BadReply(f"{answer.url} sent the standing of another node.")
+            return standing
+
+        request = request_to(endpoints.STANDING, names={"node": node})
+        return await self._caller.call(request, own, patience_seconds=patience_seconds)
+
+    async def log_proof(
+        self, endpoint: Endpoint[None, LogProof], query: Mapping[str, str], *, patience_seconds: float = 60.0
+    ) -> list[bytes]:
+        """Return the hashes of the inclusion or consistency proof for `query`; they are the caller's to check."""
+        proof = await self._caller.call(
+            request_to(endpoint, query=query),
+            lambda answer: decoded(endpoint, answer),
+            patience_seconds=patience_seconds,
+        )
+        return [bytes.fromhex(value) for value in proof.hashes]
+
+    async def fetch(
+        self,
+        endpoint: Endpoint[None, bytes],
+        *,
+        names: Mapping[str, str] | None = None,
+        max_bytes: int | None = None,
+        query: Mapping[str, str] | None = None,
+        wait_seconds: float = 0.0,
+        patience_seconds: float = 60.0,
+    ) -> bytes:
+        """Return the body of an unsigned GET unchecked: at most `max_bytes`, or what the endpoint allows.
+
+        `wait_seconds` is how long `query` asks the coordinator to wait for something new.
+        """
+        request = request_to(endpoint, names=names, query=query, max_reply_bytes=max_bytes, wait_seconds=wait_seconds)
+        return await self._caller.call(request, lambda answer: answer.body, patience_seconds=patience_seconds)
+
+    def _open_descriptor(self, answer: CoordinatorReply) -> Descriptor:
+        try:
+            descriptor, self.run_key = open_descriptor(answer.body, run_id=self.run_id, now=self._clock())
+        except PeerFault as error:
+            raise BadReply(
+                f"{answer.url} does not prove that it serves this run: {printable(str(error))}; "
+                "check --coordinator and --run-id, and this machine's clock.",
+                code=error.code,
+            ) from error
+        self.descriptor_envelope = answer.body
+        return descriptor
+
+    def _open_receipt(self, answer: CoordinatorReply, submission: str) -> Receipt:
+        if self.run_key is None or self._key is None:
+            raise ConfigError("A receipt can be checked only with a key, and after the run's descriptor.")
+        try:
+            opened = open_envelope(
+                answer.body,
+                domain=RECEIPT_DOMAIN,
+                versions=(MESSAGE_VERSION,),
+                max_payload_bytes=MAX_MESSAGE_BYTES,
+                signer=self.run_key,
+            )
+            receipt = decode(Receipt, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+        except PeerFault as error:
+            said = printable(str(error))
+            raise BadReply(f"{answer.url} sent a receipt that is not the run's: {said}.", code=error.code) from error
+        if (receipt.run_id, receipt.submission, receipt.node) != (self.run_id, submission, node_id(self._key)):
+            raise BadReply(f"{answer.url} sent somebody else's receipt.", code="foreign_receipt")
+        return receipt
+
+
+def _nothing(_answer: CoordinatorReply) -> None:
+    """For a request whose success says all."""
+
+
+def _relay_list(answer: CoordinatorReply) -> RelayList:
+    """The advice without what is no URL; a stripe that is left without candidates leaves none."""
+    advice = decoded(endpoints.RELAYS, answer)
+    stripes = tuple(sound_urls(each) for each in advice.stripes)
+    return RelayList(relays=sound_urls(advice.relays), stripes=stripes if all(stripes) else ())

@@ -1,0 +1,171 @@
+"""What the command line adds to click: commands of other packages, and failures that say what to do.
+
+A failure is what is wrong in one line and, in a second one that begins with `hint:`, what to do
+(`node.commands.hints`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from importlib import metadata
+from typing import IO, Any
+
+import click
+
+from node.commands.config import name_variables
+from node.commands.hints import REPORT, hint_for
+from node.protocol.reasons import Refusal
+from node.runtime import logs
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "swarmproof.commands"
+ENVIRONMENT = "SWARMPROOF"
+
+
+UNFORESEEN = 70
+"""The exit code of a defect: EX_SOFTWARE of sysexits.h."""
+
+
+class Failed(click.ClickException):
+    """A failure as a person should see it; as a line of the log, where programs read that."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it on stderr."""
+        _show(self.format_message(), self.hint, file)
+
+
+class CouldNotRun(Failed):
+    """A failure of a command whose exit code 1 is an answer."""
+
+    exit_code = 2
+
+
+class Defect(Failed):
+    """A failure that nobody foresaw."""
+
+    exit_code = UNFORESEEN
+
+
+class WrongCommandLine(click.UsageError):
+    """What click says of a command line, with the help that explains it."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it on stderr."""
+        if self.ctx is None:
+            super().show(file)
+            return
+        if not logs.is_json():
+            click.echo(self.ctx.get_usage(), file=file, err=True)
+        hint = f"`{self.ctx.command_path} --help` has every option, and an example."
+        _show(self.format_message(), hint, file)
+
+
+def _show(said: str, hint: str, file: IO[Any] | None) -> None:
+    if logs.is_json():
+        log.error("%s hint: %s", said, hint)
+        return
+    click.echo(f"Error: {said}", file=file, err=True)
+    click.echo(f"hint: {hint}", file=file, err=True)
+
+
+@contextlib.contextmanager
+def explained(failure: type[Failed] = Failed) -> Iterator[None]:
+    """Turn whatever goes wrong inside into one sentence and what to do, unless --debug was given."""
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        ctx = click.get_current_context(silent=True)
+        if ctx is not None and ctx.find_root().params.get("debug"):
+            raise
+        sentence = _sentence(error)
+        if sentence is None:
+            said = f"Something unexpected happened: {type(error).__name__}: {error}."
+            raise (Defect if failure is Failed else failure)(said, hint=REPORT) from error
+        command = None if ctx is None else ctx.find_root().invoked_subcommand
+        raise failure(sentence, hint=hint_for(error, command)) from error
+
+
+def _sentence(error: Exception) -> str | None:
+    """Return what an error of this project or the system says of itself; None for a defect."""
+    if isinstance(getattr(error, "code", None), str) or isinstance(error, Refusal):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'The system'}: {error.strerror or error}"
+    return None
+
+
+@contextlib.contextmanager
+def _reworded() -> Iterator[None]:
+    """Have click's complaints about the command line end with what to do."""
+    try:
+        yield
+    except (WrongCommandLine, click.exceptions.NoArgsIsHelpError):
+        raise
+    except click.UsageError as error:
+        raise WrongCommandLine(error.format_message(), error.ctx) from error
+
+
+class Commands(click.Group):
+    """The built-in commands, and those of other packages by entry point."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._others: dict[str, click.Command] | None = None
+        self._unloadable: dict[str, Exception] = {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return every command, in the order of the help."""
+        return sorted({*super().list_commands(ctx), *self._load_others()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command; other packages are imported only when it is none of ours."""
+        command = super().get_command(ctx, cmd_name) or self._load_others().get(cmd_name)
+        if command is not None:
+            name_variables(command, prefix=f"{ENVIRONMENT}_{cmd_name}")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Resolve as click does; a command that is missing because its package does not load says so."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if not self._unloadable:
+                raise
+            why = "; ".join(f"those of {name!r} do not load: {reason}" for name, reason in self._unloadable.items())
+            raise click.UsageError(f"{error.format_message()} Some commands are missing ({why}).", ctx) from error
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Make the context as click does; what is wrong with the command line ends with what to do."""
+        with _reworded():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; its failure is one sentence, and one that says what to do."""
+        with _reworded(), explained():
+            return super().invoke(ctx)
+
+    def _load_others(self) -> dict[str, click.Command]:
+        if self._others is None:
+            self._others = {}
+            for entry in metadata.entry_points(group=ENTRY_POINTS):
+                try:
+                    self._others |= {str(command.name): command for command in entry.load()}
+                except Exception as error:
+                    log.debug("the commands of %s", entry.value, exc_info=True)
+                    self._unloadable[entry.name] = error
+        return self._others

@@ -1,0 +1,154 @@
+"""What to do about an error: one sentence for each `code`, shown below the error's own as `hint:`.
+
+An error's sentence says what is wrong; its hint says where to go on. A class of errors has a hint, and its codes may
+have their own. Errors of every package are in one table, because whoever reads them has one command line. What to do
+about a refusal is in its reason's row (node.protocol.reasons, node.protocol.control).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from node.protocol.control import ControlRefusal
+from node.protocol.reasons import Refusal, reason_of
+
+DOCTOR: Final = "`swarmproof doctor` looks at this machine and says what to mend."
+REPORT: Final = "Run it again with --debug (or SWARMPROOF_DEBUG=1) for the traceback, and report that."
+_ADDRESS: Final = "Compare the address and the run's id with what the run's operator gave you."
+_UPDATE: Final = "Update swarmproof here; if it stays, tell whoever runs the other side."
+_OTHER_SOURCE: Final = "Try again, or name another source: nothing of what was sent was used."
+_ASK: Final = "Ask the run's operator; `swarmproof audit` checks what the run says of itself."
+_PRINTED: Final = "Copy --run-id, --key and the address from what one `swarmproof publish` printed."
+_LOGS: Final = "The log above says what came before; `swarmproof -v …` says more."
+
+HINTS: Final[dict[str, str]] = {
+    # node.errors
+    "node_error": _LOGS,
+    "identity_error": "`swarmproof keys new FILE` makes a key, `swarmproof keys restore` brings one back.",
+    "key_exposed": "A key that others could read may have been copied: if you share this machine, make a new one.",
+    "config_error": "`swarmproof COMMAND --help` shows every setting, and what its values look like.",
+    "config_malformed": "Write a table per command, such as [worker], and below it lines like: slots = 8",
+    "no_libp2p": "Without peers everything works as well: join with --coordinator and --run-id.",
+    "engine_not_installed": DOCTOR,
+    "state_error": "One process uses one state folder: give each its own with --state.",
+    "spec_changed": "`swarmproof audit URL --run-id ID` says what the run's log has to say about it.",
+    "damaged_state": "Keep what you moved away: its receipts prove what the run owes this node.",
+    "in_use": "End the other process first, or give this one another folder with --state.",
+    "engine_failed": DOCTOR,
+    "does_not_fit": "Take a smaller --max-num-seqs or --max-model-len, free memory, or use a larger machine.",
+    "wrong_engine": "Start this process again with --engine torch.",
+    "policy_unusable": f"{DOCTOR} With --policy FILE it looks at whether the policy fits.",
+    "network_down": "See whether this machine reaches the internet, and ask the operator for a newer --join string; "
+    "--coordinator and --run-id work without peers.",
+    "coordinator_fault": _ADDRESS,
+    "unavailable": "See whether the address is right and the network is up; `swarmproof doctor --coordinator URL` asks "
+    "it, and compares clocks.",
+    "timeout": "See whether the address is right and the network is up; `swarmproof doctor --coordinator URL` asks it, "
+    "and compares clocks.",
+    "refused": f"{_ADDRESS} `swarmproof status` says where this node stands.",
+    "bad_reply": _ADDRESS,
+    # node's parts
+    "environment_fault": f"{_UPDATE} The run says which environments it needs.",
+    "unknown_environment": "Install its package where swarmproof is installed; the run's operator knows which.",
+    "claimed_twice": "Uninstall the package that the run does not mean, then start again.",
+    "broken_environment": "Install what the package needs; where that is there, its author has to mend it.",
+    "not_an_environment": "Ask the package's author; docs/tutorials/environment-author.md says what it has to be.",
+    "package_missing": "Install the named package where swarmproof is installed, then start again.",
+    "package_version": "Install the named version where swarmproof is installed, then start again.",
+    "environment_version": "Install the named version where swarmproof is installed, then start again.",
+    "environment_missing": "Read its code first, then install it where swarmproof is installed, and start again.",
+    "dataset_digest": "Install the version of the environment, and of its data, that the run's operator has.",
+    "needs_network": "Have its data on this machine first, or take another environment: it gets no network here.",
+    "sandbox_broken": "`swarmproof doctor` says what keeps programs from being run in isolation here.",
+    "sandbox_missing": "Install bubblewrap (on Debian: apt install bubblewrap), then start again.",
+    "verifier_failed": "Nobody is blamed for it; start again, and look at memory and disk if it stays.",
+    "policy_away": "Start again when the origin or a relay serves that policy; --source names another one.",
+    "policy_error": DOCTOR,
+    "malformed_policy": "Have the operator publish a policy that this version can build, or update swarmproof.",
+    "unreadable": "See that the file is there and readable, and that memory and disk are free.",
+    "engine_error": DOCTOR,
+    "no_policy": "Start again: the engine was asked for tokens before it had a policy.",
+    "broken_policy": "Nothing on this machine is at fault: the operator has to publish another policy.",
+    "engine_died": DOCTOR,
+    "interrupted": "Start again: what was drawn so far is not used.",
+    # shardcast.errors
+    "shardcast_error": _LOGS,
+    "peer_fault": _OTHER_SOURCE,
+    "malformed": _OTHER_SOURCE,
+    "bad_signature": f"{_OTHER_SOURCE} {_ADDRESS}",
+    "wrong_run": _ADDRESS,
+    "wrong_signer": _ADDRESS,
+    "stale": "Try again, or another source: this one is behind. Compare clocks.",
+    "expired": "Try again, or another source: this one is behind. Compare clocks.",
+    "rollback": "Try again, or another source: this one is behind.",
+    "equivocation": f"Keep the state folder: it has the proof that two policies were signed as one. {_ASK}",
+    "corrupt_chunk": _OTHER_SOURCE,
+    "network_fault": "Try again when the network is up, or name another source.",
+    "unreachable": "See whether the other side runs, and whether its address can be reached from here.",
+    "not_served": "Ask a source that still has it: the origin keeps every version, relays only the last ones.",
+    "no_head": "Try again when something is published.",
+    "too_slow": "Try again, or name a source that is nearer.",
+    "local_fault": "See that disk, folder and rights are in order, then start again: it goes on where it stopped.",
+    "disk_full": "Free some disk, or name a folder on another one with --state.",
+    "cannot_bind": "End what listens there, or take another port; 0 takes a free one.",
+    # `swarmproof publish`
+    "publish:disk_full": "Free some disk; --keep says how many versions stay.",
+    "publish:in_use": "End it first, or start it with --watch, which publishes the file again whenever it is replaced.",
+    "version_conflict": "Leave --version out to take the next number.",
+    "version_not_rising": "Leave --version out to take the next number.",
+    # `swarmproof fetch`
+    "fetch:disk_full": "Free some disk; the same command goes on where it stopped.",
+    "fetch:no_head": "Try again when something is published, or wait for it with --follow.",
+    "fetch:unreachable": "See whether `swarmproof publish` runs there, and whether it can be reached from here.",
+    "fetch:wrong_run": _PRINTED,
+    "fetch:wrong_signer": _PRINTED,
+    # toploc.errors
+    "toploc_error": REPORT,
+    "bad_proof": _OTHER_SOURCE,
+    "caller_fault": REPORT,
+    "bad_activations": DOCTOR,
+    "bad_argument": REPORT,
+    # coordinator.errors
+    "coordinator_error": _LOGS,
+    "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
+    "storage_fault": "Stop every process of the run, keep a copy of its data folder, and restore the last backup.",
+    "store_away": "See that the object store runs and can be reached from here, then start again.",
+    "bad_backup": "Take another backup, and leave this one as it is; nothing here was changed.",
+    "bad_checkpoint": "Move the named checkpoint away: the trainer goes on from the one before it.",
+    "export_error": "`swarmproof export --help` has every option, and an example.",
+    "folder_not_empty": "Name another folder with --to, or one that is not there yet; nothing was written.",
+    "version_not_held": "Name another version or --state folder: a trainer keeps every version, others the last few.",
+    "damaged": "Take the version from another process's folder with --state, or fetch it again.",
+    "stopped": "Start it again: it goes on from the last finished step.",
+    "demo_error": "The log folder that is named above says more; `swarmproof demo` starts anew.",
+    "coordinator:too_slow": f"Leave the machine to the demonstration, and start it anew. {DOCTOR}",
+    "keeps_dying": f"Read the end of that process's log. {DOCTOR}",
+}
+"""Hints by code. An error whose code is missing takes its class's code, then its bases'.
+
+`COMMAND:` or `PACKAGE:` before a code restricts the hint to that command, or to that package's errors.
+"""
+
+
+def hint_for(error: BaseException, command: str | None = None) -> str:
+    """Return what to do about `error`, with which `command` ended: by its reason, else by its code or its class."""
+    if isinstance(error, Refusal):
+        return error.reason.todo
+    if isinstance(error, ControlRefusal):
+        return error.reason.advice
+    code = getattr(error, "code", None)
+    # The same word may be a code of the broadcast: only a coordinator's reply has `server_time`.
+    reason = reason_of(code) if isinstance(code, str) and hasattr(error, "server_time") else None
+    if reason is not None:
+        return reason.todo
+    codes = [code, *(vars(cls).get("code") for cls in type(error).__mro__)]
+    package = type(error).__module__.partition(".")[0]
+    keys = [key for each in codes for key in (f"{command}:{each}", f"{package}:{each}", each)]
+    hint = next((HINTS[key] for key in keys if key in HINTS), _unforeseen(error))
+    return hint.replace("COMMAND", command or "COMMAND")
+
+
+def _unforeseen(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return "See that the file, its folder and its rights, and the disk are as the command needs them."
+    return REPORT

@@ -1,0 +1,1 @@
+"""Signed commands to a running node, by its owner or operator."""

@@ -1,0 +1,1 @@
+"""What nodes learn of a run: descriptors, addresses, known peers."""

@@ -1,0 +1,1 @@
+"""Checks of this machine before a node starts on it."""

@@ -1,0 +1,84 @@
+"""Whether the coordinator answers, and whether this machine's clock agrees with its Date header (RFC 9110, 6.6.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from node.client.http import checked_url, printable
+from node.doctor.report import Check, fine, problem, warning
+from node.errors import ConfigError
+from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
+
+HEALTH_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReply:
+    """What `GET /health` brought. `skew_seconds` is how far this clock is ahead; None where no Date was sent."""
+
+    status: int
+    skew_seconds: float | None
+
+
+def check_coordinator(url: str, *, seconds: float = HEALTH_SECONDS) -> list[Check]:
+    """Run the checks `coordinator` and, where it answers, `clock`."""
+    advice = "Compare --coordinator with what you were told, and look at firewalls between here and there."
+    try:
+        answer = asyncio.run(_ask(checked_url(url), seconds))
+    except ConfigError as error:
+        return [problem("coordinator", str(error), advice="Give --coordinator as you were told it.")]
+    except TimeoutError:
+        return [problem("coordinator", f"{url} does not answer within {seconds:.0f} s.", advice=advice)]
+    except (aiohttp.ClientError, OSError) as error:
+        return [problem("coordinator", f"{url} cannot be reached: {_describe(error)}.", advice=advice)]
+    if answer.status != 200:
+        said = f"{url} answers HTTP {answer.status} where a coordinator says that it is well."
+        return [problem("coordinator", said, advice=advice), check_clock(answer.skew_seconds)]
+    return [fine("coordinator", f"{url} answers."), check_clock(answer.skew_seconds)]
+
+
+def check_clock(skew_seconds: float | None, *, limit: float = MAX_CLOCK_SKEW_SECONDS) -> Check:
+    """Check whether requests that are signed by this clock will be taken; `skew_seconds` is how far it is ahead."""
+    if skew_seconds is None:
+        said = "The coordinator did not say what time it is."
+        return warning("clock", said, advice="See that this machine sets its clock by NTP: timedatectl.")
+    off = abs(skew_seconds)
+    way = "ahead of" if skew_seconds > 0 else "behind"
+    said = f"This clock is {off:.0f} s {way} the coordinator's; {limit:.0f} s are allowed."
+    advice = "Set this machine's clock by NTP (timedatectl set-ntp true); if it is right, tell the operator."
+    if off > limit:
+        return problem("clock", said, advice=advice)
+    if off > limit / 2:
+        return warning("clock", said, advice=advice)
+    return fine("clock", said)
+
+
+async def _ask(url: str, seconds: float) -> HealthReply:
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()) as session,
+        session.get(f"{url}/health", allow_redirects=False) as response,
+    ):
+        # The body is not read: the status says all, and a stranger's answer may have no end.
+        return HealthReply(response.status, _skew(response.headers.get("Date"), now=time.time()))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return printable(str(error)) or type(error).__name__
+
+
+def _skew(date: str | None, *, now: float) -> float | None:
+    """Return how far `now` is ahead of an HTTP date, which has whole seconds; None for what is no date."""
+    try:
+        said = parsedate_to_datetime(date or "").timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return now - said - 0.5

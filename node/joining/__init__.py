@@ -1,0 +1,1 @@
+"""Find a run's coordinator from the string its operator gave out."""

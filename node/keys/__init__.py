@@ -1,0 +1,1 @@
+"""Node and run keys: files, and their backup as words."""

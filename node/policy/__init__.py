@@ -1,0 +1,1 @@
+"""A policy as a file: configuration, families and safe loading."""

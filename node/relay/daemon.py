@@ -1,0 +1,107 @@
+"""A relay of a run: shardcast's relay, told by the coordinator whose policies to serve and from whom.
+
+It trusts neither: the run's key comes from a descriptor that matches the run's id, and every byte served is
+checked against that key's signature first. It announces itself while it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.client.api import CoordinatorClient
+from node.client.http import checked_url, sound_urls
+from node.errors import CoordinatorFault
+from node.joining.entrance import Entrance, Entry, entered
+from node.relay.advice import ANNOUNCE_SECONDS, announcement, serving_url, sources_of
+from node.runtime.signals import first_of
+from shardcast import Relay, ServerLimits, Watch, no_watch
+
+log = logging.getLogger(__name__)
+
+FOR_EVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaySettings:
+    """One relay. Without `upstreams` it follows those that the coordinator's plan names."""
+
+    entry: Entry
+    state: Path
+    host: str
+    port: int
+    public_url: str | None = None
+    upstreams: tuple[str, ...] = ()
+    quota_bytes: int | None = None
+    server_limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+async def run_relay(
+    settings: RelaySettings, *, key: Ed25519PrivateKey, stop: asyncio.Event, watch: Watch = no_watch
+) -> None:
+    """Serve until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal.
+
+    `watch` sees every version while it is fetched.
+    """
+    if settings.public_url is None:
+        serving_url(settings.host, settings.port)
+    serving = asyncio.create_task(_join(settings, key, watch))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _join(settings: RelaySettings, key: Ed25519PrivateKey, watch: Watch) -> None:
+    async with entered(settings.entry, key=key, state=settings.state) as entrance:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(entrance.follow())
+                group.create_task(_serve(settings, entrance, watch))
+        except BaseExceptionGroup as failures:
+            raise first_of(failures) from failures
+
+
+async def _serve(settings: RelaySettings, entrance: Entrance, watch: Watch) -> None:
+    descriptor, client = entrance.descriptor, entrance.client
+    relay = Relay(
+        settings.upstreams,
+        store_dir=settings.state / "shardcast",
+        run_id=settings.entry.run_id,
+        publisher_key=entrance.run_key,
+        keep=descriptor.spec.broadcast.keep_versions,
+        quota_bytes=settings.quota_bytes,
+        server_limits=settings.server_limits,
+        watch=watch,
+    )
+    port = await relay.start(settings.host, settings.port)
+    try:
+        url = checked_url(settings.public_url or serving_url(settings.host, port))
+        log.info("relaying run %s… at %s", settings.entry.run_id[:16], url)
+        if not settings.upstreams:
+            relay.set_upstreams(known for known in sound_urls(descriptor.relays) if known != url)
+        while True:
+            await _keep_in_touch(client, relay, url, take_advice=not settings.upstreams)
+            await asyncio.sleep(ANNOUNCE_SECONDS)
+    finally:
+        await relay.stop()
+
+
+async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, take_advice: bool) -> None:
+    """Announce this relay, and learn whom to follow; it goes on serving whatever the coordinator says."""
+    try:
+        said = announcement(url, relay.upstreams(), version=await asyncio.to_thread(relay.newest_whole))
+        advice = await client.announce(said, patience_seconds=FOR_EVER)
+    except CoordinatorFault as error:
+        log.warning("this relay is not announced: %s", error)
+        return
+    if take_advice:
+        urls, stripes = sources_of(advice, own=url)
+        relay.set_upstreams(urls, stripes=stripes)

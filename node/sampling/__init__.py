@@ -1,0 +1,1 @@
+"""Forced sampling: draw the token determined by policy, seed and position."""

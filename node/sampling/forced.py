@@ -1,0 +1,143 @@
+"""Forced sampling as used by engines and the verifier (docs/protocol.md, section 4).
+
+`node.protocol.sampling` is the readable definition; this gives the same tokens and margins bit for bit, without storing
+the noise: a numba kernel on a CPU (`node.sampling.cpu`), a Triton kernel on CUDA (`node.sampling.cuda`), and the
+definition itself in bounded memory elsewhere. Log-probabilities are compared with a tolerance, and may differ in their
+last bits between the three.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from node.protocol.sampling import gumbel_noise, gumbel_table, philox4x32, table_index
+from node.protocol.slots import SEED_BYTES
+from node.sampling.types import Choice, Peaks
+
+MAX_NOISE_VALUES = 2**20
+"""Noise values held at once without a kernel; generating them takes some 80 bytes each."""
+
+
+def choose(logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float) -> Choice:
+    """Choose the forced token of each row of `logits` [B, V] float32, by its seed (16 bytes) and completion position.
+
+    -inf rules a token out. Raises ValueError for arguments that do not match.
+    """
+    logits = logits.detach()
+    words, where = _counters(logits, seeds, positions, temperature)
+    peaks = _backend(logits.device.type)(logits, words, where, temperature)
+    return Choice(peaks.tokens, _logprobs(_scaled_logits_of(logits, peaks.tokens, temperature), peaks))
+
+
+def appraise(
+    logits: Tensor, tokens: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities [B] of given tokens [B], and the margins [B] by which they lost (0 if forced).
+
+    Arguments as for `choose`; also raises ValueError for a token outside the vocabulary.
+    """
+    logits = logits.detach()
+    words, where = _counters(logits, seeds, positions, temperature)
+    chosen = tokens.long().cpu().numpy()
+    if chosen.shape != where.shape:
+        raise ValueError("there must be one token per row")
+    # A gather out of bounds is an error on a CPU, but kills a CUDA process.
+    if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < logits.shape[1]:
+        raise ValueError("a token is outside the vocabulary")
+    peaks = _backend(logits.device.type)(logits, words, where, temperature)
+    scaled = _scaled_logits_of(logits, tokens.long().to(logits.device), temperature)
+    noise = torch.from_numpy(_noise_at(words, where, chosen)).to(logits.device)
+    return _logprobs(scaled, peaks), peaks.scores - (scaled + noise)
+
+
+def warm_up(device: torch.device | str) -> None:
+    """Compile the kernels of `device` (seconds, once per process) before the first step."""
+    choose(torch.zeros(1, 8, device=device), [bytes(SEED_BYTES)], [0], temperature=1.0)
+
+
+def reference_peaks(
+    logits: Tensor, words: NDArray[np.uint32], positions: NDArray[np.uint32], temperature: float
+) -> Peaks:
+    """Compute the peaks by the definition, on any device; `words` [B, 4] are those of the seeds."""
+    step = max(1, MAX_NOISE_VALUES // logits.shape[1])
+    parts: list[tuple[Tensor, ...]] = []
+    for start in range(0, len(logits), step):
+        part = slice(start, start + step)
+        scaled = _scale(logits[part], temperature)
+        seeds = [row.astype("<u4").tobytes() for row in words[part]]
+        noise = torch.from_numpy(gumbel_noise(seeds, positions[part].tolist(), vocabulary=logits.shape[1]))
+        scores = scaled + noise.to(scaled.device)
+        largest = scaled.amax(-1)
+        tokens = scores.argmax(-1)
+        parts.append((tokens, scores.amax(-1), largest, (scaled - largest[:, None]).exp().sum(-1)))
+    return Peaks(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _counters(
+    logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], temperature: float
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Validate the arguments; return the seeds' words [B, 4] and the positions [B]."""
+    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
+        raise ValueError("logits must be [rows, vocabulary] in float32")
+    if not len(logits) == len(seeds) == len(positions):
+        raise ValueError("there must be one seed and one position per row")
+    if any(len(seed) != SEED_BYTES for seed in seeds):
+        raise ValueError(f"a seed must have {SEED_BYTES} bytes")
+    if any(not 0 <= position < 2**32 for position in positions):
+        raise ValueError("a position must fit into 32 bits")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError("the temperature must be above 0")
+    words = np.frombuffer(b"".join(seeds), dtype="<u4").reshape(-1, 4).astype(np.uint32)
+    return words, np.asarray(positions, dtype=np.uint32)
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    """Compute logits / temperature, rounded once. CUDA would multiply by a scalar's reciprocal, but divides by a
+    tensor.
+    """
+    return logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+
+
+def _scaled_logits_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    return _scale(logits.gather(1, tokens[:, None])[:, 0], temperature)
+
+
+def _logprobs(scaled: Tensor, peaks: Peaks) -> Tensor:
+    return (scaled - peaks.largest) - peaks.exponentials.log().float()
+
+
+def _noise_at(
+    words: NDArray[np.uint32], positions: NDArray[np.uint32], tokens: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the protocol's noise [B] of one token per row (section 4.3)."""
+    seeds = words.astype(np.uint64).T
+    counter = np.stack((tokens.astype(np.uint64) // np.uint64(4), positions.astype(np.uint64), seeds[2], seeds[3]))
+    out = philox4x32(counter, seeds[:2])
+    noise: NDArray[np.float32] = gumbel_table()[table_index(out[tokens % 4, np.arange(len(tokens))])]
+    return noise
+
+
+_Backend: TypeAlias = Callable[[Tensor, NDArray[np.uint32], NDArray[np.uint32], float], Peaks]
+
+
+@cache
+def _backend(device_type: str) -> _Backend:
+    """Import the backend on first use: imports are slow, and the CPU's compiles on import."""
+    if device_type == "cpu":
+        from node.sampling.cpu import peaks  # noqa: PLC0415
+
+        return peaks
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from node.sampling.cuda import peaks as peaks_on_cuda  # noqa: PLC0415
+
+        return peaks_on_cuda
+    return reference_peaks

@@ -1,0 +1,1 @@
+"""What a worker hands in: writing it, and reading a stranger's."""

@@ -1,0 +1,74 @@
+"""Write a slot's submission: one zstd frame of MessagePack (docs/protocol.md, section 6.1).
+
+Reading such a file from a stranger is `node.submission.reader`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+import zstandard
+from msgspec import Meta
+
+from node.protocol.submission import Rollout
+
+FORMAT: Final = "swarmproof/rollouts/3"
+"""What the file is, and the version of its rules."""
+SEED_BYTES: Final = 16
+_LEVEL: Final = 1  # proofs and log-probabilities are noise: higher levels take longer and save less than 1 %
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Rollout as it travels: numbers as arrays of little-endian items, without a length of their own.
+
+    Token ids and lengths are int32, log-probabilities float32, versions int64.
+    """
+
+    seed: Annotated[bytes, Meta(min_length=SEED_BYTES, max_length=SEED_BYTES)]
+    prompt_ids: bytes
+    completion_ids: bytes
+    logprobs: bytes
+    segment_versions: bytes
+    segment_tokens: bytes
+    proofs: list[bytes]
+
+
+class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag=FORMAT):
+    """The content of a submission's file: the rows of one slot, in sample order."""
+
+    rows: list[Row]
+
+
+def write_rollouts(rollouts: Sequence[Rollout]) -> bytes:
+    """Return the submission of one slot: `rollouts` in sample order.
+
+    Raises struct.error or OverflowError for numbers that do not fit their type.
+    """
+    return compress(msgspec.msgpack.encode(Submission([_row(rollout) for rollout in rollouts])))
+
+
+def compress(content: bytes) -> bytes:
+    """Return `content` as the one zstd frame that section 6.1 allows: with its size, without checksum or dictionary."""
+    compressor = zstandard.ZstdCompressor(
+        level=_LEVEL, write_content_size=True, write_checksum=False, write_dict_id=False
+    )
+    return compressor.compress(content)
+
+
+def _row(rollout: Rollout) -> Row:
+    return Row(
+        seed=rollout.seed,
+        prompt_ids=_packed("i", rollout.prompt_ids),
+        completion_ids=_packed("i", rollout.completion_ids),
+        logprobs=_packed("f", rollout.logprobs),
+        segment_versions=_packed("q", rollout.segment_versions),
+        segment_tokens=_packed("i", rollout.segment_tokens),
+        proofs=rollout.proofs,
+    )
+
+
+def _packed(kind: str, values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}{kind}", *values)

@@ -1,0 +1,1 @@
+"""Decide whether a submission is what the policy and its slot's seeds force."""

@@ -1,0 +1,143 @@
+"""How far one rollout is from what its policies force: every number by itself, and what is judged of them.
+
+Whatever engine computed the hidden states, the figures of docs/protocol.md, section 7.1, are made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from node.protocol.admission import EVIDENCE, Figures, finite
+from node.protocol.evidence import Totals, evidences, far_value, sketch_value, total
+from node.protocol.run import LimitsSpec
+from toploc import distances
+
+
+class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a span's policy says of it: of each of its proofs, and of each token.
+
+    `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_errors` eight of each
+    token, in steps; each is empty where the run's proofs do not have it. `sketch_gaps` say of each token how far two
+    readings of it are apart (`node.verification.readings`); empty where there was one. `logprobs` are the recomputed
+    ones; `margins` say by how much each token lost against the forced one.
+    """
+
+    exponent_mismatches: list[float]
+    mantissa_means: list[float]
+    mantissa_medians: list[float]
+    sketch_errors: list[list[float]]
+    logprobs: list[float]
+    margins: list[float]
+    sketch_gaps: list[float] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Deviations:
+    """Every number by which a rollout differs from what its policies say: of each chunk, and of each token.
+
+    `errors` are |submitted - recomputed log-probability|, `sketch_distances` root mean squares of sketch errors; the
+    others as in `SpanMeasured`.
+    """
+
+    exponent_mismatches: Sequence[float]
+    mantissa_means: Sequence[float]
+    mantissa_medians: Sequence[float]
+    sketch_distances: Sequence[float]
+    margins: Sequence[float]
+    errors: Sequence[float]
+    sketch_gaps: Sequence[float] = ()
+
+    @staticmethod
+    def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float]) -> Deviations:
+        """Join a rollout's spans, in their order, and compare with the log-probabilities that it was sent with."""
+
+        def joined(name: str) -> list[Any]:
+            return [value for span in spans for value in getattr(span, name)]
+
+        return Deviations(
+            exponent_mismatches=joined("exponent_mismatches"),
+            mantissa_means=joined("mantissa_means"),
+            mantissa_medians=joined("mantissa_medians"),
+            sketch_distances=sketch_distances(joined("sketch_errors")),
+            sketch_gaps=joined("sketch_gaps"),
+            margins=joined("margins"),
+            errors=[abs(ours - theirs) for ours, theirs in zip(joined("logprobs"), logprobs, strict=True)],
+        )
+
+    @property
+    def statistics(self) -> dict[str, Sequence[float]]:
+        """The values that are summed up, by `node.protocol.evidence.STATISTICS`."""
+        return {
+            "exponents": self.exponent_mismatches,
+            "mantissa": self.mantissa_means,
+            "sketch": self._sketch_values,
+            "far": [far_value(distance) for distance in self.sketch_distances],
+            "margin": self.margins,
+            "logprob": self.errors,
+        }
+
+    @property
+    def _sketch_values(self) -> list[float]:
+        values = [sketch_value(distance) for distance in self.sketch_distances]
+        if not self.sketch_gaps:
+            return values
+        return [value - sketch_value(gap) / 2 for value, gap in zip(values, self.sketch_gaps, strict=True)]
+
+    def totals(self, limits: LimitsSpec) -> Totals:
+        """Sum the values up under the run's levels."""
+        return Totals(**{name: total(values, getattr(limits.honest, name)) for name, values in self.statistics.items()})
+
+    def figures(self, limits: LimitsSpec) -> Figures:
+        """Compute what the rollout is judged by."""
+        far = [sketch_value(distance) for distance in self.sketch_distances]
+        return Figures(
+            exponent_mismatches=worst_of(self.exponent_mismatches or [0.0]),
+            mantissa_mean=worst_of(self.mantissa_means or [0.0]),
+            mantissa_median=worst_of(self.mantissa_medians or [0.0]),
+            token_margin=worst_of(self.margins),
+            margin_mean=worst_of([sum(self.margins) / len(self.margins)]),
+            logprob_error=worst_of(self.errors),
+            sketch_distance=math.exp(sum(far) / len(far)) if far else 0.0,
+            **{f"{name}{EVIDENCE}": nats for name, nats in evidences(self.totals(limits), limits=limits)},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowMeasured:
+    """What the policies of one rollout say of it: figures and totals to judge, log-probabilities to train on.
+
+    `deviations` are the numbers that figures and totals were made of.
+    """
+
+    figures: Figures
+    totals: Totals
+    logprobs: Sequence[float]
+    deviations: Deviations
+
+    @staticmethod
+    def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float], *, limits: LimitsSpec) -> RowMeasured:
+        """From a rollout's spans in their order, and the log-probabilities that it was sent with."""
+        deviations = Deviations.of(spans, logprobs)
+        return RowMeasured(
+            figures=deviations.figures(limits),
+            totals=deviations.totals(limits),
+            logprobs=[value for span in spans for value in span.logprobs],
+            deviations=deviations,
+        )
+
+
+def sketch_distances(errors: Sequence[Sequence[float]]) -> list[float]:
+    """Of each token's eight errors their root mean square, in steps."""
+    found: list[float] = distances(torch.tensor(errors)).tolist() if errors else []
+    return found
+
+
+def worst_of(values: Iterable[float]) -> float:
+    """The largest value; NOT_FINITE if one is not (`max` alone would let a NaN hide behind its neighbours)."""
+    return max(finite(float(value)) for value in values)

@@ -1,0 +1,172 @@
+"""Measure what a plan asks for: fetch policies, run prefills, ask environments for rewards. Nothing is judged here.
+
+Submissions share forward passes, but neither a refusal nor a failure is anybody's but the submission's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from node.episodes.conversation import all_graded
+from node.episodes.expected import problem_of
+from node.policy.file import Blueprint
+from node.protocol.reasons import Refusal
+from node.protocol.run import RunSpec
+from node.protocol.submission import Rollout
+from node.protocol.turns import Replies
+from node.submission.reader import VerifierFailed
+from node.verification.deviations import RowMeasured, SpanMeasured
+from node.verification.plan import Plan
+from node.verification.prefill import Prefill
+from node.verification.spans import Span, spans_of
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyAway(VerifierFailed):
+    """A policy that a verification needs cannot be had now: no verdict follows."""
+
+    code = "policy_away"
+
+
+class Policies(Protocol):
+    """Source of a run's policies; both methods raise PolicyAway."""
+
+    async def blueprint(self, version: int) -> Blueprint:
+        """Policy `version` without its weights: enough for the checks that need no model."""
+
+    async def prefill(self, version: int) -> Prefill:
+        """Policy `version`, ready to measure until the next call of this."""
+
+
+class Measuring:
+    """Several groups of rollouts, which passed `check_rollouts`, on their way through the policies that drew them.
+
+    `rows` are those of each group that are measured, ascending; None for all. `replies` are what `check_rollouts`
+    found of each group's rollouts; None where no environment says anything. Call `measure` once for each of
+    `versions`, in any order, then `result` for each group.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Rollout]],
+        *,
+        spec: RunSpec,
+        rows: Sequence[Sequence[int]] | None = None,
+        replies: Sequence[Sequence[Replies]] | None = None,
+    ) -> None:
+        chosen = [range(len(group)) for group in groups] if rows is None else rows
+        self._groups = [{row: group[row] for row in own} for group, own in zip(groups, chosen, strict=True)]
+        self._spec = spec
+        self._ended: dict[int, Refusal | VerifierFailed] = {}
+        self._measured: dict[tuple[int, int], dict[int, SpanMeasured]] = {}
+        self._spans: dict[int, dict[int, list[Span]]] = {}
+        for number, group in enumerate(self._groups):
+            for row, rollout in group.items():
+                said = () if replies is None else replies[number][row]
+                for version, span in spans_of(rollout, said, row=row, chunk_tokens=spec.proofs.chunk_tokens):
+                    self._spans.setdefault(version, {}).setdefault(number, []).append(span)
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that groups still wait for, ascending; empty once nothing is left to measure."""
+        return sorted(version for version in self._spans if self.waiting(version))
+
+    def waiting(self, version: int) -> list[int]:
+        """The groups that policy `version` is still to be asked about."""
+        return [group for group in self._spans.get(version, {}) if group not in self._ended]
+
+    def measure(self, prefill: Prefill, version: int) -> None:
+        """Let policy `version` measure what it is said to have drawn; failures are kept for `result`."""
+        groups = self.waiting(version)
+        spans = self._spans.pop(version)
+        try:
+            self._measure(prefill, {group: spans[group] for group in groups})
+        except VerifierFailed as error:
+            if len(groups) == 1:
+                self.fail(groups[0], error)
+                return
+            logger.warning("measuring %d submissions together failed, now one by one: %s", len(groups), error)
+            for group in groups:
+                self._spans[version] = {group: spans[group]}
+                self.measure(prefill, version)
+
+    def _measure(self, prefill: Prefill, spans: dict[int, list[Span]]) -> None:
+        asked = [(group, span) for group, own in spans.items() for span in own]
+        with own_faults("the prefill"):
+            answers = list(zip(asked, prefill.measure([span for _, span in asked], spec=self._spec), strict=True))
+        for (group, span), answer in answers:
+            if isinstance(answer, Refusal):
+                self._ended.setdefault(group, answer)
+            else:
+                self._measured.setdefault((group, span.row), {})[span.position] = answer
+
+    def fail(self, group: int, error: VerifierFailed) -> None:
+        """Ask no policy about this group any more: this side cannot measure it."""
+        self._ended.setdefault(group, error)
+
+    def result(self, group: int) -> Mapping[int, RowMeasured]:
+        """What the policies say of a group's rows, by number; raises the Refusal or VerifierFailed in its way."""
+        if group in self._ended:
+            raise self._ended[group]
+        found = {}
+        for row, rollout in self._groups[group].items():
+            spans = self._measured[group, row]
+            found[row] = RowMeasured.of([spans[at] for at in sorted(spans)], rollout.logprobs, limits=self._spec.limits)
+        return found
+
+
+async def measure_rows(
+    plans: Sequence[tuple[Plan, Sequence[int]]], policies: Policies, *, spec: RunSpec, newest_first: bool
+) -> Measuring:
+    """Let the policies measure these rows of each plan's claim, one policy after the other."""
+    measuring = Measuring(
+        [plan.claim.rollouts for plan, _ in plans],
+        spec=spec,
+        rows=[rows for _, rows in plans],
+        replies=[plan.replies for plan, _ in plans],
+    )
+    for version in sorted(measuring.versions, reverse=newest_first):
+        if waiting := measuring.waiting(version):
+            try:
+                prefill = await policies.prefill(version)
+            except PolicyAway as error:
+                for group in waiting:
+                    measuring.fail(group, error)
+            else:
+                await asyncio.to_thread(measuring.measure, prefill, version)
+    return measuring
+
+
+def measure_rewards(plan: Plan) -> tuple[float, ...]:
+    """Return the reward of each row; blocks. Raises VerifierFailed, and what the environment raises."""
+    claim, rules = plan.claim, plan.rules
+    environment, problem = problem_of(
+        rules.spec,
+        rules.environments,
+        run_id=rules.run_id,
+        manifest_digest=claim.manifest_digest,
+        slot=claim.slot,
+        candidate=claim.candidate,
+    )
+    completions = [rollout.completion_ids for rollout in claim.rollouts]
+    rewards = tuple(all_graded(plan.blueprint, environment, problem, completions))
+    for reward in rewards:
+        if not 0.0 <= reward <= 1.0:
+            raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")
+    return rewards
+
+
+@contextlib.contextmanager
+def own_faults(what: str) -> Iterator[None]:
+    """Let refusals pass, and turn whatever else goes wrong in the block into VerifierFailed: nobody's fault."""
+    try:
+        yield
+    except (Refusal, VerifierFailed):
+        raise
+    except Exception as error:
+        raise VerifierFailed(f"{what} failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,198 @@
+"""Verify submissions: plan (`plan`), measure (`measure`) and judge (`judge`) until there is a verdict on each.
+
+Nothing here raises on what a worker sent. Whatever goes wrong on this side (out of memory, a broken policy, a bug)
+ends in an indeterminate verdict, never in a rejection. A policy that cannot be had ends in no verdict: `PolicyAway`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from node.policy.file import Blueprint
+from node.protocol.admission import Outcome, Verdict
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import RunSpec
+from node.protocol.submission import Rollout
+from node.submission.reader import VerifierFailed, read_rollouts
+from node.verification.judge import (
+    Due,
+    GainDue,
+    JudgedClaim,
+    Measurements,
+    RewardsDue,
+    RowsDue,
+    judge_claim,
+    refused,
+)
+from node.verification.measure import (
+    Measuring,
+    Policies,
+    PolicyAway,
+    measure_rewards,
+    measure_rows,
+    own_faults,
+)
+from node.verification.plan import Claim, Look, Plan, Probe, Rules, at_doubt, plan_claim
+from node.verification.second_look import suspect_gain
+
+logger = logging.getLogger(__name__)
+
+
+async def verify(
+    body: bytes | Path,
+    *,
+    version: int,
+    manifest_digest: str,
+    slot: int,
+    candidate: int = 0,
+    policies: Policies,
+    published: Collection[int],
+    rules: Rules,
+    probe: Probe = secrets.randbelow,
+    look: Look | None = None,
+) -> JudgedClaim:
+    """Judge a submission as it arrived; arguments as of `Claim` and `decide_many`. Raises PolicyAway."""
+    rollouts = await read(body, spec=rules.spec)
+    if isinstance(rollouts, Verdict):
+        return JudgedClaim(verdict=rollouts)
+    claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, candidate=candidate, rollouts=rollouts)
+    (found,) = await decide_many([claim], policies=policies, published=published, rules=rules, probe=probe, look=look)
+    if isinstance(found, PolicyAway):
+        raise found
+    return found
+
+
+async def read(body: bytes | Path, *, spec: RunSpec) -> list[Rollout] | Verdict:
+    """Read the rollouts of a submission as it arrived; return the verdict if it cannot be read."""
+    try:
+        with own_faults("reading"):
+            return await asyncio.to_thread(read_rollouts, body, spec=spec)
+    except Refusal as refusal:
+        return refused(refusal)
+    except VerifierFailed as error:
+        return undecided(error)
+
+
+async def decide_many(
+    claims: Sequence[Claim],
+    *,
+    policies: Policies,
+    published: Collection[int],
+    rules: Rules,
+    probe: Probe = secrets.randbelow,
+    look: Look | None = None,
+) -> list[JudgedClaim | PolicyAway]:
+    """Judge each claim, or return the policy that it could not be measured under.
+
+    `published` are the versions that the run has published so far, from the one before the oldest claim's on. Only
+    the policies that drew something in a claim which passed every check without a model are asked for, one after the
+    other, and claims share their forward passes. A claim's verdict does not depend on the claims beside it: a failure
+    while several are measured together is nobody's, and they are then measured one by one.
+
+    `probe` draws the row of each claim that is measured first. Where that row alone is over a limit, it is the
+    verdict's finding and the others cost nothing. By default nobody can foresee it, so that one honest row among
+    invented ones does not buy a prefill of them. `look` says which groups that would pass get a second look; None is
+    the run's own rule.
+    """
+    cases = [_Case(claim) for claim in claims]
+    for case in cases:
+        own_look = at_doubt(random.SystemRandom().random()) if look is None else look
+        await case.start(policies, partial(plan_claim, rules=rules, published=published, probe=probe, look=own_look))
+    newest_first = False
+    while due := [(case, case.state.rows) for case in cases if isinstance(case.state, RowsDue)]:
+        wanted = [(case.plan, rows) for case, rows in due]
+        measuring = await measure_rows(wanted, policies, spec=rules.spec, newest_first=newest_first)
+        for group, (case, _) in enumerate(due):
+            await asyncio.to_thread(case.take_rows, measuring, group)
+        # The policy that was asked last is still at hand: what comes next begins with it.
+        newest_first = not newest_first
+    for case in cases:
+        await case.finish(policies, published)
+    return [case.state for case in cases if isinstance(case.state, JudgedClaim | PolicyAway)]
+
+
+def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
+    """Log `error` and return the indeterminate verdict; it gets the kind alone, since the text may name paths."""
+    logger.error("could not verify a submission", exc_info=error)
+    kind = type(error.__cause__ or error).__name__
+    return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=f"{kind}.", tokens=tokens)
+
+
+@dataclass
+class _Case:
+    """One claim on its way to a judgement: `state` is that, the policy that is away, or what has to be measured."""
+
+    claim: Claim
+    plan: Plan = field(init=False)
+    seen: Measurements = field(default_factory=Measurements)
+    state: Due | JudgedClaim | PolicyAway = field(init=False)
+
+    async def start(self, policies: Policies, plan: Callable[[Claim, Blueprint], Plan]) -> None:
+        """Plan the claim under its leased policy."""
+        try:
+            blueprint = await policies.blueprint(self.claim.version)
+        except PolicyAway as error:
+            self.state = error
+            return
+        with self._settle_failure():
+            self.plan = await asyncio.to_thread(plan, self.claim, blueprint)
+            self._judge()
+
+    def take_rows(self, measuring: Measuring, group: int) -> None:
+        """Judge anew with what was measured of this case as `group`."""
+        with self._settle_failure():
+            self._judge(rows={**self.seen.rows, **measuring.result(group)})
+
+    async def finish(self, policies: Policies, published: Collection[int]) -> None:
+        """Measure and judge until nothing is due any more."""
+        while not isinstance(self.state, JudgedClaim | PolicyAway):
+            with self._settle_failure():
+                match self.state:
+                    case RowsDue():
+                        raise RuntimeError("rows are measured for all cases together")
+                    case RewardsDue():
+                        self._judge(rewards=await asyncio.to_thread(measure_rewards, self.plan))
+                    case GainDue(suspect):
+                        gain = await suspect_gain(
+                            suspect,
+                            self.claim.rollouts,
+                            self.plan.replies,
+                            version=self.claim.version,
+                            policies=policies,
+                            published=published,
+                            spec=self.plan.rules.spec,
+                        )
+                        self._judge(gains={**self.seen.gains, suspect: gain})
+
+    def _judge(self, **measured: Any) -> None:
+        self.seen = replace(self.seen, **measured)
+        found = judge_claim(self.plan, self.seen)
+        rollouts, replies, rows = self.claim.rollouts, self.plan.replies, self.seen.rows
+        self.state = (
+            JudgedClaim(verdict=found, rollouts=rollouts, replies=replies, rows=rows)
+            if isinstance(found, Verdict)
+            else found
+        )
+
+    @contextlib.contextmanager
+    def _settle_failure(self) -> Iterator[None]:
+        """End the case with what a failure in the block means: a Refusal is the sender's, all else is ours."""
+        tokens = self.claim.tokens
+        try:
+            with own_faults("verification"):
+                yield
+        except PolicyAway as error:
+            self.state = error
+        except Refusal as refusal:
+            self.state = JudgedClaim(verdict=refused(refusal, tokens=tokens), rollouts=self.claim.rollouts)
+        except VerifierFailed as error:
+            self.state = JudgedClaim(verdict=undecided(error, tokens=tokens), rollouts=self.claim.rollouts)

@@ -1,0 +1,1 @@
+"""The daemon that leases slots, generates rollouts and submits them."""

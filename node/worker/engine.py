@@ -1,0 +1,206 @@
+"""The worker's engine: which policy it holds, whose slots it may work on, and what a slot asks of it.
+
+What a slot asks for is computed from the worker's own verified manifest (docs/protocol.md, section 5); a lease
+contributes nothing but the slot's number. What comes back is held against the checks that every verifier makes
+first, so that an engine's fault is not submitted under this node's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
+from node.environments import load_environment
+from node.environments.base import EnvironmentFault
+from node.episodes.expected import expected_of
+from node.errors import EngineFailed
+from node.policy.errors import PolicyError
+from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
+from node.protocol.control import AskChallenge, ChallengeBody
+from node.protocol.messages import Lease, candidate_of
+from node.protocol.reasons import Refusal
+from node.protocol.run import RunSpec
+from node.protocol.submission import Expected, Rollout, check_rollouts
+from node.sandbox.errors import SandboxFailed
+from node.submission.writer import write_rollouts
+from node.worker.events import NOBODY, EventKind, Onlooker
+from node.worker.policies import PolicyFeed
+
+log = logging.getLogger(__name__)
+
+
+class UnusablePolicy(EngineFailed):
+    """A policy that this machine cannot load; the engine keeps the one that it has."""
+
+    code = "policy_unusable"
+
+
+class Unprepared(Exception):
+    """A challenge that cannot be met now, or not with this run's rules."""
+
+
+class EngineHost:
+    """One engine and the rules for it. `switches` counts policies that took over while slots were under way."""
+
+    def __init__(
+        self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str, onlooker: Onlooker = NOBODY
+    ) -> None:
+        self.name = engine.name
+        self.switches = 0
+        self.restarts = 0
+        self.segments = 0
+        self._engine = engine
+        self._feed = feed
+        self._spec = spec
+        self._run_id = run_id
+        self._lead = spec.sampling.max_version_lead
+        self._onlooker = onlooker
+        self._environments = [load_environment(environment) for environment in spec.environments]
+
+    @property
+    def version(self) -> int | None:
+        """Return the policy version that the engine holds; None before the first, and after it died."""
+        return self._engine.version
+
+    def serves(self, leased: int) -> bool:
+        """Return whether a slot of policy `leased` may begin on the engine as it is."""
+        return self.version is not None and leased <= self.version <= leased + self._lead
+
+    def may_take_over(self, version: int, *, under_way: Iterable[int]) -> bool:
+        """Return whether policy `version` may be loaded while slots of policies `under_way` go on."""
+        return all(version <= leased + self._lead for leased in under_way)
+
+    def best_for(self, leased: int) -> int:
+        """Return the newest policy held that a slot of policy `leased` may be generated with."""
+        return max(held for held in (leased, *self._feed.versions()) if leased <= held <= leased + self._lead)
+
+    async def load(self, version: int, *, slots: int) -> None:
+        """Hand a policy to the engine, with so many slots under way. Raises EngineFailed, or UnusablePolicy.
+
+        A policy that cannot be loaded is not tried again, and no work is taken for it.
+        """
+        held = self._feed.get(version)
+        if held is None:
+            raise UnusablePolicy(f"Policy {version} is not on disk any more.")
+        started = time.monotonic()
+        try:
+            await self._engine.load(held.path, version=version)
+        except PolicyError as error:
+            self._feed.drop(version)
+            raise UnusablePolicy(f"Policy {version} cannot be loaded here: {error}.") from error
+        except Exception as error:
+            if isinstance(error, BrokenPolicy):
+                self._feed.drop(version)
+            raise _failed(f"did not take policy {version}", error) from error
+        self.switches += slots > 0
+        seconds = time.monotonic() - started
+        log.info(
+            "policy %d is loaded, after %.1f s%s",
+            version,
+            seconds,
+            f"; {slots} slots under way go on with it" if slots else "",
+        )
+        self._onlooker.notice(EventKind.LOADED, policy=version, seconds=round(seconds, 3), slots=slots)
+
+    async def group(self, lease: Lease, *, ended: Callable[[], None]) -> list[Rollout]:
+        """Generate and check the rollouts of a lease's slot; `ended` is called for each completion that is over.
+
+        Raises EngineFailed, and what the slot's environment raises, of which the engine knows nothing; cancelling it
+        ends the engine's work on the slot.
+        """
+        try:
+            expected = self._expected(lease)
+            _check_prompt(expected, self._spec)
+            requests = requests_for(expected)
+            rollouts = await self._engine.generate(requests, on_finished=ended)
+        except (EnvironmentFault, SandboxFailed):
+            raise
+        except Exception as error:
+            if isinstance(error, (BrokenPolicy, PolicyError)) and self.version is not None:
+                self._feed.drop(self.version)  # it would fail at every slot, or its tokenizer at every prompt
+            raise _failed(f"failed at slot {lease.slot} of policy {lease.version}", error) from error
+        try:
+            await asyncio.to_thread(check_rollouts, rollouts, expected=expected, spec=self._spec)
+        except Refusal as refusal:
+            raise EngineFailed(
+                f"The engine made something else than slot {lease.slot} of policy {lease.version} asks for "
+                f"({refusal.reason}): {refusal.detail}"
+            ) from refusal
+        self.segments += sum(len(rollout.segment_versions) for rollout in rollouts)
+        return rollouts
+
+    async def challenge(self, ask: AskChallenge, *, node: bytes, nonce: str) -> ChallengeBody | None:
+        """Draw what a challenge asks for with the policy that the engine holds; None where that changed on the way.
+
+        Raises Unprepared, and EngineError from the engine itself.
+        """
+        version = self.version
+        held = None if version is None else self._feed.get(version)
+        if version is None or held is None:
+            raise Unprepared("The engine holds no policy.")
+        rules = challenge_spec(self._spec, ask)
+        expected = expected_of(
+            rules,
+            self._engine.policy,
+            self._environments,
+            run_id=self._run_id,
+            version=version,
+            manifest_digest=challenge_manifest(
+                run_id=self._run_id, manifest_digest=held.manifest_digest, node=node, nonce=nonce
+            ),
+            slot=CHALLENGE_SLOT,
+        )
+        if not fits(rules, samples=ask.samples, prompt_tokens=len(expected.prompt_ids)):
+            raise Unprepared("The run's proofs make the answer too large; ask for fewer samples or tokens.")
+        most, prompt = rules.sampling.max_new_tokens, tuple(expected.prompt_ids)
+        rollouts = await self._engine.generate([SampleRequest(prompt, seed, most) for seed in expected.seeds])
+        if any(rollout.segment_versions != [version] for rollout in rollouts):
+            return None
+        file = await asyncio.to_thread(write_rollouts, rollouts)
+        return ChallengeBody(version=version, manifest_digest=held.manifest_digest, rollouts=file)
+
+    async def restart(self) -> None:
+        """End the engine after a failure; the next `load` starts it anew."""
+        self.restarts += 1
+        await self.close()
+
+    async def close(self) -> None:
+        """End the engine, ignoring errors."""
+        try:
+            await self._engine.close()
+        except Exception:
+            log.exception("the engine did not end in order")
+
+    def _expected(self, lease: Lease) -> Expected:
+        # The tokenizer is a run's, not a policy's: any policy that may work on the slot reads its prompt alike.
+        return expected_of(
+            self._spec,
+            self._engine.policy,
+            self._environments,
+            run_id=self._run_id,
+            version=lease.version,
+            manifest_digest=lease.manifest_digest,
+            slot=lease.slot,
+            candidate=candidate_of(lease),
+        )
+
+
+def _check_prompt(expected: Expected, spec: RunSpec) -> None:
+    """Raise EnvironmentFault for a prompt that the run does not allow: another engine would not take it either."""
+    tokens, most = len(expected.prompt_ids), spec.sampling.max_prompt_tokens
+    if not 1 <= tokens <= most:
+        raise EnvironmentFault(
+            f"its prompt has {tokens} tokens, 1 to {most} are allowed (sampling.max_prompt_tokens)",
+            code="prompt_too_long",
+        )
+
+
+def _failed(what: str, error: Exception) -> EngineFailed:
+    said = str(error).strip().rstrip(".")
+    if not isinstance(error, EngineError):  # whose sentences stand for themselves
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    code = error.code if isinstance(error, DoesNotFit) else None
+    return EngineFailed(f"The engine {what}: {said}.", code=code)

@@ -1,0 +1,165 @@
+"""Asking for work: when, for which policies, and what to make of the answer.
+
+A lease that names another manifest than the one that this worker verified is not worked on, so a coordinator
+cannot tell two workers two stories unnoticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from node.client.api import CoordinatorClient
+from node.errors import BadReply, CoordinatorFault, Refused
+from node.protocol.messages import Lease, LeaseReply, LeaseRequest
+from node.protocol.reasons import Reason
+from node.worker.complaints import Complaints
+from node.worker.delivery import FOR_EVER
+from node.worker.events import NOBODY, EventKind, Onlooker
+from node.worker.policies import PolicyFeed
+from node.worker.registration import Registrar
+
+log = logging.getLogger(__name__)
+
+MAX_HELD_VERSIONS: Final = 64
+MAX_SLOTS: Final = 1024
+HAND_BACK_SECONDS: Final = 3.0
+REFUSED_PAUSE_SECONDS: Final = 2.0
+UNSOUND_PAUSE_SECONDS: Final = 5.0
+LEAST_PAUSE_SECONDS: Final = 0.05
+MOST_PAUSE_SECONDS: Final = 60.0
+FINAL: Final = (Reason.BANNED, Reason.KEY_IN_USE)
+"""Refusals after which asking again is pointless."""
+
+IDLE_SECONDS: Final = 15.0
+"""Without work for so long, the worker says why; then after twice as long, and so on."""
+
+
+class LeaseDesk:
+    """One worker's way to leases. `is_over` says that the run's last policy is published.
+
+    `registrar` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has,
+    `has_candidate` whether a lease names a problem that its slot can be for (`node.protocol.pools`).
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        feed: PolicyFeed,
+        *,
+        registrar: Registrar,
+        last_step: int,
+        has_candidate: Callable[[Lease], bool],
+        evidence: Path,
+        onlooker: Onlooker = NOBODY,
+    ) -> None:
+        self.is_over = False
+        self.came_empty = False
+        self._client = client
+        self._feed = feed
+        self._registrar = registrar
+        self._last_step = last_step
+        self._has_candidate = has_candidate
+        self._evidence = evidence
+        self._onlooker = onlooker
+        self._complaints = Complaints()
+        self._ask_at = 0.0
+        self._idle_since: float | None = None
+        self._idle_said = IDLE_SECONDS
+
+    @property
+    def pause_seconds(self) -> float:
+        """Return the seconds until the coordinator takes the next lease request."""
+        return max(0.0, self._ask_at - time.monotonic())
+
+    def pause(self, seconds: float) -> None:
+        """Send no lease request for so many seconds."""
+        self._ask_at = time.monotonic() + seconds
+
+    async def ask(self, held: Sequence[int], slots: int) -> list[Lease]:
+        """Request leases and return the valid ones, of one version; where they are too few, `pause_seconds` grows.
+
+        Leases that are not sound are handed back.
+        """
+        request = LeaseRequest(
+            held_versions=tuple(held[:MAX_HELD_VERSIONS]),
+            slots=min(slots, MAX_SLOTS),
+            instance=self._registrar.instance.id,
+        )
+        try:
+            reply = await self._client.lease(request, patience_seconds=FOR_EVER)
+        except (Refused, BadReply) as error:
+            self._complaints.note("no work", error)
+            self.pause(REFUSED_PAUSE_SECONDS)
+            if isinstance(error, Refused) and error.code in FINAL:
+                self._registrar.dismiss(error)
+            if isinstance(error, Refused) and error.code == Reason.UNKNOWN_IDENTITY:
+                await self._registrar.register_until_known()
+            return []
+        self._complaints.clear("no work")
+        self._registrar.heard()
+        sound = [lease for lease in reply.leases if self._is_sound(lease, reply.leases[0].version)]
+        self._note(reply, wanted=request.slots, sound=len(sound))
+        await self.give_back([lease for lease in reply.leases if lease not in sound])
+        return sound
+
+    async def give_back(self, leases: Sequence[Lease]) -> None:
+        """Return leases, so that their slots go on at once; if it fails they expire by themselves."""
+        await asyncio.gather(*(self._give_back(lease) for lease in leases))
+
+    async def _give_back(self, lease: Lease) -> None:
+        try:
+            await self._client.return_lease(lease.lease_id, patience_seconds=HAND_BACK_SECONDS)
+            log.info("handed back slot %d of policy %d", lease.slot, lease.version)
+            self._onlooker.notice(EventKind.RETURNED, policy=lease.version, slot=lease.slot)
+        except CoordinatorFault as error:
+            log.warning("slot %d of policy %d could not be handed back: %s", lease.slot, lease.version, error)
+
+    def _is_sound(self, lease: Lease, version: int) -> bool:
+        """Return whether a lease fits its reply's version, the manifest verified here, and the problems of its slot."""
+        if not self._has_candidate(lease):
+            log.error("not working on slot %d: its lease is on a problem that the run's rules do not know", lease.slot)
+            return False
+        held = self._feed.get(lease.version)
+        if lease.version == version and held is not None and held.manifest_digest == lease.manifest_digest:
+            return True
+        log.error(
+            "not working on slot %d: the coordinator names manifest %s… for policy %d, which is not the one that the "
+            "run signed for this worker; ask the operator, and keep %s",
+            lease.slot,
+            lease.manifest_digest[:16],
+            lease.version,
+            self._evidence,
+        )
+        return False
+
+    def _note(self, reply: LeaseReply, *, wanted: int, sound: int) -> None:
+        self.came_empty = not reply.leases
+        if sound < len(reply.leases):
+            self.pause(UNSOUND_PAUSE_SECONDS)
+        elif sound < wanted:
+            self.pause(min(max(reply.retry_after_seconds, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS))
+        if reply.head_version >= self._last_step and not self.is_over:
+            self.is_over = True
+            log.info("the run is over: policy %d was its last. This worker may be stopped", reply.head_version)
+        if sound:
+            self._idle_since, self._idle_said = None, IDLE_SECONDS
+        elif not self.is_over:
+            self._note_idle(reply.head_version)
+
+    def _note_idle(self, head: int) -> None:
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        idle = now - self._idle_since
+        if idle < self._idle_said:
+            return
+        self._idle_said *= 2
+        if head >= 0 and self._feed.get(head) is None:
+            why = f"the newest policy is {head}, and no relay has brought it here"
+        else:
+            why = "the run has given out all that its next steps need, or waits for verdicts on this node's work"
+        log.info("No lease for %.0f s (%s); still polling.", idle, why)

@@ -1,0 +1,214 @@
+"""What a worker must not forget, in one folder that one process uses at a time.
+
+    run.json                   which run the folder belongs to, and the digest of its rules
+    instance                   a secret by which the coordinator tells this machine from others (`node.worker.instance`)
+    pending/<lease>.json       a slot that was generated and has no receipt yet
+    pending/<lease>.rollouts   its submission, until the coordinator acknowledges it
+    receipts.ndjson            every receipt, signed as it came: the worker's proof of what it is owed
+    status.json                the worker at this moment, for observers; worth nothing after a restart
+    shardcast/                 the highest policy version seen, and the newest policies (`shardcast.client`)
+
+A submission is on disk before its first byte leaves, and a receipt before its submission is forgotten, so
+kill -9 at any instruction loses no work and counts none twice. The counters are a fold over the receipts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from node.errors import StateError
+from node.protocol.admission import Outcome
+from node.protocol.messages import Lease, Receipt
+from shardcast.errors import LocalFault, Malformed
+from shardcast.files import FolderLock, read_bounded, sync_folder, write_atomically
+from shardcast.wire import Count, Digest, Wire, decode, encode
+
+log = logging.getLogger(__name__)
+
+MAX_RECORD_BYTES: Final = 256 * 1024
+
+T = TypeVar("T")
+
+
+class Binding(Wire, frozen=True):
+    """The run that a state folder belongs to."""
+
+    run_id: Digest
+    spec_digest: Digest
+
+
+class PendingDelivery(Wire, frozen=True):
+    """A generated slot. `submission` is None until the coordinator has acknowledged it."""
+
+    lease: Lease
+    tokens: Count
+    submission: Digest | None = None
+
+
+class KeptReceipt(Wire, frozen=True):
+    """A receipt, and the envelope that proves it."""
+
+    receipt: Receipt
+    envelope: bytes
+
+
+@dataclass(slots=True)
+class VerdictTally:
+    """What the run said about this worker's submissions; `tokens` are admitted ones."""
+
+    admitted: int = 0
+    rejected: int = 0
+    indeterminate: int = 0
+    tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def count(self, receipt: Receipt) -> None:
+        """Count one receipt."""
+        if receipt.outcome is Outcome.ADMITTED:
+            self.admitted += 1
+            self.tokens += receipt.tokens
+        elif receipt.outcome is Outcome.REJECTED:
+            self.rejected += 1
+            self.reasons[str(receipt.reason)] += 1
+        else:
+            self.indeterminate += 1
+
+
+class WorkerState:
+    """The folder, held exclusively; use as a context manager. Raises StateError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tally = VerdictTally()
+        self._pending = folder / "pending"
+        self._receipts = folder / "receipts.ndjson"
+        try:
+            self._lock = FolderLock(folder)
+            self._pending.mkdir(exist_ok=True)
+        except LocalFault as error:
+            raise StateError(f"{error}; give each worker its own --state.", code=error.code) from error
+        except OSError as error:
+            raise StateError(f"The state folder {folder} cannot be used: {error.strerror}.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def bind(self, run_id: str, spec_digest: str) -> None:
+        """Make the folder this run's, or check that it is, under the same rules."""
+        path = self.folder / "run.json"
+        wanted = Binding(run_id=run_id, spec_digest=spec_digest)
+        if not path.exists():
+            write_atomically(path, encode(wanted))
+            return
+        bound = self._read(Binding, path)
+        if bound.run_id != run_id:
+            raise StateError(f"{self.folder} belongs to run {bound.run_id[:16]}…; give this run its own --state.")
+        if bound.spec_digest != spec_digest:
+            raise StateError(
+                "The run's rules are not those that this worker joined under, and a run cannot change its rules: "
+                "ask the operator. Only if you agree to the new rules, start with another --state.",
+                code="spec_changed",
+            )
+
+    def recover(self) -> list[PendingDelivery]:
+        """Count the receipts that are kept, and return what was submitted or ready to be without one."""
+        for leftover in self._pending.glob("*.tmp"):
+            leftover.unlink()
+        waiting = {}
+        for path in sorted(self._pending.glob("*.json")):
+            pending = self._read(PendingDelivery, path)
+            waiting[pending.lease.lease_id] = pending
+        for body in self._pending.glob("*.rollouts"):
+            if body.stem not in waiting:
+                body.unlink()
+        by_submission = {pending.submission: pending for pending in waiting.values() if pending.submission}
+        for kept in self._read_receipts():
+            self.tally.count(kept.receipt)
+            settled = by_submission.get(kept.receipt.submission)
+            if settled is not None:
+                self.forget(waiting.pop(settled.lease.lease_id))
+        return list(waiting.values())
+
+    def keep(self, lease: Lease, body: bytes, *, tokens: int) -> PendingDelivery:
+        """Put a generated slot on disk."""
+        pending = PendingDelivery(lease=lease, tokens=tokens)
+        write_atomically(self.body_of(pending), body)
+        write_atomically(self._record(pending), encode(pending))
+        return pending
+
+    def body_of(self, pending: PendingDelivery) -> Path:
+        """Return the path of a slot's submission, kept until it is acknowledged."""
+        return self._pending / f"{pending.lease.lease_id}.rollouts"
+
+    def acknowledge(self, pending: PendingDelivery, submission: str) -> PendingDelivery:
+        """Note that the coordinator has it: from now on only the receipt is pending."""
+        acknowledged = PendingDelivery(lease=pending.lease, tokens=pending.tokens, submission=submission)
+        write_atomically(self._record(pending), encode(acknowledged))
+        self.body_of(pending).unlink(missing_ok=True)
+        return acknowledged
+
+    def settle(self, pending: PendingDelivery, receipt: Receipt, envelope: bytes) -> None:
+        """Keep the receipt of a slot, count it, and forget the slot."""
+        self._append(encode(KeptReceipt(receipt=receipt, envelope=envelope)) + b"\n")
+        self.tally.count(receipt)
+        self.forget(pending)
+
+    def forget(self, pending: PendingDelivery) -> None:
+        """Drop a slot that nothing more will come of."""
+        self._record(pending).unlink(missing_ok=True)
+        self.body_of(pending).unlink(missing_ok=True)
+        sync_folder(self._pending)
+
+    def _append(self, line: bytes) -> None:
+        """Append a receipt; on a full disk none, because half a line would lose the next one too."""
+        file = self._receipts.open("ab")
+        whole = file.tell()
+        try:
+            with file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            os.truncate(self._receipts, whole)
+            raise
+
+    def _record(self, pending: PendingDelivery) -> Path:
+        return self._pending / f"{pending.lease.lease_id}.json"
+
+    def _read_receipts(self) -> Iterable[KeptReceipt]:
+        """Read every whole line; a torn last line is truncated, its slot is still pending."""
+        if not self._receipts.exists():
+            return
+        whole = 0
+        with self._receipts.open("r+b") as file:
+            while (line := file.readline(MAX_RECORD_BYTES)).endswith(b"\n"):
+                whole += len(line)
+                yield self._decode(KeptReceipt, line[:-1], self._receipts)
+            if line:
+                file.truncate(whole)
+
+    def _read(self, cls: type[T], path: Path) -> T:
+        try:
+            return self._decode(cls, read_bounded(path, max_bytes=MAX_RECORD_BYTES), path)
+        except OSError as error:
+            raise StateError(f"{path} cannot be read: {error.strerror}.") from error
+
+    def _decode(self, cls: type[T], data: bytes, path: Path) -> T:
+        try:
+            return decode(cls, data, max_bytes=MAX_RECORD_BYTES)
+        except Malformed as error:
+            raise StateError(
+                f"{path} is damaged ({error}); move it away, what it records will be lost.", code="damaged_state"
+            ) from error

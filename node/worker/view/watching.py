@@ -1,0 +1,253 @@
+"""Who watches a worker for a person or a program: a live view, lines of the log, or JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Self, TextIO
+
+from rich.console import Group
+
+from node.broadcast.progress import FetchProgress
+from node.client.http import printable
+from node.runtime.terminal import LiveDisplay, supports_live_display
+from node.worker.events import KEYS, EventKind, Onlooker, Status
+from node.worker.view.account import SessionTally
+from node.worker.view.render import Frame, closing, line, rows
+from shardcast import Report, no_watch
+
+log = logging.getLogger(__name__)
+
+SUMMARY_SECONDS: Final = 60.0
+DRAW_SECONDS: Final = 1.0
+NOTE_AFTER_SECONDS: Final = 5.0
+"""For how long the worker has been doing the same is said after this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Which worker is watched."""
+
+    run_id: str
+    node: str
+    coordinators: Sequence[str]
+
+
+@contextlib.asynccontextmanager
+async def watching(watched: Watched, *, as_json: bool, stop: asyncio.Event) -> AsyncIterator[Onlooker]:
+    """Watch a worker while the block is active: for a program, on a terminal, or in the log."""
+    async with contextlib.AsyncExitStack() as stack:
+        teller: Teller
+        if as_json:
+            teller = JsonTeller(watched, sys.stdout, stop=stop)
+        elif supports_live_display(sys.stderr):
+            teller = stack.enter_context(LiveTeller(watched))
+        else:
+            teller = LogTeller(watched)
+        ticking = asyncio.create_task(teller.run())
+        try:
+            yield teller
+        finally:
+            ticking.cancel()
+            await asyncio.wait({ticking})
+            teller.end()
+
+
+class Teller(Onlooker):
+    """Counts what happens, notices what can only be seen by looking, and tells of both."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+        self.account = SessionTally()
+        self._away_since: float | None = None
+        self._summed_at = time.monotonic()
+        self._ended = False
+
+    def meet(self, status: Status) -> None:
+        """Report that the worker has joined its run."""
+        self.account.status = status
+        now = status()
+        self.notice(EventKind.JOINED, name=now["run_name"], coordinator=now["coordinator"])
+
+    def notice(self, kind: EventKind, /, **keys: Any) -> None:
+        """Count an event and report it."""
+        self.account.count(kind, keys)
+        if kind is EventKind.ENDED:
+            self._ended = True
+        if kind in (EventKind.SUMMARY, EventKind.ENDED):
+            keys |= self.account.sums()
+        self.tell(kind, keys)
+
+    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
+        """Report an event in this teller's form."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Poll the worker's status; never returns."""
+        while True:
+            self.look()
+            await asyncio.sleep(DRAW_SECONDS)
+
+    def look(self) -> None:
+        """Report what has changed since the last poll."""
+        if self.account.status is not None:
+            self._note_coordinator(self.account.status())
+        if time.monotonic() - self._summed_at >= SUMMARY_SECONDS:
+            self._summed_at = time.monotonic()
+            self.notice(EventKind.SUMMARY)
+
+    def end(self) -> None:
+        """Report the worker's end, unless that was done."""
+        if not self._ended:
+            self.notice(EventKind.ENDED, dismissed=None)
+
+    def _note_coordinator(self, status: dict[str, Any]) -> None:
+        away, since = status["coordinator_away"], self._away_since
+        if away and since is None:
+            self._away_since = time.monotonic()
+            self.notice(EventKind.AWAY, coordinator=status["coordinator"])
+        if not away and since is not None:
+            self._away_since = None
+            self.notice(EventKind.BACK, coordinator=status["coordinator"], seconds=round(time.monotonic() - since, 1))
+
+
+class LogTeller(Teller):
+    """Adds to the log what the worker's parts do not say there themselves."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._fetches = FetchProgress(bars=False)
+
+    def fetching(self, version: int) -> AbstractContextManager[Report | None]:
+        """Log the fetch's progress every few seconds."""
+        return self._fetches.fetching(version)
+
+    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
+        """Log the events that a person would want to know an hour later."""
+        if kind is EventKind.JOINED:
+            log.info("in run %r, by %s", printable(keys["name"]), printable(keys["coordinator"]))
+        elif kind is EventKind.SUMMARY:
+            log.info("%s; %s", printable(keys["doing"]), line(keys))
+        elif kind is EventKind.ENDED:
+            log.info("ended after %.0f s: %s", keys["seconds"], line(keys))
+
+
+class JsonTeller(Teller):
+    """One object a line, for programs. When nobody reads any more, the worker is asked to end."""
+
+    def __init__(self, watched: Watched, stream: TextIO, *, stop: asyncio.Event) -> None:
+        super().__init__(watched)
+        self._stream, self._stop = stream, stop
+        self._fetches = FetchProgress(bars=False)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def fetching(self, version: int) -> AbstractContextManager[Report | None]:
+        """Log the fetch's progress every few seconds."""
+        return self._fetches.fetching(version)
+
+    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
+        """Write one event."""
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+        said: dict[str, Any] = {
+            "event": kind.value,
+            "time": moment,
+            "run": self.watched.run_id,
+            "node": self.watched.node,
+        }
+        said |= {key: keys.get(key) for key in KEYS[kind]}
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self._stream.write(json.dumps(said) + "\n")
+                self._stream.flush()
+            except OSError as error:
+                self._is_closed = True
+                log.warning("event stream closed by its reader (%s); stopping the worker", error.strerror)
+                self._stop.set()
+
+
+class LiveTeller(Teller):
+    """A view that is drawn once a second at the bottom of a terminal; use as a context manager."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._display = LiveDisplay(sys.stderr)
+        self._stack = contextlib.ExitStack()
+        self._doing, self._doing_since = "", time.monotonic()
+        self._sums: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._display)
+        loop = asyncio.get_running_loop()
+        for number, action in ((signal.SIGWINCH, self._draw), (signal.SIGCONT, self._resume)):
+            loop.add_signal_handler(number, action)
+            self._stack.callback(loop.remove_signal_handler, number)
+        self._draw()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._display.update("")
+        self._stack.close()
+        if self._sums is not None:
+            console = self._display.console
+            console.print(Group(*closing(self._sums, console, columns=console.width)))
+
+    def fetching(self, version: int) -> AbstractContextManager[Report | None]:
+        """Watch nothing: the view reads the worker's status."""
+        return no_watch(version)
+
+    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
+        """Draw events that change the view; the others are in the log lines above it."""
+        if kind is EventKind.ENDED:
+            self._sums = keys
+        if kind in (EventKind.JOINED, EventKind.AWAY, EventKind.BACK, EventKind.STOPPING):
+            self._draw()
+
+    def look(self) -> None:
+        """Report what has changed, and draw."""
+        super().look()
+        self._draw()
+
+    def _resume(self) -> None:
+        self._display.forget()
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._ended:
+            return
+        columns, lines = self._display.console.size
+        frame = self._frame(self.account.sums())
+        drawn = rows(frame, self._display.console, columns=columns, lines=max(lines * 3 // 4, min(lines - 1, 10)))
+        self._display.update(Group(*drawn), refresh=True)
+
+    def _frame(self, sums: dict[str, Any]) -> Frame:
+        status = {} if self.account.status is None else self.account.status()
+        if sums["doing"] != self._doing:
+            self._doing, self._doing_since = sums["doing"], time.monotonic()
+        return Frame(
+            run_id=self.watched.run_id,
+            node=self.watched.node,
+            coordinators=self.watched.coordinators,
+            sums=sums,
+            status=status,
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        """Format since when it has been waiting; empty while it generates."""
+        seconds = time.monotonic() - self._doing_since
+        if seconds < NOTE_AFTER_SECONDS or self._doing.startswith("generating"):
+            return ""
+        return time.strftime("since %H:%M:%S", time.localtime(time.time() - seconds))

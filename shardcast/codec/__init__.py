@@ -1,0 +1,1 @@
+"""Deltas: a new version told as changes of an earlier one."""

@@ -1,0 +1,1 @@
+"""What a client does: choose sources, request chunks and verify them."""

@@ -1,0 +1,1 @@
+"""What an origin or a relay does: answer requests within limits."""

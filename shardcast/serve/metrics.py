@@ -1,0 +1,73 @@
+"""Prometheus metrics of a node, read from its board on each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shardcast.serve.state import ServedState
+
+
+class BoardCollector(Collector):
+    """Collects one board; register it in its own registry, so that nodes may share a process."""
+
+    def __init__(self, board: ServedState) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        board, traffic = self._board, self._board.traffic
+        head = board.head()
+        versions = board.store.versions()
+        yield GaugeMetricFamily("shardcast_version", "newest version shown", -1 if head is None else head.version)
+        yield GaugeMetricFamily("shardcast_versions_held", "versions whose manifest is held", len(versions))
+        yield GaugeMetricFamily("shardcast_planned_bytes", "bytes of all held versions", board.store.planned_bytes)
+        newest = versions[-1].manifest if versions else None
+        missing = newest.full.chunk_count - board.store.chunks_held(newest.version) if newest is not None else 0
+        yield GaugeMetricFamily("shardcast_missing_chunks", "chunks of the newest version still to come", missing)
+        yield CounterMetricFamily("shardcast_received_bytes", "bytes received", board.bytes_in)
+        fetched = board.fetched
+        yield CounterMetricFamily("shardcast_fetched_bytes", "payload bytes fetched", fetched.bytes_in)
+        yield CounterMetricFamily("shardcast_result_bytes", "what the fetched versions weigh", fetched.result_bytes)
+        yield CounterMetricFamily("shardcast_wrong_chunks", "chunks that a delta did not give", fetched.wrong_chunks)
+        yield CounterMetricFamily("shardcast_sent_bytes", "bytes served", traffic.bytes_out)
+        yield CounterMetricFamily("shardcast_requests", "requests answered", traffic.requests)
+        yield CounterMetricFamily("shardcast_refused_requests", "requests refused", traffic.refused)
+        yield from self._under_way()
+        yield from self._sources()
+
+    def _under_way(self) -> Iterator[Metric]:
+        """Yield the progress of versions being fetched."""
+        done, total, rate, sources, left = (
+            GaugeMetricFamily(f"shardcast_fetch_{name}", meaning, labels=["version"])
+            for name, meaning in (
+                ("done_bytes", "bytes of a fetch under way that are here"),
+                ("total_bytes", "bytes that a fetch under way takes in all"),
+                ("bytes_per_second", "rate of a fetch under way since it began"),
+                ("sources", "sources at which a fetch under way has requests"),
+                ("seconds_left", "until a fetch under way is done, at its rate so far"),
+            )
+        )
+        for version, progress in list(self._board.fetched.under_way.items()):
+            done.add_metric([str(version)], progress.done_bytes)
+            total.add_metric([str(version)], progress.total_bytes)
+            rate.add_metric([str(version)], progress.bytes_per_s)
+            sources.add_metric([str(version)], progress.sources)
+            if progress.seconds_left is not None:
+                left.add_metric([str(version)], progress.seconds_left)
+        yield from (done, total, rate, sources, left)
+
+    def _sources(self) -> Iterator[Metric]:
+        rate = GaugeMetricFamily("shardcast_source_bytes_per_second", "measured bandwidth", labels=["source"])
+        success = GaugeMetricFamily("shardcast_source_success", "measured share of successes", labels=["source"])
+        quarantined = GaugeMetricFamily(
+            "shardcast_source_quarantined", "1 while a source is not used, with the reason", labels=["source", "reason"]
+        )
+        for source in self._board.upstreams():
+            rate.add_metric([source["url"]], source["bytes_per_s"] or 0.0)
+            success.add_metric([source["url"]], source["success"])
+            if source["state"] == "quarantined":
+                quarantined.add_metric([source["url"], source["code"]], 1)
+        yield from (rate, success, quarantined)

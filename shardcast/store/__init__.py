@@ -1,0 +1,1 @@
+"""Versions and chunks as files, whole after a crash at any point."""

@@ -1,0 +1,1 @@
+from attacked import bench, honest, http, scene  # noqa: F401  (fixtures)

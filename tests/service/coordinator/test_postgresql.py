@@ -1,0 +1,293 @@
+"""Many processes on one PostgreSQL: what must not happen at once does not, and what may goes on beside it.
+
+Everything else that is said of a run's state is tested on both databases, in the tests of each part.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from actors import PUBLIC_KEY, Actors, spec_of, who
+from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
+from waiting import until
+
+from coordinator.errors import BadConfiguration
+from coordinator.run.home import Home, create_home, open_home
+from coordinator.run.leader import Leader, last_leader, leading
+from coordinator.storage import work
+from coordinator.storage.faults import is_away
+from coordinator.storage.schema import leases, log_entries, slots, submissions
+from node.protocol.admission import Outcome
+from node.protocol.reasons import Refusal
+
+THREADS = 8
+
+
+@pytest.fixture
+def home(tmp_path: Path, postgresql_url: str) -> Iterator[Home]:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(groups_per_step=12), database_url=postgresql_url)
+    yield home
+    home.database.close()
+
+
+@pytest.fixture
+def others(home: Home) -> Iterator[list[Home]]:
+    """The same run as other processes have it."""
+    opened = [open_home(home.folder, database_url=home.database.url) for _ in range(3)]
+    yield [home, *opened]
+    for one in opened:
+        one.database.close()
+
+
+def together(*doing: Callable[[], Any]) -> list[Any]:
+    barrier = threading.Barrier(len(doing))
+
+    def one(do: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return do()
+
+    with ThreadPoolExecutor(len(doing)) as pool:
+        return list(pool.map(one, doing))
+
+
+def test_coordinators_that_start_together_begin_one_run(tmp_path: Path, postgresql_url: str) -> None:
+    def start() -> Home:
+        return create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=postgresql_url)
+
+    homes = together(*[start] * 4)
+    with homes[0].database.read() as connection:
+        assert connection.execute(select(func.count()).select_from(log_entries)).scalar_one() == 1
+    for home in homes:
+        home.database.close()
+
+
+def test_no_slot_is_leased_twice_and_no_more_are_in_flight_than_may_be(others: list[Home]) -> None:
+    actors = [Actors(home) for home in others]
+    names = [f"n{index}" for index in range(24)]
+    actors[0].register(*names)
+    actors[0].publish(0)
+
+    def take(index: int) -> list[work.Lease]:
+        return [
+            lease
+            for name in names[index::THREADS]
+            for lease in actors[index % len(actors)].lease(name, held=(0,), count=3)
+        ]
+
+    taken = [lease for found in together(*[lambda i=i: take(i) for i in range(THREADS)]) for lease in found]
+    numbers = [lease.slot for lease in taken]
+    assert sorted(numbers) == list(range(36)), "three steps' worth of slots, each once"
+
+
+def test_verifiers_never_get_the_same_submission(others: list[Home]) -> None:
+    actors = [Actors(home) for home in others]
+    names = [f"n{index}" for index in range(12)]
+    actors[0].register(*names)
+    actors[0].publish(0)
+    for name in names:
+        for lease in actors[0].lease(name, held=(0,), count=3):
+            actors[0].submit(name, lease.lease_id)
+
+    def claim_all(index: int) -> list[str]:
+        actor = actors[index % len(actors)]
+        claims = [actor.claim(f"verifier-{index}-{turn}") for turn in range(10)]
+        return [claimed.submission for claimed in claims if claimed is not None]
+
+    claimed = [one for found in together(*[lambda i=i: claim_all(i) for i in range(THREADS)]) for one in found]
+    assert len(claimed) == 36
+    assert set(Counter(claimed).values()) == {1}
+
+
+def test_a_lease_that_ends_while_it_is_submitted_is_one_or_the_other(others: list[Home]) -> None:
+    """A submission that was taken must not have its slot given to somebody else at the same moment."""
+    first, second = Actors(others[0]), Actors(others[1])
+    first.register("a", "b")
+    first.publish(0)
+    outcomes = set()
+    for _ in range(30):
+        first.now = second.now = first.now + 100
+        (lease,) = first.lease("a", held=(0,))
+        end = lease.expires_at
+        first.now, second.now = end - 0.5, end + 0.5  # two machines' clocks
+
+        def submit(lease: work.Lease = lease) -> bool:
+            try:
+                first.submit("a", lease.lease_id)
+            except Refusal:
+                return False
+            return True
+
+        submitted, again = together(submit, lambda: second.lease("b", held=(0,), count=3))
+        held = [one.lease_id for one in again if one.slot == lease.slot]
+        assert not (submitted and held)
+        with others[0].database.read() as connection:
+            state = connection.execute(select(slots.c.state).where(slots.c.number == lease.slot)).scalar_one()
+        assert state == ("submitted" if submitted else "leased" if held else "open")
+        outcomes.add(submitted)
+        for one in again:
+            with others[1].database.write() as connection:
+                work.give_back(connection, node=who("b"), lease_id=one.lease_id, now=second.now)
+        while claimed := first.claim():
+            first.decide(claimed, Outcome.ADMITTED)
+    assert outcomes == {True, False}, "neither ever came first"
+
+
+def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None:  # noqa: C901  (three parts)
+    """Workers, verifiers and a trainer of a run, each with a connection of its own, as fast as they can."""
+    actors = [Actors(home) for home in others]
+    names = [f"n{index}" for index in range(8)]
+    actors[0].register(*names)
+    actors[0].publish(0)
+    over = threading.Event()
+
+    def contribute(index: int) -> None:
+        rng, actor = random.Random(index), Actors(others[index % len(others)])
+        actor.files = 10_000 * (index + 1)
+        while not over.is_set():
+            with actor.home.database.read() as connection:
+                head = work.progress(connection).head
+            for lease in actor.lease(names[index], held=tuple(range(max(0, head - 2), head + 1)), count=3):
+                try:
+                    if rng.random() < 0.8:
+                        actor.submit(names[index], lease.lease_id)
+                    else:
+                        with actor.home.database.write() as connection:
+                            work.give_back(connection, node=who(names[index]), lease_id=lease.lease_id, now=actor.now)
+                except Refusal as refusal:  # its policy grew too old meanwhile
+                    assert refusal.reason.value in {"stale_policy", "expired_lease"}
+
+    def verify(index: int) -> None:
+        rng, actor = random.Random(index), Actors(others[index % len(others)])
+        while not over.is_set():
+            if (claimed := actor.claim(f"v{index}")) is not None:
+                actor.decide(claimed, Outcome.INDETERMINATE if rng.random() < 0.1 else Outcome.ADMITTED)
+
+    def train() -> None:
+        until = time.monotonic() + 60
+        actor = Actors(others[-1])
+        while time.monotonic() < until:
+            step = actor.assign()
+            if step is not None:
+                if step == 5:
+                    break
+                actor.publish(step + 1)
+        over.set()
+        assert step == 5
+
+    together(*[lambda i=i: contribute(i) for i in range(6)], *[lambda i=i: verify(i) for i in range(2)], train)
+    assert actors[0].reading().problems == []
+    with others[0].database.read() as connection:
+        per_slot = select(submissions.c.slot_id).where(submissions.c.outcome == Outcome.ADMITTED)
+        admitted = connection.execute(per_slot).scalars().all()
+        active = select(func.count()).where(leases.c.state == "active").group_by(leases.c.slot_id)
+        assert len(admitted) == len(set(admitted)) >= 60
+        assert set(connection.execute(active).scalars()) <= {1}
+
+
+def test_a_process_that_was_not_told_of_the_database_does_not_begin_another_run(home: Home) -> None:
+    with pytest.raises(BadConfiguration, match="postgresql://postgres"):
+        open_home(home.folder)
+    with pytest.raises(BadConfiguration, match="is in another database"):
+        create_home(home.folder, public_key=PUBLIC_KEY, spec=home.spec)
+    assert not (home.folder / "swarmproof.sqlite3").exists()
+
+
+def test_a_password_is_not_left_in_the_folder(tmp_path: Path, postgresql_url: str) -> None:
+    url = postgresql_url.replace("postgres:@", "postgres:geheim@")
+    create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=url).database.close()
+    assert all(b"geheim" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_database_that_went_away_is_away_and_comes_back(home: Home, postgresql: Any) -> None:
+    """What a coordinator answers with 503 and a verifier waits for; nothing has to be restarted."""
+    with home.database.read():
+        pass
+    with psycopg.connect(postgresql.get_uri(), autocommit=True) as connection:
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [_name(home)])
+    with pytest.raises(OperationalError) as raised, home.database.write() as connection:
+        connection.execute(select(func.count()).select_from(slots))
+    assert is_away(raised.value)
+    with home.database.write() as connection:
+        assert connection.execute(select(func.count()).select_from(slots)).scalar_one() == 0
+
+
+def test_nobody_listening_is_waited_for_and_then_said(tmp_path: Path) -> None:
+    with pytest.raises(BadConfiguration, match="cannot be reached"):
+        create_home(
+            tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url="postgresql://nobody@127.0.0.1:1/none"
+        )
+
+
+def test_what_was_committed_lazily_is_on_disk_after_sync(home: Home, postgresql: Any) -> None:
+    """A submission may be seen before it is durable, but its sender is told only afterwards."""
+    with psycopg.connect(postgresql.get_uri(), autocommit=True) as watch:
+        with home.database.write(durable=False) as connection:
+            home_actors_note(connection)
+        written = watch.execute("SELECT pg_current_wal_insert_lsn()").fetchone()[0]
+        home.database.sync()
+        assert watch.execute("SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", [written]).fetchone()[0]
+
+
+def home_actors_note(connection: Any) -> None:
+    connection.exec_driver_sql("INSERT INTO facts VALUES ('note', 'x')")
+
+
+def _name(home: Home) -> str:
+    return home.database.url.split("/run_")[1].split("?")[0].join(["run_", ""])
+
+
+@pytest.mark.parametrize(
+    ("database_url", "ending"),
+    [("sqlite", "stopped"), ("postgresql", "stopped"), ("postgresql", "cut off")],
+    indirect=["database_url"],
+)
+def test_one_leads_and_another_takes_over(
+    tmp_path: Path, database_url: str | None, postgresql: Any, ending: str
+) -> None:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
+    second = open_home(tmp_path, database_url=database_url)
+    with leading(Leader(second, name="second")) as successor:
+        until(lambda: successor.leading)
+        with leading(Leader(home, name="first")) as first:
+            time.sleep(2.5)
+            assert not first.leading
+            if ending == "cut off":
+                with psycopg.connect(postgresql.get_uri(), autocommit=True) as connection:
+                    locked = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND objid = 4"
+                    connection.execute(locked)
+                until(lambda: first.leading or successor.leading)
+            else:
+                with home.database.read() as connection:
+                    assert last_leader(connection).name == "second"
+    with leading(Leader(home, name="first")) as first:
+        until(lambda: first.leading)
+    with home.database.read() as connection:
+        assert last_leader(connection).name == "first"
+    for one in (home, second):
+        one.database.close()
+
+
+def test_a_leader_ends_leases_though_nobody_asks_for_work(tmp_path: Path, database_url: str | None) -> None:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
+    actors = Actors(home)
+    actors.register("a")
+    actors.publish(0)
+    (lease,) = actors.lease("a", held=(0,))
+    leader = Leader(home)
+    leader.work(actors.now)
+    with home.database.read() as connection:
+        assert work.held_leases(connection, who("a")) == 1
+    leader.work(lease.expires_at + 1.0)
+    with home.database.read() as connection:
+        assert work.held_leases(connection, who("a")) == 0
+    home.database.close()

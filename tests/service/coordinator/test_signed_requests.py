@@ -1,0 +1,213 @@
+"""A signed request is good once, whatever becomes of it, and is done with in one write transaction.
+
+Who reads the wire of a coordinator without TLS has every request's bytes, and may send them again at a moment of their
+own choosing: also those that were refused then, and would be taken now.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from actors import PUBLIC_KEY, Actors, spec_of
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import IntegrityError, OperationalError
+from swarm import INSTANCE, Peer, serve, small_spec
+
+from coordinator.errors import StorageFault
+from coordinator.run.home import Home, create_home
+from coordinator.run.service import Coordinator
+from coordinator.storage import signed_requests
+from coordinator.storage.database import Database
+from coordinator.storage.schema import nodes, nonces
+from node.protocol.messages import LeaseRequest, Registration, RequestClaim
+from node.protocol.reasons import Reason, Refusal
+from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS, sign_request
+from shardcast.wire import encode
+
+NODE = "ab" * 32
+PATH = "/v1/nodes"
+NOW = 1_000_000.0
+REGISTRATION = Registration(software="x", engine="x", instance=INSTANCE, name="x")
+
+
+@pytest.fixture
+def home(tmp_path: Path, database_url: str | None) -> Iterator[Home]:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
+    yield home
+    home.database.close()
+
+
+@pytest.fixture
+def coordinator(home: Home) -> Coordinator:
+    return Coordinator(home, key=Ed25519PrivateKey.generate())
+
+
+def claim_of(home: Home, *, at: float = NOW) -> RequestClaim:
+    return RequestClaim(
+        run_id=home.run_id,
+        method="POST",
+        path=PATH,
+        body_digest="0" * 64,
+        body_bytes=0,
+        issued_at=int(at),
+        nonce=secrets.token_hex(16),
+    )
+
+
+def accept(coordinator: Coordinator, claim: RequestClaim, *, now: float = NOW) -> AbstractContextManager[Connection]:
+    return coordinator.accept(NODE, claim, method="POST", path=PATH, now=now)
+
+
+def count(home: Home, table: object) -> int:
+    with home.database.read() as connection:
+        return int(connection.execute(select(func.count()).select_from(table)).scalar_one())  # type: ignore[arg-type]
+
+
+def is_replay(coordinator: Coordinator, claim: RequestClaim, *, now: float = NOW) -> bool:
+    try:
+        with accept(coordinator, claim, now=now):
+            return False
+    except Refusal as refusal:
+        return refusal.reason is Reason.REPLAYED_REQUEST
+
+
+FAILURES = [
+    Refusal(Reason.BANNED, "."),
+    StorageFault("a blob is missing"),
+    ZeroDivisionError("a mistake in here"),
+    IntegrityError("INSERT", None, ValueError()),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_what_fails_is_undone_and_cannot_be_replayed(home: Home, coordinator: Coordinator, failure: Exception) -> None:
+    claim = claim_of(home)
+    with pytest.raises(type(failure)) as raised, accept(coordinator, claim) as connection:
+        coordinator.register(connection, NODE, REGISTRATION, now=NOW)
+        raise failure
+    assert raised.value is failure, "a mistake of the coordinator's own must not be taken for a replay"
+    assert count(home, nodes) == 0
+    assert is_replay(coordinator, claim)
+
+
+def test_a_request_during_which_the_database_went_away_may_come_again(home: Home, coordinator: Coordinator) -> None:
+    """Nothing of it is kept then, which is told apart by nothing from its never having arrived."""
+    claim, away = claim_of(home), OperationalError("INSERT", None, ValueError("disk I/O error"))
+    with pytest.raises(OperationalError) as raised, accept(coordinator, claim) as connection:
+        coordinator.register(connection, NODE, REGISTRATION, now=NOW)
+        connection.exec_driver_sql("ROLLBACK")  # as SQLite does by itself when the disk is full
+        raise away
+    assert raised.value is away
+    assert count(home, nodes) == 0
+    assert not is_replay(coordinator, claim)
+
+
+def test_of_copies_that_arrive_together_one_is_done(home: Home, coordinator: Coordinator) -> None:
+    claim = claim_of(home)
+    with ThreadPoolExecutor(8) as pool:
+        replays = list(pool.map(lambda _: is_replay(coordinator, claim), range(8)))
+    assert sorted(replays) == [False] + [True] * 7
+
+
+def test_a_nonce_is_remembered_while_its_request_is_good_and_then_forgotten(
+    home: Home, coordinator: Coordinator
+) -> None:
+    """For ever would fill the disk; and the clock of the signer may be ahead."""
+    ahead = claim_of(home, at=NOW + MAX_CLOCK_SKEW_SECONDS)
+    assert not is_replay(coordinator, ahead)
+    for later in range(1, 2 * MAX_CLOCK_SKEW_SECONDS, 7):
+        assert not is_replay(coordinator, claim_of(home, at=NOW + later), now=NOW + later)
+        assert is_replay(coordinator, ahead, now=NOW + later)
+    much_later = NOW + 10 * MAX_CLOCK_SKEW_SECONDS
+    assert not is_replay(coordinator, claim_of(home, at=much_later), now=much_later)
+    assert count(home, nonces) == 1
+
+
+def test_nonces_are_forgotten_though_the_clock_was_set_back(home: Home, coordinator: Coordinator) -> None:
+    for n in range(20):
+        now = NOW - 3600 + n * 10 * MAX_CLOCK_SKEW_SECONDS if n else NOW
+        assert not is_replay(coordinator, claim_of(home, at=now), now=now)
+    assert count(home, nonces) <= 2
+
+
+def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
+    home: Home, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for them with each request costs a tenth of it, and a minute's worth at once 0.1 s for all."""
+    assert signed_requests.FORGET_SECONDS <= 5
+    looked: list[float] = []
+    execute = Connection.execute
+
+    def noting(connection: Connection, statement: object, *args: object) -> object:
+        if statement is signed_requests._FORGET:
+            looked.append(now)
+        return execute(connection, statement, *args)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Connection, "execute", noting)
+    for n in range(40):
+        now = NOW + n / 20
+        assert not is_replay(coordinator, claim_of(home, at=now), now=now)
+    assert looked == [NOW, NOW + signed_requests.FORGET_SECONDS]
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A line for each write transaction: whether it waits for the disk."""
+    begun: list[bool] = []
+    write = Database.write
+
+    def noting(database: Database, *, durable: bool = True) -> AbstractContextManager[Connection]:
+        begun.append(durable)
+        return write(database, durable=durable)
+
+    monkeypatch.setattr(Database, "write", noting)
+    return begun
+
+
+def test_a_signed_request_takes_one_turn_at_the_database_and_an_upload_two(tmp_path: Path, written: list[bool]) -> None:
+    """Writers take turns: at twice the turns, the coordinator carries half the load."""
+    key = Ed25519PrivateKey.generate()
+    home = create_home(tmp_path, public_key=key.public_key().public_bytes_raw(), spec=small_spec())
+    Actors(home).publish(0)
+    with serve(Coordinator(home, key=key)) as url:
+        peer = Peer(url, home.run_id)
+
+        def turns(ask: Callable[[], object]) -> list[bool]:
+            written.clear()
+            ask()
+            return list(written)
+
+        assert turns(peer.register) == [False]
+        leases = []
+        assert turns(lambda: leases.append(peer.lease())) == [False]
+        assert turns(lambda: peer.signed("POST", f"/v1/leases/{'0' * 64}/return", b"")) == [False]
+        assert turns(lambda: peer.submit(leases[0].lease_id, b"rollouts")) == [False, False]
+        assert turns(lambda: peer.submit(leases[0].lease_id, b"others")) == [False]
+    home.database.close()
+
+
+def test_a_refused_request_is_not_done_later(tmp_path: Path) -> None:
+    """A stranger's request is kept by whoever reads it, until the stranger has registered."""
+    key = Ed25519PrivateKey.generate()
+    home = create_home(tmp_path, public_key=key.public_key().public_bytes_raw(), spec=small_spec())
+    Actors(home).publish(0)
+    with serve(Coordinator(home, key=key)) as url:
+        peer = Peer(url, home.run_id)
+        body = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE))
+        header, _ = sign_request(peer.claim("POST", "/v1/leases", body), key=peer.key)
+        kept = {"Authorization": header}
+        assert peer.send("POST", "/v1/leases", body, kept).code == "unknown_identity"
+        assert peer.register().status == 200
+        assert peer.send("POST", "/v1/leases", body, kept).code == "replayed_request"
+
+        header, _ = sign_request(peer.claim("POST", "/v1/leases", body), key=peer.key)
+        kept = {"Authorization": header}
+        assert peer.send("POST", "/v1/leases", b"swapped", kept).code == "body_mismatch"
+        assert peer.send("POST", "/v1/leases", body, kept).code == "replayed_request"
+    home.database.close()

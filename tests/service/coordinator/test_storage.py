@@ -1,0 +1,467 @@
+"""The run's state: what a crash, a cheat or bad luck must never do to it."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from actors import PUBLIC_KEY, Actors, spec_of, who
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import select
+
+from coordinator.errors import BadConfiguration, StorageFault
+from coordinator.run.home import Home, create_home, open_home
+from coordinator.storage import log, verdicts, work
+from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
+from node.protocol import merkle
+from node.protocol.admission import Outcome
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.reasons import Reason, Refusal
+from shardcast.wire import decode
+
+
+@pytest.fixture
+def home(tmp_path: Path, database_url: str | None) -> Iterator[Home]:
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
+    yield home
+    home.database.close()
+
+
+@pytest.fixture
+def actors(home: Home) -> Actors:
+    actors = Actors(home)
+    actors.register("a", "b")
+    actors.publish(0)
+    return actors
+
+
+def test_the_migrations_make_the_schema(home: Home) -> None:
+    with home.database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_another_key_or_spec_does_not_open_a_runs_folder(home: Home) -> None:
+    url = home.database.url
+    with pytest.raises(BadConfiguration, match="another key"):
+        create_home(home.folder, public_key=bytes(32), spec=home.spec, database_url=url)
+    with pytest.raises(BadConfiguration, match="differs"):
+        create_home(home.folder, public_key=PUBLIC_KEY, spec=spec_of(steps=99), database_url=url)
+    again = open_home(home.folder, database_url=url)
+    assert (again.run_id, again.spec) == (home.run_id, home.spec)
+    again.database.close()
+
+
+def test_no_run_in_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(BadConfiguration, match="start `swarmproof coordinator`"):
+        open_home(tmp_path)
+
+
+def test_at_most_max_async_plus_one_steps_of_work_are_in_flight(actors: Actors) -> None:
+    actors.register(*(f"n{i}" for i in range(20)))
+    leased = [lease for i in range(20) for lease in actors.lease(f"n{i}", held=(0,), count=3)]
+    assert len(leased) == 9  # (2 + 1) steps of 3 groups
+    assert sorted(lease.slot for lease in leased) == list(range(9))
+
+
+def test_one_node_cannot_hoard_leases(actors: Actors) -> None:
+    first = actors.lease("a", held=(0,), count=100)
+    assert len(first) == 3
+    assert actors.lease("a", held=(0,), count=100) == []
+    actors.submit("a", first[0].lease_id)
+    assert actors.lease("a", held=(0,), count=100) == [], "a submission without a verdict counts too"
+    assert actors.decide(actors.claim(), Outcome.ADMITTED)
+    assert len(actors.lease("a", held=(0,), count=100)) == 1
+
+
+def test_dropping_a_bad_draw_gains_nothing(actors: Actors) -> None:
+    """An abandoned slot comes back as it was: same version, same number, so same problem and seeds."""
+    (lease,) = actors.lease("a", held=(0,))
+    actors.now += 51
+    (again,) = actors.lease("b", held=(0,))
+    assert (again.version, again.slot) == (lease.version, lease.slot)
+    with pytest.raises(Refusal) as refusal:
+        actors.submit("a", lease.lease_id)
+    assert refusal.value.reason is Reason.EXPIRED_LEASE
+
+
+def test_a_new_node_gets_one_slot_and_one_more_with_each_admitted_group(actors: Actors) -> None:
+    actors.register("new", admitted=0)
+    for count in (1, 2, 3, 3):
+        leased = actors.lease("new", held=(0,), count=9)
+        assert len(leased) == count
+        for lease in leased[:1]:
+            actors.submit("new", lease.lease_id)
+            actors.decide(actors.claim(), Outcome.ADMITTED)
+        with actors.home.database.write() as connection:
+            for lease in leased[1:]:
+                work.give_back(connection, node=who("new"), lease_id=lease.lease_id, now=actors.now)
+
+
+def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actors: Actors) -> None:
+    """Fifty new keys take whatever they get and let it lapse, for ten lease times, before anybody else asks."""
+    hoarders = [f"h{i}" for i in range(50)]
+    actors.register(*hoarders, admitted=0)
+    for _ in range(10):
+        held = [lease for name in hoarders for lease in actors.lease(name, held=(0,), count=9)]
+        assert len(held) <= 4, "half of nine slots"
+        mine = actors.lease("a", held=(0,), count=2)
+        assert len(mine) == 2
+        with actors.home.database.write() as connection:
+            for lease in mine:
+                work.give_back(connection, node=who("a"), lease_id=lease.lease_id, now=actors.now)
+        actors.now += 51
+
+
+def test_letting_a_lease_lapse_makes_a_node_wait(actors: Actors) -> None:
+    actors.lease("a", held=(0,))
+    actors.now += 51
+    assert actors.lease("b", held=(0,)), "whoever asks next ends the lease"
+    assert actors.lease("a", held=(0,)) == []
+    actors.now += 4
+    assert actors.lease("a", held=(0,))
+
+
+def test_a_slot_that_a_node_lets_lapse_twice_goes_to_others_alone(actors: Actors) -> None:
+    """Once an answer may have been lost. A problem that nobody can do would take up a proven node for good."""
+    for _ in range(2):
+        (lapsed,) = actors.lease("a", held=(0,))
+        assert lapsed.slot == 0
+        actors.now += 60
+        assert actors.lease("a", held=(0,)) == [], "it waits"
+        actors.now += 8
+    (other,) = actors.lease("a", held=(0,))
+    assert other.slot != 0
+    (again,) = actors.lease("b", held=(0,))
+    assert again.slot == 0
+
+
+def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path, database_url: str | None) -> None:
+    """Otherwise junk for the oldest slots, submitted again and again, would keep the trainer waiting for verdicts."""
+    home = create_home(
+        tmp_path, public_key=PUBLIC_KEY, spec=spec_of(groups_per_step=2, max_async=1), database_url=database_url
+    )
+    actors = Actors(home)
+    actors.register("a", "b", "c")
+    actors.publish(0)
+    for count in (2, 1):
+        leased = actors.lease("a", held=(0,), count=count)
+        for lease in leased:
+            actors.submit("a", lease.lease_id)
+            actors.decide(actors.claim(), Outcome.ADMITTED)
+    (late,) = actors.lease("b", held=(0,))
+    assert actors.assign() == 0
+    actors.publish(1)
+    for lease in actors.lease("a", held=(1,), count=1):
+        actors.submit("a", lease.lease_id)
+        actors.decide(actors.claim(), Outcome.ADMITTED)
+    actors.submit("b", late.lease_id)
+    assert actors.assign() is None, "the last chance that is under way is waited for"
+    actors.decide(actors.claim(), Outcome.REJECTED)
+    assert all(lease.version == 1 for lease in actors.lease("c", held=(0, 1), count=3))
+    assert actors.assign() == 1
+    home.database.close()
+
+
+def test_groups_without_signal_are_credited_and_a_step_waits_for_others(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    """Online filtering: else a step would learn from whatever few of its groups are neither all right nor all wrong."""
+    spec = spec_of(groups_per_step=2, max_async=0)
+    spec = msgspec.structs.replace(spec, batch=msgspec.structs.replace(spec.batch, only_signal=True))
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec, database_url=database_url)
+    actors = Actors(home)
+    actors.register("a")
+    actors.publish(0)
+    useful = []
+    for best in (0.5, 1.0, 0.5, 0.5, 1.0):
+        assert actors.assign() is None
+        (lease,) = actors.lease("a", held=(0,))
+        submission = actors.submit("a", lease.lease_id)
+        actors.decide(actors.claim(), Outcome.ADMITTED, best=best)
+        useful += [submission] if best == 1.0 else []
+    assert actors.assign() == 0
+    with home.database.read() as connection:
+        entry = decode(LogEntry, log.leaves(connection, 0, log.size(connection))[-1], max_bytes=2**20)
+        (admitted,) = connection.execute(select(nodes.c.admitted).where(nodes.c.node == who("a"))).scalars()
+    assert set(entry.submissions) == set(useful)
+    assert admitted == 105
+    assert actors.reading().problems == []
+    home.database.close()
+
+
+def test_rejections_make_a_node_wait_longer_each_time(actors: Actors) -> None:
+    waits = []
+    for _ in range(4):
+        (lease,) = actors.lease("a", held=(0,))
+        actors.submit("a", lease.lease_id)
+        actors.decide(actors.claim(), Outcome.REJECTED)
+        before = actors.now
+        while not (got := actors.lease("a", held=(0,))):
+            actors.now += 1
+        waits.append(actors.now - before)
+        with actors.home.database.write() as connection:
+            work.give_back(connection, node=who("a"), lease_id=got[0].lease_id, now=actors.now)
+    assert waits == [4, 8, 10, 10]
+
+
+def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attempts_left(actors: Actors) -> None:
+    """What waits for a policy must hold up no other work, and must not be given up for having waited."""
+    waiting, other = (actors.lease(node, held=(0,))[0] for node in ("a", "b"))
+    first = actors.submit("a", waiting.lease_id)
+    actors.now += 1
+    second = actors.submit("b", other.lease_id)
+    for _ in range(10):
+        claimed = actors.claim("first")
+        assert claimed is not None
+        assert (claimed.submission, claimed.attempts) == (first, 0)
+        with actors.home.database.write() as connection:
+            verdicts.defer(connection, claimed, until=actors.now + 5)
+        actors.now += 5
+    with actors.home.database.write() as connection:
+        verdicts.defer(connection, claimed, until=actors.now + 5)
+    taken = actors.claim("first")
+    assert taken is not None
+    assert taken.submission == second
+    assert actors.decide(taken, Outcome.ADMITTED)
+    assert actors.claim("first") is None, "not even for the verifier that deferred it"
+    actors.now += 5
+    again = actors.claim("second")
+    assert again is not None
+    assert actors.decide(again, Outcome.ADMITTED)
+    with actors.home.database.write() as connection:
+        verdicts.defer(connection, claimed, until=actors.now)
+    assert actors.claim("first") is None, "what is decided stays decided"
+
+
+def test_a_verifier_that_died_loses_nothing(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    name = actors.submit("a", lease.lease_id)
+    assert actors.claim("first") is not None
+    assert actors.claim("second") is None, "while the first may still be at work"
+    again = actors.claim("first")
+    assert again is not None, "a verifier that was restarted finds its own work"
+    actors.now += 31
+    taken = actors.claim("second")
+    assert taken is not None
+    assert taken.submission == name
+    assert actors.decide(taken, Outcome.ADMITTED)
+    assert not actors.decide(again, Outcome.REJECTED), "the slower verdict is dropped"
+    assert sum(isinstance(entry, VerdictEntry) for entry in actors.entries()) == 1
+
+
+def test_doubt_is_nobodys_fault(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    actors.submit("a", lease.lease_id)
+    for _ in range(verdicts.MAX_ATTEMPTS):
+        claimed = actors.claim()
+        assert claimed is not None
+        actors.decide(claimed, Outcome.INDETERMINATE)
+    assert actors.claim() is None
+    (again,) = actors.lease("a", held=(0,))
+    assert again.slot == lease.slot, "the slot is given out anew, to the same node too, and without a wait"
+
+
+@pytest.mark.parametrize("max_async", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_events_loses_and_repeats_nothing(
+    tmp_path: Path, database_url: str | None, max_async: int, seed: int
+) -> None:
+    """Workers that are slow, die, cheat or race, in a random order, until the run's last step."""
+    home = create_home(
+        tmp_path, public_key=PUBLIC_KEY, spec=spec_of(max_async=max_async, steps=6), database_url=database_url
+    )
+    actors, rng = Actors(home), random.Random(seed)
+    names = [f"n{i}" for i in range(5)]
+    actors.register(*names, admitted=0)
+    actors.publish(0)
+    head, training_now, held = 0, False, []
+    for _ in range(6000):
+        actors.now += rng.random() * 5
+        event = rng.choice(["lease", "submit", "submit", "verify", "verify", "assign", "publish"])
+        if event == "lease":
+            name = rng.choice(names)
+            versions = tuple(range(max(0, head - rng.randint(0, 3)), head + 1))
+            held += [(name, lease) for lease in actors.lease(name, held=versions, count=rng.randint(1, 3))]
+        elif event == "submit" and held:
+            name, lease = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.8:  # else the worker died
+                try:
+                    actors.submit(name, lease.lease_id)
+                except Refusal as refusal:
+                    assert refusal.reason in (Reason.STALE_POLICY, Reason.EXPIRED_LEASE)
+        elif event == "verify":
+            claimed = actors.claim()
+            if claimed is not None and rng.random() < 0.9:  # else the verifier died
+                weights = [0.1] * 3 if claimed.node == who("n0") else [0.8, 0.1, 0.1]
+                actors.decide(claimed, rng.choices(list(Outcome), weights)[0])
+        elif event == "assign" and not training_now:
+            training_now = actors.assign() is not None
+        elif event == "publish" and training_now:
+            head, training_now = head + 1, False
+            actors.publish(head)
+        if head == 6:
+            break
+    assert head == 6, "the run went on to its end"
+    check_log(actors, max_async=max_async)
+    home.database.close()
+
+
+def check_log(actors: Actors, *, max_async: int) -> None:
+    """The log alone shows that every admitted group was trained on once, in time, or waits at the end."""
+    admitted: dict[str, VerdictEntry] = {}
+    slots_done, used = set(), set()
+    for entry in actors.entries():
+        if isinstance(entry, VerdictEntry) and entry.outcome is Outcome.ADMITTED:
+            assert (entry.version, entry.slot) not in slots_done, "one slot was admitted twice"
+            slots_done.add((entry.version, entry.slot))
+            admitted[entry.submission] = entry
+        if isinstance(entry, BatchEntry):
+            assert len(entry.submissions) >= actors.home.spec.batch.groups_per_step
+            for name in entry.submissions:
+                assert name in admitted, "trained on something that was not admitted"
+                assert name not in used, "trained on twice"
+                assert entry.step - max_async <= admitted[name].version <= entry.step
+                used.add(name)
+    left = admitted.keys() - used
+    with actors.home.database.read() as connection:
+        waiting = connection.execute(
+            select(groups.c.submission).join(slots).where(slots.c.state == SlotState.ADMITTED)
+        ).scalars()
+        assert left == set(waiting), "an admitted group was lost"
+
+
+def test_the_log_proves_itself(actors: Actors) -> None:
+    for version in range(1, 40):
+        actors.publish(version)
+    with actors.home.database.read() as connection:
+        size = log.size(connection)
+        leaves = log.leaves(connection, 0, size)
+        whole = log.root(connection, size)
+        for index in (0, 1, size // 2, size - 1):
+            merkle.verify_inclusion(
+                merkle.leaf_hash(leaves[index]),
+                index=index,
+                size=size,
+                proof=log.inclusion(connection, index, size),
+                root_hash=whole,
+            )
+        for first in (1, 7, 8, size):
+            merkle.verify_consistency(
+                first=first,
+                first_root=log.root(connection, first),
+                second=size,
+                second_root=whole,
+                proof=log.consistency(connection, first, size),
+            )
+    policies = [entry for entry in actors.entries() if isinstance(entry, PolicyEntry)]
+    assert [entry.version for entry in policies] == list(range(40))
+
+
+def test_two_writers_append_without_losing_an_entry(home: Home) -> None:
+    def write(start: int) -> None:
+        for version in range(start, start + 40):
+            entry = PolicyEntry(version=version, manifest_digest="0" * 64, result_digest="0" * 64)
+            with home.database.write() as connection:
+                log.append(connection, entry)
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {entry.version for entry in Actors(home).entries() if isinstance(entry, PolicyEntry)}
+    assert found == {*range(40), *range(100, 140)}
+
+
+def test_a_transaction_that_fails_leaves_nothing(actors: Actors) -> None:
+    before = len(actors.entries())
+    with pytest.raises(RuntimeError), actors.home.database.write() as connection:
+        log.append(connection, PolicyEntry(version=5, manifest_digest="0" * 64, result_digest="0" * 64))
+        raise RuntimeError("the process died here")
+    assert len(actors.entries()) == before
+
+
+def test_a_damaged_blob_is_noticed(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path)
+    name = blobs.put(b"evidence")
+    assert blobs.get(name, max_bytes=8) == b"evidence"
+    blobs.path(name).write_bytes(b"evidencf")
+    with pytest.raises(StorageFault, match="damaged"):
+        blobs.get(name, max_bytes=8)
+    with pytest.raises(StorageFault, match="more than 7 bytes"):
+        blobs.get(name, max_bytes=7)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, "0" * 63, "0" * 64 + "\n"])
+def test_a_blobs_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageFault):
+        FolderBlobs(tmp_path).path(name)
+
+
+def test_half_an_upload_leaves_nothing(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path)
+    with pytest.raises(ConnectionError), blobs.incoming(max_bytes=100) as incoming:
+        incoming.write(b"half")
+        raise ConnectionError
+    with pytest.raises(Refusal), blobs.incoming(max_bytes=3) as incoming:
+        incoming.write(b"four")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "incoming").mkdir()
+    old, under_way = tmp_path / "incoming" / "half", tmp_path / "incoming" / "another process writes this"
+    for path in (old, under_way):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    blobs = FolderBlobs(tmp_path)
+    blobs.clear_leftovers()
+    assert list((tmp_path / "incoming").iterdir()) == [under_way]
+
+
+def test_submissions_table_is_what_receipts_read(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    name = actors.submit("a", lease.lease_id)
+    actors.decide(actors.claim(), Outcome.ADMITTED)
+    with actors.home.database.read() as connection:
+        row = connection.execute(select(submissions).where(submissions.c.submission == name)).one()
+        (leaf,) = log.leaves(connection, row.log_index, row.log_index + 1)
+    entry = decode(LogEntry, leaf, max_bytes=2**20)  # type: ignore[arg-type]
+    assert (entry.submission, entry.outcome, entry.tokens) == (name, row.outcome, row.tokens)
+
+
+def test_a_verifier_takes_several_submissions_at_once_and_nobody_else_any_of_them(home: Home) -> None:
+    actors = Actors(home)
+    actors.register("a", "b")
+    actors.publish(0)
+    names = [actors.submit(node, actors.lease(node, held=(0,))[0].lease_id) for node in ("a", "b")]
+    with home.database.write() as connection:
+        taken = verdicts.claim(connection, verifier="first", spec=home.spec, now=actors.now, seconds=30.0, most=8)
+        assert verdicts.claim(connection, verifier="second", spec=home.spec, now=actors.now, seconds=30.0, most=8) == []
+        # Each adds to the time in which they are judged together.
+        late = verdicts.claim(
+            connection, verifier="second", spec=home.spec, now=actors.now + 31.0, seconds=30.0, most=8
+        )
+    assert [one.submission for one in taken] == names
+    assert late == []
+
+
+def test_a_page_of_the_log_is_bounded_in_bytes_and_never_empty(actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand entries of large groups would be a gigabyte for whoever asks."""
+    for version in range(1, 6):
+        actors.publish(version)
+    with actors.home.database.read() as connection:
+        whole = log.leaves(connection, 0, log.size(connection))
+        monkeypatch.setattr(log, "MAX_BYTES_PER_READ", len(whole[0]) + len(whole[1]) - 1)
+        pages = [log.leaves(connection, 0, 100)]
+        while sum(map(len, pages)) < len(whole):
+            pages.append(log.leaves(connection, sum(map(len, pages)), 100))
+    assert [leaf for page in pages for leaf in page] == whole
+    assert len(pages[0]) == 2

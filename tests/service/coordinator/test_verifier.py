@@ -1,0 +1,189 @@
+"""The verifier and policies that arrive while completions are drawn: what the log has is all there is."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from swarm import Swarm, running, small_spec
+from verifying import Part, drawn
+
+from coordinator.verifier import daemon as verifier
+from coordinator.verifier import policy_cache as policy_shelf
+from coordinator.verifier.policy_cache import PolicyShelf
+from node.environments import load_environment
+from node.episodes.expected import expected_of
+from node.policy.file import Policy, load_policy, save_policy
+from node.policy.models.tiny_llama import make_model, make_tokenizer
+from node.protocol.admission import Outcome, Verdict
+from node.protocol.messages import Lease
+from node.protocol.reasons import Reason
+from node.protocol.submission import Rollout
+from node.submission.writer import write_rollouts
+from node.verification.measure import PolicyAway
+from node.verification.plan import Claim
+from node.verification.prefill import TransformersPrefills
+from shardcast import Client
+
+
+@dataclass
+class Run:
+    """A run at policy 0, whose next policy lies ready to be published."""
+
+    folder: Path
+    swarm: Swarm
+    policies: dict[int, Policy]
+
+    def publish(self, version: int) -> None:
+        self.swarm.publish(path_of(self.folder, version), version=version)
+
+    def switched(self, lease: Lease, *, to: int = 1) -> bytes:
+        """An honest submission that goes on under policy `to` after its second token."""
+        home = self.swarm.home
+        expected = expected_of(
+            home.spec,
+            self.policies[0],
+            [load_environment(environment) for environment in home.spec.environments],
+            run_id=home.run_id,
+            version=lease.version,
+            manifest_digest=lease.manifest_digest,
+            slot=lease.slot,
+        )
+        parts: list[Part] = [(0, self.policies[0], 2), (to, self.policies[1], None)]
+        return write_rollouts([drawn(parts, expected, seed, spec=home.spec) for seed in expected.seeds])
+
+
+def path_of(folder: Path, version: int) -> Path:
+    return folder / f"policy-{version}.safetensors"
+
+
+def write_policies(folder: Path) -> dict[int, Policy]:
+    """Two policies, a small step apart."""
+    loaded = {}
+    for version in (0, 1):
+        model = make_model(seed=20)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(version * 2e-3 * torch.sign(torch.randn(weight.shape, generator=generator)))
+        save_policy(model, make_tokenizer(), path_of(folder, version))
+        loaded[version] = load_policy(path_of(folder, version), dtype=torch.float32)
+    return loaded
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    policies = write_policies(tmp_path)
+    spec = small_spec()
+    sampling = msgspec.structs.replace(spec.sampling, max_new_tokens=12, max_version_lead=2)
+    spec = msgspec.structs.replace(spec, sampling=sampling)
+    with running(tmp_path, path_of(tmp_path, 0), spec=spec) as swarm:
+        yield Run(tmp_path, swarm, policies)
+
+
+def test_work_that_went_on_under_a_policy_of_the_run_is_admitted(run: Run) -> None:
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    run.publish(1)
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert (receipt.outcome, receipt.version) == (Outcome.ADMITTED, 0), receipt.detail
+
+
+def test_naming_a_policy_that_is_not_in_the_log_is_rejected_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy is logged before it is announced, so only a liar is ahead; waiting for it would keep others waiting."""
+    readings = counted(monkeypatch)
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
+    assert receipt.detail == "Row 0: policy 1 was not published."
+    assert len(readings) == 1
+
+
+def test_a_policy_that_is_logged_during_the_verification_is_not_denied_after_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log would have the policy before the verdict that it was not published, and an audit would convict us."""
+    readings = counted(monkeypatch, meanwhile=lambda: run.publish(1))
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert receipt.outcome is Outcome.ADMITTED, receipt.detail
+    assert len(readings) == 2
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *, meanwhile: Callable[[], None] = lambda: None) -> list[Path]:
+    """What the verifier reads from now on; `meanwhile` happens once the first has been judged."""
+    readings: list[Path] = []
+    read, decide_many = verifier.read, verifier.decide_many
+
+    async def reading(body: Path, **arguments: Any) -> list[Rollout] | Verdict:
+        readings.append(body)
+        return await read(body, **arguments)
+
+    async def deciding(claims: Sequence[Claim], **arguments: Any) -> list[Verdict | PolicyAway]:
+        decided = await decide_many(claims, **arguments)
+        if len(readings) == 1:
+            await asyncio.to_thread(meanwhile)
+        return decided
+
+    monkeypatch.setattr(verifier, "read", reading)
+    monkeypatch.setattr(verifier, "decide_many", deciding)
+    return readings
+
+
+def test_a_policy_beyond_the_lead_is_rejected(run: Run) -> None:
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease, to=3)))
+    assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
+
+
+async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: Path) -> None:
+    """A version that somebody names, or that only the origin serves, is no policy of the run."""
+    home = run.swarm.home
+    run.swarm.origin_server.publish(path_of(run.folder, 1), version=1)
+    async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
+        shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        with pytest.raises(PolicyAway):
+            await shelf.prefill(1)
+        assert (await shelf.blueprint(0)).vocabulary == run.policies[0].vocabulary
+        assert (await shelf.prefill(0)).blueprint.eos_ids == run.policies[0].eos_ids
+        run.publish(1)
+        assert (await shelf.prefill(1)).blueprint.vocabulary == run.policies[1].vocabulary
+
+
+async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) -> None:
+    home = run.swarm.home
+    async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
+        shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        for ask in (shelf.blueprint, shelf.prefill):
+            with pytest.raises(PolicyAway):
+                await ask(0)
+
+
+async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_policy(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_shelf, "PATIENCE_SECONDS", 0.3)
+    home = run.swarm.home
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with Client(home.run_id, home.public_key, [source], tmp_path / "shelf") as client:
+            shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+            for most in (2.0, 0.2):
+                started = time.monotonic()
+                with pytest.raises(PolicyAway, match="on its way"):
+                    await shelf.prefill(0)
+                assert time.monotonic() - started < most, "the second submission does not wait again"
+            client.set_sources([run.swarm.origin_url])
+            await shelf.close()
+            assert (await shelf.prefill(0)).blueprint.vocabulary == run.policies[0].vocabulary

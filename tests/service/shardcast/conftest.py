@@ -1,0 +1,1 @@
+from broadcast_swarm import http, limits, publisher, swarm  # noqa: F401  (fixtures)

@@ -1,0 +1,280 @@
+"""The trainer: killed anywhere, it goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+from sqlalchemy import delete
+from trainers import (
+    STEPS,
+    finished_steps,
+    outcome_of,
+    run_in,
+    spec_of,
+    train_to_the_end,
+    trainer_of,
+)
+
+from coordinator.errors import BadConfiguration
+from coordinator.storage import training
+from coordinator.storage.schema import policies, steps
+from coordinator.storage.training import Published
+from coordinator.training import initial
+from coordinator.training.checkpoint import checkpoints
+from coordinator.training.evaluation import EvaluationSettings
+from coordinator.training.trainer import Trainer
+from node.policy.file import load_policy
+from node.policy.models.tiny_llama import make_model, make_tokenizer
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing after it runs, and no handler catches it."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[tuple[int, tuple[str, ...]]]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with run_in(folder) as home:
+        train_to_the_end(home, folder)
+        return outcome_of(home)
+
+
+def test_an_undisturbed_run_changes_the_policy_every_step(undisturbed: tuple[list[str], list]) -> None:
+    policies, batches = undisturbed
+    assert len(set(policies)) == STEPS + 1
+    assert [step for step, _ in batches] == list(range(STEPS))
+
+
+POINTS: dict[str, Callable[[pytest.MonkeyPatch, Callable[..., None]], None]] = {
+    "before the first policy is saved": lambda patch, die: patch.setattr(
+        "coordinator.training.trainer.save_policy", die
+    ),
+    "before a step is trained": lambda patch, die: patch.setattr(
+        "coordinator.training.distributed_learner.train_step", die
+    ),
+    "before the checkpoint": lambda patch, die: patch.setattr(
+        "coordinator.training.distributed_learner.save_checkpoint", die
+    ),
+    "before the policy is published": lambda patch, die: patch.setattr(Trainer, "_policy_file", die),
+    "before the policy is recorded": lambda patch, die: patch.setattr(training, "record_policy", die),
+    "before the step is finished": lambda patch, die: patch.setattr(training, "finish_step", die),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("occasion", [1, 2])
+def test_killed_anywhere_it_makes_the_same_policies_of_the_same_groups(
+    tmp_path: Path, undisturbed: tuple[list[str], list], point: str, occasion: int
+) -> None:
+    with run_in(tmp_path) as home:
+        with pytest.MonkeyPatch.context() as patch, trainer_of(home, tmp_path) as trainer:
+            POINTS[point](patch, dying(patch, point, occasion))
+            with pytest.raises(Killed):
+                trainer.run()
+        train_to_the_end(home, tmp_path)
+        assert outcome_of(home) == undisturbed
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_for(
+    tmp_path: Path, undisturbed: tuple[list[str], list], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the first policy nor a checkpoint fits, until there is room; the kernel's limit on files is the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fits(size_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+
+    def make_room_in_two_steps() -> None:
+        for room in (2_000_000, before[0]):  # a policy has 1.6 MB, a checkpoint three times as much
+            said = caplog.text.count("retrying from the last checkpoint")
+            deadline = time.monotonic() + 30
+            while caplog.text.count("retrying from the last checkpoint") == said and time.monotonic() < deadline:
+                time.sleep(0.02)
+            fits(room)
+
+    with run_in(tmp_path) as home:
+        fits(1_000_000)
+        helper = threading.Thread(target=make_room_in_two_steps)
+        helper.start()
+        try:
+            train_to_the_end(home, tmp_path)
+        finally:
+            helper.join()
+            fits(before[0])
+        assert outcome_of(home) == undisturbed
+        assert caplog.text.count("retrying from the last checkpoint") >= 2
+        assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_what_a_killed_trainer_was_saving_does_not_stay(tmp_path: Path) -> None:
+    """It is as large as the policy, and each kill would leave another."""
+    with run_in(tmp_path) as home:
+        leftover = tmp_path / ".policy-0.safetensors.4711.tmp"
+        leftover.write_bytes(b"half a policy")
+        train_to_the_end(home, tmp_path)
+        assert not leftover.exists()
+
+
+def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
+    """Else an honest worker could name a policy that a verifier finds nowhere, and be rejected for it."""
+    with run_in(tmp_path) as home:
+        seen: list[tuple[int | None, int | None]] = []
+        with trainer_of(home, tmp_path) as trainer, pytest.MonkeyPatch.context() as patch:
+            record = training.record_policy
+
+            def recording(connection: Any, policy: Published, *, now: float) -> None:
+                head = trainer._server._origin.head()
+                seen.append((policy.version, None if head is None else head.version))
+                if policy.version == 1:
+                    raise Killed
+                record(connection, policy, now=now)
+
+            patch.setattr(training, "record_policy", recording)
+            with pytest.raises(Killed):
+                trainer.run()
+        assert seen == [(0, None), (1, 0)]
+        with trainer_of(home, tmp_path) as trainer:
+            head = trainer._server._origin.head()
+            assert head is not None
+            assert head.version == 0, "policy 1 is in the store, and not in the log"
+        train_to_the_end(home, tmp_path)
+
+
+def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[..., object]:
+    """Something that works until it is called for the `occasion`th time, and then the process is dead."""
+    from coordinator.training import distributed_learner
+    from coordinator.training import trainer as module
+
+    originals = {
+        "before the first policy is saved": module.save_policy,
+        "before a step is trained": distributed_learner.train_step,
+        "before the checkpoint": distributed_learner.save_checkpoint,
+        "before the policy is published": Trainer._policy_file,
+        "before the policy is recorded": training.record_policy,
+        "before the step is finished": training.finish_step,
+    }
+    calls = 0
+
+    def die(*arguments: object, **named: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == occasion:
+            raise Killed
+        return originals[point](*arguments, **named)  # type: ignore[operator]
+
+    return die
+
+
+def test_a_trainer_in_another_folder_does_not_sign_a_second_history(tmp_path: Path) -> None:
+    """Two manifests for one version are fraud in everybody's eyes; a mistyped --state must not commit it."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        with trainer_of(home, tmp_path / "other") as trainer, pytest.raises(BadConfiguration, match="--state"):
+            trainer.run()
+        assert not list((tmp_path / "other" / "origin").rglob("manifests/*"))
+
+
+def test_a_trainer_from_an_old_backup_does_not_sign_a_second_history(tmp_path: Path) -> None:
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        for newer in checkpoints(tmp_path / "checkpoints")[1:]:
+            shutil.rmtree(newer)
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
+            trainer.run()
+
+
+def test_a_database_older_than_the_trainers_folder_gets_no_policy_without_its_batch(tmp_path: Path) -> None:
+    """The folder was copied after the backup that is restored: its next policy is of a step that the log lacks."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        with home.database.write() as connection:
+            connection.execute(delete(policies).where(policies.c.version == STEPS))
+            connection.execute(delete(steps).where(steps.c.step == STEPS - 1))
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
+            trainer.run()
+
+
+def test_a_proof_larger_than_the_models_width_is_refused_before_anything_is_published(tmp_path: Path) -> None:
+    spec = spec_of()
+    spec = msgspec.structs.replace(spec, proofs=msgspec.structs.replace(spec.proofs, top_k=129))
+    with run_in(tmp_path, spec) as home:
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="hidden units"):
+            trainer.run()
+        assert finished_steps(home) == -1
+
+
+def test_a_half_precision_run_trains_in_single_precision(tmp_path: Path) -> None:
+    spec = spec_of(dtype="bfloat16")
+    with run_in(tmp_path, spec) as home:
+        train_to_the_end(home, tmp_path)
+    published = load_policy(tmp_path / "policy.safetensors", dtype=torch.bfloat16)
+    assert published.model.dtype == torch.bfloat16
+    (newest,) = checkpoints(tmp_path / "checkpoints")[-1].glob("*.safetensors")
+    with safe_open(newest, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith("model/")}  # noqa: SIM118
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    finer = sum(int((weight != weight.bfloat16().float()).sum()) for weight in weights.values())
+    assert finer > 100_000, "small updates are kept, though workers never see them"
+
+
+def test_a_local_folder_is_a_start(tmp_path: Path) -> None:
+    make_model(7).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer = initial.initial_policy(spec_of(initial=str(tmp_path)))
+    assert torch.equal(model.get_input_embeddings().weight, make_model(7).get_input_embeddings().weight)
+    assert tokenizer("Q:1+1").input_ids == make_tokenizer()("Q:1+1").input_ids
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_start_that_is_no_model_is_one_clear_sentence(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}')
+    with pytest.raises(BadConfiguration, match=r"model\.initial"):
+        initial.initial_policy(spec_of(initial=str(tmp_path)))
+
+
+class Told:
+    """A watcher that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+
+    def step(self, step: int, stats: Mapping[str, float]) -> None:
+        self.steps.append((step, dict(stats)))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_every_step_is_told_to_whoever_watches_and_policies_are_measured_now_and_then(tmp_path: Path) -> None:
+    """An operator sees held-out rewards beside those of training; measuring them must not change what is trained."""
+    told = Told()
+    with run_in(tmp_path / "watched") as home:
+        train_to_the_end(
+            home,
+            tmp_path / "watched",
+            tracker=told,
+            evaluate_every=2,
+            evaluation=EvaluationSettings(problems=3),
+        )
+        watched = outcome_of(home)
+    with run_in(tmp_path / "alone") as home:
+        train_to_the_end(home, tmp_path / "alone")
+        assert outcome_of(home) == watched
+    assert [step for step, _ in told.steps] == [0, 1, 2, 3]
+    assert [("evaluation/arithmetic" in stats, "entropy" in stats) for _, stats in told.steps] == [
+        (True, False),
+        (False, True),
+        (True, True),
+        (False, True),
+    ]

@@ -1,0 +1,166 @@
+"""A run with admitted groups and no network: what a trainer works on, one process or several."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import insert, select
+
+from coordinator.run.home import Home, create_home
+from coordinator.storage import log, training
+from coordinator.storage.schema import SlotState, groups, leases, nodes, slots, submissions
+from coordinator.training.distributed_learner import Team
+from coordinator.training.groups import Group, Sample, encode_group
+from coordinator.training.grpo import Execution
+from coordinator.training.trackers import Tracker
+from coordinator.training.trainer import Trainer, TrainerSettings
+from coordinator.training.world import open_world
+from node.policy.file import save_policy
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
+from node.protocol.run import EnvironmentSpec, RunSpec
+from shardcast import Origin, OriginServer
+from shardcast.wire import decode, digest
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+STEPS = 3
+GROUPS = 2
+
+
+def spec_of(**model: str) -> RunSpec:
+    spec = RunSpec(name="trainer", environments=(EnvironmentSpec(name="arithmetic"),))
+    return msgspec.structs.replace(
+        spec,
+        model=msgspec.structs.replace(spec.model, **({"initial": "random-tiny"} | model)),
+        batch=msgspec.structs.replace(spec.batch, groups_per_step=GROUPS, max_async=STEPS),
+        training=msgspec.structs.replace(spec.training, steps=STEPS, minibatches=2),
+    )
+
+
+def admit(home: Home) -> None:
+    """Admit enough groups of policy 0 for every step, as a verifier leaves them."""
+    rng = random.Random(1)
+    with home.database.write() as connection:
+        connection.execute(insert(nodes).values(node="n", software="", engine="", registered_at=0.0, seen_at=0.0))
+        for number in range(GROUPS * STEPS):
+            name = digest(str(number).encode())
+            values = {"version": 0, "number": number, "state": SlotState.ADMITTED, "opened_at": 0.0}
+            slot = connection.execute(insert(slots).values(**values).returning(slots.c.id)).scalar_one()
+            lease = {"lease": name, "slot_id": slot, "node": "n", "state": "submitted"}
+            connection.execute(insert(leases).values(**lease, issued_at=0.0, expires_at=0.0))
+            work = {"submission": name, "lease": name, "slot_id": slot, "node": "n", "request": name, "body": name}
+            connection.execute(
+                insert(submissions).values(**work, body_bytes=1, received_at=0.0, state="done", outcome="admitted")
+            )
+            samples = tuple(
+                Sample((5, 6, 7), tuple(rng.randrange(5, 100) for _ in range(6)), (-4.0,) * 6) for _ in range(4)
+            )
+            blob = home.blobs.put(encode_group(Group(0, (1.0, 0.0, 0.0, 1.0), samples)))
+            connection.execute(insert(groups).values(slot_id=slot, submission=name, blob=blob, reward_mean=0.5))
+
+
+@contextmanager
+def trainer_of(home: Home, folder: Path, *, tracker: Tracker | None = None, **settings: Any) -> Iterator[Trainer]:
+    """A freshly started trainer process, as far as its state goes."""
+    with home.database.read() as connection:
+        recorded = training.newest(connection)
+    origin = Origin(folder / "origin", KEY, home.run_id, announced=-1 if recorded is None else recorded)
+    server = OriginServer(origin)
+    server.start()
+    try:
+        given = TrainerSettings(state=folder, **settings)
+        yield Trainer(home, origin=origin, server=server, settings=given, tracker=tracker)
+    finally:
+        server.stop()
+        origin.close()
+
+
+def finished_steps(home: Home) -> int:
+    with home.database.read() as connection:
+        return sum(isinstance(entry, PolicyEntry) for entry in entries(home, connection)) - 1
+
+
+def entries(home: Home, connection: object) -> list[LogEntry]:
+    leaves = log.leaves(connection, 0, log.size(connection))  # type: ignore[arg-type]
+    return [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
+
+
+def train_to_the_end(home: Home, folder: Path, **given: Any) -> None:
+    with trainer_of(home, folder, **given) as trainer:
+
+        def stop_at_the_end() -> None:
+            deadline = time.monotonic() + 60
+            while finished_steps(home) < STEPS and time.monotonic() < deadline:
+                time.sleep(0.02)
+            trainer.stop()
+
+        tracker = threading.Thread(target=stop_at_the_end)
+        tracker.start()
+        trainer.run()
+        tracker.join()
+    assert finished_steps(home) == STEPS
+
+
+def outcome_of(home: Home) -> tuple[list[str], list[tuple[int, tuple[str, ...]]]]:
+    """What others see of a run: the digests of its policies, and which groups made each."""
+    with home.database.read() as connection:
+        logged = entries(home, connection)
+        used = connection.execute(select(groups.c.step)).scalars().all()
+    assert sorted(used) == sorted(step for step in range(STEPS) for _ in range(GROUPS))
+    policies = [entry.result_digest for entry in logged if isinstance(entry, PolicyEntry)]
+    return policies, [(entry.step, entry.submissions) for entry in logged if isinstance(entry, BatchEntry)]
+
+
+@contextmanager
+def run_in(folder: Path, spec: RunSpec | None = None) -> Iterator[Home]:
+    public = KEY.public_key().public_bytes_raw()
+    home = create_home(folder / "data", public_key=public, spec=spec or spec_of())
+    admit(home)
+    yield home
+    home.database.close()
+
+
+def groups_of(step: int) -> list[Group]:
+    """As many rows as no number of processes divides evenly, of many lengths."""
+    draw = torch.Generator().manual_seed(step)
+
+    def sample() -> Sample:
+        tokens = int(torch.randint(1, 30, (1,), generator=draw))
+        ids = torch.randint(5, 100, (tokens,), generator=draw).tolist()
+        return Sample((5, 6, 7), tuple(ids), (-4.5,) * tokens)
+
+    return [Group(step, (1.0, 0.0, 0.25, 1.0), tuple(sample() for _ in range(4))) for _ in range(3)]
+
+
+def spec_with(**recipe: object) -> RunSpec:
+    spec = spec_of()
+    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, **recipe))
+
+
+def learn(state: Path, *, steps: int, recompute: bool = False, **recipe: object) -> None:
+    """What each process does; the first leaves the curve in `state`."""
+    torch.set_num_threads(1)
+    with open_world(device="cpu") as world:
+        team = Team(state, Execution(world=world, row_tokens=64, recompute=recompute))
+        if not world.is_first:
+            team.follow()
+            return
+        learner = team.restore(spec_with(**recipe))
+        curve = []
+        for _ in range(steps):
+            stats = team.train(groups_of(learner.step))
+            team.save(stats)
+            curve.append(stats)
+        save_policy(team.gather(), learner.tokenizer, state / "last.safetensors")
+        team.end()
+    before = json.loads((state / "curve.json").read_text()) if (state / "curve.json").exists() else []
+    (state / "curve.json").write_text(json.dumps([*before, *curve]))

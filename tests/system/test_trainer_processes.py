@@ -1,0 +1,151 @@
+"""Several trainer processes: the same training as by one, and a run that cannot tell them apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from locations import ROOT
+from trainers import GROUPS, KEY, STEPS, finished_steps, outcome_of, run_in, train_to_the_end
+
+from coordinator.training.checkpoint import checkpoints
+from node.policy.file import load_policy, save_policy
+from node.policy.models.tiny import MAKERS
+from node.policy.models.tiny_llama import make_tokenizer
+
+LAUNCH = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--master-addr",
+    "127.0.0.1",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "127.0.0.1:0",
+)
+
+
+def launched(state: Path, processes: int, **arguments: object) -> list[dict[str, float]]:
+    """The curve after `processes` processes went on with the training in `state`."""
+    script = state / "learn.py"
+    script.write_text(f"import trainers, pathlib\ntrainers.learn(pathlib.Path({str(state)!r}), **{arguments!r})\n")
+    support = ROOT / "tests" / "support"
+    subprocess.run(
+        [*LAUNCH, "--nproc-per-node", str(processes), str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(support), str(ROOT)))},
+        check=True,
+        timeout=200,
+        stdout=subprocess.DEVNULL,
+    )
+    curve: list[dict[str, float]] = json.loads((state / "curve.json").read_text())
+    return curve
+
+
+def beginning(folder: Path, family: str = "tiny") -> Path:
+    folder.mkdir()
+    save_policy(MAKERS[family](1), make_tokenizer(), folder / "policy-0.safetensors")
+    return folder
+
+
+def weights(state: Path) -> list[torch.Tensor]:
+    return list(load_policy(state / "last.safetensors", dtype=torch.float32).model.parameters())
+
+
+def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert left == pytest.approx(right, rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "atol", "family"),
+    [
+        ({}, (2, 4), 1e-5, "tiny"),
+        # Inside Muon there is bfloat16, which rounds each of 8 updates of about 2e-4 to one part in 256.
+        ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
+        ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny"),
+        ({}, (2,), 1e-5, "finch"),
+        ({"recompute": True}, (2,), 1e-5, "goldfinch"),
+        ({}, (2,), 1e-5, "frame-action"),
+    ],
+    ids=["plain", "muon", "terms", "recurrent", "recomputed", "frames"],
+)
+def test_several_processes_have_the_loss_curve_of_one(
+    tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str
+) -> None:
+    """Whoever adds machines must get the same policy sooner, and no other one."""
+    alone = launched(beginning(tmp_path / "1", family), 1, steps=4, **recipe)
+    for processes in sizes:
+        state = beginning(tmp_path / str(processes), family)
+        close(alone, launched(state, processes, steps=4, **recipe))
+        for left, right in zip(weights(tmp_path / "1"), weights(state), strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=atol)
+
+
+@pytest.mark.timeout(600)
+def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
+    """Four write it, two go on, then one: a machine that breaks must not end a run."""
+    whole = launched(beginning(tmp_path / "whole"), 1, steps=6)
+    state = beginning(tmp_path / "parts")
+    for processes in (4, 2, 1):
+        curve = launched(state, processes, steps=2)
+    close(whole, curve)
+    assert len(checkpoints(state / "checkpoints")) == 3
+
+
+@pytest.mark.timeout(300)
+def test_a_run_is_trained_by_two_processes_as_by_one_and_ends_at_a_signal(tmp_path: Path) -> None:
+    """The command itself, under torchrun: a policy each step, from the same groups, and a clean end."""
+    with run_in(tmp_path / "one") as home:
+        train_to_the_end(home, tmp_path / "one")
+        wanted = outcome_of(home)
+    folder = tmp_path / "two"
+    with run_in(folder) as home:
+        key = folder / "run.key"
+        key.touch(mode=0o600)
+        key.write_text(KEY.private_bytes_raw().hex() + "\n")
+        places = (
+            "--data",
+            str(folder / "data"),
+            "--key",
+            str(key),
+            "--state",
+            str(folder),
+            "--port",
+            "0",
+        )
+        log = (folder / "log").open("wb")
+        torchrun = subprocess.Popen(
+            [*LAUNCH, "--nproc-per-node", "2", "-m", "node.cli", "trainer", *places],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while finished_steps(home) < STEPS:
+                assert torchrun.poll() is None, (folder / "log").read_text()[-4000:]
+                assert time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
+                time.sleep(0.1)
+            torchrun.send_signal(signal.SIGTERM)
+            torchrun.wait(60)
+        finally:
+            torchrun.kill()
+            torchrun.wait()
+            log.close()
+        policies, batches = outcome_of(home)
+    assert batches == wanted[1]
+    assert len(batches) == STEPS
+    assert sum(len(used) for _, used in batches) == GROUPS * STEPS
+    assert policies[0] == wanted[0][0], "the first policy is the same bits"
+    assert len(set(policies)) == STEPS + 1
+    assert "Traceback" not in (folder / "log").read_text().split("Sending process")[0]
