@@ -234,13 +234,13 @@ async def _client(
     began, say_after, failures = time.monotonic(), SAY_SECONDS, 0
     while True:
         changed.clear()
-        urls = tuple(dict.fromkeys((*entry.coordinators, *endpoints_of(board))))[:MAX_ENDPOINTS]
-        if urls and board.newest is None:
+        if board.newest is None and (urls := _known_urls(entry, board)):
             # A coordinator of the command line, or of a descriptor that has expired meanwhile.
             async with client_of(urls) as client:
                 with contextlib.suppress(Stopped):
                     await race(_ask(board, client), changed)
-        if urls and board.newest is not None:
+        # Read again: the descriptor that ended the race names coordinators of its own.
+        if board.newest is not None and (urls := _known_urls(entry, board)):
             return await stack.enter_async_context(client_of(urls))
         failures += 1
         with contextlib.suppress(TimeoutError):
@@ -250,6 +250,11 @@ async def _client(
         if waited >= say_after:
             say_after *= 2
             log.info("not in the run yet, after %.0f s: %s", waited, _why(board, network))
+
+
+def _known_urls(entry: Entry, board: Board) -> tuple[str, ...]:
+    """List the coordinators of the command line and of the newest descriptor, as many as a client takes."""
+    return tuple(dict.fromkeys((*entry.coordinators, *endpoints_of(board))))[:MAX_ENDPOINTS]
 
 
 async def _ask(board: Board, client: CoordinatorClient) -> None:
