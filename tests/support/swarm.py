@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dated_origin import DatedOrigin
 
 from coordinator.app import create_app
 from coordinator.http.connections import (
@@ -327,7 +328,7 @@ def running(
     key = key or RUN_KEY
     public_key = key.public_key().public_bytes_raw()
     home = create_home(folder / "data", public_key=public_key, spec=spec or small_spec(), blobs_url=blobs_url)
-    origin = Origin(folder / "origin", key, home.run_id)
+    origin = DatedOrigin(folder / "origin", key, home.run_id)
     server = OriginServer(origin)
     origin_url = f"http://127.0.0.1:{server.start()}"
     publish(home, origin, server, policy_path, version=0)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dated_origin import DatedOrigin
 from sqlalchemy import insert, select
 
 from coordinator.run.home import Home, create_home
@@ -28,7 +29,7 @@ from coordinator.training.world import open_world
 from node.policy.file import save_policy
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
 from node.protocol.run import EnvironmentSpec, RunSpec
-from shardcast import Origin, OriginServer
+from shardcast import OriginServer
 from shardcast.wire import decode, digest
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -73,7 +74,7 @@ def trainer_of(home: Home, folder: Path, *, tracker: Tracker | None = None, **se
     """A freshly started trainer process, as far as its state goes."""
     with home.database.read() as connection:
         recorded = training.newest(connection)
-    origin = Origin(folder / "origin", KEY, home.run_id, announced=-1 if recorded is None else recorded)
+    origin = DatedOrigin(folder / "origin", KEY, home.run_id, announced=-1 if recorded is None else recorded)
     server = OriginServer(origin)
     server.start()
     try:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dated_origin import DatedOrigin
 from msgspec import UNSET
 from waiting import SECONDS, eventually
 
@@ -44,7 +45,7 @@ from node.protocol.run import (
     run_id_of,
 )
 from node.worker.daemon import WorkerSettings, run_worker
-from shardcast import Origin, OriginServer
+from shardcast import OriginServer
 from shardcast.envelope import seal
 from shardcast.wire import decode, digest, encode
 
@@ -282,7 +283,7 @@ class Swarm(Serving):
 
 @pytest.fixture
 async def swarm(tmp_path, tiny_policy_path):
-    origin = Origin(tmp_path / "origin", RUN_KEY, RUN_ID)
+    origin = DatedOrigin(tmp_path / "origin", RUN_KEY, RUN_ID)
     server = OriginServer(origin)
     url = f"http://127.0.0.1:{server.start()}"
     manifest_digest = server.publish(tiny_policy_path, version=0)
