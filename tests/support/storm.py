@@ -9,6 +9,9 @@ from actors import Actors
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason, Refusal
 
+STORMS = [("sqlite", 0), ("sqlite", 1), ("sqlite", 2), ("postgresql", 3)]
+"""Databases and seeds: PostgreSQL, whose every statement goes to another process, takes three times as long."""
+
 
 class Storm:
     """Five workers that are right most of the time, verifiers that die, training: one random event after the other."""

@@ -11,7 +11,7 @@ import pytest
 from actors import PUBLIC_KEY, ZERO, Actors, spec_of, who
 from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
-from storm import Storm
+from storm import STORMS, Storm
 
 from coordinator.run.home import Home, create_home
 from coordinator.storage import stakes, standing, training, verdicts, work
@@ -439,7 +439,7 @@ def test_slots_that_nobody_left_can_take_do_not_keep_the_run_from_its_end(
     home.database.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("database_url", "seed"), STORMS, indirect=["database_url"])
 def test_in_any_order_of_events_an_auditor_finds_the_rules_kept(
     tmp_path: Path, database_url: str | None, seed: int
 ) -> None:

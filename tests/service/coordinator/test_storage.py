@@ -14,6 +14,7 @@ from actors import PUBLIC_KEY, Actors, spec_of, who
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import select
+from storm import STORMS
 
 from coordinator.errors import BadConfiguration, StorageFault
 from coordinator.run.home import Home, create_home, open_home
@@ -269,7 +270,7 @@ def test_doubt_is_nobodys_fault(actors: Actors) -> None:
 
 
 @pytest.mark.parametrize("max_async", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("database_url", "seed"), STORMS, indirect=["database_url"])
 def test_any_order_of_events_loses_and_repeats_nothing(
     tmp_path: Path, database_url: str | None, max_async: int, seed: int
 ) -> None:

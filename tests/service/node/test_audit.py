@@ -19,6 +19,7 @@ import pytest
 import torch
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dated_origin import DatedOrigin
 from sqlalchemy import delete, update
 from verifying import InMemory, Part, drawn
 
@@ -56,7 +57,7 @@ from node.protocol.submission import Rollout
 from node.submission.writer import write_rollouts
 from node.verification.plan import Rules
 from node.verification.verify import verify
-from shardcast import Origin, OriginServer
+from shardcast import OriginServer
 from shardcast.wire import decode, digest
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -153,7 +154,7 @@ def other_token(rollout: Rollout) -> Rollout:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Audited]:
     folder = tmp_path_factory.mktemp("audited")
-    origin = Origin(folder / "origin", KEY, RUN, chunk_bytes=64 * 1024)
+    origin = DatedOrigin(folder / "origin", KEY, RUN, chunk_bytes=64 * 1024)
     server = OriginServer(origin, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.start()}"
     manifest_digest = server.publish(tiny_policy_path, version=0)

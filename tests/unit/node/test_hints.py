@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import click
@@ -26,13 +27,19 @@ ROOTS = {"node_error", "shardcast_error", "coordinator_error"}
 """Of classes that nobody raises: what is known of their hints says next to nothing."""
 
 
+@cache
 def _sources():
-    """Every module of the packages: its name, its text, and its tree."""
+    """Every module of the packages that mentions a code: its name and its tree."""
+    return list(_read_sources())
+
+
+def _read_sources():
     for package in (node, coordinator, shardcast, toploc):
         folder = Path(package.__path__[0])
         for path in sorted(folder.rglob("*.py")):
             name = ".".join((package.__name__, *path.relative_to(folder).with_suffix("").parts))
-            yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+            if "code" in (text := path.read_text()):
+                yield name.removesuffix(".__init__"), ast.parse(text)
 
 
 def _error_classes():
