@@ -69,7 +69,7 @@ def most_evidence(groups, limits):
 # -- levels
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_rare_bit_that_all_completions_of_a_group_share_rejects_nobody(seed):
     """In float32 a bit differs in one chunk of a thousand; a group of equal completions has it in all, or in none."""
     rng = random.Random(seed)
@@ -81,7 +81,7 @@ def test_a_rare_bit_that_all_completions_of_a_group_share_rejects_nobody(seed):
         return [bits([0.0078125 if one else 0.0]) for one in rare]
 
     limits = fit_limits([group() for _ in range(64)], [group() for _ in range(64)], false_rejections=1e-6)
-    caught = try_groups([group() for _ in range(2000)], rounded(limits))
+    caught = try_groups([group() for _ in range(1000)], rounded(limits))
     assert (caught.rejected_groups, caught.drifted_groups) == (0, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 import pytest
@@ -17,13 +18,9 @@ def test_trojan_source_is_shown_as_what_it_is() -> None:
     assert visible("access\u202e\u2066level") == "access⟨U+202E⟩⟨U+2066⟩level"
 
 
-@pytest.mark.parametrize("character", [*BIDI, *INVISIBLE, *map(chr, range(32)), "\x7f", "\x85", "\x9b"])
-def test_no_character_hides_or_turns_the_line_round(character: str) -> None:
-    shown = visible(f"a{character}b")
-    assert character not in shown
-    assert shown.startswith("a")
-    assert shown.endswith("b")
-    assert len(shown) > 2
+def test_no_character_hides_or_turns_the_line_round() -> None:
+    for character in [*BIDI, *INVISIBLE, *map(chr, range(32)), "\x7f", "\x85", "\x9b"]:
+        assert re.fullmatch(rf"a[^{re.escape(character)}]+b", visible(f"a{character}b"), re.DOTALL), ascii(character)
 
 
 def test_a_pile_of_combining_marks_cannot_cover_the_lines_around_it() -> None:

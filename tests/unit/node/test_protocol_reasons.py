@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from node.protocol.reasons import Reason, Refusal, reason_of
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_a_reason_has_a_whole_row(reason: Reason) -> None:
-    assert reason.status is None or 400 <= reason.status < 500
-    assert re.fullmatch(r"[A-Z][^\n]{15,140}\.", reason.advice), "one sentence for who implements a node"
-    for sentence in (reason.meaning, reason.todo):
-        assert re.fullmatch(r"[A-Z].*[.)]", sentence), sentence
-        assert not re.search(r"section|sampling\.|limits\.|Retry-After|[Nn]ull", sentence), (
-            f"{sentence!r} cannot be understood without the protocol's document"
-        )
-    assert reason.meaning != reason.todo
-    assert len(reason.meaning + reason.todo) < 260, "it has to fit beside everything else"
+def test_each_reason_has_a_whole_row() -> None:
+    for reason in Reason:
+        assert reason.status is None or 400 <= reason.status < 500, reason
+        assert re.fullmatch(r"[A-Z][^\n]{15,140}\.", reason.advice), f"{reason}: one sentence for who writes a node"
+        for sentence in (reason.meaning, reason.todo):
+            assert re.fullmatch(r"[A-Z].*[.)]", sentence), sentence
+            assert not re.search(r"section|sampling\.|limits\.|Retry-After|[Nn]ull", sentence), (
+                f"{sentence!r} cannot be understood without the protocol's document"
+            )
+        assert reason.meaning != reason.todo
+        assert len(reason.meaning + reason.todo) < 260, f"{reason}: it has to fit beside everything else"
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_a_code_is_stable_text(reason: Reason) -> None:
-    assert reason.value == reason.name.lower()
-    assert re.fullmatch(r"[a-z]+(_[a-z]+)*", reason.value)
+def test_a_code_is_stable_text() -> None:
+    for reason in Reason:
+        assert reason.value == reason.name.lower()
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", reason.value)
 
 
 def test_a_code_of_tomorrow_has_no_row_and_breaks_nothing() -> None:

@@ -84,10 +84,11 @@ def assert_same(ours: Recorded, theirs: Recorded) -> None:
     assert ours.proofs == theirs.proofs
 
 
-def test_random_schedules_leave_the_record_of_a_quiet_one() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_random_schedules_leave_the_record_of_a_quiet_one(seed: int) -> None:
     """Batches of any order and size, unread prompts between them, steps thrown away, policies changed on the way."""
-    rng = random.Random(4)
-    for _ in range(20):
+    rng = random.Random(seed)
+    for _ in range(3):
         recorder, model = make_recorder(), Model()
         left = {f"c{index}": rng.randint(1, 3 * SPAN + 1) for index in range(rng.randint(1, 90))}
         drawn: dict[str, list[int]] = {name: [] for name in left}
