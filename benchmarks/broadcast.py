@@ -1,4 +1,4 @@
-"""How fast weights reach every worker, beside shardcast 0.3.2 and beside what the links allow.
+"""Broadcast time to every worker, against shardcast 0.3.2 and the links' bounds.
 
 `python -m benchmarks.broadcast [--json] [--only PART ...] [--repeats N] [--quick] [--no-peer]`. Origin, relays and
 workers are processes on loopback, each with a folder of its own; a time runs from the order to publish to the last
@@ -9,21 +9,28 @@ what each figure means.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import broadcast_delta, machine
+from benchmarks import broadcast_delta
 from benchmarks.broadcasting import bad_relay, egress, full, hops, idle, peer, striped, trace, trees
-from benchmarks.broadcasting.delivery import Payload
+from benchmarks.broadcasting.delivery import BroadcastFile, Setting, WorkerNotServed
 from benchmarks.broadcasting.processes import NodeEnded
-from benchmarks.broadcasting.trees import NotServed
-from benchmarks.peers import FOLDER, PeerUnavailable
+from benchmarks.peers import PeerUnavailable, add_peer_options
+from benchmarks.report import make_parser, report, say
 
 MIB = 2**20
+QUICK = {
+    "size_mib": 2,
+    "link_mib": 2,
+    "small_mib": 2,
+    "delta_mib": 8,
+    "workers": 2,
+    "repeats": 1,
+    "requests": 50,
+    "heads": 3,
+}
 
 MEANINGS = {
     "full": {
@@ -80,82 +87,56 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `--quick` and the command line settle; bytes and seconds."""
-
-    full_bytes: int
-    workers: int
-    tree_bytes: int
-    small_bytes: int
-    delta_bytes: int
-    link_bytes_per_s: float
-    repeats: int
-    requests: int
-    heads: int
-    patience_s: float
-    within: Path | None
-
-
 Measure = Callable[[], Mapping[str, float | None]]
 
 
-def parts(options: Options, folder: Path, environment: Path | None) -> dict[str, Measure]:
-    """What measures each part."""
+def parts(given: argparse.Namespace, folder: Path, environment: Path | None) -> dict[str, Measure]:
+    """Return what measures each part."""
 
-    def payload(size_bytes: int) -> Payload:
-        return Payload.made(folder / f"{size_bytes}.bin", size_bytes)
+    def setting(size_mib: int, repeats: int) -> Setting:
+        payload = BroadcastFile.made(folder / f"{size_mib}.bin", size_mib * MIB)
+        return Setting(payload, repeats, given.patience, given.folder, given.link_mb_per_s * 1e6)
 
-    rate, patience_s, within = options.link_bytes_per_s, options.patience_s, options.within
-    few = min(3, options.repeats)
+    few = min(3, given.repeats)
+    waiting = {"patience_s": given.patience, "within": given.folder}
     return {
-        "full": lambda: full.measure(
-            full.Setting(payload(options.full_bytes), options.workers, options.repeats, patience_s, within), environment
-        ),
-        "trees": lambda: trees.measure(trees.Setting(payload(options.tree_bytes), rate, few, patience_s, within)),
-        "striped": lambda: striped.measure(trees.Setting(payload(options.tree_bytes), rate, few, patience_s, within)),
-        "egress": lambda: egress.measure(
-            payload(options.small_bytes), repeats=few, patience_s=patience_s, within=within
-        ),
-        "bad_relay": lambda: bad_relay.measure(
-            payload(options.tree_bytes), rate, repeats=few, patience_s=patience_s, within=within
-        ),
-        "idle": lambda: idle.measure(
-            payload(options.small_bytes), requests=options.requests, patience_s=patience_s, within=within
-        ),
-        "hops": lambda: hops.measure(versions=options.heads, patience_s=patience_s, within=within),
-        "delta": lambda: delta_figures(options.delta_bytes, options.repeats),
+        "full": lambda: full.measure(setting(given.size_mib, given.repeats), given.workers, environment),
+        "trees": lambda: trees.measure(setting(given.link_mib, few)),
+        "striped": lambda: striped.measure(setting(given.link_mib, few)),
+        "egress": lambda: egress.measure(setting(given.small_mib, few)),
+        "bad_relay": lambda: bad_relay.measure(setting(given.link_mib, few)),
+        "idle": lambda: idle.measure(setting(given.small_mib, 1), requests=given.requests),
+        "hops": lambda: hops.measure(versions=given.heads, **waiting),
+        "delta": lambda: delta_figures(given.delta_mib * MIB, given.repeats),
         "trace": lambda: trace.measure(folder),
     }
 
 
 def delta_figures(size_bytes: int, repeats: int) -> dict[str, float]:
-    """Those of `broadcast_delta`; of its further cases each by a name of its own."""
+    """Return the figures of `broadcast_delta`, its further cases under names of their own."""
     found = broadcast_delta.measure(size_bytes=size_bytes, repeats=repeats)
     others: dict[str, dict[str, float]] = found.pop("other")
     return found | {f"delta_{case}_{key}": value for case, each in others.items() for key, value in each.items()}
 
 
-def measure(
-    options: Options, only: Sequence[str], environment: Path | None
-) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Figures of the parts asked for, and a reason for those that could not be measured."""
+def measure(given: argparse.Namespace, environment: Path | None) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Measure the parts asked for; return the figures, and a reason for each that could not be measured."""
     figures, reasons = dict[str, float | None](), dict[str, str]()
-    with tempfile.TemporaryDirectory(prefix="broadcast-files-", dir=options.within) as folder:
-        for part, run in parts(options, Path(folder), environment).items():
-            if part not in only:
+    with tempfile.TemporaryDirectory(prefix="broadcast-files-", dir=given.folder) as folder:
+        for part, run in parts(given, Path(folder), environment).items():
+            if part not in given.only:
                 continue
-            print(f"measuring {part}", file=sys.stderr)
+            say(f"measuring {part}")
             try:
                 figures |= run()
-            except (NotServed, NodeEnded) as error:
+            except (WorkerNotServed, NodeEnded) as error:
                 reasons |= dict.fromkeys(MEANINGS[part], str(error))
                 figures |= dict.fromkeys(MEANINGS[part])
     return figures, reasons
 
 
 def find_peer(given: argparse.Namespace) -> tuple[Path | None, dict[str, str]]:
-    """The peer's environment; without one, why each of its figures is null."""
+    """Return the peer's environment; without one, why each of its figures is null."""
     if "full" not in given.only:
         return None, {}
     if given.no_peer:
@@ -166,14 +147,9 @@ def find_peer(given: argparse.Namespace) -> tuple[Path | None, dict[str, str]]:
         return None, dict.fromkeys(full.PEER_KEYS, str(error))
 
 
-def arguments() -> argparse.Namespace:
-    rows = [f"  {key:34} {meaning}" for keys in MEANINGS.values() for key, meaning in keys.items()]
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="\n".join(["figures:", *rows]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+def main() -> None:
+    meanings = [f"  {key:34} {meaning}" for keys in MEANINGS.values() for key, meaning in keys.items()]
+    parser = make_parser(__doc__, epilog="\n".join(["figures:", *meanings]))
     parser.add_argument("--only", nargs="+", choices=MEANINGS, default=list(MEANINGS), help="these parts")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of full (default 5); of the rest at most 3")
     parser.add_argument("--quick", action="store_true", help="small files and one round: that it runs, not how fast")
@@ -183,45 +159,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="of full (default 8)")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds that a broadcast may take (default 120)")
     parser.add_argument("--folder", type=Path, help="where processes keep their files (default: the temporary folder)")
-    parser.add_argument("--no-peer", action="store_true", help=f"measure without shardcast {peer.VERSION}")
-    parser.add_argument("--peer-folder", type=Path, default=FOLDER, help="where to keep it (default build/peers)")
-    return parser.parse_args()
-
-
-def sizes(given: argparse.Namespace) -> Options:
-    return Options(
-        full_bytes=(2 if given.quick else given.size_mib) * MIB,
-        workers=2 if given.quick else given.workers,
-        tree_bytes=(2 if given.quick else given.link_mib) * MIB,
-        small_bytes=(2 if given.quick else 16) * MIB,
-        delta_bytes=(8 if given.quick else 256) * MIB,
-        link_bytes_per_s=given.link_mb_per_s * 1e6,
-        repeats=1 if given.quick else given.repeats,
-        requests=50 if given.quick else 500,
-        heads=3 if given.quick else 20,
-        patience_s=given.patience,
-        within=given.folder,
-    )
-
-
-def main() -> None:
-    given = arguments()
+    add_peer_options(parser, f"shardcast {peer.VERSION}", interpreter=False)
+    parser.set_defaults(small_mib=16, delta_mib=256, requests=500, heads=20)
+    given = parser.parse_args()
+    if given.quick:
+        vars(given).update(QUICK)
     environment, notes = find_peer(given)
-    options = sizes(given)
-    figures, reasons = measure(options, given.only, environment)
+    figures, reasons = measure(given, environment)
     notes |= reasons | {
-        "full": f"{options.full_bytes // MIB} MiB, 2 relays, {options.workers} workers, {options.repeats} rounds",
-        "links": f"{options.tree_bytes // MIB} MiB, uplinks of {options.link_bytes_per_s / 1e6:g} MB/s",
+        "full": f"{given.size_mib} MiB, 2 relays, {given.workers} workers, {given.repeats} rounds",
+        "links": f"{given.link_mib} MiB, uplinks of {given.link_mb_per_s:g} MB/s",
         "bound": "fan-out * S / u, which is also the lower bound for these senders and receivers, without hops' costs",
     }
-    if given.json:
-        print(json.dumps({"benchmark": "broadcast", "machine": machine.describe(), "figures": figures, "notes": notes}))
-        return
-    for key, value in (machine.describe() | notes).items():
-        print(f"{key:>42}  {value}")
-    print()
-    for name, figure in figures.items():
-        print(f"{name:>42}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
+    report("broadcast", given, figures, notes)
 
 
 if __name__ == "__main__":

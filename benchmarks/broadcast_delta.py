@@ -31,22 +31,21 @@ from shardcast.codec.word_codec import WORD_TYPES
 
 CHUNK_BYTES = 4 * MIB
 GB = 1e9
-REPEATS = 5
 
 Words = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What float32 weights become before and after a change, in words of `width` bytes."""
+    """Conversions of float32 weights, before and after a change, into words of `width` bytes."""
 
     width: int
     before: Callable[[Words], Words]
     after: Callable[[Words], Words]
 
 
-def measure(*, size_bytes: int = 256 * MIB, repeats: int = REPEATS) -> dict[str, Any]:
-    """Ratios and speeds on one thread; speeds in 10**9 bytes of the full file a second, medians of `repeats`.
+def measure(*, size_bytes: int, repeats: int) -> dict[str, Any]:
+    """Measure ratios and speeds on one thread; speeds in 10**9 bytes of the full file a second, medians of `repeats`.
 
     `per_cpu_s` are seconds of this process's processor time, for machines with other work. The reference
     `copy_gb_per_s` reads one file and writes another, window by window.
@@ -67,7 +66,7 @@ def measure(*, size_bytes: int = 256 * MIB, repeats: int = REPEATS) -> dict[str,
 
 
 def trace(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The deltas between consecutive files of a training run, each of the size of the one before."""
+    """Measure the deltas between consecutive files of a training run."""
     with TemporaryDirectory() as folder:
         rows = []
         for base, result in pairwise(paths):
@@ -118,7 +117,7 @@ def _case(size_bytes: int, repeats: int, kind: Kind) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """(wall, processor) seconds, medians."""
+    """Return the median (wall, processor) seconds."""
     walls, processors = [], []
     for _ in range(repeats):
         wall, processor = time.perf_counter(), time.process_time()
@@ -157,7 +156,7 @@ def _windows(*paths: Path) -> Iterator[tuple[bytes, ...]]:
 
 
 def _bound(base: Path, result: Path) -> tuple[int, int, float]:
-    """(words, changed words, bits): N * H(changed / N) for which change, and the entropy of all steps for how."""
+    """Return (words, changed words, bits): N * H(changed / N) for which, and the entropy of all steps for how."""
     words = changed = 0
     steps: list[Words] = []
     with result.open("rb") as file:
@@ -182,7 +181,7 @@ def _entropy(counts: npt.ArrayLike) -> float:
 
 
 def _write_weights(base: Path, result: Path, size_bytes: int, kind: Kind) -> None:
-    """Two safetensors files of one tensor, so that the codec learns the width as it does in use."""
+    """Write two safetensors files of one tensor, so that the codec learns the width as it does in use."""
     dtype = {2: "BF16", 4: "F32"}[kind.width]
     count = size_bytes // kind.width
     header = f'{{"weights":{{"dtype":"{dtype}","shape":[{count}],"data_offsets":[0,{count * kind.width}]}}}}'.encode()
@@ -233,7 +232,7 @@ def _relative(size: float) -> Kind:
 
 
 def _bfloat16(weights: Words) -> Words:
-    """Rounded to nearest, ties to even, as words."""
+    """Round to nearest, ties to even; return words."""
     bits = weights.view(np.uint32)
     words: Words = ((bits + (bits >> 16 & 1) + 0x7FFF) >> 16).astype(np.uint16)
     return words

@@ -1,4 +1,4 @@
-"""What a run survives: `python -m benchmarks.chaos [--json] [--faults N] [--seed S] [--only KIND ...]`.
+"""Fault injection into a swarm: `python -m benchmarks.chaos [--json] [--faults N] [--seed S] [--only KIND ...]`.
 
 A swarm of real processes (coordinator, verifier, trainer with its origin, two relays, two workers) trains a tiny policy
 on loopback while they are killed and stopped, their disk gets full and slow, their clocks jump, their database is
@@ -22,7 +22,6 @@ or user namespaces), and clocks that jump a C compiler; without them these fault
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import random
@@ -36,13 +35,13 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks import machine
-from benchmarks.faults.campaign import Campaign, Recovery, damage
+from benchmarks.faults.campaign import FaultCampaign, Recovery, damage
 from benchmarks.faults.checks import Evidence, Violations, judge
 from benchmarks.faults.clocked import has_compiler
 from benchmarks.faults.disk import private_mounts
-from benchmarks.faults.kinds import KINDS, Kind, plan
+from benchmarks.faults.kinds import KINDS, FaultKind, plan
 from benchmarks.faults.stage import staged
+from benchmarks.report import make_parser, report, say
 from coordinator.lab.processes.supervisor import interrupted_by_signals
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
@@ -53,7 +52,7 @@ _ENTRY: Any = LogEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CampaignResult:
     """A campaign that has ended."""
 
     recoveries: list[Recovery]
@@ -63,11 +62,11 @@ class Result:
     seconds: float
 
 
-def run(kinds: list[Kind], folder: Path, logs: Path, *, mounts: bool, rng: random.Random) -> Result:
-    """Strike with each of `kinds`, and look at what is left."""
+def run(kinds: list[FaultKind], folder: Path, logs: Path, *, mounts: bool, rng: random.Random) -> CampaignResult:
+    """Inject each of `kinds`, and judge what is left."""
     started = time.monotonic()
     with interrupted_by_signals(), staged(folder, logs=logs, mounts=mounts) as stage:
-        campaign = Campaign(stage, rng=rng, say=lambda line: _say(f"{time.monotonic() - started:7.1f} s  {line}"))
+        campaign = FaultCampaign(stage, rng=rng, say=say)
         campaign.start()
         campaign.run(kinds)
         with campaign.at_rest():
@@ -79,11 +78,11 @@ def run(kinds: list[Kind], folder: Path, logs: Path, *, mounts: bool, rng: rando
         violations.log_inconsistencies += stage.witness.problems
         violations.log_inconsistencies += audit_complaints(audit)
         violations.log_inconsistencies += damage(swarm.folder / "data", stage.database)
-    return Result(campaign.recoveries, violations, evidence, audit, time.monotonic() - started)
+    return CampaignResult(campaign.recoveries, violations, evidence, audit, time.monotonic() - started)
 
 
 def audit_complaints(audit: dict[str, Any]) -> list[str]:
-    """In what an audit does not agree; what it could not derive again is a complaint, too."""
+    """List what an audit does not agree with, or could not derive again."""
     said = [f"audit: {problem['code']}: {problem['detail']}" for problem in audit["problems"]]
     said += [
         f"audit: entry {one['log_index']} is {one['logged']}, {one['result']}: {one['detail']}"
@@ -95,8 +94,8 @@ def audit_complaints(audit: dict[str, Any]) -> list[str]:
     return said
 
 
-def figures(result: Result) -> dict[str, Any]:
-    """What is printed."""
+def figures(result: CampaignResult) -> dict[str, Any]:
+    """Compute the figures."""
     entries = [msgspec.json.decode(leaf, type=_ENTRY) for leaf in result.evidence.leaves]
     verdicts = [entry for entry in entries if isinstance(entry, VerdictEntry)]
     times = [one.seconds for one in result.recoveries if one.seconds is not None]
@@ -121,7 +120,7 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def rows(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
-    """Each kind of fault: how many, and how long they took to get over."""
+    """Return a row for each kind of fault: how many, and the recovery times."""
     table = []
     for kind in KINDS:
         of_kind = [one for one in recoveries if one.kind == kind.name]
@@ -132,8 +131,8 @@ def rows(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
     return table
 
 
-def possible(kinds: Sequence[Kind], *, mounts: bool) -> tuple[tuple[Kind, ...], dict[str, str]]:
-    """The kinds of faults that this machine can do, and why not the others."""
+def possible(kinds: Sequence[FaultKind], *, mounts: bool) -> tuple[tuple[FaultKind, ...], dict[str, str]]:
+    """Return the kinds of faults that this machine can do, and why not the others."""
     notes = {}
     for kind in kinds:
         if kind.needs_mounts and not mounts:
@@ -157,19 +156,14 @@ def main() -> int:
         logs = arguments.out or Path(folder) / "logs"
         result = run(planned, Path(folder), logs, mounts=mounts, rng=rng)
     for violation in result.violations.all:
-        _say(f"VIOLATION  {violation}")
-    found = figures(result)
-    if arguments.json:
-        line: dict[str, Any] = {"benchmark": "chaos", "machine": machine.describe(), "figures": found, "notes": notes}
-        print(json.dumps(line | {"rows": rows(result.recoveries), "seed": arguments.seed}))
-    else:
-        _print(found, rows(result.recoveries), notes)
+        say(f"VIOLATION  {violation}")
+    table = rows(result.recoveries)
+    report("chaos", arguments, figures(result), notes, rows=table, seed=arguments.seed)
     return int(bool(result.violations.all))
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=FAULTS)
     parser.add_argument("--seed", type=int, default=1, help="of the faults' order and lengths")
     parser.add_argument("--only", action="append", choices=[kind.name for kind in KINDS], metavar="KIND")
@@ -178,7 +172,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _enter_namespace() -> None:
-    """Become this program again, with mounts of its own, where that is allowed."""
+    """Execute this program again in a mount namespace of its own, where that is allowed."""
     if IN_NAMESPACE in os.environ:
         return
     command = private_mounts()
@@ -186,19 +180,6 @@ def _enter_namespace() -> None:
     if command is not None:
         again = (sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:])
         os.execvp(command[0], (*command, *again))  # noqa: S606  (no shell)
-
-
-def _print(found: dict[str, Any], table: list[dict[str, Any]], notes: dict[str, str]) -> None:
-    for name, value in found.items():
-        print(f"{name:24} {value}")
-    for row in table:
-        print(f"{row['kind']:24} {row['faults']:4d}  {row['mean_recovery_s']} s, at most {row['longest_recovery_s']} s")
-    for name, note in notes.items():
-        print(f"{name}: {note}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

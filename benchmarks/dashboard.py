@@ -1,4 +1,4 @@
-"""What the run's pages cost: `python -m benchmarks.dashboard [--json]`.
+"""Latency and size of the run's pages, and cost of the log: `python -m benchmarks.dashboard [--json]`.
 
 A real coordinator process (`swarmproof coordinator`, SQLite) on the database of a run with 10,000 workers and 100,000
 judged submissions, as `benchmarks.dashboards.stocked` writes it.
@@ -19,56 +19,51 @@ judged submissions, as `benchmarks.dashboards.stocked` writes it.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks import machine
 from benchmarks.dashboards.browser import look
 from benchmarks.dashboards.served import serving
 from benchmarks.dashboards.stocked import Stock, append_many
+from benchmarks.report import make_parser, report, say
+from benchmarks.timing import milliseconds
 from coordinator.storage import log
 from coordinator.storage.database import Database, sqlite_url
 from node.protocol.messages import PolicyEntry
 from shardcast.wire import encode
 
 ANEW_SECONDS = 1.1
-"""After it nothing that was made is still good."""
+"""Longer than any page is cached."""
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def get(url: str) -> bytes:
-    """One answer."""
+    """Return one reply's body."""
     with urlopen(url, timeout=60) as answer:  # noqa: S310  (our own process's)
         return bytes(answer.read())
 
 
 def median_ms(url: Callable[[int], str], *, times: int, anew: bool) -> float:
-    """The median of `times` answers; with `anew` each is made for the purpose."""
+    """Return the median of `times` replies; with `anew`, wait before each until no cached page is valid."""
     taken = []
     for number in range(times):
         if anew:
             time.sleep(ANEW_SECONDS)
-        taken.append(_timed(lambda at=number: get(url(at))))  # type: ignore[misc]
+        taken.append(milliseconds(lambda at=number: get(url(at))))  # type: ignore[misc]
     return round(statistics.median(taken), 2)
 
 
 def pages(url: str, submissions: list[str], *, times: int) -> dict[str, float]:
-    """The time of each kind of page."""
+    """Time each kind of page."""
     get(f"{url}/")  # templates are compiled, and the past is read once
     rng = random.Random(1)
     workers = [f"{url}/?sort={sort}" for sort in ("seen", "rejected", "credit")] + [f"{url}/?find=ab"]
@@ -89,19 +84,19 @@ def pages(url: str, submissions: list[str], *, times: int) -> dict[str, float]:
     }
 
 
-def log_costs(folder: Path) -> dict[str, float]:
-    """The log's functions at each of SIZES entries."""
+def log_costs(folder: Path, sizes: Sequence[int]) -> dict[str, float]:
+    """Time the log's functions at each size."""
     database = Database(sqlite_url(folder))
     database.migrate()
     rng, figures = random.Random(1), dict[str, float]()
-    for size in SIZES:
+    for size in sizes:
         with database.write(durable=False) as connection:
             append_many(connection, [_leaf(index) for index in range(log.size(connection), size)])
         figures |= {f"{name}_ms_{size}": value for name, value in _costs(database, size, rng).items()}
         say(f"log of {size:>9,}: " + ", ".join(f"{k} {v}" for k, v in figures.items() if k.endswith(f"_{size}")))
     database.close()
     for name in ("append", "inclusion"):
-        figures[f"{name}_growth"] = round(figures[f"{name}_ms_{SIZES[-1]}"] / figures[f"{name}_ms_{SIZES[0]}"], 2)
+        figures[f"{name}_growth"] = round(figures[f"{name}_ms_{sizes[-1]}"] / figures[f"{name}_ms_{sizes[0]}"], 2)
     return figures
 
 
@@ -117,26 +112,20 @@ def _costs(database: Database, size: int, rng: random.Random) -> dict[str, float
     append, inclusion, consistency, root = (list[float]() for _ in range(4))
     with database.write(durable=False) as connection:
         for index in range(size, size + 257):
-            append += [_timed(lambda at=index: log.append(connection, _entry(at)))]  # type: ignore[misc]
+            append += [milliseconds(lambda at=index: log.append(connection, _entry(at)))]  # type: ignore[misc]
         connection.rollback()
     with database.read() as connection:
         for _ in range(200):
             at = rng.randrange(size)
-            inclusion.append(_timed(lambda at=at: log.inclusion(connection, at, size)))  # type: ignore[misc]
-            consistency.append(_timed(lambda at=at: log.consistency(connection, at, size)))  # type: ignore[misc]
-            root.append(_timed(lambda: log.root(connection, size)))
+            inclusion.append(milliseconds(lambda at=at: log.inclusion(connection, at, size)))  # type: ignore[misc]
+            consistency.append(milliseconds(lambda at=at: log.consistency(connection, at, size)))  # type: ignore[misc]
+            root.append(milliseconds(lambda: log.root(connection, size)))
     timings = {"append": append, "inclusion": inclusion, "consistency": consistency, "root": root}
     return {name: round(statistics.median(values), 3) for name, values in timings.items()}
 
 
-def _timed(step: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    step()
-    return 1000 * (time.perf_counter() - started)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     figures: dict[str, Any] = {"workers": options.workers, "submissions": options.submissions}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -150,28 +139,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             say(f"the run was written in {time.perf_counter() - started:.0f} s")
             figures |= pages(served.url, served.submissions, times=options.times)
             figures |= look(served.url, loads=options.loads)
-            say(json.dumps(figures))
         shutil.rmtree(folder / "large")
         (folder / "log").mkdir()
-        figures |= log_costs(folder / "log")
+        figures |= log_costs(folder / "log", [size for size in SIZES if size <= options.log_entries])
     return figures
 
 
 def main() -> None:
-    """Run once and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=10_000)
     parser.add_argument("--submissions", type=int, default=100_000)
+    parser.add_argument("--log-entries", type=int, default=SIZES[-1], help="of the largest log (default 1000000)")
     parser.add_argument("--times", type=int, default=9, help="pages of each kind that are made anew (default 9)")
     parser.add_argument("--loads", type=int, default=7, help="visits with an empty cache (default 7)")
     options = parser.parse_args()
     figures = measure(options)
-    for name, value in figures.items():
-        say(f"{name:<28} {value}")
-    if options.json:
-        notes = {"times": options.times, "loads": options.loads}
-        print(json.dumps({"benchmark": "dashboard", "machine": machine.describe(), "figures": figures, "notes": notes}))
+    notes: dict[str, Any] = {"times": options.times, "loads": options.loads}
+    notes |= {name: "no Chromium on this machine" for name, value in figures.items() if value is None}
+    report("dashboard", options, figures, notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `make demo` achieves, and what it costs: `python -m benchmarks.demo [--json] [--steps N] [--out DIR]`.
+"""Outcome and cost of `make demo`: `python -m benchmarks.demo [--json] [--steps N] [--out DIR]`.
 
 Runs the demonstration as a person would, but headless, in a process of its own. `seconds` is that process's
 whole life: from its start, warm start and audit included, until every process of the swarm has ended. Peak
@@ -7,7 +7,6 @@ memory is the largest sum of the proportional set sizes (PSS) of all processes, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,30 +15,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks.report import make_parser, report
 
 
 def run(steps: int, out: Path) -> tuple[dict[str, Any], float]:
-    """The demonstration's summary, and the seconds that it took; its progress goes to standard error."""
-    command = [
-        sys.executable,
-        "-m",
-        "node.cli",
-        "demo",
-        "--headless",
-        "--json",
-        "--steps",
-        str(steps),
-        "--out",
-        str(out),
-    ]
+    """Run the demonstration; return its summary and its seconds. Progress goes to standard error."""
+    options = ("--headless", "--json", "--steps", str(steps), "--out", str(out))
+    command = [sys.executable, "-m", "node.cli", "demo", *options]
     started = time.monotonic()
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(finished.stdout.splitlines()[-1]), time.monotonic() - started
 
 
 def figures(summary: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What is printed: the demonstration's own figures, with the whole time, and where the time went."""
+    """Return the demonstration's own figures, the whole time, and where the time went."""
     audit = summary["audit"]
     own: dict[str, Any] = summary["figures"]
     return own | {
@@ -53,7 +42,7 @@ def figures(summary: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def notes(found: dict[str, Any], summary: dict[str, Any]) -> dict[str, str]:
-    """Why a figure is null."""
+    """Say why a figure is null."""
     told = {}
     if found["reward_gain"] is None:
         told["reward_gain"] = "needs at least ten steps"
@@ -63,21 +52,14 @@ def notes(found: dict[str, Any], summary: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run once and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, help="keep the report here instead of in a temporary folder")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        summary, seconds = run(arguments.steps, arguments.out or Path(temporary))
+        summary, seconds = run(options.steps, options.out or Path(temporary))
     found = figures(summary, seconds)
-    if arguments.json:
-        line = {"benchmark": "demo", "machine": machine.describe(), "figures": found, "notes": notes(found, summary)}
-        print(json.dumps(line))
-        return
-    for name, value in found.items():
-        print(f"{name:40} {value}")
+    report("demo", options, found, notes(found, summary))
 
 
 if __name__ == "__main__":

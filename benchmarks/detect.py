@@ -1,4 +1,4 @@
-"""Who is caught: honest work and cheats drawn by real engines, judged by limits fitted on other honest work.
+"""Detection rates of cheats drawn by real engines, under limits fitted on other honest work.
 
 `python -m benchmarks.detect [--json]`. The tiny policy is warm-started and trained for a few steps of GRPO at the
 demonstration's learning rate; the last policy is the run's, the one before it is what a stale worker serves. Honest
@@ -39,6 +39,8 @@ import msgspec
 import torch
 
 from benchmarks import workload
+from benchmarks.learning.loop import grouped
+from benchmarks.warm_start import add_warm_start, warmed_up
 from coordinator.calibration import cheats
 from coordinator.calibration.attempts import Attempts
 from coordinator.calibration.fit import Group, fit_limits
@@ -46,11 +48,8 @@ from coordinator.calibration.measure import measure
 from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import judge_rollouts, try_groups
 from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_workers
-from coordinator.training.groups import Group as TrainingGroup
-from coordinator.training.groups import Sample
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
-from coordinator.training.warm_start import warm_start
 from node.policy.file import Policy, load_policy, save_policy
 from node.protocol.admission import GAIN_LIMIT, judge_group
 from node.protocol.evidence import add, evidences
@@ -58,7 +57,7 @@ from node.protocol.run import HonestSpec, LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
 from node.verification.prefill import Prefill
 from node.verification.readings import read_by_transformers
-from node.verification.second_look import certain, compare_weights, int8, quantised
+from node.verification.second_look import compare_weights, gain_lower_bound, int8, quantised
 from node.verification.spans import spans_of
 
 Groups = list[list[Rollout]]
@@ -67,9 +66,10 @@ LEARNING_RATE = 1e-4
 STEPS = 6
 GROUPS_PER_STEP = 32
 IN_A_ROW = 4
+SKETCH_BYTES_PER_TOKEN = 4.0
 OTHER_SEED = 1
 SMALLER = {"stale_lr_1e5": 0.1, "stale_lr_1e6": 0.01}
-"""Steps at smaller learning rates, as shares of the one that was made."""
+"""Shares of the last training step, for smaller learning rates."""
 LOOKS = 100
 """Honest groups of each worker that get a second look."""
 KEYS = {
@@ -90,7 +90,7 @@ KEYS = {
 
 @dataclass(slots=True)
 class Bench:
-    """A policy, a run of it, and everything that was drawn so far."""
+    """A policy and a run of it, with fitted limits and the gains of second looks."""
 
     spec: RunSpec
     path: Path
@@ -106,17 +106,17 @@ class Bench:
         return found
 
     def rejects(self, rollouts: Group) -> bool:
-        """Whether these lead to a rejection, each by itself or all together."""
+        """Whether rollouts are rejected, each by itself or all together."""
         totals = add(one.totals(self.limits) for one in rollouts)
         return any(judge_rollouts(rollouts, self.limits)) or judge_group(totals, limits=self.limits) is not None
 
     def doubts(self, rollouts: Group) -> bool:
-        """Whether a verifier is sure to look again at a group that would pass."""
+        """Whether a group that would pass is suspicious enough for a second look."""
         totals = add(one.totals(self.limits) for one in rollouts)
         return dict(evidences(totals, limits=self.limits))["sketch"] > self.limits.suspicion
 
-    def is_of_suspects(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether a second look finds the group to be the work of int8 weights, or of the policy before."""
+    def second_look_rejects(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether a second look attributes the group to int8 weights or to the policy before."""
         spans = [
             span
             for row, one in enumerate(rollouts)
@@ -124,7 +124,7 @@ class Bench:
         ]
         suspects = [quantised(self.policy), *([self.previous] if self.previous is not None else [])]
         gains = [compare_weights(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
-        self.gains.append([certain(one) for one in gains])
+        self.gains.append([gain_lower_bound(one) for one in gains])
         return max(self.gains[-1]) > GAIN_LIMIT
 
 
@@ -138,13 +138,13 @@ def make_spec(options: argparse.Namespace, *, tokens: int) -> RunSpec:
     )
 
 
-async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, stages: Any) -> list[Path]:
-    """Policies of a short run: the torch engine draws, `train_step` trains.
+async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, warm: float) -> list[Path]:
+    """Train in a short run: the torch engine draws, `train_step` trains.
 
-    The last one, the one before, and those that one step at smaller learning rates (`SMALLER`) would have come from:
-    as far from the last one in the same direction, less so many times.
+    Return the files of the last policy, of the one before, and of those from which one step at each learning rate of
+    `SMALLER` would have led to the last one.
     """
-    model, tokenizer = warm_start(seed=seed, stages=stages)
+    model, tokenizer = warmed_up(warm, seed=seed)
     optimizer = make_optimizer(model, spec.training)
     paths = [folder / f"step{step}.safetensors" for step in range(steps + 1)]
     (worker, *_) = make_workers(["torch"], threads=1)
@@ -157,16 +157,12 @@ async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, stages: A
         numbers = slots.allocate(GROUPS_PER_STEP)
         async with worker.running(spec, path) as engine:
             drawn = [await engine.generate(slots.requests(slot)) for slot in numbers]
-        groups = [
-            TrainingGroup(
-                version=step,
-                rewards=tuple(slots.reward(slot, one) for one in group),
-                rollouts=tuple(
-                    Sample(tuple(one.prompt_ids), tuple(one.completion_ids), tuple(one.logprobs)) for one in group
-                ),
-            )
-            for slot, group in zip(numbers, drawn, strict=True)
-        ]
+        groups = grouped(
+            list(chain.from_iterable(drawn)),
+            spec.sampling.group_size,
+            version=step,
+            reward=lambda at, rollout: slots.reward(numbers[at], rollout),  # noqa: B023  (called at once)
+        )
         before = copy.deepcopy(model)
         model.train()
         stats = train_step(model, optimizer, groups, spec=spec, step=step)
@@ -210,7 +206,7 @@ async def honest(
         rejected, drifted = rejected + caught.rejected_groups, drifted + caught.drifted_groups
     fitted = [try_groups(groups[::2], bench.limits) for groups in measured]
     looked = [group for groups in drawn for group in groups[1 : 2 * LOOKS : 2]]
-    again = sum(bench.is_of_suspects(group) for group in looked)
+    again = sum(bench.second_look_rejects(group) for group in looked)
     gains = [max(column) for column in zip(*bench.gains, strict=True)]
     workload.say(f"honest: {rejected} rejected, {again} of {len(looked)} by a second look; largest gains {gains}")
     workload.say(f"honest, fitted on: {[dict(one.figures) for one in fitted]}")
@@ -228,7 +224,7 @@ async def honest(
 
 
 def _changed(groups: Sequence[Group]) -> float:
-    """The share of groups with a token that lost against another one."""
+    """Return the share of groups with a token that is not the forced one."""
     return sum(any(max(one.margins) > 0 for one in group) for group in groups) / len(groups)
 
 
@@ -241,11 +237,11 @@ def _together(group: Group, bench: Bench) -> Any:
 
 
 def judged(bench: Bench, groups: Groups, *, key: str) -> dict[str, float | int | None]:
-    """The figures of one cheat."""
+    """Judge the groups of one cheat."""
     measured = bench.measured(groups)
     caught = try_groups(measured, bench.limits)
     passed = [number for number, group in enumerate(measured) if not bench.rejects(group)]
-    found_again = [number for number in passed if bench.is_of_suspects(groups[number])]
+    found_again = [number for number in passed if bench.second_look_rejects(groups[number])]
     doubted = sum(bench.doubts(measured[number]) for number in found_again)
     rows = [try_groups(measured[at : at + IN_A_ROW], bench.limits) for at in range(0, len(measured), IN_A_ROW)]
     schemes = {
@@ -268,7 +264,7 @@ def judged(bench: Bench, groups: Groups, *, key: str) -> dict[str, float | int |
 
 
 def _proofs_alone(limits: LimitsSpec, *, levels: Sequence[str]) -> LimitsSpec:
-    """One scheme's proofs and nothing else, within the same false-rejection bound."""
+    """Limit one scheme's proofs and nothing else, within the same false-rejection bound."""
     others = {"token_margin", "rollout_margin_mean", "logprob_error"}
     others |= (
         {"sketch_distance"} if "exponents" in levels else {"exponent_mismatches", "mantissa_mean", "mantissa_median"}
@@ -278,7 +274,7 @@ def _proofs_alone(limits: LimitsSpec, *, levels: Sequence[str]) -> LimitsSpec:
 
 
 def _tokens_for(groups: Sequence[Group], bench: Bench, *, share: float) -> int | None:
-    """Of sets of 1, 2, 4, … rollouts the tokens of the smallest that are over a limit so often; None if none is."""
+    """Return the tokens of the smallest sets of 1, 2, 4, … rollouts of which `share` are over a limit, or None."""
     flat = list(chain.from_iterable(groups))
     size = 1
     while size <= len(flat) // 8:
@@ -295,7 +291,7 @@ def _tokens_for(groups: Sequence[Group], bench: Bench, *, share: float) -> int |
 
 
 async def changed_weights(bench: Bench, worker: HonestWorker, folder: Path, *, groups: int) -> dict[str, Any]:
-    """Weights other than the policy's, served by `worker`."""
+    """Judge work of changed weights, served by `worker`."""
     found: dict[str, Any] = {}
     for key, change in (("int8", int8), ("int4", cheats.int4), ("noise_1pct", cheats.noise)):
         path = folder / "changed.safetensors"
@@ -305,12 +301,12 @@ async def changed_weights(bench: Bench, worker: HonestWorker, folder: Path, *, g
 
 
 async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The figures of the trained tiny policy."""
+    """Measure the trained tiny policy."""
     spec = make_spec(options, tokens=48)
     workload.say("training the policies")
-    newest, stale, *nearer = await train(spec, folder, seed=2, steps=options.steps, stages=options.stages)
+    newest, stale, *nearer = await train(spec, folder, seed=2, steps=options.steps, warm=options.warm_start)
     other = folder / "other.safetensors"
-    model, tokenizer = warm_start(seed=OTHER_SEED, stages=options.stages)
+    model, tokenizer = warmed_up(options.warm_start, seed=OTHER_SEED)
     save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, other)
     bench = make_bench(spec, newest, previous=stale)
     first, second, *_ = make_workers([options.engine, "torch"], threads=options.threads)
@@ -339,7 +335,7 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def random_policy(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The figures of a larger policy with random weights."""
+    """Measure a larger policy with random weights."""
     path = folder / "random.safetensors"
     workload.save_random_policy(path, workload.size_of(options), dtype=getattr(torch, options.dtype), ends=True)
     bench = make_bench(make_spec(options, tokens=options.tokens), path, previous=None)
@@ -353,8 +349,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         figures = await trained(options, Path(folder))
         mid: Mapping[str, Any] = await random_policy(options, Path(folder)) if options.mid_groups else {}
-    sketch_bytes = 4.0
-    return figures | {"bytes_per_token": sketch_bytes} | dict(mid)
+    return figures | {"bytes_per_token": SKETCH_BYTES_PER_TOKEN} | dict(mid)
 
 
 def main() -> None:
@@ -366,12 +361,9 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.005, help="the sketch's step (default 0.005)")
     parser.add_argument("--readings", type=int, choices=(1, 2), default=2, help="of each rollout (default 2)")
     chance = LimitsSpec().false_rejections
-    parser.add_argument(
-        "--false-rejections", type=float, default=chance, help=f"bound for each sum (default {chance:g})"
-    )
-    parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
+    parser.add_argument("--false-rejections", type=float, default=chance, help=f"for each sum (default {chance:g})")
+    add_warm_start(parser)
     options = workload.parse(parser)
-    options.stages = workload.stages(options.warm_start)
     figures = asyncio.run(run(options))
     notes = {
         "false_rejections": f"{options.false_rejections:g} for each sum that is judged",

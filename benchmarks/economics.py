@@ -1,4 +1,4 @@
-"""What cheating earns under the rules of standing, by simulation: `python -m benchmarks.economics [--json]`.
+"""Simulated return on cheating under the rules of standing: `python -m benchmarks.economics [--json]`.
 
 The rules are the product's own (`node.protocol.standing`): which slots are measured in full, what is pending, what a
 rejection voids, when a node is banned. Only the slots are made up: a cheated row is found with probability `--power`
@@ -12,13 +12,11 @@ above 1 cheating pays. docs/threat-model.md has the table and the formula behind
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from benchmarks import machine
+from benchmarks.report import make_parser, report
 from node.protocol.admission import Outcome
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
@@ -30,12 +28,11 @@ TOKENS = 1000  # of a slot, whose credit is worth 1
 NOBODY = "0" * 64
 
 Plan = Callable[[int, Account], int]
-"""From the slots that this key has done, and what it reads of itself in the log, to how many rows of the next one are
-cheated."""
+"""How many rows of the next slot are cheated, by the slots that this key has done and its account in the log."""
 
 
 def _nothing_to_lose(account: Account) -> bool:
-    """The log is public, so a worker knows what is pending for it, and may cheat just after all of that has vested."""
+    """Whether all that was pending has vested, which a worker reads in the public log."""
     return account.standing.verified >= 16 and not account.unvested
 
 
@@ -55,7 +52,7 @@ STRATEGIES: dict[str, Plan] = {
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a simulated worker reckons with; see the module."""
+    """Costs and gains of a simulated worker; see the module."""
 
     power: float
     cost: float
@@ -65,7 +62,7 @@ class Prices:
 
 @dataclass(slots=True)
 class Books:
-    """What a strategy came to."""
+    """Outcome of a strategy."""
 
     slots: int = 0
     spent: float = 0.0
@@ -76,12 +73,12 @@ class Books:
     unseen_rows: int = 0
 
     def return_on_computing(self, prices: Prices) -> float:
-        """Pay for each unit of computing, after stakes."""
+        """Return the pay for each unit of computing, after stakes."""
         return (self.vested - self.catches * prices.stake) / self.spent
 
 
 def simulate(plan: Plan, rules: StandingSpec, prices: Prices, *, slots: int, seed: int) -> Books:
-    """One worker that follows `plan`, over so many slots."""
+    """Simulate a worker that follows `plan` for `slots` slots."""
     rng, books = random.Random(seed), Books()
     account, done, cheated = Account(), 0, dict[str, int]()
     for number in range(slots):
@@ -132,7 +129,7 @@ def _verdict(name: str, *, found: bool, full: bool, recheck: bool = False) -> Ve
 
 
 def table(rules: StandingSpec, prices: Prices, *, slots: int, seed: int) -> Iterator[dict[str, float | str]]:
-    """A row for each strategy: its return over honesty's, and what of its work was bad and nobody saw at once."""
+    """Yield a row for each strategy: its return over honesty's, and which of its bad work nobody saw at once."""
     honest = simulate(STRATEGIES["honest"], rules, prices, slots=slots, seed=seed).return_on_computing(prices)
     for name, plan in STRATEGIES.items():
         books = simulate(plan, rules, prices, slots=slots, seed=seed)
@@ -145,20 +142,8 @@ def table(rules: StandingSpec, prices: Prices, *, slots: int, seed: int) -> Iter
         }
 
 
-def show(floor: str, rows: list[dict[str, float | str]]) -> None:
-    """One floor's table for people."""
-    print(f"\nfull_rate_floor = {floor}")
-    print(f"  {'strategy':36} {'over honesty':>12} {'unseen at first':>16} {'for each catch':>15} {'keys':>6}")
-    for row in rows:
-        print(
-            f"  {row['strategy']:36} {row['over_honest']:12.3f} {row['bad_rows_unseen_share']:16.2%} "
-            f"{row['bad_rows_for_each_catch']:15.2f} {row['keys']:6}"
-        )
-
-
 def main() -> None:
-    """Print the tables, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--slots", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--floors", type=float, nargs="+", default=[1.0, 0.25, 0.1, 0.02])
@@ -167,22 +152,15 @@ def main() -> None:
     parser.add_argument("--cheap", type=float, default=0.25, help="cost of a cheated row over an honest one's")
     parser.add_argument("--stake", type=float, default=0.0, help="lost with each catch, in pay for a slot")
     parser.add_argument("--vesting", type=int, default=StandingSpec().vesting)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     prices = Prices(power=options.power, cost=options.cost, cheap=options.cheap, stake=options.stake)
     found = {}
     for floor in options.floors:
         rules = StandingSpec(full_rate_floor=floor, vesting=options.vesting)
         found[str(floor)] = list(table(rules, prices, slots=options.slots, seed=options.seed))
-        if not options.json:
-            show(str(floor), found[str(floor)])
     dishonest = [row for rows in found.values() for row in rows if row["strategy"] != "honest"]
-    best = max(float(row["over_honest"]) for row in dishonest)
-    if options.json:
-        result = {"machine": machine.describe(), "prices": asdict(prices), "slots": options.slots}
-        print(json.dumps(result | {"best_cheat_over_honest": best, "floors": found}))
-    else:
-        print(f"\nthe best cheat earns {best:.3f} of what honesty earns")
+    figures = {"best_cheat_over_honest": max(float(row["over_honest"]) for row in dishonest)}
+    report("economics", options, figures, {"slots": options.slots}, prices=asdict(prices), floors=found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who takes proofs of states that nobody computed: a ladder of forgers against three architectures, or others.
+"""Acceptance of forged proofs: a ladder of forgers against three architectures, or others.
 
 `python -m benchmarks.forgery [--json] [--forgeries N] [--short N] [--architectures NAME ...]`. A forgery is a rollout
 of a stated length whose tokens and log-probabilities are right and whose proofs are made up
@@ -25,25 +25,22 @@ The floor is 0 accepted. A bound: of n forgeries without one accepted, the true 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from benchmarks.forging import judging, stages
 from benchmarks.forging.architectures import ATTENTION, FAMILIES
 from benchmarks.forging.stages import FULL, LENGTHS, RUNGS, Counted, Prepared, Settings
-from benchmarks.peers import FOLDER, PeerUnavailable
+from benchmarks.peers import PeerUnavailable, add_peer_options
+from benchmarks.report import make_parser, report, say, usable_cores
 from benchmarks.toploc import find_peer
-from benchmarks.workload import say, usable_cores
+from benchmarks.toploc_peer import VERSION
 
 RECOMMENDED = judging.BOTH
 PART = 5_000
@@ -57,7 +54,7 @@ LIMITS = ("default", "calibrated")
 def attack_all(
     pool: ProcessPoolExecutor, prepared: Sequence[Prepared], settings: Settings
 ) -> tuple[list[Counted], float]:
-    """Every rung, length and architecture, and the seconds that processes spent on them, together."""
+    """Forge every rung, length and architecture; return the counts, and the seconds of all processes together."""
     tasks: list[Future[tuple[list[Counted], float]]] = []
     for tokens in sorted(LENGTHS, reverse=True):
         count = settings.count(tokens)
@@ -78,7 +75,7 @@ def attack_all(
 
 
 def totals(counted: Sequence[Counted]) -> dict[str, float]:
-    """Forgeries that are accepted, by length, limits and scheme, over all rungs and architectures."""
+    """Count accepted forgeries by length, limits and scheme, over all rungs and architectures."""
     found: dict[str, float] = {}
     for tokens in LENGTHS:
         own = [one for one in counted if one.tokens == tokens]
@@ -92,7 +89,7 @@ def totals(counted: Sequence[Counted]) -> dict[str, float]:
 
 
 def rows_of(counted: Sequence[Counted]) -> list[dict[str, Any]]:
-    """One for each rung, length and architecture."""
+    """Return a row for each rung, length and architecture."""
     order = {name: number for number, name in enumerate(RUNGS)}
     rows = []
     for one in sorted(counted, key=lambda one: (one.tokens, order[one.rung], one.family)):
@@ -105,7 +102,7 @@ def rows_of(counted: Sequence[Counted]) -> list[dict[str, Any]]:
 
 
 def honest_figures(prepared: Sequence[Prepared]) -> dict[str, float]:
-    """What honest work was like, the limits that follow, and what knows nothing can hope for under them."""
+    """Return the figures of honest work, the limits fitted to it, and the chance of knowing nothing under them."""
     found: dict[str, float] = {"honest_rollouts": sum(one.judged for one in prepared)}
     for limits in LIMITS:
         for scheme, short in SHORT_NAMES.items():
@@ -130,7 +127,7 @@ def honest_figures(prepared: Sequence[Prepared]) -> dict[str, float]:
 def peer_figures(
     pool: ProcessPoolExecutor, prepared: Sequence[Prepared], settings: Settings, options: argparse.Namespace
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Shares that toploc 0.1.6 accepts, or why there are none."""
+    """Return the shares that toploc 0.1.6 accepts, or why there are none."""
     try:
         python, versions = find_peer(options)
         count = min(settings.forgeries, options.peer_forgeries)
@@ -141,10 +138,6 @@ def peer_figures(
             taken.update(task.result())
     except PeerUnavailable as error:
         return {"accepted_share_peer": None}, {"accepted_share_peer": str(error)}
-    except subprocess.CalledProcessError as error:
-        say(error.stderr)
-        reason = f"the peer ended with exit status {error.returncode}"
-        return {"accepted_share_peer": None}, {"accepted_share_peer": reason}
     each = count * len(prepared)
     found: dict[str, float | None] = {"accepted_share_peer": taken.total() / (each * len(RUNGS))}
     found["peer_forgeries"] = each * len(RUNGS)
@@ -153,7 +146,7 @@ def peer_figures(
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]]]:
-    """Figures, notes, and the rows of the table."""
+    """Measure; return figures, notes, and the rows of the table."""
     settings = Settings(
         dtype=options.dtype,
         hidden=options.hidden,
@@ -180,22 +173,19 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         peer, notes = peer_figures(pool, prepared, settings, options)
     main_rows = [one for one in counted if one.tokens == FULL]
     every = sum(one.forgeries["calibrated"] for one in counted)
+    long = [one for one in counted if one.tokens >= FULL]
+    accepted = {rung: sum(one.taken["calibrated", RECOMMENDED] for one in long if one.rung == rung) for rung in RUNGS}
     figures = {
         "forgeries_per_rung": min(one.forgeries["calibrated"] for one in main_rows),
         "rungs": len({one.rung for one in main_rows}),
         "architectures": len({one.family for one in main_rows}),
-        "accepted": sum(one.taken["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL),
+        "accepted": sum(accepted.values()),
         **peer,
-        "accepted_both_schemes": sum(one.taken["calibrated", judging.BOTH] for one in counted if one.tokens >= FULL),
-        **{
-            f"accepted_{rung}": sum(
-                one.taken["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL and one.rung == rung
-            )
-            for rung in RUNGS
-        },
-        "same_states": sum(one.same["calibrated", RECOMMENDED] for one in counted if one.tokens >= FULL),
+        "accepted_both_schemes": sum(one.taken["calibrated", judging.BOTH] for one in long),
+        **{f"accepted_{rung}": count for rung, count in accepted.items()},
+        "same_states": sum(one.same["calibrated", RECOMMENDED] for one in long),
         "forgeries": every,
-        "forgeries_at_least_one_chunk": sum(one.forgeries["calibrated"] for one in counted if one.tokens >= FULL),
+        "forgeries_at_least_one_chunk": sum(one.forgeries["calibrated"] for one in long),
         "forgeries_per_s": every / (forged - ready),
         "forgeries_per_process_s": every / busy,
         "prepare_s": ready - started,
@@ -213,63 +203,24 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
     return figures, notes, rows_of(counted)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument(
-        "--architectures",
-        nargs="+",
-        choices=FAMILIES,
-        default=list(ATTENTION),
-        metavar="NAME",
-        help=f"of {', '.join(FAMILIES)} (default: the first {len(ATTENTION)})",
-    )
+def main() -> None:
+    parser = make_parser(__doc__)
+    known = f"of {', '.join(FAMILIES)} (default: the first {len(ATTENTION)})"
+    names = {"choices": FAMILIES, "default": list(ATTENTION), "metavar": "NAME"}
+    parser.add_argument("--architectures", nargs="+", **names, help=known)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the policies")
     parser.add_argument("--forgeries", type=int, default=100_000, help="of 32 tokens, each rung (default 100000)")
     parser.add_argument("--short", type=int, default=5_000, help="of each other length, each rung (default 5000)")
-    parser.add_argument(
-        "--default-forgeries", type=int, default=5_000, help="of each length judged by the default limits too"
-    )
+    parser.add_argument("--default-forgeries", type=int, default=5_000, help="of each length by the default limits too")
     parser.add_argument("--peer-forgeries", type=int, default=5_000, help="judged by the peer too, each rung")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 128 (default 256)")
     parser.add_argument("--training-steps", type=int, default=80, help="of each policy (default 80)")
     parser.add_argument("--prompts", type=int, default=128, help="at least 4, with 8 completions each (default 128)")
     parser.add_argument("--processes", type=int, default=usable_cores(), help="of one thread each (default: all cores)")
-    peer = parser.add_mutually_exclusive_group()
-    peer.add_argument("--no-peer", action="store_true", help="measure without toploc 0.1.6")
-    peer.add_argument("--peer-python", type=Path, help="an interpreter that has toploc 0.1.6 and this torch")
-    peer.add_argument(
-        "--peer-folder", type=Path, default=FOLDER, help="where to build and keep one (default build/peers)"
-    )
-    return parser.parse_args()
-
-
-def print_table(figures: dict[str, Any], notes: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
-    for key, value in (machine.describe() | notes).items():
-        print(f"{key:>44}  {value}")
-    print()
-    for key, figure in figures.items():
-        print(f"{key:>44}  {f'{figure:.4g}' if isinstance(figure, float) else '-' if figure is None else figure}")
-    print()
-    by_length: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        by_length[row["tokens"]].append(row)
-    for own in by_length.values():
-        print("".join(f"{name:>20}" for name in own[0]))
-        for row in own:
-            print("".join(f"{value:>20}" for value in row.values()))
-        print()
-
-
-def main() -> None:
-    options = arguments()
+    add_peer_options(parser, f"toploc {VERSION}")
+    options = parser.parse_args()
     figures, notes, rows = measure(options)
-    if not options.json:
-        print_table(figures, notes, rows)
-        return
-    result = {"benchmark": "forgery", "machine": machine.describe(), "figures": figures, "notes": notes, "rows": rows}
-    print(json.dumps(result))
-    sys.stdout.flush()
+    report("forgery", options, figures, notes, rows=rows)
 
 
 if __name__ == "__main__":

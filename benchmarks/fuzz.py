@@ -1,4 +1,4 @@
-"""Hostile bytes for every parser that a stranger can reach: `python -m benchmarks.fuzz [--json] [--inputs N]`.
+"""Fuzzing of every parser that a stranger can reach: `python -m benchmarks.fuzz [--json] [--inputs N]`.
 
 Each target (`benchmarks/fuzzing/targets`) starts from what the real writers write, and is fed mutations of it: edits of
 bytes, of trees (JSON, MessagePack) and of HTTP, signed again where only a signature would keep them out. What
@@ -10,17 +10,14 @@ machine costs nothing; what is over a budget is tried again before it counts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import secrets
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.fuzzing.campaign import Result, run_all
+from benchmarks.fuzzing.campaign import TargetResult, run_all
 from benchmarks.fuzzing.target import Target
 from benchmarks.fuzzing.targets import all_targets
+from benchmarks.report import make_parser, report, say
 
 INPUTS = 1_050_000
 KINDS = {"crashes": "crash", "hangs": "hang", "over_budget": "over_budget"}
@@ -33,14 +30,14 @@ NOTES = {
 
 
 def make_plan(targets: list[Target], inputs: int) -> list[tuple[Target, int]]:
-    """Each target with its number of inputs; the slow ones, whose shares are small, first."""
+    """Give each target its number of inputs; the slow ones, whose shares are small, come first."""
     shares = sum(target.share for target in targets)
     plan = [(target, -(-inputs * target.share // shares)) for target in targets]
     return sorted(plan, key=lambda step: step[1])
 
 
-def figures_of(results: list[Result]) -> dict[str, float]:
-    """Totals, and per target its inputs, its rate, and the processor time of its slowest input."""
+def figures_of(results: list[TargetResult]) -> dict[str, float]:
+    """Sum up; for each target also its inputs, its rate, and the processor time of its slowest input."""
     figures: dict[str, float] = {"inputs": sum(result.inputs for result in results), "targets": len(results)}
     figures |= {key: sum(result.count(kind) for result in results) for key, kind in KINDS.items()}
     for result in sorted(results, key=lambda result: result.target):
@@ -50,8 +47,8 @@ def figures_of(results: list[Result]) -> dict[str, float]:
     return figures
 
 
-def row(result: Result) -> str:
-    """A line for people."""
+def row(result: TargetResult) -> str:
+    """Format a progress line."""
     rate = result.inputs / max(result.seconds, 1e-9)
     found = ", ".join(f"{count} {key}" for key, kind in KINDS.items() if (count := result.count(kind)))
     return (
@@ -60,14 +57,14 @@ def row(result: Result) -> str:
     )
 
 
-def details(results: list[Result]) -> list[str]:
-    """What was found, each thing once."""
+def details(results: list[TargetResult]) -> list[str]:
+    """List what was found, each once."""
     found = {f"{result.target}: {one.kind}: {one.detail}" for result in results for one in result.found}
     return sorted(found)[:MAX_TOLD]
 
 
 def chosen(names: list[str]) -> list[Target]:
-    """The targets whose names begin with one of `names`; all for none. Ends the program where there is none."""
+    """Return the targets whose names begin with one of `names`, all for none; exit where there is none."""
     targets = [target for target in all_targets() if not names or target.name.startswith(tuple(names))]
     if not targets:
         raise SystemExit(f"no target begins with {' or '.join(names)}; --list shows them")
@@ -75,9 +72,7 @@ def chosen(names: list[str]) -> list[Target]:
 
 
 def main() -> None:
-    """Run once and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--inputs", type=int, default=INPUTS, help=f"in all (default {INPUTS})")
     parser.add_argument("--seed", help="repeats a campaign (default: a new one, which is printed)")
     parser.add_argument("--target", action="append", default=[], help="only targets that begin so; repeatable")
@@ -91,22 +86,14 @@ def main() -> None:
             print(f"{target.name:<28} {target.cpu_ms:>6.0f} ms {target.memory_mib:>5} MiB  {target.sender}")
         return
     seed = options.seed or secrets.token_hex(4)
-    print(f"seed {seed}\n{COLUMNS}", file=sys.stderr, flush=True)
-    results = run_all(
-        make_plan(targets, options.inputs),
-        seed=seed,
-        jobs=options.jobs,
-        save=options.save,
-        done=lambda result: print(row(result), file=sys.stderr, flush=True),
-    )
-    figures, told = figures_of(results), details(results)
-    if options.json:
-        notes: dict[str, Any] = {"seed": seed, "jobs": options.jobs} | NOTES
-        notes |= {"found": told} if told else {}
-        print(json.dumps({"benchmark": "fuzz", "machine": machine.describe(), "figures": figures, "notes": notes}))
-        return
-    print(f"\n{figures['inputs']} inputs; " + ", ".join(f"{figures[key]} {key}" for key in KINDS))
-    print("\n".join(told))
+    say(f"seed {seed}")
+    say(COLUMNS)
+    plan = make_plan(targets, options.inputs)
+    results = run_all(plan, seed=seed, jobs=options.jobs, save=options.save, done=lambda result: say(row(result)))
+    notes: dict[str, Any] = {"seed": seed, "jobs": options.jobs} | NOTES
+    if told := details(results):
+        notes["found"] = told
+    report("fuzz", options, figures_of(results), notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What proofs and forced sampling cost an engine: tokens per second with them, against the same engine without.
+"""Generation throughput with proofs and forced sampling, against the same engine without.
 
 `python -m benchmarks.generate [--engine vllm|torch] [--json]`. A policy of random weights (125 million by default)
 draws completions of one length, 1, 16 and 64 at a time, from the prompts of a run's slots (groups of 8 share one).
@@ -42,8 +42,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import workload
-from benchmarks.sampling import synchronised
-from benchmarks.toploc import median_ratio, rounds_ms
+from benchmarks.timing import median_ratio, rounds_ms, synchronised
 from node.engines.base import Engine, SampleRequest
 from node.engines.recorder import DecodeRow, Recorder
 from node.engines.torch_decoder import Decoder
@@ -60,12 +59,12 @@ Contender = Callable[[Sequence[SampleRequest]], Awaitable[int]]
 
 
 async def forced(engine: Engine, requests: Sequence[SampleRequest]) -> int:
-    """As a worker generates."""
+    """Generate as a worker does."""
     return sum(len(rollout.completion_ids) for rollout in await engine.generate(requests))
 
 
 async def stock_vllm(llm: Any, requests: Sequence[SampleRequest], *, tokens: int, temperature: float) -> int:
-    """The same of vLLM alone; `llm` is its AsyncLLM."""
+    """Generate by vLLM alone; `llm` is its AsyncLLM."""
     vllm = importlib.import_module("vllm")
     parameters = vllm.SamplingParams(
         temperature=temperature,
@@ -87,7 +86,7 @@ async def stock_vllm(llm: Any, requests: Sequence[SampleRequest], *, tokens: int
 
 @torch.inference_mode()
 def stock_torch(engine: Any, requests: Sequence[SampleRequest], *, tokens: int, temperature: float) -> int:
-    """The same of the torch engine's decoder, with nothing recorded."""
+    """Generate by the torch engine's decoder, with nothing recorded."""
     sample = race if temperature else greedy
     decoder = Decoder(engine.policy, columns=max(len(request.prompt_ids) for request in requests) + tokens)
     drawn = 0
@@ -101,7 +100,7 @@ def stock_torch(engine: Any, requests: Sequence[SampleRequest], *, tokens: int, 
 
 
 def race(logits: Tensor) -> Tensor:
-    """Ordinary sampling of each row, as stock samplers do it: no seed, no log-probability."""
+    """Sample each row as stock samplers do: no seed, no log-probability."""
     return (logits.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1)
 
 
@@ -110,7 +109,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def contenders(engine: Any, *, tokens: int) -> dict[str, Contender]:
-    """All three, each with an empty prefix cache."""
+    """Return all three contenders, each with an empty prefix cache."""
     if engine.name == "torch":
 
         async def stock(requests: Sequence[SampleRequest], temperature: float) -> int:
@@ -134,7 +133,7 @@ def contenders(engine: Any, *, tokens: int) -> dict[str, Contender]:
 
 
 async def speeds(engine: Engine, rules: Rules, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of the contenders at each concurrency, and their ratios; one more round warms up."""
+    """Measure tokens per second of the contenders at each concurrency, and their ratios."""
     tokens, group = rules.spec.sampling.max_new_tokens, rules.spec.sampling.group_size
     calls = contenders(engine, tokens=tokens)
     found: dict[tuple[str, int], list[float]] = {(name, c): [] for name in calls for c in options.concurrency}
@@ -167,7 +166,7 @@ async def speeds(engine: Engine, rules: Rules, options: argparse.Namespace) -> d
 
 
 def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict[str, float]:
-    """Milliseconds for each part of one step of `rows` rows, and for a token's share of its chunk's proofs."""
+    """Time each part of one step of `rows` rows, and a token's share of its chunk's proofs, in milliseconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     temperature, span = spec.sampling.temperature, spec.proofs.chunk_tokens
     generator = torch.Generator().manual_seed(0)
@@ -214,7 +213,7 @@ def breakdown(spec: RunSpec, *, rows: int, hidden: int, vocabulary: int) -> dict
 
 
 async def measure(options: argparse.Namespace) -> dict[str, float]:
-    """All figures."""
+    """Measure all figures."""
     spec = workload.make_spec(dtype=options.dtype, tokens=options.tokens)
     rules = workload.make_rules(spec)
     async with workload.running_random(options, rules) as (engine, _):

@@ -1,4 +1,4 @@
-"""What honest work looks like to the verifier: figures of completions that nobody tampered with, and rejections.
+"""Distributions of every verification figure over honest completions, and rejections.
 
 `python -m benchmarks.honest [--json]`. The engine draws whole groups in bfloat16 (`--dtype`), as a worker does for its
 slots, and each group's file goes through the whole verification (`node.verification.verify.verify`) twice: by
@@ -33,8 +33,9 @@ from typing import Any
 import torch
 
 from benchmarks import workload
-from benchmarks.workload import Held, Verifier
-from coordinator.training.warm_start import WarmStartStage, warm_start
+from benchmarks.timing import quantile
+from benchmarks.warm_start import add_warm_start, warmed_up
+from benchmarks.workload import HeldPolicies, WorkloadVerifier
 from node.policy.file import Blueprint, save_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
@@ -51,8 +52,8 @@ SLOTS_AT_ONCE = 8
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
 
 
-class Keeping:
-    """A `Prefill` that remembers what it measured: a verdict holds only the worst of a group."""
+class RecordingPrefill:
+    """Prefill that keeps what it measured: a verdict holds only the worst of a group."""
 
     def __init__(self, prefill: TransformersPrefill) -> None:
         self._prefill = prefill
@@ -68,64 +69,53 @@ class Keeping:
         return found
 
 
+MEASURED = (
+    "exponent_mismatches",
+    "mantissa_mean",
+    "mantissa_median",
+    "sampling_margin",
+    "margin_mean",
+    "logprob_error",
+)
+
+
 @dataclass
-class Seen:
+class Distributions:
     """All values of each figure, of one policy under one verifier."""
 
-    exponent_mismatches: list[float] = field(default_factory=list)
-    mantissa_mean: list[float] = field(default_factory=list)
-    mantissa_median: list[float] = field(default_factory=list)
-    sampling_margin: list[float] = field(default_factory=list)
-    margin_mean: list[float] = field(default_factory=list)
-    logprob_error: list[float] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURED})
     rejected: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
     def add(self, rollout: Rollout, measured: SpanMeasured) -> None:
-        """One completion that one policy drew, so that it is one span."""
-        self.exponent_mismatches.append(max(measured.exponent_mismatches))
-        self.mantissa_mean.append(max(measured.mantissa_means))
-        self.mantissa_median.append(max(measured.mantissa_medians))
-        self.sampling_margin += measured.margins
-        self.margin_mean.append(statistics.fmean(measured.margins))
-        self.logprob_error += [
-            abs(ours - theirs) for ours, theirs in zip(measured.logprobs, rollout.logprobs, strict=True)
-        ]
+        """Add one completion that one policy drew, so that it is one span."""
+        errors = [abs(ours - theirs) for ours, theirs in zip(measured.logprobs, rollout.logprobs, strict=True)]
+        found = (
+            [max(measured.exponent_mismatches)],
+            [max(measured.mantissa_means)],
+            [max(measured.mantissa_medians)],
+            measured.margins,
+            [statistics.fmean(measured.margins)],
+            errors,
+        )
+        for name, values in zip(MEASURED, found, strict=True):
+            self.values[name] += values
 
     def figures(self) -> dict[str, float]:
-        """The quantiles of each, and how many tokens were not the forced ones."""
-        values = {
-            name: getattr(self, name)
-            for name in (
-                "exponent_mismatches",
-                "mantissa_mean",
-                "mantissa_median",
-                "sampling_margin",
-                "margin_mean",
-                "logprob_error",
-            )
-        }
+        """Return the quantiles of each figure, and how many tokens were not the forced ones."""
         found = {
             f"{name}_{label}": quantile(each, at)
-            for name, each in values.items()
+            for name, each in self.values.items()
             for label, at in QUANTILES.items()
             if each
         }
-        others = sum(margin > 0 for margin in self.sampling_margin)
-        return found | {
-            "other_token_share": others / max(1, len(self.sampling_margin)),
-            "rejected": self.rejected,
-        }
-
-
-def quantile(values: Sequence[float], at: float) -> float:
-    """The smallest value that is not below a share `at` of all."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(at * len(ordered)))]
+        margins = self.values["sampling_margin"]
+        others = sum(margin > 0 for margin in margins) / max(1, len(margins))
+        return found | {"other_token_share": others, "rejected": self.rejected}
 
 
 async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: int) -> list[list[Rollout]]:
-    """The groups of slots 0, 1, …, as a worker with 8 slots in flight draws them."""
+    """Draw the groups of slots 0, 1, …, as a worker with 8 slots in flight does."""
     async with workload.running(options, rules.spec, path) as engine:
         groups: dict[int, list[Rollout]] = {}
         waiting = iter(range(slots))
@@ -138,10 +128,10 @@ async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: 
     return [groups[slot] for slot in range(slots)]
 
 
-async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules: Rules) -> Seen:
-    """All groups through the whole verification."""
-    seen = Seen()
-    verifier = Verifier(rules, Held({0: keeping}))
+async def judge(groups: Sequence[Sequence[Rollout]], keeping: RecordingPrefill, *, rules: Rules) -> Distributions:
+    """Put all groups through the whole verification."""
+    seen = Distributions()
+    verifier = WorkloadVerifier(rules, HeldPolicies({0: keeping}))
     for slot, group in enumerate(groups):
         verdict = await verifier.verdict(write_rollouts(group), slot=slot)
         if verdict.outcome is Outcome.REJECTED:
@@ -155,19 +145,19 @@ async def judge(groups: Sequence[Sequence[Rollout]], keeping: Keeping, *, rules:
     return seen
 
 
-def save_trained(path: Path, *, stages: Sequence[WarmStartStage], threads: int) -> None:
-    """The warm-started tiny policy, in bfloat16."""
+def save_trained(path: Path, *, share: float, threads: int) -> None:
+    """Save the warm-started tiny policy, in bfloat16."""
     torch.set_num_threads(1)  # two are slower for a model of this size
-    model, tokenizer = warm_start(stages=stages)
+    model, tokenizer = warmed_up(share)
     torch.set_num_threads(threads)
     save_policy(model.bfloat16(), tokenizer, path)
 
 
 async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """All figures, and notes on rejections."""
+    """Measure all figures; return them with notes on rejections."""
     detail: dict[str, float] = {}
     notes: dict[str, str] = {}
-    seen: list[Seen] = []
+    seen: list[Distributions] = []
     completions = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in ("trained", "random"):
@@ -175,7 +165,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
             tokens = 48 if name == "trained" else options.tokens
             workload.say(f"making the {name} policy")
             if name == "trained":
-                save_trained(path, stages=options.stages, threads=options.threads)
+                save_trained(path, share=options.warm_start, threads=options.threads)
             else:
                 workload.save_random_policy(path, workload.size_of(options), dtype=torch.bfloat16, ends=True)
             rules = workload.make_rules(workload.make_spec(dtype=options.dtype, tokens=tokens))
@@ -186,7 +176,9 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
                 f"{name}: {sum(len(rollout.completion_ids) for group in groups for rollout in group)} tokens drawn"
             )
             for dtype in DTYPES:
-                keeping = Keeping(TransformersPrefill(workload.verifier_policy(path, dtype=getattr(torch, dtype))))
+                keeping = RecordingPrefill(
+                    TransformersPrefill(workload.verifier_policy(path, dtype=getattr(torch, dtype)))
+                )
                 one = await judge(groups, keeping, rules=rules)
                 workload.say(f"{name}: verified in {dtype}: {one.rejected} rejected")
                 detail |= {f"{key}_{name}_{dtype}": value for key, value in one.figures().items()}
@@ -203,18 +195,17 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
     return figures | detail, notes
 
 
-def _largest(seen: Sequence[Seen], name: str, at: float) -> float | None:
-    """A quantile over everything; None if nothing was measured."""
-    values = [value for one in seen for value in getattr(one, name)]
+def _largest(seen: Sequence[Distributions], name: str, at: float) -> float | None:
+    """Return a quantile over everything; None if nothing was measured."""
+    values = [value for one in seen for value in one.values[name]]
     return quantile(values, at) if values else None
 
 
 def main() -> None:
     parser = workload.make_parser(__doc__, tokens=64, hidden=256, layers=8)
     parser.add_argument("--completions", type=int, default=1024, help="of each of the two policies (default 1024)")
-    parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
+    add_warm_start(parser)
     options = workload.parse(parser)
-    options.stages = workload.stages(options.warm_start)
     figures, notes = asyncio.run(measure(options))
     limits = "default limits; each completion is verified in bfloat16 and in float32"
     workload.report("honest", options, figures, {"honest_rejected": limits, **notes})

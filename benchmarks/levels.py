@@ -1,4 +1,4 @@
-"""Whether limits hold for honest work they have not seen: `python -m benchmarks.levels [--model FAMILY] [--json]`.
+"""Calibrated limits on held-out honest work: `python -m benchmarks.levels [--model FAMILY] [--json]`.
 
 Each honest worker of a calibration (`coordinator.calibration.workers`) draws groups of 8 from the warm-started policy
 of the demonstration, with one, 8 and 32 slots in flight, and a verifier's prefill measures them. The same groups are
@@ -15,25 +15,22 @@ The stated bound is `limits.false_rejections` for each sum. Deals share groups, 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import machine
+from benchmarks.report import make_parser, report, say
+from benchmarks.warm_start import add_warm_start, warmed_up
 from coordinator.calibration.fit import Group, fit_limits, rounded
 from coordinator.calibration.measure import measure
 from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import TrialCounts, try_groups
 from coordinator.calibration.workers import IN_FLIGHT, make_workers
 from coordinator.lab.processes.layout import family_run_toml
-from coordinator.training.warm_start import warm_start
 from node.policy.families import TINY_FAMILIES
 from node.policy.file import load_policy, save_policy
 from node.policy.models.base import RecurrentForCausalLM
@@ -41,13 +38,13 @@ from node.protocol.run import RunSpec, parse_run_toml
 from node.verification.readings import read_by_transformers
 
 SIZES = (24, 64, 128)
-"""Groups of each worker that limits are fitted on."""
+"""Numbers of groups of each worker that limits are fitted on."""
 GROUPS, DEALS, SEED = 512, 12, 2
 
 
-async def draw(spec: RunSpec, *, groups: int, folder: Path) -> list[list[Group]]:
-    """Honest groups of each worker, measured a group at a time."""
-    model, tokenizer = warm_start(spec.model.initial, seed=SEED)
+async def draw(spec: RunSpec, *, groups: int, share: float, folder: Path) -> list[list[Group]]:
+    """Draw honest groups of each worker, and measure a group at a time."""
+    model, tokenizer = warmed_up(share, family=spec.model.initial, seed=SEED)
     path = folder / "policy.safetensors"
     save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, path)
     slots = SyntheticSlots(spec, load_policy(path, dtype=torch.float32))
@@ -56,12 +53,12 @@ async def draw(spec: RunSpec, *, groups: int, folder: Path) -> list[list[Group]]
     for worker in make_workers(["torch"], threads=1, recurrent=isinstance(model, RecurrentForCausalLM)):
         drawn = await worker.draw(spec, path, slots, groups=groups)
         found.append(list(measure(prefill, drawn, spec=spec, at_once=spec.sampling.group_size)))
-        print(f"{len(drawn)} groups by {worker.name}", file=sys.stderr, flush=True)
+        say(f"{len(drawn)} groups by {worker.name}")
     return found
 
 
 def deal(workers: Sequence[Sequence[Group]], size: int, *, chance: float, rng: random.Random) -> list[TrialCounts]:
-    """Fit limits on `size` groups of each worker; what happens to each worker's others, in their order."""
+    """Fit limits on `size` groups of each worker, and try each worker's others on them, in their order."""
     seen, others = [], []
     for groups in workers:
         taken = set(sampled(len(groups), size, rng=rng))
@@ -72,7 +69,7 @@ def deal(workers: Sequence[Sequence[Group]], size: int, *, chance: float, rng: r
 
 
 def sampled(groups: int, size: int, *, rng: random.Random) -> Iterator[int]:
-    """Which `size` of so many groups: equal parts of those drawn with one slot in flight, with 8, and with 32."""
+    """Sample `size` indices: equal parts of the groups drawn with one slot in flight, with 8, and with 32."""
     parts = len(IN_FLIGHT)
     for part in range(parts):
         first, after = (groups * each // parts for each in (part, part + 1))
@@ -80,7 +77,7 @@ def sampled(groups: int, size: int, *, rng: random.Random) -> Iterator[int]:
 
 
 def figures_of(workers: Sequence[Sequence[Group]], *, deals: int, chance: float) -> dict[str, float]:
-    """The figures of each size."""
+    """Compute the figures of each size."""
     figures: dict[str, float] = {"honest_groups": sum(map(len, workers)), "deals": deals}
     for size in SIZES:
         rng = random.Random(size)
@@ -96,28 +93,24 @@ def figures_of(workers: Sequence[Sequence[Group]], *, deals: int, chance: float)
     return figures
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--model", choices=TINY_FAMILIES, default="tiny", help="the policy (default tiny)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--groups", type=int, default=GROUPS, help=f"honest groups of each worker (default {GROUPS})")
     parser.add_argument("--deals", type=int, default=DEALS, help=f"times that they are dealt out (default {DEALS})")
-    options = parser.parse_args(arguments)
+    add_warm_start(parser)
+    options = parser.parse_args()
     if options.groups < 2 * max(SIZES):
         parser.error(f"--groups {2 * max(SIZES)} is the least: half of them are judged by what the others fit")
     torch.set_num_threads(1)
     spec = parse_run_toml(family_run_toml(options.model, dtype=f'"{options.dtype}"'))
     with tempfile.TemporaryDirectory() as folder:
-        workers = asyncio.run(draw(spec, groups=options.groups, folder=Path(folder)))
-    figures = figures_of(workers, deals=options.deals, chance=spec.limits.false_rejections)
-    if options.json:
-        notes = {"model": options.model, "dtype": options.dtype, "false_rejections": spec.limits.false_rejections}
-        print(json.dumps({"benchmark": "levels", "machine": machine.describe(), "figures": figures, "notes": notes}))
-        return
-    for name, value in figures.items():
-        print(f"{name:16} {value:g}")
+        workers = asyncio.run(draw(spec, groups=options.groups, share=options.warm_start, folder=Path(folder)))
+    chance = spec.limits.false_rejections
+    figures = figures_of(workers, deals=options.deals, chance=chance)
+    notes = {"model": options.model, "dtype": options.dtype, "false_rejections": chance}
+    report("levels", options, figures, notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a coordinator takes: `python -m benchmarks.load [--json]`.
+"""Coordinator load: latency, throughput and errors of `python -m benchmarks.load [--json]`.
 
 A real coordinator process (`swarmproof coordinator`, the default limits) and 1,000 simulated workers in another, on the
 same cores: first with SQLite, then with a PostgreSQL server of its own on the same cores as well, its settings the
@@ -36,11 +36,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -48,21 +46,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from benchmarks.loading.coordinator import Served, judging, serving
 from benchmarks.loading.postgresql import running_postgresql
 from benchmarks.loading.verdicts import verdicts_per_s
-from benchmarks.loading.worker import Sample, Worker
+from benchmarks.loading.worker import RequestSample, SimulatedWorker
+from benchmarks.report import make_parser, report, say
+from benchmarks.timing import quantile
 
 GRACE_SECONDS = 120.0
+NOT_MEASURED = {
+    "slower_with_1e6_submissions": "no phase fills a database with a million submissions yet",
+    "goodput_at_3x_overload": "no phase offers three times the capacity yet",
+}
 
 
 @dataclass(frozen=True)
-class Phase:
-    """What came back in one phase; the processor time of the coordinators, and of PostgreSQL."""
+class LoadPhase:
+    """Replies of one phase, with the processor time of the coordinators and of PostgreSQL."""
 
     name: str
-    samples: Sequence[Sample]
+    samples: Sequence[RequestSample]
     seconds: float
     cpu_seconds: float
     server_seconds: float
@@ -72,22 +75,18 @@ class Phase:
         return len(self.samples) / self.seconds
 
     def quantile_ms(self, share: float, kind: str | None = None) -> float:
-        """The latency that `share` of the requests do not exceed."""
-        times = sorted(sample.seconds for sample in self.samples if kind in (None, sample.kind))
-        return 1000 * times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")
+        """Return the latency that `share` of the requests do not exceed."""
+        times = [sample.seconds for sample in self.samples if kind in (None, sample.kind)]
+        return 1000 * quantile(times, share) if times else float("nan")
 
     @property
     def errors(self) -> int:
         return sum(not 200 <= sample.status < 300 for sample in self.samples)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-async def open_loop(served: Served, plan: Sequence[tuple[float, Worker]], *, name: str) -> Phase:
-    """Send what `plan` says (seconds from the start, worker) when it says so."""
-    samples: list[Sample] = []
+async def open_loop(served: Served, plan: Sequence[tuple[float, SimulatedWorker]], *, name: str) -> LoadPhase:
+    """Send a request for each (seconds from the start, worker) of `plan`, at its time."""
+    samples: list[RequestSample] = []
     cpu, server, start = served.cpu_seconds(), served.server_cpu_seconds(), time.perf_counter()
     async with asyncio.timeout(plan[-1][0] + GRACE_SECONDS), asyncio.TaskGroup() as tasks:
         for at, worker in plan:
@@ -98,12 +97,12 @@ async def open_loop(served: Served, plan: Sequence[tuple[float, Worker]], *, nam
     return _phase(name, samples, served, start=start, cpu=cpu, server=server)
 
 
-async def closed_loop(served: Served, workers: Sequence[Worker], *, seconds: float) -> Phase:
-    """Each worker sends its next request when it has the answer to the last one."""
-    samples: list[Sample] = []
+async def closed_loop(served: Served, workers: Sequence[SimulatedWorker], *, seconds: float) -> LoadPhase:
+    """Have each worker send its next request as soon as it has the answer to the last one."""
+    samples: list[RequestSample] = []
     cpu, server, start = served.cpu_seconds(), served.server_cpu_seconds(), time.perf_counter()
 
-    async def busy(worker: Worker) -> None:
+    async def busy(worker: SimulatedWorker) -> None:
         while (now := time.perf_counter()) < start + seconds:
             await worker.step(due=now, samples=samples)
 
@@ -111,15 +110,17 @@ async def closed_loop(served: Served, workers: Sequence[Worker], *, seconds: flo
     return _phase("closed loop", samples, served, start=start, cpu=cpu, server=server)
 
 
-def _phase(name: str, samples: Sequence[Sample], served: Served, *, start: float, cpu: float, server: float) -> Phase:
+def _phase(
+    name: str, samples: Sequence[RequestSample], served: Served, *, start: float, cpu: float, server: float
+) -> LoadPhase:
     took = time.perf_counter() - start
-    return Phase(name, samples, took, served.cpu_seconds() - cpu, served.server_cpu_seconds() - server)
+    return LoadPhase(name, samples, took, served.cpu_seconds() - cpu, served.server_cpu_seconds() - server)
 
 
 def arrivals(
-    workers: Sequence[Worker], *, rate: float, seconds: float, rng: random.Random
-) -> list[tuple[float, Worker]]:
-    """A Poisson process."""
+    workers: Sequence[SimulatedWorker], *, rate: float, seconds: float, rng: random.Random
+) -> list[tuple[float, SimulatedWorker]]:
+    """Draw a Poisson process of requests."""
     plan, at = [], rng.expovariate(rate)
     while at < seconds:
         plan.append((at, rng.choice(workers)))
@@ -127,17 +128,17 @@ def arrivals(
     return plan
 
 
-def workers_of(served: Served, count: int, options: argparse.Namespace) -> list[Worker]:
-    """Each with an address of its own, and taking turns at the APIs."""
+def workers_of(served: Served, count: int, options: argparse.Namespace) -> list[SimulatedWorker]:
+    """Make workers, each with an address of its own, which take turns at the APIs."""
     run_id, ports = served.home.run_id, served.ports
     return [
-        Worker(run_id, ports[index % len(ports)], f"127.1.{index >> 8}.{index & 255}", options.body_bytes)
+        SimulatedWorker(run_id, ports[index % len(ports)], f"127.1.{index >> 8}.{index & 255}", options.body_bytes)
         for index in range(count)
     ]
 
 
-async def busy_only(served: Served, options: argparse.Namespace) -> Phase:
-    """The closed loop alone."""
+async def busy_only(served: Served, options: argparse.Namespace) -> LoadPhase:
+    """Run the closed loop alone."""
     workers = workers_of(served, options.busy, options)
     await asyncio.gather(*(worker.step(due=time.perf_counter(), samples=[]) for worker in workers))
     phase = await closed_loop(served, workers, seconds=options.seconds)
@@ -147,8 +148,8 @@ async def busy_only(served: Served, options: argparse.Namespace) -> Phase:
     return phase
 
 
-async def load(served: Served, options: argparse.Namespace) -> list[Phase]:
-    """All three phases."""
+async def load(served: Served, options: argparse.Namespace) -> list[LoadPhase]:
+    """Run all three phases."""
     rng = random.Random(options.seed)
     workers = workers_of(served, options.workers, options)
     each = 1 / options.registrations_per_s
@@ -165,8 +166,8 @@ async def load(served: Served, options: argparse.Namespace) -> list[Phase]:
     return phases
 
 
-def tell(phase: Phase) -> None:
-    """A line for each kind of request, for people."""
+def tell(phase: LoadPhase) -> None:
+    """Print a progress line for each kind of request."""
     say(
         f"{phase.name}: {phase.rate:.0f} requests/s, {phase.errors} errors, "
         f"{1000 * phase.cpu_seconds / len(phase.samples):.2f} ms of the coordinator's processor time each"
@@ -178,7 +179,7 @@ def tell(phase: Phase) -> None:
 
 
 def sync_ms(folder: Path) -> float:
-    """The median of 20 times 16 KiB to disk."""
+    """Return the median time of a sync of 16 KiB to disk, of 20."""
     taken = []
     with (folder / "sync").open("wb") as file:
         for _ in range(20):
@@ -190,8 +191,8 @@ def sync_ms(folder: Path) -> float:
     return 1000 * statistics.median(taken)
 
 
-def figures_of(phases: Sequence[Phase], database: str) -> dict[str, Any]:
-    """What one database's phases say."""
+def figures_of(phases: Sequence[LoadPhase], database: str) -> dict[str, Any]:
+    """Compute the figures of one database's phases."""
     registrations, opened, closed = phases
     figures: dict[str, Any] = {
         f"answered_per_s_{database}": round(opened.rate, 1),
@@ -211,7 +212,7 @@ def figures_of(phases: Sequence[Phase], database: str) -> dict[str, Any]:
 
 
 def on_sqlite(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Figures, and errors."""
+    """Load a coordinator on SQLite; return the figures, and the number of errors."""
     say("SQLite")
     with serving(folder) as served, judging(folder / "data"):
         phases = asyncio.run(load(served, options))
@@ -219,7 +220,7 @@ def on_sqlite(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any]
 
 
 def on_postgresql(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """The same, and with several APIs: each time an empty server."""
+    """Load one API, then several, on PostgreSQL, each time on an empty server."""
     figures: dict[str, Any] = {}
     errors = 0
     for apis in (1, *options.apis):
@@ -244,7 +245,7 @@ def on_postgresql(folder: Path, options: argparse.Namespace) -> tuple[dict[str, 
 
 
 def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Verdicts per second, by database and number of verifiers."""
+    """Measure verdicts per second, by database and number of verifiers."""
     found: dict[str, float] = {}
     for verifiers, suffix in ((1, ""), (2, "_verifiers_2")):
         if options.only != "postgresql":
@@ -261,9 +262,7 @@ def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run once and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=300.0, help="requests a second, open loop (default 300)")
     parser.add_argument("--registrations-per-s", type=float, default=100.0)
@@ -285,10 +284,9 @@ def main() -> None:
                 found, errors = run(folder / name, options)
                 figures |= found | {"errors": figures["errors"] + errors}
         figures |= verdicts_of(folder, options)
-        figures["sync_ms"] = round(sync, 2)
-    if options.json:
-        notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")}
-        print(json.dumps({"benchmark": "load", "machine": machine.describe(), "figures": figures, "notes": notes}))
+        figures |= {"sync_ms": round(sync, 2), **dict.fromkeys(NOT_MEASURED)}
+    notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")} | NOT_MEASURED
+    report("load", options, figures, notes)
 
 
 if __name__ == "__main__":

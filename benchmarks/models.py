@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from benchmarks import machine
 from benchmarks.modelling import exact, frames, goldfinch, rewards, verified
+from benchmarks.report import make_parser, report
+from benchmarks.warm_start import add_warm_start
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "exact": exact.measure,
@@ -29,25 +29,22 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=sorted(PARTS), help="one part")
     parser.add_argument("--chunks", type=int, default=1000, help="honest chunks of each family, at least")
+    parser.add_argument("--cheat-groups", type=int, default=100, help="groups of each cheat (default 100)")
+    parser.add_argument("--steps", type=int, help="of training (default: 30 for rewards, 300 for frames)")
     parser.add_argument("--seed", type=int, default=2, help="of warm starts")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
-    options = parser.parse_args(arguments)
+    add_warm_start(parser)
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures: dict[str, float] = {}
     for part, measure in PARTS.items():
         if options.only in (None, part):
             figures |= measure(options)
-    if options.json:
-        print(json.dumps({"benchmark": "models", "machine": machine.describe(), "figures": figures}))
-        return
-    for name, value in figures.items():
-        print(f"{name:40} {value:.6g}")
+    report("models", options, figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What joining by peers is worth: `python -m benchmarks.network [--json] [--nodes N] [--only PART ...]`.
+"""Joining by peers and head propagation: `python -m benchmarks.network [--json] [--nodes N] [--only PART ...]`.
 
 A real `swarmproof coordinator` with a peer beside it, and 24 processes on loopback that are told one string
 (`benchmarks.networking.node`): each finds the run, registers, takes a lease, and follows the run's head. Policies are
@@ -29,41 +29,36 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import machine
 from benchmarks.networking import floor, heads
 from benchmarks.networking.heads import Spread
 from benchmarks.networking.hostile import KINDS
 from benchmarks.networking.reference import compare
 from benchmarks.networking.run import Run, running
 from benchmarks.networking.workers import join_seconds
+from benchmarks.report import make_parser, report, say
+from benchmarks.timing import quantile
 from coordinator.http.descriptor_watch import POLL_SECONDS
 
 SETTLE_SECONDS: Final = 3.0
 FIRST_SECONDS: Final = 5.0
-"""What the attackers have before the others come."""
+"""Head start of the attackers."""
 
 LATE_SECONDS: Final = 20.0
-"""Where news may have to wait until somebody asks the coordinator."""
+"""Settling time where news may wait until a node polls the coordinator."""
 
 Figures = dict[str, Any]
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def measure_floor(options: argparse.Namespace, _rng: random.Random) -> Figures:
-    """The costs of a hop; and what follows for the last node: the coordinator's next look, and a hop to each node."""
+    """Measure the costs of a hop, and bound the last node's: the coordinator's next poll, a hop to each node."""
     hop_ms = floor.hop_ms()
     hops_ms = options.nodes * hop_ms / len(os.sched_getaffinity(0))
     return {
@@ -75,7 +70,7 @@ def measure_floor(options: argparse.Namespace, _rng: random.Random) -> Figures:
 
 
 def measure_calm(options: argparse.Namespace, rng: random.Random) -> Figures:
-    """Joining one by one, heads, what they cost, bursts, and the loss of a third."""
+    """Measure joining one by one, heads, what they cost, bursts, and the loss of a third."""
     with running(own_peer=False) as run:
         figures = joining(run.join_one_by_one(options.nodes), "join_s")
         time.sleep(SETTLE_SECONDS)
@@ -93,7 +88,7 @@ def measure_calm(options: argparse.Namespace, rng: random.Random) -> Figures:
 
 
 def measure_bootstrap(options: argparse.Namespace, rng: random.Random) -> Figures:
-    """Joining all at once, and life without the peer that all began with."""
+    """Measure joining all at once, and heads without the bootstrap peer."""
     with running(own_peer=True) as run:
         figures = joining(run.join_at_once(options.nodes), "join_s_at_once")
         time.sleep(SETTLE_SECONDS)
@@ -102,7 +97,7 @@ def measure_bootstrap(options: argparse.Namespace, rng: random.Random) -> Figure
 
 
 def measure_hostile(options: argparse.Namespace, rng: random.Random) -> Figures:
-    """Attackers first, then the others; and then the same without the peer that all began with."""
+    """Start attackers, then the others; measure with and without the bootstrap peer."""
     with running(own_peer=True) as run:
         hostile = options.nodes // 3
         for index in range(hostile):
@@ -124,7 +119,7 @@ def measure_hostile(options: argparse.Namespace, rng: random.Random) -> Figures:
 
 
 def measure_gossipsub(options: argparse.Namespace, rng: random.Random) -> Figures:
-    """Our links and GossipSub."""
+    """Compare our links with GossipSub."""
     figures: Figures = {}
     both = compare(options.nodes, heads=options.heads, bursts=options.bursts, rng=rng)
     for name, one in zip(("links", "gossipsub"), both, strict=True):
@@ -142,7 +137,7 @@ def measure_gossipsub(options: argparse.Namespace, rng: random.Random) -> Figure
 
 
 def measure_worker(_options: argparse.Namespace, _rng: random.Random) -> Figures:
-    """One real worker."""
+    """Time the start of one real worker."""
     with tempfile.TemporaryDirectory(prefix="network-") as folder:
         return {"worker_join_s": round(join_seconds(Path(folder), count=1)[0], 2)}
 
@@ -158,26 +153,22 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace, random.Random], Figures]]] 
 
 
 def joining(said: Sequence[dict[str, float]], name: str) -> Figures:
-    """Quantiles from the start to the first lease; and the median of its stages, where nodes came one by one."""
-    times = sorted(one["leased_at"] - one["started_at"] for one in said)
-    figures: Figures = {f"{name}_{tag}": round(_quantile(times, share), 2) for tag, share in _SHARES}
+    """Return quantiles from start to first lease; where nodes came one by one, also the medians of its stages."""
+    times = [one["leased_at"] - one["started_at"] for one in said]
+    figures: Figures = {f"{name}_{tag}": round(quantile(times, share), 2) for tag, share in _SHARES}
     if name == "join_s":
         stages = ("started_at", "imported_at", "entered_at", "leased_at")
         for before, after in itertools.pairwise(stages):
-            took = sorted(one[after] - one[before] for one in said)
-            figures[f"join_s_{after.removesuffix('_at')}_p50"] = round(_quantile(took, 0.5), 2)
+            took = [one[after] - one[before] for one in said]
+            figures[f"join_s_{after.removesuffix('_at')}_p50"] = round(quantile(took, 0.5), 2)
     return figures
 
 
 _SHARES: Final = (("p50", 0.5), ("p95", 0.95))
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def spreading(spread: Spread, suffix: str) -> Figures:
-    """What is said of heads."""
+    """Return the figures of heads."""
     return {
         f"head_ms_p50{suffix}": spread.quantile_ms(0.5),
         f"head_ms_p99{suffix}": spread.quantile_ms(0.99),
@@ -186,21 +177,21 @@ def spreading(spread: Spread, suffix: str) -> Figures:
 
 
 def watched(run: Run, seconds: float) -> heads.Span:
-    """What the nodes use while nothing happens."""
+    """Observe what the nodes use while nothing happens."""
     before, since = run.reports(), time.monotonic()
     time.sleep(seconds)
     return heads.Span(before, run.reports(), time.monotonic() - since)
 
 
 def timed_heads(run: Run, count: int, rng: random.Random) -> tuple[Spread, heads.Span]:
-    """Heads, and what the nodes used meanwhile."""
+    """Publish heads, and observe what the nodes use meanwhile."""
     before, since = run.reports(), time.monotonic()
     spread, after = heads.published_and_seen(run, count, rng)
     return spread, heads.Span(before, after, time.monotonic() - since)
 
 
 def bursts(run: Run, count: int) -> Figures:
-    """Of the last heads of some bursts."""
+    """Publish bursts, and time the last head of each."""
     seconds = [one for _ in range(count) for one in heads.burst(run).seconds]
     spread = Spread(seconds)
     return {
@@ -210,7 +201,7 @@ def bursts(run: Run, count: int) -> Figures:
 
 
 def memory(run: Run) -> Figures:
-    """Of a node with peers, and of one without."""
+    """Compare the memory of nodes with peers with that of one without."""
     reports = run.reports()
     mean = sum(report["memory_mib"] for report in reports) / len(reports)
     alone = run.start_node("--coordinator", run.url, "--run-id", run.invitation.run_id)
@@ -222,7 +213,7 @@ def memory(run: Run) -> Figures:
 
 
 def third_killed(run: Run, count: int, rng: random.Random) -> Spread:
-    """Heads, a third of the nodes killed after some of them: those from then on, to those who live."""
+    """Publish heads, kill a third of the nodes, and time further heads at those that live."""
     heads.publish(run, count // 4, rng)
     run.kill(rng.sample(run.live, len(run.live) // 3))
     spread, _ = heads.published_and_seen(run, count - count // 4, rng)
@@ -230,16 +221,14 @@ def third_killed(run: Run, count: int, rng: random.Random) -> Spread:
 
 
 def without_bootstrap(run: Run, count: int, rng: random.Random, suffix: str) -> Figures:
-    """Heads after the end of the peer that all began with."""
+    """Kill the bootstrap peer, and time heads without it."""
     run.kill_peer()
     spread, _ = heads.published_and_seen(run, count, rng, settle_seconds=LATE_SECONDS)
     return spreading(spread, suffix) | {f"head_ms_max{suffix}": spread.quantile_ms(1.0)}
 
 
 def main() -> None:
-    """Run once and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=24)
     parser.add_argument("--heads", type=int, default=50, help="of each part (default 50)")
     parser.add_argument("--bursts", type=int, default=5, help="of twenty heads each (default 5)")
@@ -254,11 +243,9 @@ def main() -> None:
         say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()))
         killed = figures["killed_by_input"] + found.pop("killed_by_input", 0)
         figures |= found | {"killed_by_input": killed}
-    if options.json:
-        notes: dict[str, Any] = {"heads": options.heads, "bursts": options.bursts, "seed": options.seed}
-        notes |= {key: "more than that share never came" for key, value in figures.items() if value is None}
-        line = {"benchmark": "network", "machine": machine.describe(), "figures": figures, "notes": notes}
-        print(json.dumps(line))
+    notes: dict[str, Any] = {"heads": options.heads, "bursts": options.bursts, "seed": options.seed}
+    notes |= {key: "more than that share never came" for key, value in figures.items() if value is None}
+    report("network", options, figures, notes)
 
 
 if __name__ == "__main__":

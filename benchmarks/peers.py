@@ -1,7 +1,8 @@
-"""Other projects' packages, to be measured beside ours: each in an environment of its own, made once and used again."""
+"""Other projects' packages, measured beside ours: each in a virtual environment of its own, made once and kept."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -18,10 +19,19 @@ class PeerUnavailable(Exception):
     """There is no peer to compare with; the message says why."""
 
 
-def environment(name: str, installs: Sequence[Sequence[str]], *, folder: Path = FOLDER) -> Path:
-    """The environment `name` within `folder`, made on first use by a `pip install` of each of `installs` in turn.
+def add_peer_options(parser: argparse.ArgumentParser, package: str, *, interpreter: bool = True) -> None:
+    """Add `--no-peer`, `--peer-folder` and, with `interpreter`, `--peer-python`."""
+    peer = parser.add_mutually_exclusive_group()
+    peer.add_argument("--no-peer", action="store_true", help=f"measure without {package}")
+    peer.add_argument("--peer-folder", type=Path, default=FOLDER, help="where to build and keep it (build/peers)")
+    if interpreter:
+        peer.add_argument("--peer-python", type=Path, help=f"an interpreter that has {package} and this torch")
 
-    They come from the package index that pip is configured for. Raises `PeerUnavailable`.
+
+def environment(name: str, installs: Sequence[Sequence[str]], *, folder: Path = FOLDER) -> Path:
+    """Return the environment `name` in `folder`; on first use, make it by a `pip install` of each of `installs`.
+
+    They come from the package index that pip is configured for. Raise PeerUnavailable.
     """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     made = folder.absolute() / f"{name}-python-{version}"

@@ -1,4 +1,4 @@
-"""What training gains on three reasoning-gym datasets: `python -m benchmarks.reasoning [--json] [--seeds 3]`.
+"""Reward gain on three reasoning-gym datasets: `python -m benchmarks.reasoning [--json] [--seeds 3]`.
 
 In one process and without a network: the torch engine draws groups of completions as a worker does, the environment
 (`reasoning_gym:<dataset>`) gives the rewards as a verifier does, and the trainer's own step learns from them. Each
@@ -21,12 +21,10 @@ the tokenizer's rows for them are free, and prompts of 150 characters would be m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -39,8 +37,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks import machine
-from coordinator.training.groups import Group, Sample
+from benchmarks.learning.loop import grouped
+from benchmarks.report import make_parser, report, say
+from benchmarks.warm_start import add_warm_start, shortened
+from coordinator.training.groups import Group
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.warm_start import WarmStartStage, demonstrate_addition, learn
@@ -51,8 +51,9 @@ from node.environments.reasoning_gym import INSTRUCTION, ReasoningGym, load_data
 from node.policy.file import render_completion, render_prompt, save_policy
 from node.policy.models.tiny_llama import VOCABULARY, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec, TrainingSpec
+from node.protocol.submission import Rollout
 
-GROUPS, GROUP_SIZE, STEPS = 32, 8, 20
+GROUPS, GROUP_SIZE, STEPS, GUESSING_STEPS = 32, 8, 20, 60
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WARM, LEARNED, HELD_OUT = "warm start", "training", "held out"
 
@@ -61,7 +62,7 @@ Demonstrate = Callable[[dict[str, Any], float, Random], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class DatasetTask:
     """A dataset with its settings, and how its problems are worked out or guessed at."""
 
     dataset: str
@@ -70,20 +71,15 @@ class Task:
     guess: Callable[[dict[str, Any], Random], str]
     stages: tuple[WarmStartStage, ...]
 
-    def shortened(self, share: float) -> Task:
-        """With a part of the warm start's steps."""
-        steps = (replace(stage, steps=max(1, round(stage.steps * share))) for stage in self.stages)
-        return replace(self, stages=tuple(steps))
 
-
-def stages(steps: int, *, noise: float, guessing: int = 60) -> tuple[WarmStartStage, WarmStartStage]:
-    """The warm start's two stages: worked solutions with mistakes, then as many guesses as solutions."""
+def stages(steps: int, *, noise: float) -> tuple[WarmStartStage, WarmStartStage]:
+    """Make the warm start's two stages: worked solutions with mistakes, then as many guesses as solutions."""
     worked = WarmStartStage(steps, noise, noise, guesses=0.0, learning_rate=3e-3, warmup_steps=20)
-    return worked, WarmStartStage(guessing, noise / 2, noise / 2, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
+    return worked, WarmStartStage(GUESSING_STEPS, noise / 2, noise / 2, guesses=0.5, learning_rate=5e-4, warmup_steps=1)
 
 
 def work_out_sum(entry: dict[str, Any], noise: float, rng: Random) -> str:
-    """Column by column from the right, the third term being the carry: of a difference, of the larger number."""
+    """Work column by column from the right, with the carry as third term; a difference as that of the larger number."""
     left, sign, right = entry["metadata"]["expression"].split()
     if sign == "+":
         return demonstrate_addition(Problem("", {"terms": (int(left), int(right))}), noise=noise, rng=rng)
@@ -100,33 +96,33 @@ def work_out_sum(entry: dict[str, Any], noise: float, rng: Random) -> str:
 
 
 def work_out_spelling(entry: dict[str, Any], noise: float, rng: Random) -> str:
-    """Letter by letter."""
+    """Spell letter by letter."""
     letters = [rng.choice(LETTERS) if rng.random() < noise else letter for letter in entry["answer"]]
     return f"<think>{' '.join(letters)}</think>{''.join(letters)}"
 
 
 def work_out_bits(entry: dict[str, Any], noise: float, rng: Random) -> str:
-    """The number in binary, then how many ones that has."""
+    """Write the number in binary, then how many ones that has."""
     bits = [bit if rng.random() >= noise else "10"[int(bit)] for bit in f"{entry['metadata']['number']:07b}"]
     return f"<think>{' '.join(bits)}</think>{bits.count('1')}"
 
 
 TASKS = (
-    Task(
+    DatasetTask(
         "chain_sum",
         {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
         work_out_sum,
         lambda _, rng: str(rng.randint(-89, 198)),
         stages(400, noise=0.15),
     ),
-    Task(
+    DatasetTask(
         "spell_backward",
         {"min_word_len": 3, "max_word_len": 5},
         work_out_spelling,
         lambda entry, rng: "".join(rng.sample(entry["answer"], len(entry["answer"]))),
         stages(300, noise=0.12),
     ),
-    Task(
+    DatasetTask(
         "count_bits",
         {"min_n": 1, "max_n": 99},
         work_out_bits,
@@ -136,8 +132,8 @@ TASKS = (
 )
 
 
-class Pool:
-    """Problems of one purpose. Made by one dataset for all, since making it reads a list of words each time."""
+class ProblemPool:
+    """Problems of one purpose, from one dataset: making another would read a list of words each time."""
 
     def __init__(self, environment: ReasoningGym, seed: str, size: int) -> None:
         settings = dict(environment.settings)
@@ -146,30 +142,30 @@ class Pool:
         self._size = size
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Entry `index` of the dataset, which begins anew after its last."""
+        """Return entry `index` of the dataset, which begins anew after its last."""
         found: dict[str, Any] = self._source[index % self._size]
         return found
 
     def problem(self, index: int) -> Problem:
-        """As the environment puts it."""
+        """Return the environment's problem of an entry."""
         entry = self.entry(index)
         return Problem(prompt_of(entry), {"entry": entry, "score": self._source.score_answer})
 
 
 def prompt_of(entry: dict[str, Any]) -> str:
-    """The environment's prompt for an entry."""
+    """Return the environment's prompt for an entry."""
     return f"{entry['question']}\n{INSTRUCTION}\n"
 
 
 def shared_beginning(texts: Sequence[str]) -> str:
-    """The characters with which all of them begin."""
+    """Return the longest common prefix."""
     first, last = min(texts), max(texts)
     same = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     return first[:same]
 
 
 def tokenizer_with(phrases: Sequence[str]) -> PreTrainedTokenizerFast:
-    """The tiny policy's tokenizer, in which each of `phrases` is one token of those that it leaves free."""
+    """Return the tiny policy's tokenizer, with each of `phrases` as one of the tokens that it leaves free."""
     plain = make_tokenizer()
     told = json.loads(plain.backend_tokenizer.to_str())
     first = len(told["model"]["vocab"])
@@ -181,8 +177,8 @@ def tokenizer_with(phrases: Sequence[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told)), **marks)
 
 
-def spec_for(task: Task, *, steps: int) -> RunSpec:
-    """The run: as the demonstration's, on one dataset."""
+def spec_for(task: DatasetTask, *, steps: int) -> RunSpec:
+    """Return a run as the demonstration's, on one dataset."""
     return RunSpec(
         name="reasoning",
         environments=(EnvironmentSpec(name=f"reasoning_gym:{task.dataset}", arguments=dict(task.settings)),),
@@ -192,15 +188,15 @@ def spec_for(task: Task, *, steps: int) -> RunSpec:
     )
 
 
-class Trial:
+class ReasoningTrial:
     """One dataset and one seed."""
 
-    def __init__(self, task: Task, seed: int, *, steps: int, threads: int, folder: Path) -> None:
+    def __init__(self, task: DatasetTask, seed: int, *, steps: int, threads: int, folder: Path) -> None:
         self.task, self.seed, self.folder = task, seed, folder
         self.spec = spec_for(task, steps=steps)
         self.environment = load_dataset(task.dataset, task.settings)
         self.pools = {
-            purpose: Pool(self.environment, f"{purpose} {seed}", size)
+            purpose: ProblemPool(self.environment, f"{purpose} {seed}", size)
             for purpose, size in ((WARM, 40_000), (LEARNED, 20_000), (HELD_OUT, 5_000))
         }
         questions = [self.pools[WARM].entry(at)["question"] for at in range(200)]
@@ -223,14 +219,14 @@ class Trial:
         learn(self.model, self.tokenizer, task.stages, demonstrate)
 
     async def publish(self) -> None:
-        """Have the engine draw from the policy as it is now."""
+        """Load the policy as it is now into the engine."""
         self.version += 1
         path = self.folder / "policy.safetensors"
         save_policy(self.model, self.tokenizer, path)
         await self.engine.load(path, version=self.version)
 
     async def draw(self, problems: Sequence[Problem], *, size: int, name: str) -> list[Group]:
-        """`size` completions of each of `problems`, with their rewards; `name` chooses the seeds."""
+        """Draw and grade `size` completions of each of `problems`; `name` chooses the seeds."""
         rng = Random(f"{self.seed} {name}")
         policy = self.engine.policy
         requests = [
@@ -239,24 +235,19 @@ class Trial:
             for _ in range(size)
         ]
         rollouts = await self.engine.generate(requests)
-        groups = []
-        for at, problem in enumerate(problems):
-            own = rollouts[at * size : (at + 1) * size]
-            texts = [render_completion(policy, rollout.completion_ids) for rollout in own]
-            samples = tuple(
-                Sample(tuple(each.prompt_ids), tuple(each.completion_ids), tuple(each.logprobs)) for each in own
-            )
-            rewards = tuple(self.environment.reward(problem, text) for text in texts)
-            groups.append(Group(version=self.version, rewards=rewards, rollouts=samples))
-        return groups
+
+        def reward(at: int, rollout: Rollout) -> float:
+            return self.environment.reward(problems[at], render_completion(policy, rollout.completion_ids))
+
+        return grouped(rollouts, size, version=self.version, reward=reward)
 
     async def reward(self, count: int) -> float:
-        """Mean reward of one completion of each held-out problem, always with the same seeds."""
+        """Return the mean reward of one completion of each held-out problem, always with the same seeds."""
         problems = [self.pools[HELD_OUT].problem(at) for at in range(count)]
         return statistics.fmean(group.rewards[0] for group in await self.draw(problems, size=1, name=HELD_OUT))
 
     async def train(self) -> list[float]:
-        """All steps; returns each one's mean reward."""
+        """Train all steps; return the mean reward of each."""
         optimizer = make_optimizer(self.model, self.spec.training)
         rewards = []
         for step in range(self.spec.training.steps):
@@ -269,8 +260,8 @@ class Trial:
         return rewards
 
 
-async def run_trial(trial: Trial, *, problems: int) -> dict[str, Any]:
-    """Warm start, training, and what it gained."""
+async def run_trial(trial: ReasoningTrial, *, problems: int) -> dict[str, Any]:
+    """Warm up, train, and return the row of what was gained."""
     started = time.monotonic()
     await asyncio.to_thread(trial.warm_up)
     warmed = time.monotonic()
@@ -295,7 +286,7 @@ async def run_trial(trial: Trial, *, problems: int) -> dict[str, Any]:
 
 
 def figures_of(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Each dataset's means over seeds and its least gain, and the whole run's."""
+    """Return each dataset's means over seeds and its least gain, and the whole run's."""
     found: dict[str, float] = {}
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         own = [row for row in rows if row["dataset"] == dataset]
@@ -308,41 +299,31 @@ def figures_of(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, floa
     return found
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many times each dataset is learned (3)")
     parser.add_argument("--datasets", nargs="+", choices=[task.dataset for task in TASKS], help="these alone")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps ({STEPS})")
     parser.add_argument("--problems", type=int, default=700, help="held-out problems (700)")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (1)")
-    parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (1)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Learn each dataset from each seed, and print."""
-    chosen = options()
+    add_warm_start(parser)
+    chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    tasks = [task.shortened(chosen.warm_start) for task in TASKS if task.dataset in (chosen.datasets or task.dataset)]
+    tasks = [
+        replace(task, stages=shortened(task.stages, chosen.warm_start))
+        for task in TASKS
+        if task.dataset in (chosen.datasets or task.dataset)
+    ]
     started, rows = time.monotonic(), []
     for task in tasks:
         for seed in range(chosen.seeds):
             with tempfile.TemporaryDirectory() as folder:
-                trial = Trial(task, seed, steps=chosen.steps, threads=chosen.threads, folder=Path(folder))
+                trial = ReasoningTrial(task, seed, steps=chosen.steps, threads=chosen.threads, folder=Path(folder))
                 row = asyncio.run(run_trial(trial, problems=chosen.problems))
             rows.append(row)
-            print(
-                f"{row['dataset']:16} seed {seed}  {row['before']:.3f} -> {row['after']:.3f}  {row['seconds']:.0f} s",
-                file=sys.stderr,
-            )
-    found = figures_of(rows, time.monotonic() - started)
-    if chosen.json:
-        line = {"benchmark": "reasoning", "machine": machine.describe(), "figures": found, "rows": rows, "notes": {}}
-        print(json.dumps(line))
-        return
-    for name, value in found.items():
-        print(f"{name:40} {value}")
+            change = f"{row['before']:.3f} -> {row['after']:.3f}"
+            say(f"{row['dataset']:16} seed {seed}  {change}  {row['seconds']:.0f} s")
+    report("reasoning", chosen, figures_of(rows, time.monotonic() - started), rows=rows)
 
 
 if __name__ == "__main__":

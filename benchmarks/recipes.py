@@ -1,4 +1,4 @@
-"""What each switch of the recipe does to a run: `python -m benchmarks.recipes [--json] [--plot FILE.png]`.
+"""Ablation of the recipe: `python -m benchmarks.recipes [--json] [--plot FILE.png]`.
 
 Each variant is the demonstration's recipe with one change, trained from the same three warm-started tiny policies, with
 completions that are two steps old as in a busy swarm. A row has the mean reward of the last ten steps, its mean and
@@ -11,10 +11,8 @@ Rewards of steps compare recipes only where all learn from the same problems. Wh
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,8 +22,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
-from benchmarks.learning.loop import Curve, Task, learn, spec_of, warmed_up
+from benchmarks.learning.loop import LearningCurve, LearningTask, learn, spec_of
+from benchmarks.report import make_parser, report, say
+from benchmarks.warm_start import add_warm_start, save_warmed_up
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
 from node.protocol.run import LengthSpec
@@ -38,8 +37,11 @@ HELD_OUT = EvaluationSettings(problems=128, samples=4)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One change to the recipe; `lag` is how old completions are, in steps. `filtered`: of a finite set those problems
-    are kept that the first policy solves now and then."""
+    """One change to the recipe.
+
+    `lag`: how many steps old completions are. `filtered`: problems that the first policy never or always solves are
+    left out of a finite set.
+    """
 
     name: str
     changes: dict[str, Any]
@@ -68,9 +70,9 @@ VARIANTS = (
 )
 
 
-def trained(first: str, seed: int, steps: int, variant: Variant) -> Curve:
-    """Training from the policy file `first`."""
-    task, policy, changes = Task(seed=seed, steps=steps), Path(first), dict(variant.changes)
+def trained(first: str, seed: int, steps: int, variant: Variant) -> LearningCurve:
+    """Train from the policy file `first`."""
+    task, policy, changes = LearningTask(seed=seed, steps=steps), Path(first), dict(variant.changes)
     if "length" in changes:
         changes["length"] = LengthSpec(**changes["length"])
     spec = spec_of(task, **changes)
@@ -82,28 +84,29 @@ def trained(first: str, seed: int, steps: int, variant: Variant) -> Curve:
     return curve
 
 
-def rows_of(variants: Sequence[Variant], *, seeds: int, steps: int, processes: int) -> list[dict[str, Any]]:
-    """A row for each variant, its `curves` by seed."""
+def rows_of(variants: Sequence[Variant], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train each variant; return a row for each, with its `curves` by seed."""
     # Forked processes would inherit torch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=context) as pool:
-        firsts = [pool.submit(warmed_up, seed, Path(folder) / f"{seed}.safetensors") for seed in range(seeds)]
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+        files = [Path(folder) / f"{seed}.safetensors" for seed in range(options.seeds)]
+        firsts = [pool.submit(save_warmed_up, path, options.warm_start, seed=seed) for seed, path in enumerate(files)]
         paths = [str(first.result()) for first in firsts]
         curves = {
-            (variant.name, seed): pool.submit(trained, paths[seed], seed, steps, variant)
+            (variant.name, seed): pool.submit(trained, paths[seed], seed, options.steps, variant)
             for variant in variants
-            for seed in range(seeds)
+            for seed in range(options.seeds)
         }
         rows = []
         for variant in variants:
-            found = [curves[variant.name, seed].result() for seed in range(seeds)]
+            found = [curves[variant.name, seed].result() for seed in range(options.seeds)]
             rows.append(row_of(variant, found))
-            print(_line(rows[-1]), file=sys.stderr)
+            say(_line(rows[-1]))
     return rows
 
 
-def row_of(variant: Variant, learnt: Sequence[Curve]) -> dict[str, Any]:
-    """The reward at the end, for each seed and on average; with length targets, by how many tokens they were missed."""
+def row_of(variant: Variant, learnt: Sequence[LearningCurve]) -> dict[str, Any]:
+    """Return rewards at the end by seed and on average; with length targets, by how many tokens they were missed."""
     curves = [curve.rewards for curve in learnt]
     ends = [statistics.fmean(curve[-LAST:]) for curve in curves]
     apart = [curve.held_out for curve in learnt if curve.held_out is not None]
@@ -124,7 +127,7 @@ def row_of(variant: Variant, learnt: Sequence[Curve]) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A small plot for each variant over the baseline: the mean of the seeds, and their range."""
+    """Draw a small plot of each variant over the baseline: the mean of the seeds, and their range."""
     import matplotlib  # noqa: PLC0415  (needed for this alone)
 
     matplotlib.use("agg")
@@ -153,35 +156,29 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    parser.add_argument("--plot", type=Path, help="draw the curves into a PNG")
-    parser.add_argument(
-        "--only", nargs="+", choices=[variant.name for variant in VARIANTS[1:]], help="beside the baseline"
-    )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    chosen = [variant for variant in VARIANTS if options.only is None or variant.name in ("baseline", *options.only)]
-    rows = rows_of(chosen, seeds=options.seeds, steps=options.steps, processes=options.processes)
-    if options.plot is not None:
-        draw(rows, options.plot)
-    figures = {row["variant"].replace(" ", "_"): row["reward"] for row in rows}
-    if options.json:
-        print(json.dumps({"benchmark": "recipes", "machine": machine.describe(), "figures": figures, "rows": rows}))
-        return
-    for row in rows:
-        print(_line(row))
-
-
 def _line(row: dict[str, Any]) -> str:
     by_seed, apart = (" ".join(f"{each:.3f}" for each in row[name]) for name in ("rewards", "held_out_rewards"))
     more = f"held out {row['held_out']:.3f} ({apart}), signal {row['signal']:.2f}"
     return f"{row['variant']:28} {row['reward']:.3f} ({by_seed}), {more}"
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    names = [variant.name for variant in VARIANTS[1:]]
+    parser.add_argument("--plot", type=Path, help="draw the curves into a PNG")
+    parser.add_argument("--only", nargs="*", choices=names, help="beside the baseline")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2)
+    add_warm_start(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = [variant for variant in VARIANTS if options.only is None or variant.name in ("baseline", *options.only)]
+    rows = rows_of(chosen, options)
+    if options.plot is not None:
+        draw(rows, options.plot)
+    figures = {row["variant"].replace(" ", "_"): row["reward"] for row in rows}
+    report("recipes", options, figures, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `swarmproof redteam` finds in a long run: `python -m benchmarks.redteam [--json] [--slots N] [--hostile SHARE]`.
+"""Long runs of `swarmproof redteam`: `python -m benchmarks.redteam [--json] [--slots N] [--hostile SHARE]`.
 
 Runs the whole red team as a person would, in processes of its own, for as many steps as it takes until so many slots
 were submitted. Then, for comparison, the same run without attackers, and the same attackers in a run whose limits are
@@ -9,7 +9,6 @@ each run. All runs begin with the same policy, and take five to ten minutes each
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks.report import make_parser, report, say
 from coordinator.lab.redteam.rules import redteam_run_toml
 from node.protocol.run import parse_run_toml
 
@@ -30,15 +29,15 @@ FLOOR = 0.1
 """The share of a proven node's slots that is measured in full, in the run that saves verification."""
 
 AIM = 1.05
-"""How much more than the share that is measured the attackers aim at: they begin later than the honest."""
+"""Factor on the attackers' share that is aimed at: they begin later than the honest."""
 
 
 def run(name: str, *, hostile: float, steps: int, seed: int, out: Path, **changes: Any) -> dict[str, Any]:
-    """One campaign's result; its progress and its table go to standard error."""
+    """Run a campaign and return its result; its progress and table go to standard error."""
     rules = out / f"{name}.toml"
     rules.write_text(redteam_run_toml(steps=steps, seed=seed, **changes), encoding="utf-8")
     command = [sys.executable, "-m", "node.cli", "redteam", "--headless", "--json", "--run", str(rules)]
-    print(f"{name}: {steps} steps", file=sys.stderr, flush=True)
+    say(f"{name}: {steps} steps")
     finished = subprocess.run(
         [*command, "--hostile", str(hostile), "--folder", str(out / name)], stdout=subprocess.PIPE, check=False
     )
@@ -49,7 +48,7 @@ def run(name: str, *, hostile: float, steps: int, seed: int, out: Path, **change
 
 
 def reward(result: dict[str, Any] | None) -> float | None:
-    """Of a run's end."""
+    """Return the mean reward of a run's last steps."""
     return None if result is None else statistics.fmean(result["rewards"][-END_STEPS:])
 
 
@@ -59,7 +58,7 @@ def figures(
     unverified: dict[str, Any] | None,
     partly: dict[str, Any] | None,
 ) -> dict[str, float | int | None]:
-    """What is printed."""
+    """Compute the figures."""
     with_attackers, without, trusting = reward(attacked), reward(clean), reward(unverified)
     tried = [row for row in attacked["attacks"] if row["tries"]]
     return {
@@ -92,7 +91,7 @@ def figures(
 def table(
     attacked: dict[str, Any], unverified: dict[str, Any] | None, partly: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """For each attack: tries, what stopped them, and how many are admitted where nothing is measured, or a part."""
+    """Return a row for each attack: tries, what stopped them, and admissions where nothing or a part is measured."""
     trusting = {} if unverified is None else {row["attack"]: row["admitted"] for row in unverified["attacks"]}
     saving = {} if partly is None else {row["attack"]: row["admitted"] for row in partly["attacks"]}
     kept = ("attack", "tries", "slots", "admitted", "succeeded", "stopped", "honest")
@@ -107,34 +106,27 @@ def table(
 
 
 def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--slots", type=int, default=2300, help="how many slots are submitted in all")
     parser.add_argument("--hostile", type=float, default=0.33, help="the attackers' share of them")
     parser.add_argument("--seed", type=int, default=2, help="of the warm start")
-    parser.add_argument("--alone", action="store_true", help="without the two runs to compare with")
+    parser.add_argument("--alone", action="store_true", help="without the runs to compare with")
     parser.add_argument("--out", type=Path, help="keep logs and results here instead of in a temporary folder")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     groups = parse_run_toml(redteam_run_toml(steps=1, seed=0)).batch.groups_per_step
-    steps = math.ceil(arguments.slots * (1 - arguments.hostile) / groups)
-    share = arguments.hostile * AIM
+    steps = math.ceil(options.slots * (1 - options.hostile) / groups)
+    share = options.hostile * AIM
     with tempfile.TemporaryDirectory() as temporary:
-        out = arguments.out or Path(temporary)
+        out = options.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
-        common: dict[str, Any] = {"steps": steps, "seed": arguments.seed, "out": out}
+        common: dict[str, Any] = {"steps": steps, "seed": options.seed, "out": out}
         attacked = run("attacked", hostile=share, **common)
-        clean = None if arguments.alone else run("clean", hostile=0.0, **common)
-        unverified = None if arguments.alone else run("unverified", hostile=share, wide_open=True, **common)
-        partly = None if arguments.alone else run("partly", hostile=share, floor=FLOOR, **common)
+        clean = None if options.alone else run("clean", hostile=0.0, **common)
+        unverified = None if options.alone else run("unverified", hostile=share, wide_open=True, **common)
+        partly = None if options.alone else run("partly", hostile=share, floor=FLOOR, **common)
     found = figures(attacked, clean, unverified, partly)
-    if arguments.json:
-        told = {name: "not compared (--alone)" for name, value in found.items() if value is None}
-        line = {"benchmark": "redteam", "machine": machine.describe(), "figures": found, "notes": told}
-        print(json.dumps(line | {"attacks": table(attacked, unverified, partly)}))
-        return
-    for name, value in found.items():
-        print(f"{name:44} {value}")
+    notes = {name: "not compared (--alone)" for name, value in found.items() if value is None}
+    report("redteam", options, found, notes, attacks=table(attacked, unverified, partly))
 
 
 if __name__ == "__main__":

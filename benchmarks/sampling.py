@@ -1,12 +1,11 @@
-"""What forced sampling costs: a token and its log-probability from logits, against torch's ordinary sampling.
+"""Cost of forced sampling, a token and its log-probability from logits, against torch's ordinary sampling.
 
 `python -m benchmarks.sampling [--json] [--rounds N]`. All contenders take the same float32 logits, in turn within
 each round, so that another process on the machine slows all of them alike; figures are medians over rounds.
 
 - `ours`: `node.sampling.forced.choose`, in one thread and in two. Logits are normal, with a standard deviation of 3:
-noise
-  is needed for every token. `ours_sharp` is the other extreme, one token far above the others in each row, where
-  almost every block is passed over without noise.
+  noise is needed for every token. `ours_sharp` is the other extreme, one token far above the others in each row,
+  where almost every block is passed over without noise.
 - `reference`: `node.protocol.sampling`'s noise, argmax and log-softmax, on a few rows, scaled to all of them.
 - `torch`: what an engine does that is free to choose: softmax, exponential numbers, the argmax of their ratio, and a
   log-softmax for the log-probability (the exponential race, as in vLLM's sampler).
@@ -20,17 +19,14 @@ log-probability.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks import machine
-from benchmarks.toploc import rounds_ms
+from benchmarks.report import make_parser, report
+from benchmarks.timing import Call, rounds_ms, synchronised
 from node.protocol.sampling import gumbel_noise
 from node.sampling.forced import choose, warm_up
 from node.sampling.types import Choice
@@ -42,20 +38,20 @@ NO_GPU = "no CUDA device on this machine"
 
 
 def ordinary(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of ordinary sampling."""
+    """Sample ordinarily; return tokens and log-probabilities."""
     scaled = logits / TEMPERATURE
     token = (scaled.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1)
     return token, scaled.log_softmax(-1).gather(1, token[:, None])
 
 
 def defined(logits: Tensor, seeds: list[bytes], positions: list[int]) -> tuple[Tensor, Tensor]:
-    """Forced tokens and their log-probabilities, by the definition."""
+    """Sample by the definition of forced sampling; return tokens and log-probabilities."""
     scaled = logits / TEMPERATURE
     token = (scaled + torch.from_numpy(gumbel_noise(seeds, positions, vocabulary=logits.shape[1]))).argmax(-1)
     return token, scaled.log_softmax(-1).gather(1, token[:, None])
 
 
-def in_threads(threads: int, call: Callable[[], object]) -> Callable[[], object]:
+def in_threads(threads: int, call: Call) -> Call:
     def run() -> object:
         torch.set_num_threads(threads)
         return call()
@@ -63,16 +59,8 @@ def in_threads(threads: int, call: Callable[[], object]) -> Callable[[], object]
     return run
 
 
-def synchronised(call: Callable[[], object]) -> Callable[[], object]:
-    def run() -> None:
-        call()
-        torch.cuda.synchronize()
-
-    return run
-
-
 def shape_figures(rows: int, vocabulary: int, rounds: int) -> dict[str, float | None]:
-    """Milliseconds for all rows, and nanoseconds for each logit."""
+    """Measure milliseconds for all rows, and nanoseconds for each logit."""
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
     sharp = logits.clone()
     sharp[:, 7] = 60.0
@@ -82,7 +70,7 @@ def shape_figures(rows: int, vocabulary: int, rounds: int) -> dict[str, float | 
     def forced(values: Tensor) -> Choice:
         return choose(values, seeds, positions, temperature=TEMPERATURE)
 
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Call] = {
         "ours_1_thread": in_threads(1, lambda: forced(logits)),
         "ours_2_threads": in_threads(2, lambda: forced(logits)),
         "ours_sharp_1_thread": in_threads(1, lambda: forced(sharp)),
@@ -108,7 +96,7 @@ def shape_figures(rows: int, vocabulary: int, rounds: int) -> dict[str, float | 
 
 
 def measure(rounds: int) -> dict[str, float | None]:
-    """All figures; the first is what the first call in a process costs."""
+    """Measure all figures; the first is what the first call in a process costs."""
     start = time.perf_counter()
     warm_up("cpu")
     figures: dict[str, float | None] = {"warm_up_seconds": time.perf_counter() - start}
@@ -118,26 +106,16 @@ def measure(rounds: int) -> dict[str, float | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time of forced sampling.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
     options = parser.parse_args()
     figures = measure(options.rounds)
-    notes = {name: NO_GPU for name, figure in figures.items() if figure is None}
-    notes |= {
+    notes = {name: NO_GPU for name, figure in figures.items() if figure is None} | {
         "warm_up_seconds": "import of numba and compilation, once in a process",
         "reference": f"measured on {REFERENCE_ROWS} rows, scaled to all",
         "ours_sharp": "best case: one token far above all others in each row",
     }
-    if options.json:
-        print(json.dumps({"benchmark": "sampling", "machine": machine.describe(), "figures": figures, "notes": notes}))
-        return
-    for key, value in machine.describe().items():
-        print(f"{key:>46}  {value}")
-    print()
-    for name, figure in figures.items():
-        print(f"{name:>46}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
-    print(f"\n-: {NO_GPU}")
+    report("sampling", options, figures, notes)
 
 
 if __name__ == "__main__":

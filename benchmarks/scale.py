@@ -1,4 +1,4 @@
-"""What 10,000 workers would cost: time and origin egress of a broadcast over the planner's own trees, by a fluid model.
+"""Simulated broadcast to 10,000 workers: time and origin egress over the planner's own trees, by a fluid model.
 
 `python -m benchmarks.scale [--json] [--sigma S] [--error E]`. The plan is the one that a registry would make
 (`shardcast.tree`); only the network is simulated, over what a chunk costs this machine, measured first. docs/scale.md
@@ -13,7 +13,6 @@ with its last node. Everybody fetches from the first candidate alone.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -29,7 +28,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks import machine
+from benchmarks.report import make_parser, report
 from shardcast.tree import Member, TreePlan, plan
 
 MIB = 2**20
@@ -57,7 +56,7 @@ class ChunkCosts:
 
 
 def chunk_costs(chunk_bytes: int) -> ChunkCosts:
-    """Measured on one core: medians over `MEASURE_BYTES`, through a file's cached pages and a loopback connection."""
+    """Measure on one core: medians over `MEASURE_BYTES`, through a file's cached pages and a loopback connection."""
     rounds = MEASURE_BYTES // chunk_bytes
     chunk = random.Random(0).randbytes(chunk_bytes)
     with tempfile.TemporaryFile() as file:
@@ -96,7 +95,7 @@ def _drain(receiver: socket.socket, wanted: int, taken: list[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Who is there, and how fast: uplinks in bytes/s by URL, and one downlink that all have."""
+    """Members and workers, uplinks in bytes/s by URL, and the downlink of all."""
 
     members: Sequence[Member]
     workers: Sequence[str]
@@ -106,7 +105,7 @@ class Network:
 
 
 def make_network(given: argparse.Namespace, *, workers: int, serving: int = 0, serving_mbps: float = 0.0) -> Network:
-    """Relays, `workers` that only fetch, and `serving` that are members as well, with uplinks around `serving_mbps`.
+    """Make relays, `workers` that only fetch, and `serving` members with uplinks around `serving_mbps`.
 
     Uplinks are log-normal around their median; the planner knows each but for a log-normal error.
     """
@@ -123,7 +122,7 @@ def make_network(given: argparse.Namespace, *, workers: int, serving: int = 0, s
 
 
 def lower_bound_s(network: Network, payload: float) -> float:
-    """No schedule is faster: S over the origin's uplink, over a downlink, and all that arrives over all uplinks."""
+    """Bound any schedule: S over the origin's uplink, over a downlink, and all that arrives over all uplinks."""
     receivers = len(network.members) + len(network.workers)
     return max(
         payload / network.uplinks[ORIGIN],
@@ -133,7 +132,7 @@ def lower_bound_s(network: Network, payload: float) -> float:
 
 
 def parents(planned: TreePlan, network: Network) -> list[dict[str, str]]:
-    """For each stripe, from whom each node fetches."""
+    """Map, for each stripe, each node to the sender that it fetches from."""
     asked = {member.url: planned.parents(member.id) for member in network.members}
     asked |= {worker: planned.sources_for(worker) for worker in network.workers}
     return [{node: stripes[stripe][0] for node, stripes in asked.items()} for stripe in range(planned.stripes)]
@@ -150,7 +149,7 @@ class Broadcast:
 
 
 def broadcast(trees: list[dict[str, str]], network: Network, payload: float, costs: ChunkCosts) -> Broadcast:
-    """Bring `payload` bytes down `trees`, one stripe each."""
+    """Simulate `payload` bytes down `trees`, one stripe each."""
     flows = Counter(sender for tree in trees for sender in tree.values())
     per_flow = {
         sender: min(network.uplinks[sender], costs.chunk_bytes / costs.serve_s) / count
@@ -172,7 +171,7 @@ def broadcast(trees: list[dict[str, str]], network: Network, payload: float, cos
 def _arrivals(
     tree: Mapping[str, str], per_flow: Mapping[str, float], most: float, rtt_s: float, costs: ChunkCosts
 ) -> dict[str, tuple[float, float]]:
-    """For each node the rate at which the stripe reaches it, and when its first chunk is there."""
+    """Return for each node the rate at which the stripe reaches it, and when its first chunk is there."""
     reached = {ORIGIN: (math.inf, 0.0)}
     for node in tree:
         path = [node]
@@ -204,7 +203,7 @@ def scenarios(given: argparse.Namespace) -> dict[str, Network]:
 
 
 def run(name: str, network: Network, stripes: int, given: argparse.Namespace, costs: Sequence[ChunkCosts]) -> Row:
-    """One row: a full payload and a delta over the same plan."""
+    """Simulate a full payload and a delta over the same plan; return a row."""
     start = time.perf_counter()
     planned = plan([ORIGIN], network.members, stripes=stripes)
     planning_s = time.perf_counter() - start
@@ -233,7 +232,7 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """GitHub's Markdown, as in docs/scale.md."""
+    """Write GitHub's Markdown, as in docs/scale.md."""
     head = ("", "trees", "depth", "full", "bound", "median node", "delta", "bound", "origin sends", "plan")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
@@ -254,9 +253,8 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--relays", type=int, default=200)
     parser.add_argument("--workers", type=int, default=10_000)
     parser.add_argument("--link-mbps", type=float, default=INTELLECT2_MBPS, help="origin, downlinks, median uplink")
@@ -267,11 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--delta-ratio", type=float, default=190.0, help="full bytes over a delta's")
     parser.add_argument("--rtt-ms", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = arguments()
+    given = parser.parse_args()
     costs = [chunk_costs(FULL_CHUNK), chunk_costs(DELTA_CHUNK)]
     rows = [
         run(name, network, stripes, given, costs)
@@ -279,16 +273,10 @@ def main() -> None:
         for stripes in (1, given.stripes)
     ]
     settings = {key: value for key, value in vars(given).items() if key != "json"}
-    if given.json:
-        result = {"rows": rows, "chunk_costs": [asdict(cost) for cost in costs], "intellect2_s": INTELLECT2_S}
-        print(json.dumps({"benchmark": "scale", "machine": machine.describe(), **result, "settings": settings}))
-        return
-    print(" ".join(f"{key}={value}" for key, value in settings.items()))
-    for cost in costs:
-        parts = {name: seconds * 1e6 for name, seconds in asdict(cost).items() if name != "chunk_bytes"}
-        told = ", ".join(f"{name.removesuffix('_s')} {microseconds:.0f} us" for name, microseconds in parts.items())
-        print(f"a chunk of {cost.chunk_bytes // MIB} MiB: {told}")
-    print(f"INTELLECT-2: {duration(INTELLECT2_S)}\n\n{table(rows)}")
+    sections = {"chunk_costs": [asdict(cost) for cost in costs], "settings": settings}
+    report("scale", given, {"intellect2_s": INTELLECT2_S}, rows=rows, **sections)
+    if not given.json:
+        print(f"\n{table(rows)}")
 
 
 if __name__ == "__main__":

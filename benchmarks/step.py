@@ -1,4 +1,4 @@
-"""A training step's time and memory: `python -m benchmarks.step [--device cuda] [--json]`.
+"""Time and memory of a training step: `python -m benchmarks.step [--device cuda] [--json]`.
 
 Groups of 8 completions on policies of random weights, prompts of one length and completions of many, through the
 trainer's own step: packed rows, each prompt once for its group, attention sample by sample. The reference, in the same
@@ -18,7 +18,6 @@ losses are apart is printed (`loss_difference`).
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks import machine
+from benchmarks.report import make_parser, report
 from benchmarks.workload import Size
 from coordinator.training import recipe
 from coordinator.training.groups import Group, Sample
@@ -41,11 +40,11 @@ from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSp
 
 SAMPLES = 8
 LEAST = 0.25
-"""The shortest completion, of the longest."""
+"""Length of the shortest completion over that of the longest."""
 
 
 def make_groups(options: argparse.Namespace) -> list[Group]:
-    """Random tokens with the log-probability of a uniform choice; half of a group earns 1."""
+    """Draw random tokens with the log-probability of a uniform choice; half of a group earns 1."""
     rng = random.Random(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -62,7 +61,7 @@ def make_groups(options: argparse.Namespace) -> list[Group]:
 
 
 class Contender:
-    """A model with its optimizer, on the device, and what one step of it is."""
+    """A model with its optimizer on the device, which takes packed and padded steps."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -81,12 +80,12 @@ class Contender:
         self.row_tokens, self.recompute = options.row_tokens, options.recompute
 
     def packed(self, groups: Sequence[Group]) -> float:
-        """The trainer's own step; the loss."""
+        """Take the trainer's own step; return the loss."""
         execution = Execution(World(device=self.device), self.row_tokens, self.dtype, self.recompute)
         return train_step(self.model, self.optimizer, groups, spec=self.spec, step=0, execution=execution)["loss"]
 
     def padded(self, groups: Sequence[Group]) -> float:
-        """A padded batch for each group; the loss."""
+        """Take a step of a padded batch for each group; return the loss."""
         scored = [score(group, normalize=True, step=0) for group in groups]
         drawn = sum(len(each.sample.completion_ids) for samples in scored for each in samples)
         self.model.train()
@@ -126,7 +125,7 @@ class Contender:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The figures."""
+    """Time both in turn, and compute the figures."""
     groups = make_groups(options)
     contender = Contender(options)
     steps: dict[str, Callable[[Sequence[Group]], float]] = {"packed": contender.packed, "padded": contender.padded}
@@ -164,7 +163,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(step: Callable[[Sequence[Group]], float], groups: Sequence[Group], device: torch.device) -> tuple[Any, ...]:
-    """Seconds, the most bytes beside what was there before, and the loss."""
+    """Return a step's seconds, its peak of bytes beyond those before it, and its loss."""
     before = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -178,10 +177,8 @@ def timed(step: Callable[[Sequence[Group]], float], groups: Sequence[Group], dev
     return taken, torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0, loss
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--family", choices=("llama", "qwen3"), default="llama")
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64 (default 256)")
@@ -195,15 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--row-tokens", type=int, default=ROW_TOKENS)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--autocast", choices=("bfloat16",))
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    figures = measure(options)
-    if options.json:
-        notes = {"options": {name: value for name, value in vars(options).items() if name != "json"}}
-        print(json.dumps({"benchmark": "step", "machine": machine.describe(), "figures": figures, "notes": notes}))
-        return
-    for name, value in figures.items():
-        print(f"{name:20} {value:g}")
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    report("step", options, measure(options), {"options": settings})
 
 
 if __name__ == "__main__":

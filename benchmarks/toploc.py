@@ -1,4 +1,4 @@
-"""What proofs cost: time per 32-token chunk, against toploc 0.1.6 and against nothing but the top-k of the chunks.
+"""Time to build and verify proofs per 32-token chunk, against toploc 0.1.6 and the bare top-k of the chunks.
 
 `python -m benchmarks.toploc [--json] [--threads N ...] [--rounds N] [--no-peer | --peer-python PATH]`. Everything is
 timed in turn within each round, ours and the peer's, in an order that is drawn anew, so that another process on the
@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import toploc
-from benchmarks import machine, toploc_peer
-from benchmarks.peers import FOLDER, PeerUnavailable
-from benchmarks.toploc_peer import Peer
+from benchmarks import toploc_peer
+from benchmarks.peers import PeerUnavailable, add_peer_options
+from benchmarks.report import make_parser, report
+from benchmarks.timing import Call, alternate, median_ratio, milliseconds, rounds_ms
+from benchmarks.toploc_peer import ToplocPeer
 from toploc import VerificationResult
 
 TOKENS, TOPK = 32, 128
@@ -51,79 +51,41 @@ OVER_PEER = {
 PEER_KEYS = (*OVER_PEER, "honest_chunks_rejected_peer")
 
 
-def rounds_ms(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, the calls alternating; one round more warms up."""
-    return alternate({name: _clocked(call) for name, call in calls.items()}, rounds)
-
-
-def alternate(timed: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """As `rounds_ms`, of calls that return their own milliseconds."""
-    taken: dict[str, list[float]] = {name: [] for name in timed}
-    order, shuffler = list(timed), random.Random(0)
-    for _ in range(rounds + 1):
-        for name in order:
-            taken[name].append(timed[name]())
-        # Threads spin on for a while after a call, and slow down whatever comes next: each time something else.
-        shuffler.shuffle(order)
-    return {name: times[1:] for name, times in taken.items()}
-
-
-def _clocked(call: Callable[[], object]) -> Callable[[], float]:
-    def run() -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    return run
-
-
-def median_ratio(above: list[float], below: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
 def sequence(tokens: int, hidden: int, seed: int) -> Tensor:
-    """Gaussian final hidden states [tokens, hidden], bfloat16."""
+    """Draw Gaussian final hidden states [tokens, hidden], bfloat16."""
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def bare_topk(activations: Tensor) -> Callable[[], object]:
-    """`torch.topk` over the magnitudes of all full chunks at once, and over those of the last shorter one."""
+def bare_topk(activations: Tensor) -> Call:
+    """Make a call of `torch.topk` over the magnitudes of all full chunks at once, and of the last, shorter one."""
     magnitudes = activations.abs()
     full = len(activations) // TOKENS * TOKENS
     batches = [magnitudes[:full].view(full // TOKENS, -1), magnitudes[full:].view(1, -1)]
     return lambda: [torch.topk(batch, TOPK, dim=1) for batch in batches if batch.numel()]
 
 
-def wide_times(tokens: int, hidden: int, rounds: int, peer: Peer | None) -> dict[str, list[float]]:
-    """Each round's milliseconds of building and verifying a sequence, the peer's, and of the bare top-k."""
+def wide_times(tokens: int, hidden: int, rounds: int, peer: ToplocPeer | None) -> dict[str, list[float]]:
+    """Time building and verifying a sequence, the peer's too, and the bare top-k: milliseconds of each round."""
     activations = sequence(tokens, hidden, seed=hidden)
-    rows, apart = list(activations), [row.clone() for row in activations]
+    forms = {"": activations, "_list": list(activations), "_apart": [row.clone() for row in activations]}
     proofs = toploc.build_proofs_bytes(activations, TOKENS, TOPK, skip_prefill=True)
-    ours: dict[str, Callable[[], object]] = {
-        "topk": bare_topk(activations),
-        "build": lambda: toploc.build_proofs_bytes(activations, TOKENS, TOPK, skip_prefill=True),
-        "verify": lambda: toploc.verify_proofs_bytes(activations, proofs, TOKENS, TOPK, skip_prefill=True),
-        "build_list": lambda: toploc.build_proofs_bytes(rows, TOKENS, TOPK, skip_prefill=True),
-        "verify_list": lambda: toploc.verify_proofs_bytes(rows, proofs, TOKENS, TOPK, skip_prefill=True),
-        "build_apart": lambda: toploc.build_proofs_bytes(apart, TOKENS, TOPK, skip_prefill=True),
-        "verify_apart": lambda: toploc.verify_proofs_bytes(apart, proofs, TOKENS, TOPK, skip_prefill=True),
-    }
-    timed = {name: _clocked(call) for name, call in ours.items()}
-    if peer is None:
-        return alternate(timed, rounds)
-    peer.load(activations, TOKENS, TOPK)
-    theirs = {
-        "peer_build": lambda: peer.ms("build_tensor"),
-        "peer_verify": lambda: peer.ms("verify_tensor"),
-        "peer_build_list": lambda: peer.ms("build_list"),
-        "peer_verify_list": lambda: peer.ms("verify_list"),
-    }
-    return alternate(timed | theirs, rounds)
+    build, verify = toploc.build_proofs_bytes, toploc.verify_proofs_bytes
+    calls: dict[str, Call] = {"topk": bare_topk(activations)}
+    for name, form in forms.items():
+        calls[f"build{name}"] = partial(build, form, TOKENS, TOPK, skip_prefill=True)
+        calls[f"verify{name}"] = partial(verify, form, proofs, TOKENS, TOPK, skip_prefill=True)
+    timed: dict[str, Callable[[], float]] = {name: partial(milliseconds, call) for name, call in calls.items()}
+    if peer is not None:
+        peer.load(activations, TOKENS, TOPK)
+        for name, form in (("", "tensor"), ("_list", "list")):
+            timed[f"peer_build{name}"] = partial(peer.ms, f"build_{form}")
+            timed[f"peer_verify{name}"] = partial(peer.ms, f"verify_{form}")
+    return alternate(timed, rounds)
 
 
 @contextlib.contextmanager
 def limited_to(threads: int) -> Iterator[None]:
-    """As many torch threads and, where the system can, cores, for this process and those that it starts meanwhile."""
+    """Limit torch's threads and, where the system can, the cores of this process and of those that it starts."""
     before = torch.get_num_threads()
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
     torch.set_num_threads(threads)
@@ -138,7 +100,7 @@ def limited_to(threads: int) -> Iterator[None]:
 
 
 def wide_figures(threads: Sequence[int], rounds: int, python: Path | None) -> dict[str, float | None]:
-    """Times and ratios of every shape and thread count. Names of all but the first thread count end in it."""
+    """Measure times and ratios of every shape and thread count; names of all but the first count end in it."""
     figures: dict[str, float | None] = {}
     ratios = OVER_TOPK | (OVER_PEER if python else {})
     found: dict[str, list[float]] = {name: [] for name in ratios}
@@ -156,17 +118,17 @@ def wide_figures(threads: Sequence[int], rounds: int, python: Path | None) -> di
     return {name: worst(name, each) for name, each in found.items()} | figures
 
 
-def open_peer(python: Path | None, threads: int) -> contextlib.AbstractContextManager[Peer | None]:
-    return contextlib.nullcontext() if python is None else contextlib.closing(Peer(python, threads))
+def open_peer(python: Path | None, threads: int) -> contextlib.AbstractContextManager[ToplocPeer | None]:
+    return contextlib.nullcontext() if python is None else contextlib.closing(ToplocPeer(python, threads))
 
 
 def worst(name: str, ratios: Sequence[float]) -> float:
-    """The smallest speed-up, or the largest cost."""
+    """Return the smallest speed-up, or the largest cost."""
     return min(ratios) if name in OVER_PEER else max(ratios)
 
 
 def small_figures(rounds: int) -> dict[str, float]:
-    """One chunk each of many short completions of a tiny model, in one call."""
+    """Time one chunk each of many short completions of a tiny model, in one call."""
     shape = (COMPLETION_TOKENS, SMALL_HIDDEN)
     generator = torch.Generator().manual_seed(0)
     chunks = [torch.randn(*shape, generator=generator).bfloat16() for _ in range(COMPLETIONS)]
@@ -182,10 +144,10 @@ def small_figures(rounds: int) -> dict[str, float]:
     return {f"{name}_{label}": statistics.median(times) for name, times in taken.items()}
 
 
-def honest_figures(peer: Peer | None) -> dict[str, int]:
-    """Bit-identical chunks at hidden 4096 whose result is anything but 0, 0, 0.
+def honest_figures(peer: ToplocPeer | None) -> dict[str, int]:
+    """Count bit-identical chunks at hidden 4096 whose result is anything but 0, 0, 0.
 
-    The peer's: those that it rejects against its own proofs, at the published limits.
+    The peer's are those that it rejects against its own proofs, at the published limits.
     """
     chunks = searched = rejected = rejected_peer = 0
     for seed in range(HONEST_ROUNDS):
@@ -212,7 +174,7 @@ def beyond_published_limits(result: tuple[float, ...]) -> bool:
 
 
 def measure(threads: Sequence[int], rounds: int, python: Path | None) -> dict[str, float | None]:
-    """All figures; those of the peer, which the interpreter `python` has, are null without one."""
+    """Measure all figures; those of the peer, which the interpreter `python` has, are null without one."""
     figures: dict[str, float | None] = dict.fromkeys(PEER_KEYS)
     figures |= wide_figures(threads, rounds, python)
     with limited_to(threads[0]), open_peer(python, threads[0]) as peer:
@@ -220,33 +182,21 @@ def measure(threads: Sequence[int], rounds: int, python: Path | None) -> dict[st
 
 
 def find_peer(options: argparse.Namespace) -> tuple[Path, dict[str, str]]:
-    """An interpreter that has the peer, and its versions. Raises `PeerUnavailable`."""
+    """Return an interpreter that has the peer, and its versions. Raise PeerUnavailable."""
     if options.no_peer:
         raise PeerUnavailable("not asked for (--no-peer)")
     python = options.peer_python or toploc_peer.installed(options.peer_folder)
-    with contextlib.closing(Peer(python, threads=1)) as peer:
+    with contextlib.closing(ToplocPeer(python, threads=1)) as peer:
         return python, peer.versions
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time and exactness of TOPLOC proofs.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    default = list(dict.fromkeys((1, torch.get_num_threads())))
-    parser.add_argument(
-        "--threads", type=int, nargs="+", default=default, help="torch threads, in turn (default 1 and torch's own)"
-    )
-    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default 30)")
-    peer = parser.add_mutually_exclusive_group()
-    peer.add_argument("--no-peer", action="store_true", help="measure without toploc 0.1.6")
-    peer.add_argument("--peer-python", type=Path, help="an interpreter that has toploc 0.1.6 and this torch")
-    peer.add_argument(
-        "--peer-folder", type=Path, default=FOLDER, help="where to build and keep one (default build/peers)"
-    )
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
+    parser = make_parser(__doc__)
+    default = list(dict.fromkeys((1, torch.get_num_threads())))
+    parser.add_argument("--threads", type=int, nargs="+", default=default, help="of torch, in turn (1 and its own)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default 30)")
+    add_peer_options(parser, f"toploc {toploc_peer.VERSION}")
+    options = parser.parse_args()
     try:
         python, versions = find_peer(options)
         notes = {"peer": ", ".join(f"{name} {version}" for name, version in versions.items())}
@@ -258,15 +208,7 @@ def main() -> None:
         "honest_chunks_rejected": "a result other than 0, 0, 0 counts: stricter than the published limits",
         "ratios": f"medians of {options.rounds} alternating rounds; without a hidden size, the worst measured",
     }
-    if options.json:
-        result = {"benchmark": "toploc", "machine": machine.describe(), "figures": figures, "notes": notes}
-        print(json.dumps(result))
-        return
-    for key, value in (machine.describe() | notes).items():
-        print(f"{key:>50}  {value}")
-    print()
-    for name, figure in figures.items():
-        print(f"{name:>50}  {'-' if figure is None else f'{figure:.3f}'.rstrip('0').rstrip('.')}")
+    report("toploc", options, figures, notes)
 
 
 if __name__ == "__main__":

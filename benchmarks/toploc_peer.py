@@ -1,4 +1,4 @@
-"""toploc 0.1.6 in an environment of its own, to be timed beside this project's package of the same name.
+"""toploc 0.1.6 in an environment of its own, measured beside this project's package of the same name.
 
 It has no wheel for the torch used here, so it is built from source against the same torch version: once, in minutes,
 with a C++ compiler and the package index that pip is configured for. The environment is kept and used again.
@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ WORKER = Path(__file__).with_name("toploc_peer_worker.py")
 
 
 def torch_version() -> str:
-    """This process's, without the build's name: that of PyPI is another than that of a CPU index."""
+    """Return this process's version without the build's name, in which PyPI and the CPU index differ."""
     return torch.__version__.partition("+")[0]
 
 
 def installed(folder: Path = FOLDER) -> Path:
-    """The interpreter of the peer's environment within `folder`, made on first use. Raises `PeerUnavailable`."""
+    """Return the interpreter of the peer's environment in `folder`, made on first use. Raise PeerUnavailable."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         raise PeerUnavailable(f"building toploc {VERSION} needs the C++ compiler {compiler}")
@@ -40,11 +41,10 @@ def installed(folder: Path = FOLDER) -> Path:
     return environment(f"toploc-{VERSION}-torch-{torch_version()}", [before, source], folder=folder) / "bin" / "python"
 
 
-class Peer:
-    """A process that runs the peer, asked line by line. Raises `PeerUnavailable` if it is not what it should be.
+class ToplocPeer:
+    """Process that runs the peer, asked line by line. Raise PeerUnavailable where it is another version.
 
-    It starts with the cores that this process may use at that moment: the peer's C++ path takes a thread for each,
-    whatever torch's own number is.
+    It inherits this process's cores: the peer's C++ path takes a thread for each, whatever torch's own number is.
     """
 
     def __init__(self, python: Path, threads: int) -> None:
@@ -74,17 +74,21 @@ class Peer:
             raise PeerUnavailable(f"{python} has toploc {found[0]} and torch {found[1]}")
 
     def load(self, activations: Tensor, tokens: int, topk: int) -> None:
-        """Hand over the sequence [n, hidden], bfloat16, by a file of its bytes, in chunks of `tokens`."""
+        """Hand over the sequence [n, hidden], bfloat16, in chunks of `tokens`, by a file of its bytes."""
         self._activations.write_bytes(activations.contiguous().view(torch.int16).numpy().tobytes())
         self._ask("load", path=str(self._activations), hidden=activations.shape[1], tokens=tokens, topk=topk)
 
     def ms(self, call: str) -> float:
-        """Milliseconds of `build_tensor`, `build_list`, `verify_tensor` or `verify_list`, by the peer's own clock."""
+        """Time `build_tensor`, `build_list`, `verify_tensor` or `verify_list`, by the peer's own clock."""
         return float(self._ask("time", call=call)["ms"])
 
     def results(self, call: str) -> list[tuple[int, float, float]]:
-        """Exponent mismatches, mean and median mantissa error of each chunk against the peer's own proof of it."""
-        return [(result[0], result[1], result[2]) for result in self._ask("verify", call=call)["results"]]
+        """Return each chunk's exponent mismatches, mean and median mantissa error against the peer's own proof."""
+        return self._ask("verify", call=call)["results"]
+
+    def verify(self, proofs: Sequence[bytes]) -> list[tuple[int, float, float]]:
+        """Verify `proofs`, one for each chunk of the sequence, and return the same numbers."""
+        return self._ask("verify", proofs=[proof.hex() for proof in proofs])["results"]
 
     def _ask(self, action: str, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -1,4 +1,4 @@
-"""Our trainer beside TRL's, and how busy it is in a swarm: `python -m benchmarks.train [--json] [--only ...]`.
+"""Training against TRL, and trainer utilisation in a swarm: `python -m benchmarks.train [--json] [--only PART]`.
 
 **trl**: the same warm-started tiny policy, problems, rewards, batch and number of updates through TRL's GRPOTrainer and
 through ours (the product's engine with its proofs, its rewards and its training step), generation included, alternating
@@ -16,19 +16,17 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import machine
-from benchmarks.learning.loop import ENVIRONMENTS, Curve, Task, learn, spec_of, warmed_up
+from benchmarks.learning.loop import ENVIRONMENTS, LearningCurve, LearningTask, learn, spec_of
 from benchmarks.peers import FOLDER, PeerUnavailable, environment
+from benchmarks.report import make_parser, report, say
+from benchmarks.warm_start import add_warm_start, save_warmed_up
 from coordinator.lab.processes.layout import demo_run_toml, lay_out
 from coordinator.lab.processes.local_http import get_json
 from coordinator.lab.processes.supervisor import Supervisor
@@ -38,19 +36,20 @@ from node.policy.file import load_policy
 TRL = "1.16.0"
 WORKER = Path(__file__).parent / "learning" / "trl_worker.py"
 LAST = 10
+PEER_KEYS = ("seconds_per_step_vs_trl", "reward_minus_trl")
 PARTS = ("trl", "utilisation")
 SWARM_STEPS, SWARM_SECONDS = 16, 600.0
 
 
 def trl_python(folder: Path) -> Path:
-    """The interpreter of an environment that has TRL; raises PeerUnavailable."""
+    """Return the interpreter of an environment that has TRL. Raise PeerUnavailable."""
     version = torch.__version__.partition("+")[0]
     installs = [[f"torch=={version}"], [f"trl=={TRL}"]]
     return environment(f"trl-{TRL}-torch-{version}", installs, folder=folder) / "bin" / "python"
 
 
-def by_trl(python: Path, first: Path, task: Task, *, threads: int) -> Curve:
-    """The same task through TRL's trainer."""
+def by_trl(python: Path, first: Path, task: LearningTask, *, threads: int) -> LearningCurve:
+    """Train the same task with TRL's trainer."""
     sources = [load_environment(each) for each in ENVIRONMENTS]
     spec = spec_of(task)
     with tempfile.TemporaryDirectory() as folder:
@@ -83,17 +82,19 @@ def by_trl(python: Path, first: Path, task: Task, *, threads: int) -> Curve:
         if ended.returncode:
             raise PeerUnavailable(f"TRL {TRL} failed: {ended.stderr.strip().splitlines()[-1]}")
     found = json.loads(ended.stdout.splitlines()[-1])
-    return Curve(rewards=found["rewards"], seconds=found["seconds"])
+    return LearningCurve(rewards=found["rewards"], seconds=found["seconds"])
 
 
 def beside_trl(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures, and a row for each seed."""
+    """Train on both sides from each seed; return the figures, and a row for each seed."""
+    if options.no_peer:
+        raise PeerUnavailable("not asked for (--no-peer)")
     python = options.trl_python or trl_python(options.peer_folder)
     rows = []
     for seed in range(options.seeds):
-        task = Task(seed=seed, steps=options.steps)
+        task = LearningTask(seed=seed, steps=options.steps)
         with tempfile.TemporaryDirectory() as folder:
-            first = warmed_up(seed, Path(folder) / "first.safetensors")
+            first = save_warmed_up(Path(folder) / "first.safetensors", options.warm_start, seed=seed)
             sides = {
                 "ours": lambda: learn(first, task, spec_of(task), threads=options.threads),  # noqa: B023  (called here)
                 "trl": lambda: by_trl(python, first, task, threads=options.threads),  # noqa: B023
@@ -101,7 +102,7 @@ def beside_trl(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[s
             order = ("ours", "trl") if seed % 2 == 0 else ("trl", "ours")
             curves = {side: sides[side]() for side in order}
         rows.append({"seed": seed} | {side: summary(curve) for side, curve in sorted(curves.items())})
-        print(f"seed {seed}: {json.dumps(rows[-1])}", file=sys.stderr)
+        say(f"seed {seed}: {json.dumps(rows[-1])}")
     ratios = [row["trl"]["seconds_per_step"] / row["ours"]["seconds_per_step"] for row in rows]
     differences = [row["ours"]["reward"] - row["trl"]["reward"] for row in rows]
     return {
@@ -114,8 +115,8 @@ def beside_trl(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[s
     }, rows
 
 
-def summary(curve: Curve) -> dict[str, float]:
-    """The median step, and the mean rewards of the first and last ten."""
+def summary(curve: LearningCurve) -> dict[str, float]:
+    """Return the median step, and the mean rewards of the first and last ten."""
     return {
         "seconds_per_step": round(statistics.median(curve.seconds), 4),
         "reward_before": round(statistics.fmean(curve.rewards[:LAST]), 4),
@@ -124,77 +125,71 @@ def summary(curve: Curve) -> dict[str, float]:
 
 
 def utilisation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The trainer's share of busy time in a swarm, by `max_async`."""
+    """Measure the trainer's share of busy time in a swarm, by `max_async`."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(warmed_up(0, Path(folder) / "first.safetensors"), dtype=torch.float32)
+        first = save_warmed_up(Path(folder) / "first.safetensors", options.warm_start, seed=0)
+        policy = load_policy(first, dtype=torch.float32)
         initial = Path(folder) / "initial"
         policy.model.save_pretrained(initial)
         policy.tokenizer.save_pretrained(initial)
         for lag in (0, 1, 2):
-            rows.append({"max_async": lag} | busy(Path(folder) / f"run-{lag}", initial, lag, workers=options.workers))
-            print(f"max_async {lag}: {json.dumps(rows[-1])}", file=sys.stderr)
+            run = Path(folder) / f"run-{lag}"
+            used = busy(run, initial, lag, workers=options.workers, steps=options.swarm_steps)
+            rows.append({"max_async": lag} | used)
+            say(f"max_async {lag}: {json.dumps(rows[-1])}")
     return {f"utilisation_async{row['max_async']}": row["utilisation"] for row in rows}, rows
 
 
-def busy(folder: Path, initial: Path, max_async: int, *, workers: int) -> dict[str, float]:
-    """What the trainer of a swarm did between its first finished step and its last."""
-    text = demo_run_toml(initial=json.dumps(str(initial)), steps=SWARM_STEPS, max_async=max_async)
+def busy(folder: Path, initial: Path, max_async: int, *, workers: int, steps: int) -> dict[str, float]:
+    """Return how busy a swarm's trainer was between its first finished step and its last."""
+    text = demo_run_toml(initial=json.dumps(str(initial)), steps=steps, max_async=max_async)
     swarm = lay_out(folder, text, honest=workers, hostile=(), leaves=1)
     with Supervisor(swarm.folder / "logs", grace_seconds=10.0) as supervisor:
         supervisor.start(swarm.commands)
         deadline = time.monotonic() + SWARM_SECONDS
-        steps: list[dict[str, Any]] = []
-        while len(steps) < SWARM_STEPS:
+        done: list[dict[str, Any]] = []
+        while len(done) < steps:
             supervisor.poll()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(steps)} of {SWARM_STEPS} steps: {supervisor.log_tail('trainer')}")
+                raise TimeoutError(f"{len(done)} of {steps} steps: {supervisor.log_tail('trainer')}")
             time.sleep(0.5)
             found = (get_json(f"{swarm.coordinator_url}/v1/status", seconds=5.0) or {}).get("steps", [])
-            steps = [step["stats"] for step in found if step["stats"] is not None]
-    known = steps[1:]
+            done = [step["stats"] for step in found if step["stats"] is not None]
+    known = done[1:]
     waiting = sum(step["wait_seconds"] for step in known)
     working = sum(step["train_seconds"] + step["publish_seconds"] for step in known)
     seconds = working + waiting
     return {"utilisation": round(working / seconds, 4), "step_seconds": round(seconds / len(known), 3)}
 
 
-@contextmanager
-def _named(notes: dict[str, str], part: str) -> Iterator[None]:
-    try:
-        yield
-    except PeerUnavailable as error:
-        notes[part] = str(error)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--swarm-steps", type=int, default=SWARM_STEPS, help="of each swarm")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on both sides")
     parser.add_argument("--workers", type=int, default=2, help="of the swarm")
+    parser.add_argument("--no-peer", action="store_true", help=f"measure without TRL {TRL}")
     parser.add_argument("--trl-python", type=Path, help=f"an interpreter that has TRL {TRL}")
-    parser.add_argument("--peer-folder", type=Path, default=FOLDER, help="where to keep one (default build/peers)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--peer-folder", type=Path, default=FOLDER, help="where to build and keep it (build/peers)")
+    add_warm_start(parser)
+    options = parser.parse_args()
     figures: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    for part, measure in zip(PARTS, (beside_trl, utilisation), strict=True):
-        if options.only in (None, part):
-            with _named(notes, part):
-                found, rows[part] = measure(options)
-                figures |= found
-    if options.json:
-        told = {"benchmark": "train", "machine": machine.describe(), "figures": figures, "notes": notes, "rows": rows}
-        print(json.dumps(told))
-        return
-    for name, value in figures.items():
-        print(f"{name:32} {value}")
-    for name, note in notes.items():
-        print(f"{name}: {note}")
+    if options.only in (None, "trl"):
+        try:
+            found, rows["trl"] = beside_trl(options)
+            figures |= found
+        except PeerUnavailable as error:
+            figures |= dict.fromkeys(PEER_KEYS)
+            notes |= dict.fromkeys(PEER_KEYS, str(error))
+    if options.only in (None, "utilisation"):
+        found, rows["utilisation"] = utilisation(options)
+        figures |= found
+    report("train", options, figures, notes, rows=rows)
 
 
 if __name__ == "__main__":

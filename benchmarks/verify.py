@@ -1,4 +1,4 @@
-"""What verification costs: verified tokens per second over generated ones, and garbage over honest work.
+"""Verification throughput over generation throughput, and the cost of hostile submissions over honest ones.
 
 `python -m benchmarks.verify [--json]`. One policy of random weights (125 million by default), one machine. In each
 round the engine generates 1, 16 and 64 completions at a time, and then the verifier takes what the 64 became, slot by
@@ -42,8 +42,8 @@ import msgspec
 import torch
 
 from benchmarks import workload
-from benchmarks.toploc import median_ratio
-from benchmarks.workload import Verifier
+from benchmarks.timing import median_ratio
+from benchmarks.workload import WorkloadVerifier
 from node.engines.base import Engine
 from node.policy.file import Blueprint
 from node.protocol.admission import Outcome, Verdict
@@ -59,15 +59,15 @@ from node.verification.proofs import build_proofs
 MATMUL_ROWS = 1024
 
 
-async def timed_verdict(verifier: Verifier, body: bytes, *, slot: int) -> tuple[Verdict, float]:
-    """What the verifier says of `body`, and the seconds that it took."""
+async def timed_verdict(verifier: WorkloadVerifier, body: bytes, *, slot: int) -> tuple[Verdict, float]:
+    """Judge `body`; return the verdict, and the seconds that it took."""
     start = time.perf_counter()
     verdict = await verifier.verdict(body, slot=slot)
     return verdict, time.perf_counter() - start
 
 
 def invention(wanted: Expected, spec: RunSpec, rng: random.Random, proof: Callable[[], bytes]) -> list[Rollout]:
-    """A group of the right shape that no policy drew; `proof` makes one proof."""
+    """Make a group of the right shape that no policy drew; `proof` makes one proof."""
     tokens = spec.sampling.max_new_tokens
     chunks = chunk_count([tokens], chunk_tokens=spec.proofs.chunk_tokens)
     allowed = [token for token in range(wanted.vocabulary) if token not in wanted.eos_ids]
@@ -86,7 +86,7 @@ def invention(wanted: Expected, spec: RunSpec, rng: random.Random, proof: Callab
 
 
 def garbage(wanted: Expected, other: Expected, spec: RunSpec, *, size: int, hidden: int, seed: int) -> dict[str, bytes]:
-    """One file of each kind for the slot that wants `wanted`; `other` is another slot's, `size` an honest file's."""
+    """Make a file of each kind for the slot of `wanted`; `other` is another slot's, `size` an honest file's."""
     rng = random.Random(seed)
     states = torch.randn(spec.proofs.chunk_tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
     (fixed,) = build_proofs([states], [bytes(16)], spec=spec.proofs)
@@ -108,7 +108,7 @@ def garbage(wanted: Expected, other: Expected, spec: RunSpec, *, size: int, hidd
 
 @dataclass(frozen=True)
 class Round:
-    """What one round found: tokens per second by concurrency, of the verifier, and seconds per slot by kind."""
+    """Result of a round: tokens per second by concurrency and of the verifier, and seconds per slot by kind."""
 
     generated: Mapping[int, float]
     verified: float
@@ -117,7 +117,7 @@ class Round:
 
 
 async def generate(engine: Engine, rules: Rules, slots: Sequence[int], count: int) -> tuple[list[Rollout], float]:
-    """`count` completions for `slots`, drawn together, and tokens per second."""
+    """Draw `count` completions for `slots` together; return them, and tokens per second."""
     requests = workload.slot_requests(rules, engine.policy, slots)[:count]
     start = time.perf_counter()
     rollouts = await engine.generate(requests)
@@ -125,7 +125,7 @@ async def generate(engine: Engine, rules: Rules, slots: Sequence[int], count: in
     return rollouts, tokens / (time.perf_counter() - start)
 
 
-async def one_round(engine: Engine, verifier: Verifier, options: argparse.Namespace, turn: int) -> Round:
+async def one_round(engine: Engine, verifier: WorkloadVerifier, options: argparse.Namespace, turn: int) -> Round:
     rules, group = verifier.rules, verifier.rules.spec.sampling.group_size
     generated: dict[int, float] = {}
     rollouts: list[Rollout] = []
@@ -163,8 +163,8 @@ async def one_round(engine: Engine, verifier: Verifier, options: argparse.Namesp
     return Round(generated, tokens / spent, costs, bodies)
 
 
-async def shares(verifier: Verifier, bodies: Mapping[int, bytes]) -> dict[str, float]:
-    """Where the verifier's time goes."""
+async def shares(verifier: WorkloadVerifier, bodies: Mapping[int, bytes]) -> dict[str, float]:
+    """Measure where the verifier's time goes."""
     parts = {
         "read": (verifying, "read_rollouts"),
         "prefill": (TransformersPrefill, "_hidden_states"),
@@ -183,7 +183,7 @@ async def shares(verifier: Verifier, bodies: Mapping[int, bytes]) -> dict[str, f
 
 
 def matmul_flops(dtype: torch.dtype, hidden: int) -> float:
-    """FLOP per second of one product of the model's own width: the median of ten."""
+    """Return the FLOP per second of one product of the model's own width: the median of ten."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     left = torch.randn(MATMUL_ROWS, hidden, device=device).to(dtype)
     right = torch.randn(hidden, 4 * hidden, device=device).to(dtype)
@@ -198,7 +198,7 @@ def matmul_flops(dtype: torch.dtype, hidden: int) -> float:
 
 
 def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Namespace, prompt: int) -> dict[str, Any]:
-    """Everything but the shares; `prompt` is the length of a slot's prompt."""
+    """Compute everything but the shares; `prompt` is the length of a slot's prompt."""
     figures: dict[str, Any] = {"parameters": policy.parameters}
     verified = [each.verified for each in rounds]
     figures["verified_tokens_per_s"] = statistics.median(verified)
@@ -227,10 +227,10 @@ def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Nam
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     rules = workload.make_rules(workload.make_spec(dtype=options.dtype, tokens=options.tokens))
     async with workload.running_random(options, rules) as (engine, path):
-        verifier = Verifier(rules, workload.held(path, dtype=getattr(torch, options.dtype)))
+        verifier = WorkloadVerifier(rules, workload.held(path, dtype=getattr(torch, options.dtype)))
         # The first round warms up.
         rounds = [await one_round(engine, verifier, options, turn) for turn in range(options.rounds + 1)][1:]
         policy = engine.policy

@@ -1,4 +1,4 @@
-"""What the benchmarks of the engines share: options, a random policy, a run's slots, an engine, and a verifier.
+"""What the benchmarks of engines share: options, a random policy, a run's slots, an engine, and a verifier.
 
 The policy has random weights, because speed does not depend on what they say; its logits are spread like those of
 `benchmarks.sampling`. Where lengths have to be equal, its end mark cannot be drawn, whoever samples.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,8 +20,8 @@ from unittest.mock import patch
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks import machine
-from coordinator.training.warm_start import STAGES, WarmStartStage
+from benchmarks import report as reports
+from benchmarks.report import say, usable_cores
 from node.engines.base import Engine, SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
@@ -42,7 +39,7 @@ from node.verification.verify import verify
 
 RUN_ID, MANIFEST = "01" * 32, "02" * 32
 CONSTANT = 0.06
-"""What channel 0 of every hidden state holds before the last norm: of the size of the others."""
+"""Value of channel 0 of every hidden state before the last norm: of the size of the others."""
 END_WEIGHT = -1000.0
 SPREAD = 3.0
 """Standard deviation of the logits: a few hundred tokens share most of the probability."""
@@ -53,7 +50,7 @@ ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="revers
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a random policy; heads are 64 wide, a key and value head serves two of them where that divides."""
+    """Size of a random policy; heads are 64 wide, a key and value head serves two of them where that divides."""
 
     family: str
     hidden: int
@@ -61,7 +58,7 @@ class Size:
     vocabulary: int
 
     def config(self) -> Any:
-        """The configuration; the head has weights of its own."""
+        """Return the configuration; the head has weights of its own."""
         heads = max(1, self.hidden // 64)
         config_class: Any = CONFIG_MAPPING[self.family]
         return config_class(
@@ -81,7 +78,7 @@ class Size:
 
 
 def save_random_policy(path: Path, size: Size, *, dtype: torch.dtype, ends: bool = False, seed: int = 0) -> None:
-    """A policy of random weights in `path`; its end mark is never drawn unless `ends`."""
+    """Save a policy of random weights; unless `ends`, its end mark is never drawn."""
     torch.manual_seed(seed)
     build: Any = AutoModelForCausalLM.from_config
     model = build(size.config(), dtype=torch.float32)
@@ -94,9 +91,7 @@ def save_random_policy(path: Path, size: Size, *, dtype: torch.dtype, ends: bool
 
 
 def _rule_out_the_end(model: Any) -> None:
-    """No layer writes into channel 0, which the embedding sets for every token; the end mark's row of the head reads
-    that channel alone, with a large negative weight.
-    """
+    """Make the head's row of the end mark read channel 0 alone, which the embedding sets and no layer writes to."""
     model.model.embed_tokens.weight[:, 0] = CONSTANT
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0.0
@@ -106,7 +101,7 @@ def _rule_out_the_end(model: Any) -> None:
 
 
 def make_spec(*, dtype: str, tokens: int) -> RunSpec:
-    """A run of default limits, groups and proofs, whose completions have at most `tokens` tokens."""
+    """Make a run of default limits, groups and proofs, whose completions have at most `tokens` tokens."""
     return RunSpec(
         name="benchmark",
         environments=ENVIRONMENTS,
@@ -120,7 +115,7 @@ def make_rules(spec: RunSpec) -> Rules:
 
 
 def expected(rules: Rules, policy: Blueprint, slot: int) -> Expected:
-    """What a submission for `slot` of version 0 must contain."""
+    """Return what a submission for `slot` of version 0 must contain."""
     return expected_of(
         rules.spec,
         policy,
@@ -134,13 +129,13 @@ def expected(rules: Rules, policy: Blueprint, slot: int) -> Expected:
 
 
 def slot_requests(rules: Rules, policy: Blueprint, slots: Sequence[int]) -> list[SampleRequest]:
-    """The requests of a worker that holds `slots`: a group for each, one prompt and many seeds."""
+    """Return the requests of a worker that holds `slots`: a group for each, one prompt and many seeds."""
     wanted = [expected(rules, policy, slot) for slot in slots]
     return [request for each in wanted for request in requests_for(each)]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPolicies:
     """`node.verification.measure.Policies` of the one policy that there is."""
 
     prefills: Mapping[int, Prefill]
@@ -153,14 +148,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Verifier:
-    """All that a verdict takes."""
+class WorkloadVerifier:
+    """Rules and policies of a verifier."""
 
     rules: Rules
-    policies: Held
+    policies: HeldPolicies
 
     async def verdict(self, body: bytes, *, slot: int) -> Verdict:
-        """On the file `body` for `slot` of version 0. A verifier that cannot decide ends the benchmark."""
+        """Judge the file `body` for `slot` of version 0. A verifier that cannot decide ends the benchmark."""
         judgement = await verify(
             body,
             version=0,
@@ -176,20 +171,20 @@ class Verifier:
 
 
 def verifier_policy(path: Path, *, dtype: torch.dtype) -> Policy:
-    """The policy as a verifier holds it: on the GPU where there is one."""
+    """Load a policy as a verifier holds it: on the GPU where there is one."""
     policy = load_policy(path, dtype=dtype)
     if torch.cuda.is_available():
         policy.model.to("cuda")  # type: ignore[arg-type]
     return policy
 
 
-def held(path: Path, *, dtype: torch.dtype) -> Held:
-    return Held({0: TransformersPrefill(verifier_policy(path, dtype=dtype))})
+def held(path: Path, *, dtype: torch.dtype) -> HeldPolicies:
+    return HeldPolicies({0: TransformersPrefill(verifier_policy(path, dtype=dtype))})
 
 
 @contextlib.asynccontextmanager
 async def running(options: argparse.Namespace, spec: RunSpec, path: Path) -> AsyncIterator[Engine]:
-    """The engine that `options` name with the policy in `path`, on `options.threads` threads."""
+    """Run the engine that `options` name with the policy in `path`, on `options.threads` threads."""
     with tempfile.TemporaryDirectory() as state:
         engine: Engine
         if options.engine == "vllm":
@@ -210,7 +205,7 @@ async def running(options: argparse.Namespace, spec: RunSpec, path: Path) -> Asy
 
 @contextlib.asynccontextmanager
 async def running_random(options: argparse.Namespace, rules: Rules) -> AsyncIterator[tuple[Engine, Path]]:
-    """The engine with a random policy whose completions all have one length, and that policy's file."""
+    """Run the engine with a random policy whose completions all have one length; yield it and the policy's file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.safetensors"
         save_random_policy(path, size_of(options), dtype=getattr(torch, options.dtype))
@@ -220,7 +215,7 @@ async def running_random(options: argparse.Namespace, rules: Rules) -> AsyncIter
 
 @contextlib.contextmanager
 def clocks(parts: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
-    """The seconds that each function (an object, and its attribute's name) takes within the block, callees included."""
+    """Sum the seconds within the block of each function (object, attribute name), callees included."""
     taken: dict[str, float] = defaultdict(float)
 
     def clocked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,9 +238,8 @@ def clocks(parts: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
 
 
 def make_parser(description: str | None, *, tokens: int, hidden: int, layers: int) -> argparse.ArgumentParser:
-    """The options that every benchmark of an engine understands."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    """Make a parser with the options of every benchmark of an engine."""
+    parser = reports.make_parser(description)
     parser.add_argument("--engine", choices=("vllm", "torch"), default="vllm")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     parser.add_argument("--family", choices=("llama", "qwen3"), default="llama")
@@ -261,13 +255,13 @@ def make_parser(description: str | None, *, tokens: int, hidden: int, layers: in
 
 
 def add_rounds(parser: argparse.ArgumentParser, *, rounds: int, concurrency: str = "completions at a time") -> None:
-    """The options of a benchmark in rounds, each at several concurrencies; `concurrency` says what these are."""
+    """Add the options of a benchmark in rounds at several concurrencies; `concurrency` says what these are."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})")
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help=concurrency)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of this call. Gives torch its threads, and vLLM room for the largest concurrency."""
+    """Parse, give torch its threads, and vLLM room for the largest concurrency."""
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.max_num_seqs = max([options.max_num_seqs, *getattr(options, "concurrency", ())])
@@ -278,49 +272,9 @@ def size_of(options: argparse.Namespace) -> Size:
     return Size(options.family, options.hidden, options.layers, options.vocabulary)
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def stages(share: float) -> list[WarmStartStage]:
-    """The warm start, or a shorter one: `share` of each stage's steps."""
-    if share == 1:
-        return list(STAGES)
-    return [
-        WarmStartStage(
-            max(1, int(stage.steps * share)),
-            stage.addition_noise,
-            stage.reversal_noise,
-            stage.guesses,
-            stage.learning_rate,
-            max(1, int(stage.warmup_steps * share)),
-        )
-        for stage in STAGES
-    ]
-
-
-_started = time.monotonic()
-
-
-def say(line: str) -> None:
-    """One line for people, on standard error."""
-    print(f"{time.monotonic() - _started:7.1f} s  {line}", file=sys.stderr, flush=True)
-
-
 def report(name: str, options: argparse.Namespace, figures: Mapping[str, Any], notes: Mapping[str, str]) -> None:
-    """Print the result: with --json one line, without it a table."""
-    described = machine.describe()
-    told = {
-        "engine": options.engine,
-        "threads": f"{options.threads} for the engine and as many for torch in this process, which take turns",
-        "dtype": options.dtype,
-        **notes,
-    }
-    if options.json:
-        print(json.dumps({"benchmark": name, "machine": described, "figures": dict(figures), "notes": told}))
-        return
-    for key, value in (described | told).items():
-        print(f"{key:>44}  {value}")
-    print()
-    for key, figure in figures.items():
-        print(f"{key:>44}  {f'{figure:.4g}' if isinstance(figure, float) else '-' if figure is None else figure}")
+    """Print the result, with what was run as notes."""
+    threads = f"{options.threads} for the engine and as many for torch in this process, which take turns"
+    reports.report(
+        name, options, figures, {"engine": options.engine, "threads": threads, "dtype": options.dtype, **notes}
+    )

@@ -9,14 +9,14 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from coordinator.dashboard.routes import add_dashboard
-from coordinator.http.errors import handle_errors
+from coordinator.http.errors import add_error_handlers
 from coordinator.http.metrics import Metrics
 from coordinator.http.middleware import RequestMiddleware
 from coordinator.http.openapi import serve_document
 from coordinator.http.rate_limits import AddressLimiter
 from coordinator.http.routes import ROUTERS
 from coordinator.http.service import RequestLimits, Service
-from coordinator.http.shutdown import Ending
+from coordinator.http.shutdown import Shutdown
 from coordinator.run.service import Coordinator
 
 DEFAULT_REQUEST_LIMITS = RequestLimits()
@@ -25,13 +25,13 @@ DEFAULT_REQUEST_LIMITS = RequestLimits()
 def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQUEST_LIMITS) -> FastAPI:
     """Return the ASGI application that serves one run; its `state.service` is what the handlers share."""
     app = FastAPI(title="swarmproof coordinator", docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics(coordinator, crowd=lambda: getattr(app.state, "crowd", None))
-    service = Service(coordinator, limits=limits, metrics=metrics, ending=Ending())
+    metrics = Metrics(coordinator, connections=lambda: getattr(app.state, "connections", None))
+    service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown())
     app.state.service = service
-    handle_errors(app, count=metrics.refused)
+    add_error_handlers(app, count=metrics.refused)
     app.add_middleware(RequestMiddleware, metrics=metrics, addresses=AddressLimiter(per_minute=limits.per_address))
     for router in ROUTERS:
         app.include_router(router)
-    add_dashboard(app, coordinator, ending=service.ending)
+    add_dashboard(app, coordinator, shutdown=service.shutdown)
     serve_document(app)
     return app

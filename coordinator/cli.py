@@ -26,7 +26,7 @@ from coordinator.commands.options import (
     run_key_option,
 )
 from coordinator.commands.problems import problems
-from coordinator.commands.roles import ByRole, role_option
+from coordinator.commands.roles import RoleCommand, role_option
 from coordinator.commands.stakes import stakes
 from coordinator.commands.trainer import trainer
 from coordinator.run.definition import read_run_file
@@ -148,7 +148,7 @@ def verifier(
         asyncio.run(work())
 
 
-@click.command(cls=ByRole)
+@click.command(cls=RoleCommand)
 @role_option
 @click.option(
     "--run",
@@ -204,7 +204,7 @@ def coordinator(
     from coordinator.http.service import RequestLimits
     from coordinator.http.shutdown import Server
     from coordinator.metrics.roles import watch_leadership
-    from coordinator.run.leader import Leader, leading
+    from coordinator.run.leader import Leader, leader_thread
     from coordinator.run.service import Coordinator
 
     _, spec = read_run_file(run_file)
@@ -234,7 +234,7 @@ def coordinator(
     if role == "api" and contact["with_peer"] is None:
         contact["with_peer"] = False  # one of several, of which at most one runs the peer
     opened = open_to_peers(host, bound, run_id=home.run_id, data=data, **contact)
-    click.echo(f"  swarmproof worker {opened.way}")
+    click.echo(f"  swarmproof worker {opened.join_options}")
     service = Coordinator(
         home, key=run_key, relay_urls=relays, leases_per_address=leases_per_address, contacts=opened.contacts
     )
@@ -246,8 +246,8 @@ def coordinator(
         watch_leadership(app.state.service.metrics.registry, leads=lambda: offering.leading)
     # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
     sys.setswitchinterval(SWITCH_SECONDS)
-    with opened.peer, leading(offering) if role == "all" else contextlib.nullcontext():
-        Server(config, app.state.service.ending).serve_on(listening)
+    with opened.peer, leader_thread(offering) if role == "all" else contextlib.nullcontext():
+        Server(config, app.state.service.shutdown).serve_on(listening)
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]

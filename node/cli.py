@@ -16,7 +16,7 @@ from typing import Any, Literal
 import click
 
 from node.commands.broadcast import fetch, publish
-from node.commands.click_ext import ENVIRONMENT, Commands, CouldNotRun, explained
+from node.commands.click_ext import ENVIRONMENT, Commands, CouldNotRun, reported
 from node.commands.completion import completion
 from node.commands.config import default_map, load_config
 from node.commands.control import authority, control, control_options
@@ -27,7 +27,7 @@ from node.commands.options import FILE, json_option, key_option, listen_options,
 from node.commands.peer import peer
 from node.commands.serving_options import server_limits, serving, serving_options, worker_serving_options
 from node.commands.status import status
-from node.joining.way import Way
+from node.joining.options import JoinOptions
 from node.keys.identity import load_or_create_key, node_id
 from node.protocol.control import Purpose
 from node.runtime.logs import FORMATS, LEVELS, Format, Level, name_process, set_up_logging
@@ -71,7 +71,7 @@ def main(
     verbose: bool,
     log_level: Level,
     log_format: Format,
-    debug: bool,  # noqa: ARG001  (`explained` looks for it)
+    debug: bool,  # noqa: ARG001  (`reported` looks for it)
 ) -> None:
     """Train a language model on machines that nobody vouches for.
 
@@ -133,7 +133,7 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
 @metrics_options
 def worker(
     *,
-    way: Way,
+    join: JoinOptions,
     key: Path | None,
     state: Path | None,
     engine: str,
@@ -162,23 +162,23 @@ def worker(
     them back, and ends with what came of all of them; a second one ends at once.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
-    from node.runtime.metrics import StatusFigures, process_registry, serving_metrics
-    from node.worker.metrics import WORKER, Asking
-    from node.worker.view.watching import Watched, watching
+    from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
+    from node.worker.metrics import WORKER, StatusProbe
+    from node.worker.view.watching import WorkerIdentity, observe_worker
 
-    folder = _state_folder(state, way.run_id, "worker")
+    folder = _state_folder(state, join.run_id, "worker")
     node_key = load_or_create_key(key or folder / "key")
-    watched = Watched(run_id=way.run_id, node=node_id(node_key), coordinators=way.coordinators)
-    entry, own = way.entry(node_key), None if serve is None else serving(serve, public_url)
+    identity = WorkerIdentity(run_id=join.run_id, node=node_id(node_key), coordinators=join.coordinators)
+    join_settings, own = join.settings(node_key), None if serve is None else serving(serve, public_url)
     limits = server_limits(max_rate=max_rate, connections_per_address=connections_per_address)
 
     async def work() -> None:
         stop = stop_on_signals()
-        async with watching(watched, as_json=as_json, stop=stop) as onlooker:
+        async with observe_worker(identity, as_json=as_json, stop=stop) as observer:
             from node.worker.daemon import WorkerSettings, run_worker
 
             settings = WorkerSettings(
-                entry=entry,
+                join=join_settings,
                 state=folder,
                 slots=slots,
                 grace_seconds=grace,
@@ -188,11 +188,11 @@ def worker(
                 control=control,
             )
             make_engine = engine_maker(engine, state=folder, **options)
-            asking = Asking(onlooker)
-            registry.register(StatusFigures(WORKER, asking))
-            await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop, onlooker=asking)
+            probe = StatusProbe(observer)
+            registry.register(StatusCollector(WORKER, probe))
+            await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop, observer=probe)
 
-    name_process(run=way.run_id, node=node_id(node_key))
+    name_process(run=join.run_id, node=node_id(node_key))
     registry = process_registry("worker", folders={"state": folder})
     with serving_metrics(registry, metrics_host, metrics_port):
         asyncio.run(work())
@@ -218,7 +218,7 @@ def worker(
 @metrics_options
 def relay(
     *,
-    way: Way,
+    join: JoinOptions,
     key: Path | None,
     state: Path | None,
     host: str,
@@ -244,10 +244,10 @@ def relay(
     from node.relay.daemon import RelaySettings, run_relay
     from node.runtime.metrics import process_registry, serving_metrics
 
-    folder = _state_folder(state, way.run_id, "relay")
+    folder = _state_folder(state, join.run_id, "relay")
     node_key = load_or_create_key(key or folder / "key")
     settings = RelaySettings(
-        entry=way.entry(node_key),
+        join=join.settings(node_key),
         state=folder,
         host=host,
         port=port,
@@ -260,7 +260,7 @@ def relay(
     async def serve() -> None:
         await run_relay(settings, key=node_key, stop=stop_on_signals(), watch=FetchProgress().fetching)
 
-    name_process(run=way.run_id, node=node_id(node_key))
+    name_process(run=join.run_id, node=node_id(node_key))
     registry = process_registry("relay", folders={"state": folder})
     with serving_metrics(registry, metrics_host, metrics_port):
         asyncio.run(serve())
@@ -307,7 +307,7 @@ def audit(
 
     Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
     """
-    with explained(CouldNotRun):
+    with reported(CouldNotRun):
         if all_ and sample is not None:
             raise click.UsageError("Give --sample or --all, not both.")
         from node.audit.auditor import run_audit
@@ -372,7 +372,7 @@ def doctor(
     It says what to do about each problem, and changes nothing. Exit code 0: no problem. 1: there is one.
     2: the doctor could not run.
     """
-    with explained(CouldNotRun):
+    with reported(CouldNotRun):
         from node.doctor.checks import DoctorSettings, run_doctor
 
         settings = DoctorSettings(

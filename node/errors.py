@@ -10,7 +10,7 @@ NodeError
 ├── NetworkDown            the peer-to-peer network is not up, or nobody there answered
 └── CoordinatorFault       a call to the coordinator did not succeed
     ├── Unavailable        it cannot be reached, or does not answer in time
-    │   └── UploadStoreAway  the run's object store, rather: it cannot be reached, or takes nothing
+    │   └── StoreUnavailable  the run's object store, rather: it cannot be reached, or takes nothing
     ├── Refused            it said no, with a stable code
     └── BadReply           it sent what no honest coordinator sends
 
@@ -66,7 +66,7 @@ class Unavailable(CoordinatorFault):
     code = "unavailable"
 
 
-class UploadStoreAway(Unavailable):
+class StoreUnavailable(Unavailable):
     code = "store_away"
 
 

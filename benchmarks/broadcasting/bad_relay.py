@@ -11,14 +11,11 @@ import contextlib
 import socket
 import statistics
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks.broadcasting import ours
-from benchmarks.broadcasting.delivery import SETTLE_S, Payload, deliver
-from benchmarks.broadcasting.processes import Swarm
-from benchmarks.broadcasting.trees import seconds
+from benchmarks.broadcasting.delivery import Setting, deliver
+from benchmarks.broadcasting.processes import NodeSwarm
 
 RELAYS, WORKERS = 3, 2
 SLOW_BYTES_PER_S = 1e6
@@ -27,20 +24,20 @@ CASES = ("clean", "corrupt", "missing", "slow")
 
 @contextlib.contextmanager
 def nobody() -> Iterator[str]:
-    """A URL at which connections are refused, and which no other process gets meanwhile."""
+    """Yield a URL at which connections are refused, and which no other process gets meanwhile."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def broadcast(case: str, payload: Payload, bytes_per_s: float, *, patience_s: float, within: Path | None) -> float:
-    """Seconds to the last worker. Raises NotServed."""
-    with Swarm(within) as swarm, nobody() as missing:
+def broadcast(case: str, setting: Setting) -> float:
+    """Return the seconds to the last worker. Raise WorkerNotServed."""
+    with NodeSwarm(setting.within) as swarm, nobody() as missing:
         throttle = ours.Throttle(swarm)
         origin = ours.start_origin(swarm)
-        upstream = throttle.link(origin.url, RELAYS * bytes_per_s)
+        upstream = throttle.link(origin.url, RELAYS * setting.bytes_per_s)
         relays = [ours.start_relay(swarm, [upstream]).url for _ in range(RELAYS - (case == "missing"))]
-        rates = [bytes_per_s] * len(relays)
+        rates = [setting.bytes_per_s] * len(relays)
         if case == "corrupt":
             module = "benchmarks.broadcasting.hostile"
             relays[0] = swarm.start("liar", [sys.executable, "-m", module, relays[0]]).url
@@ -50,26 +47,24 @@ def broadcast(case: str, payload: Payload, bytes_per_s: float, *, patience_s: fl
         if case == "missing":
             sources.insert(0, missing)
         workers = [ours.start_worker(swarm, sources) for _ in range(WORKERS)]
-        for worker in workers:
-            worker.ready()
-        time.sleep(SETTLE_S)
-        return seconds(deliver(payload, origin, workers, nodes=[], patience_s=patience_s))
+        return deliver(setting, origin, workers).complete_seconds()
 
 
-def measure(
-    payload: Payload, bytes_per_s: float, *, repeats: int, patience_s: float, within: Path | None
-) -> dict[str, float]:
-    """Medians over rounds in which the cases take turns, and the worst over the clean one. Raises NotServed."""
+def measure(setting: Setting) -> dict[str, float]:
+    """Return medians over rounds in which the cases take turns, and the worst over the clean one.
+
+    Raise WorkerNotServed.
+    """
     taken: dict[str, list[float]] = {case: [] for case in CASES}
-    for _ in range(repeats):
+    for _ in range(setting.repeats):
         for case in CASES:
-            taken[case].append(broadcast(case, payload, bytes_per_s, patience_s=patience_s, within=within))
+            taken[case].append(broadcast(case, setting))
     medians = {case: statistics.median(times) for case, times in taken.items()}
     clean = medians.pop("clean")
     return {
         "one_bad_relay_slowdown": max(medians.values()) / clean,
         "three_good_relays_seconds": clean,
-        "three_good_relays_bound_seconds": payload.size_bytes / bytes_per_s,
+        "three_good_relays_bound_seconds": setting.payload.size_bytes / setting.bytes_per_s,
         **{f"one_{case}_relay_seconds": median for case, median in medians.items()},
         **{f"one_{case}_relay_slowdown": median / clean for case, median in medians.items()},
     }

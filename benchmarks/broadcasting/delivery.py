@@ -1,4 +1,4 @@
-"""One file from an origin to all workers: published, waited for within a limit, checked, and metered."""
+"""One broadcast of a file from an origin to all workers: published, awaited with a timeout, checked, and metered."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
-    """A file to publish, whose bytes no compression makes smaller."""
+class BroadcastFile:
+    """Incompressible file to publish."""
 
     path: Path
     size_bytes: int
     digest: str
 
     @classmethod
-    def made(cls, path: Path, size_bytes: int) -> Payload:
-        """`size_bytes` from BLAKE3's output stream, the same each time."""
+    def made(cls, path: Path, size_bytes: int) -> BroadcastFile:
+        """Write `size_bytes` of BLAKE3's output stream, the same each time."""
         stream = blake3(b"benchmarks.broadcast")
         with path.open("wb") as file:
             for at in range(0, size_bytes, _PIECE_BYTES):
@@ -43,8 +43,29 @@ def digest_of(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """`seconds` from the order to publish to the last worker, or all of the patience if one was not served."""
+class Setting:
+    """A file, its broadcasts, and where their processes keep files.
+
+    `bytes_per_s` is the speed of capped uplinks. A worker without the file after `patience_s` is never served.
+    """
+
+    payload: BroadcastFile
+    repeats: int
+    patience_s: float
+    within: Path | None
+    bytes_per_s: float = 0.0
+
+
+class WorkerNotServed(Exception):
+    """A worker got nothing in time, so that there is no time to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastResult:
+    """Result of a broadcast.
+
+    `seconds` run from the order to publish to the last worker; they are the whole patience if one was not served.
+    """
 
     seconds: float
     workers: int
@@ -53,20 +74,24 @@ class Delivery:
     peak_bytes: int
     written_bytes: int
 
+    def complete_seconds(self) -> float:
+        """Return the seconds; raise WorkerNotServed if a worker was not served."""
+        if self.served < self.workers:
+            raise WorkerNotServed(f"{self.workers - self.served} of {self.workers} workers were not served")
+        return self.seconds
+
 
 def deliver(
-    payload: Payload,
-    origin: Node,
-    workers: Sequence[Node],
-    *,
-    nodes: Sequence[Node],
-    patience_s: float,
-    count: int = 1,
-) -> Delivery:
-    """Publish `payload` and wait for `count` workers in each of `workers`; a wrong file is none.
+    setting: Setting, origin: Node, workers: Sequence[Node], *, nodes: Sequence[Node] = (), count: int = 1
+) -> BroadcastResult:
+    """Wait until everybody is ready, publish, and await `count` workers in each of `workers`; a wrong file is none.
 
     `nodes` are those whose CPU time counts. Peak memory and bytes written are those of the worst process of `workers`.
     """
+    for worker in workers:
+        worker.ready()
+    time.sleep(SETTLE_S)
+    payload, patience_s = setting.payload, setting.patience_s
     before = [node.usage() for node in nodes]
     written = [worker.usage().written_bytes for worker in workers]
     started = time.monotonic()
@@ -78,7 +103,7 @@ def deliver(
     usages = [worker.usage() for worker in workers]
     right = [at for path, at in found if at <= deadline and digest_of(path) == payload.digest]
     complete = len(right) == len(workers) * count
-    return Delivery(
+    return BroadcastResult(
         seconds=max(right) - started if complete else patience_s,
         workers=len(workers) * count,
         served=len(right),
@@ -89,7 +114,7 @@ def deliver(
 
 
 def _replies(worker: Node, count: int, deadline: float) -> list[tuple[Path, float]]:
-    """The files that the workers in this process say they have, each with the time."""
+    """Collect the files that the workers in this process report, each with the time."""
     found: list[tuple[Path, float]] = []
     try:
         while len(found) < count:

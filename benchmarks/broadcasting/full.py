@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.broadcasting import ours
-from benchmarks.broadcasting.delivery import SETTLE_S, Delivery, Payload, deliver
-from benchmarks.broadcasting.peer import Peer
-from benchmarks.broadcasting.processes import Node, Swarm
+from benchmarks.broadcasting.delivery import BroadcastFile, BroadcastResult, Setting, deliver
+from benchmarks.broadcasting.peer import ShardcastPeer
+from benchmarks.broadcasting.processes import Node, NodeSwarm
 
 RELAYS = 2
 
@@ -39,72 +39,61 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """How the file is sent. A worker that has nothing after `patience_s` counts as never served."""
+class BroadcastSide:
+    """Functions that start a side's nodes, and the seconds over which rounds spread the order to publish."""
 
-    payload: Payload
-    workers: int
-    repeats: int
-    patience_s: float
-    within: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Who starts the nodes, and over how many seconds the rounds spread the order to publish."""
-
-    start_origin: Callable[[Swarm], Node]
-    start_relay: Callable[[Swarm, Sequence[str]], Node]
-    start_worker: Callable[[Swarm, Sequence[str]], Node]
+    start_origin: Callable[[NodeSwarm], Node]
+    start_relay: Callable[[NodeSwarm, Sequence[str]], Node]
+    start_worker: Callable[[NodeSwarm, Sequence[str]], Node]
     spread_s: float = 0.0
 
 
-def sides(environment: Path | None) -> dict[str, Side]:
-    """Ours, and the peer of this environment at both intervals."""
-    found = {"ours": Side(ours.start_origin, ours.start_relay, ours.start_worker)}
+def sides(environment: Path | None) -> dict[str, BroadcastSide]:
+    """Return ours, and the peer of this environment at both intervals."""
+    found = {"ours": BroadcastSide(ours.start_origin, ours.start_relay, ours.start_worker)}
     if environment is not None:
-        peer = Peer(environment)
+        peer = ShardcastPeer(environment)
         eager = replace(peer, relay_interval_s=1, worker_interval_s=1)
         for name, each in (("peer_defaults", peer), ("peer_1s", eager)):
-            found[name] = Side(each.start_origin, each.start_relay, each.start_worker, each.relay_interval_s)
+            found[name] = BroadcastSide(each.start_origin, each.start_relay, each.start_worker, each.relay_interval_s)
     return found
 
 
-def broadcast(side: Side, setting: Setting, share: float) -> Delivery:
-    """One broadcast, ordered after this share of the side's spread."""
-    with Swarm(setting.within) as swarm:
+def broadcast(side: BroadcastSide, setting: Setting, workers: int, share: float) -> BroadcastResult:
+    """Broadcast once, ordered after this share of the side's spread."""
+    with NodeSwarm(setting.within) as swarm:
         origin = side.start_origin(swarm)
         relays = [side.start_relay(swarm, [origin.url]) for _ in range(RELAYS)]
         sources = [relay.url for relay in relays]
-        workers = [side.start_worker(swarm, sources) for _ in range(setting.workers)]
-        for worker in workers:
+        started = [side.start_worker(swarm, sources) for _ in range(workers)]
+        for worker in started:
             worker.ready()
-        touch_memory(2 * (setting.workers + RELAYS + 1) * setting.payload.size_bytes)
-        time.sleep(SETTLE_S + side.spread_s * share)
-        return deliver(setting.payload, origin, workers, nodes=swarm.nodes, patience_s=setting.patience_s)
+        touch_memory(2 * (workers + RELAYS + 1) * setting.payload.size_bytes)
+        time.sleep(side.spread_s * share)
+        return deliver(setting, origin, started, nodes=swarm.nodes)
 
 
 def touch_memory(size_bytes: int) -> None:
-    """Have the host back that much memory, or most of what is free."""
+    """Make the host back that much memory, or most of what is free."""
     size_bytes = min(size_bytes, psutil.virtual_memory().free * 8 // 10)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     mmap.mmap(-1, max(mmap.PAGESIZE, size_bytes), flags=flags).close()
 
 
-def measure(setting: Setting, environment: Path | None) -> dict[str, float | None]:
-    """All figures; those of the peer are null without its environment."""
+def measure(setting: Setting, workers: int, environment: Path | None) -> dict[str, float | None]:
+    """Measure all figures; those of the peer are null without its environment."""
     found = sides(environment)
-    rounds: dict[str, list[Delivery]] = {name: [] for name in found}
+    rounds: dict[str, list[BroadcastResult]] = {name: [] for name in found}
     order, shuffler = list(found), random.Random(0)
     for number in range(setting.repeats):
         for name in order:
-            rounds[name].append(broadcast(found[name], setting, (number + 0.5) / setting.repeats))
+            rounds[name].append(broadcast(found[name], setting, workers, (number + 0.5) / setting.repeats))
         shuffler.shuffle(order)
     figures: dict[str, float | None] = dict.fromkeys(PEER_KEYS)
     return figures | own_figures(rounds["ours"], setting.payload) | peer_figures(rounds, setting.payload)
 
 
-def own_figures(rounds: Sequence[Delivery], payload: Payload) -> dict[str, float | None]:
+def own_figures(rounds: Sequence[BroadcastResult], payload: BroadcastFile) -> dict[str, float | None]:
     return {
         "full_seconds": statistics.median(each.seconds for each in rounds),
         "workers_never_served": never_served(rounds),
@@ -114,8 +103,8 @@ def own_figures(rounds: Sequence[Delivery], payload: Payload) -> dict[str, float
     }
 
 
-def peer_figures(rounds: dict[str, list[Delivery]], payload: Payload) -> dict[str, float | None]:
-    """Those of each interval, and over both: the worst for us."""
+def peer_figures(rounds: dict[str, list[BroadcastResult]], payload: BroadcastFile) -> dict[str, float | None]:
+    """Compute the figures against the peer at each interval, and the worst for us of both."""
     theirs = {name: each for name, each in rounds.items() if name != "ours"}
     if not theirs:
         return {}
@@ -135,18 +124,18 @@ def peer_figures(rounds: dict[str, list[Delivery]], payload: Payload) -> dict[st
     return figures
 
 
-def never_served(rounds: Sequence[Delivery]) -> int:
-    """Workers of the worst round."""
+def never_served(rounds: Sequence[BroadcastResult]) -> int:
+    """Return the workers without the file in the worst round."""
     return max(each.workers - each.served for each in rounds)
 
 
-def cpu_s_per_gib(each: Delivery, payload: Payload) -> float | None:
-    """Of all processes, over what arrived at workers; None if nothing did."""
+def cpu_s_per_gib(each: BroadcastResult, payload: BroadcastFile) -> float | None:
+    """Return the CPU seconds of all processes over what arrived at workers; None if nothing did."""
     arrived = each.served * payload.size_bytes
     return each.cpu_s * _GIB / arrived if arrived else None
 
 
-def cpu_ratio(own: Delivery, other: Delivery, payload: Payload) -> float | None:
+def cpu_ratio(own: BroadcastResult, other: BroadcastResult, payload: BroadcastFile) -> float | None:
     ours, theirs = cpu_s_per_gib(own, payload), cpu_s_per_gib(other, payload)
     return ours / theirs if ours is not None and theirs else None
 

@@ -1,4 +1,4 @@
-"""How long a head takes through a chain: origin, relay, relay, relay, without caps, each following the one before.
+"""Head latency through a chain of an origin and three relays, without caps, each following the one before.
 
 Versions are tiny, so that what is measured is the long poll, a signature, a manifest and what a node does with them.
 A version is visible at a node when a long poll there, which was waiting since before the version existed, is answered.
@@ -16,32 +16,31 @@ from pathlib import Path
 from blake3 import blake3
 
 from benchmarks.broadcasting import ours
-from benchmarks.broadcasting.delivery import SETTLE_S
-from benchmarks.broadcasting.processes import Node, Swarm
-from benchmarks.broadcasting.trees import NotServed
+from benchmarks.broadcasting.delivery import SETTLE_S, WorkerNotServed
+from benchmarks.broadcasting.processes import Node, NodeSwarm
 
 DEPTH, SIZE_BYTES = 3, 64 * 1024
 
 _BETWEEN_S = 0.3
-"""For the watchers to ask again; a version that arrives while nobody waits tells nothing of a long poll."""
+"""For the watchers to poll again: a version that arrives while nobody waits says nothing of a long poll."""
 
 
 def visible_at(node: Node, version: int, patience_s: float) -> float:
-    """When a long poll for `version` was answered, in seconds of `time.monotonic`. Raises NotServed."""
+    """Return when a long poll for `version` was answered, by `time.monotonic`. Raise WorkerNotServed."""
     connection = http.client.HTTPConnection("127.0.0.1", int(node.url.rpartition(":")[2]), timeout=patience_s)
     try:
         connection.request("GET", f"/v1/head?after={version - 1}&wait={patience_s:.0f}")
         response = connection.getresponse()
         response.read()
         if response.status != 200:
-            raise NotServed(f"{node.name} shows no version {version} after {patience_s:.0f} s")
+            raise WorkerNotServed(f"{node.name} shows no version {version} after {patience_s:.0f} s")
         return time.monotonic()
     finally:
         connection.close()
 
 
 def publish(origin: Node, path: Path, version: int, patience_s: float) -> float:
-    """Publish other bytes than before; returns when that returned."""
+    """Publish other bytes than before; return when that was done."""
     path.write_bytes(blake3(version.to_bytes(8, "big")).digest(length=SIZE_BYTES))
     origin.send(publish=str(path), version=version)
     at: float = origin.reply(patience_s)["at"]
@@ -49,7 +48,7 @@ def publish(origin: Node, path: Path, version: int, patience_s: float) -> float:
 
 
 def delays(chain: Sequence[Node], path: Path, *, versions: int, patience_s: float) -> list[list[float]]:
-    """For each version, seconds from the end of publishing to each node of `chain`, the origin first."""
+    """Return for each version the seconds from the end of publishing to each node of `chain`, the origin first."""
     found = list[list[float]]()
     with ThreadPoolExecutor(len(chain)) as pool:
         for version in range(1, versions + 1):
@@ -61,8 +60,8 @@ def delays(chain: Sequence[Node], path: Path, *, versions: int, patience_s: floa
 
 
 def measure(*, versions: int, patience_s: float, within: Path | None) -> dict[str, float]:
-    """Medians over versions, but for the first, which opens connections. Raises NotServed."""
-    with Swarm(within) as swarm:
+    """Return medians over versions, without the first, which opens connections. Raise WorkerNotServed."""
+    with NodeSwarm(within) as swarm:
         chain = [ours.start_origin(swarm)]
         for _ in range(DEPTH):
             chain.append(ours.start_relay(swarm, [chain[-1].url]))

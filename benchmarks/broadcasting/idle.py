@@ -7,13 +7,11 @@ import http.client
 import math
 import socket
 import time
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.broadcasting import ours
-from benchmarks.broadcasting.delivery import Payload, deliver
-from benchmarks.broadcasting.processes import Swarm
-from benchmarks.broadcasting.trees import seconds
+from benchmarks.broadcasting.delivery import Setting, deliver
+from benchmarks.broadcasting.processes import NodeSwarm
 
 CONNECTIONS = 500
 
@@ -22,7 +20,7 @@ _MANIFEST = "/v1/versions/1"
 
 
 def manifest_ms(host: str, port: int) -> float:
-    """Milliseconds of one request on a connection of its own, connecting included."""
+    """Time one request on a connection of its own, connecting included."""
     started = time.perf_counter()
     connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
     with contextlib.closing(connection):
@@ -48,12 +46,13 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-def measure(payload: Payload, *, requests: int, patience_s: float, within: Path | None) -> dict[str, float]:
-    with Swarm(within) as swarm, contextlib.ExitStack() as opened:
+def measure(setting: Setting, *, requests: int) -> dict[str, float]:
+    """Time a relay's manifest without and with idle connections. Raise WorkerNotServed."""
+    with NodeSwarm(setting.within) as swarm, contextlib.ExitStack() as opened:
         origin = ours.start_origin(swarm)
         relay = ours.start_relay(swarm, [origin.url])
-        worker = ours.start_worker(swarm, [relay.url]).ready()
-        seconds(deliver(payload, origin, [worker], nodes=[], patience_s=patience_s))
+        worker = ours.start_worker(swarm, [relay.url])
+        deliver(setting, origin, [worker]).complete_seconds()
         worker.kill()
         address = urlsplit(relay.url)
         host, port = address.hostname or "", address.port or 0

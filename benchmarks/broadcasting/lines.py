@@ -1,4 +1,4 @@
-"""How a process of a broadcast speaks with the benchmark that started it: one JSON object per line.
+"""Protocol between a process of a broadcast and the benchmark that started it: one JSON object per line.
 
 It ends when its standard input does, so that nothing outlives a benchmark that was killed.
 """
@@ -17,7 +17,7 @@ def say(**line: object) -> None:
 
 
 async def requests() -> AsyncIterator[dict[str, Any]]:
-    """Each line of standard input, until it is closed."""
+    """Yield each line of standard input, decoded, until it is closed."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -51,7 +51,7 @@ async def relay(arguments: argparse.Namespace) -> None:
 
 
 async def worker(arguments: argparse.Namespace) -> None:
-    """As many workers as asked for; all but those that are metered may share a process."""
+    """Run as many workers as asked for; those that are not metered may share a process."""
     following = [asyncio.create_task(follow(index, arguments)) for index in range(arguments.count)]
     say(ready=True)
     async for _ in requests():

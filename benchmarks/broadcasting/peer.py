@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.broadcasting.processes import Node, Swarm
+from benchmarks.broadcasting.processes import Node, NodeSwarm
 from benchmarks.peers import FOLDER, PeerUnavailable, environment
 
 VERSION = "0.3.2"
@@ -25,7 +25,7 @@ RELAY_INTERVAL_S, WORKER_INTERVAL_S = 30, 5
 
 
 def installed(folder: Path = FOLDER) -> Path:
-    """The environment within `folder` that has the peer, made on first use. Raises `PeerUnavailable`."""
+    """Return the environment within `folder` that has the peer, made on first use. Raise PeerUnavailable."""
     # Where this command finds no wget, the peer installs one on the machine.
     if subprocess.run(["which", "wget"], env={}, capture_output=True, check=False).returncode:
         raise PeerUnavailable(f"shardcast {VERSION} needs wget")
@@ -33,23 +33,23 @@ def installed(folder: Path = FOLDER) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class ShardcastPeer:
     """Starts nodes of the peer, each from a copy of the package, and each when the one before it is ready."""
 
     environment: Path
     relay_interval_s: int = RELAY_INTERVAL_S
     worker_interval_s: int = WORKER_INTERVAL_S
 
-    def start_origin(self, swarm: Swarm) -> Node:
+    def start_origin(self, swarm: NodeSwarm) -> Node:
         return self._start(swarm, "origin")
 
-    def start_relay(self, swarm: Swarm, upstreams: Sequence[str]) -> Node:
+    def start_relay(self, swarm: NodeSwarm, upstreams: Sequence[str]) -> Node:
         return self._start(swarm, "relay", *upstreams, "--interval", str(self.relay_interval_s))
 
-    def start_worker(self, swarm: Swarm, sources: Sequence[str]) -> Node:
+    def start_worker(self, swarm: NodeSwarm, sources: Sequence[str]) -> Node:
         return self._start(swarm, "worker", *sources, "--interval", str(self.worker_interval_s))
 
-    def _start(self, swarm: Swarm, role: str, *arguments: str) -> Node:
+    def _start(self, swarm: NodeSwarm, role: str, *arguments: str) -> Node:
         package = swarm.folder / swarm.name(f"{role}-package")
         (installed_at,) = self.environment.glob("lib/python*/site-packages/shardcast")
         shutil.copytree(installed_at, package / "shardcast")

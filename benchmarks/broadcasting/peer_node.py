@@ -23,7 +23,7 @@ def say(**line: object) -> None:
 
 
 def on_loopback(package: Any) -> None:
-    """The peer listens at all addresses of the machine; here it is measured on one."""
+    """Bind the peer's servers to loopback, where it would listen at all addresses of the machine."""
 
     def bind(server: HTTPServer) -> None:
         server.server_address = ("127.0.0.1", server.server_address[1])
@@ -48,7 +48,7 @@ def relay(package: Any, arguments: argparse.Namespace) -> None:
 
 
 def _prepare(folder: Path) -> None:
-    """Everyone who connects fetches this file first, and the peer leaves it to its user to put it there."""
+    """Put down the file that everyone who connects fetches first, which the peer leaves to its user."""
     folder.mkdir(parents=True)
     (folder / "data1.bin").write_bytes(bytes(1024))
 

@@ -34,7 +34,7 @@ class NodeEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a process and its children that have ended. `cpu_s` is user and system time."""
+    """Resources of a process and its ended children; `cpu_s` is user and system time."""
 
     cpu_s: float
     peak_bytes: int
@@ -70,7 +70,7 @@ class Node:
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
     def reply(self, timeout_s: float = START_S) -> dict[str, Any]:
-        """The next line. Raises NodeEnded when there is none within `timeout_s`."""
+        """Return the next line, decoded. Raise NodeEnded when there is none within `timeout_s`."""
         try:
             line = self._lines.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -88,18 +88,18 @@ class Node:
 
     @property
     def url(self) -> str:
-        """Of a server, once it is ready."""
+        """Return a server's URL once it is ready."""
         return f"http://127.0.0.1:{self._greet()['port']}"
 
     def _greet(self) -> dict[str, Any]:
-        """Its first line, which of a server has the port."""
+        """Return the process's first line, which of a server has the port."""
         if self._greeting is None:
             self._greeting = self.reply()
         return self._greeting
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; the negative number of the signal that ended it."""
+        """Return None while it runs, and the negative number of a signal that ended it."""
         return self._process.poll()
 
     def usage(self) -> Usage:
@@ -111,7 +111,7 @@ class Node:
         return Usage(cpu_s, _fields(pid, "status").get("VmHWM", 0) * 1024, written_bytes)
 
     def kill(self) -> None:
-        """The process and what it started."""
+        """Kill the process and what it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -136,13 +136,13 @@ class Node:
 
 
 def _fields(pid: int, name: str) -> dict[str, int]:
-    """The numbers in `/proc/PID/NAME`, by what stands before them. A process that has ended has no memory."""
+    """Return the numbers in `/proc/PID/NAME` by their labels; a process that has ended has no memory."""
     lines = (line.partition(":") for line in Path(f"/proc/{pid}/{name}").read_text().splitlines())
     values = {key: value.split() for key, _, value in lines}
     return {key: int(value[0]) for key, value in values.items() if value and value[0].isdigit()}
 
 
-class Swarm:
+class NodeSwarm:
     """All processes of one broadcast and the folder that they write to; both are gone after `with`."""
 
     def __init__(self, within: Path | None = None) -> None:
@@ -167,5 +167,5 @@ class Swarm:
         return node
 
     def name(self, role: str) -> str:
-        """Of the next process."""
+        """Return the name of the next process."""
         return f"{len(self.nodes):02d}-{role}"

@@ -1,4 +1,4 @@
-"""Relays in the striped trees of `shardcast.tree`: bytes that leave the origin, and the time against what links allow.
+"""Relays in the striped trees of `shardcast.tree`: bytes that leave the origin, and the time against the links' bound.
 
 Eight relays and a worker fetch as the planner says, each relay and the origin behind an uplink of u. With N receivers
 the lower bound for any schedule, max(S / u, N S / (9 u)), is S / u: half of what a tree of fan-out 2 takes.
@@ -7,20 +7,18 @@ the lower bound for any schedule, max(S / u, N S / (9 u)), is S / u: half of wha
 from __future__ import annotations
 
 import statistics
-import time
 
 from benchmarks.broadcasting import ours
-from benchmarks.broadcasting.delivery import SETTLE_S, deliver
-from benchmarks.broadcasting.processes import Swarm
-from benchmarks.broadcasting.trees import Setting, seconds
+from benchmarks.broadcasting.delivery import Setting, deliver
+from benchmarks.broadcasting.processes import NodeSwarm
 from shardcast.tree import Member, plan
 
 RELAYS = 8
 
 
 def broadcast(setting: Setting) -> tuple[float, int]:
-    """Seconds to the worker, and bytes that left the origin. Raises NotServed."""
-    with Swarm(setting.within) as swarm:
+    """Return the seconds to the worker, and the bytes that left the origin. Raise WorkerNotServed."""
+    with NodeSwarm(setting.within) as swarm:
         throttle = ours.Throttle(swarm)
         origin = ours.start_origin(swarm)
         root = throttle.link(origin.url, setting.bytes_per_s)
@@ -29,14 +27,12 @@ def broadcast(setting: Setting) -> tuple[float, int]:
         planned = plan([root], [Member(id=link, url=link) for link in links])
         for relay, link in zip(relays, links, strict=True):
             ours.follow(relay, planned.parents(link))
-        worker = ours.start_striped_worker(swarm, planned.sources_for("worker")).ready()
-        time.sleep(SETTLE_S)
-        delivery = deliver(setting.payload, origin, [worker], nodes=swarm.nodes, patience_s=setting.patience_s)
-        return seconds(delivery), throttle.sent_bytes(root)
+        worker = ours.start_striped_worker(swarm, planned.sources_for("worker"))
+        return deliver(setting, origin, [worker]).complete_seconds(), throttle.sent_bytes(root)
 
 
 def measure(setting: Setting) -> dict[str, float]:
-    """Medians over rounds. Raises NotServed."""
+    """Return medians over rounds. Raise WorkerNotServed."""
     rounds = [broadcast(setting) for _ in range(setting.repeats)]
     taken = statistics.median(each for each, _ in rounds)
     return {

@@ -16,7 +16,7 @@ from benchmarks.broadcasting.lines import requests, say
 
 PIECE_BYTES = 64 * 1024
 BURST_S = 0.01
-"""How late a piece may be and the link still make up for it: what the event loop's clock misses."""
+"""Lateness of a piece that the link still makes up for: the resolution of the event loop's clock."""
 
 _BUFFER_BYTES = 256 * 1024
 _SHORTEST_SLEEP_S = 0.001
@@ -31,7 +31,7 @@ class Uplink:
         self.sent_bytes = 0
 
     async def pass_on(self, size_bytes: int) -> None:
-        """Returns when a piece of `size_bytes` has gone."""
+        """Wait until a piece of `size_bytes` has gone."""
         self.sent_bytes += size_bytes
         if self._bytes_per_s is None:
             return
@@ -66,7 +66,7 @@ class Link:
             task.add_done_callback(self._open.discard)
 
     async def _connect(self, reader: socket.socket) -> None:
-        """Until either end closes: then the other hears of it, and what is under way is lost, as on a line."""
+        """Forward until either end closes; what is under way is then lost, as on a line."""
         node = socket.socket()
         node.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         with reader, node:

@@ -29,7 +29,7 @@ _GROUPS, _GROUP_SIZE, _PROMPT, _TOKENS = 4, 4, 8, 24
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """For each rate, `trace_lr_RATE_changed` and `_ratio`: means over `STEPS` steps, of a version over its delta."""
+    """Measure for each rate the changed share and the delta's ratio: means over `STEPS` steps."""
     figures = dict[str, float]()
     for rate in RATES:
         paths = policies(rate, folder)
@@ -44,7 +44,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def policies(rate: float, folder: Path) -> list[Path]:
-    """Consecutive versions in bfloat16, as a trainer with float32 master weights publishes them."""
+    """Train consecutive versions, published in bfloat16 from float32 master weights as a trainer does."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     model = _model(len(tokenizer))

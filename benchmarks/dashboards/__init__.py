@@ -1,1 +1,1 @@
-"""What benchmarks.dashboard is made of."""
+"""The parts of `benchmarks.dashboard`: a long run, its coordinator, and a browser."""

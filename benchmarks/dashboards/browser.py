@@ -15,7 +15,7 @@ PAINT = """() => new Promise(done => {
 
 
 def look(url: str, *, loads: int) -> dict[str, Any]:
-    """Figures of `loads` first visits and a second one; None each where there is no Chromium."""
+    """Measure `loads` first visits and a second one; return None for each figure without Chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
         return dict.fromkeys(("first_paint_ms", "first_paint_bytes", "plots_ms", "bytes", "bytes_again"))

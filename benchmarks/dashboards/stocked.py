@@ -55,7 +55,7 @@ _REASONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Stock:
-    """How much there is. One submission in `one_bad_of` is rejected."""
+    """Size of a long run. One submission in `one_bad_of` is rejected."""
 
     workers: int
     submissions: int
@@ -86,7 +86,7 @@ class _Shelf:
         return self.first_index + len(self.leaves) - 1
 
     def store(self) -> None:
-        """Everything, in an order that foreign keys allow."""
+        """Insert everything in an order that foreign keys allow."""
         for table in (nodes, relays, policies, slots, leases, submissions, groups, steps, verdict_tallies):
             _insert(self.connection, table, iter(self.rows[table.name]))
         append_many(self.connection, self.leaves)
@@ -214,7 +214,7 @@ def _step(shelf: _Shelf, step: int, ready: list[str], *, at: float, rng: random.
 
 
 def _statistics(step: int) -> dict[str, float]:
-    """What a trainer says of a step, in the sizes of the demonstration's."""
+    """Make up a step's statistics, in the sizes of the demonstration's."""
     wave = math.sin(step / 3) + math.sin(step * 1.7)
     return {
         "entropy": 0.25 * math.exp(-step / 40) + 0.01 * wave + 0.04,
@@ -269,7 +269,7 @@ def _relays(shelf: _Shelf, what: Stock, *, head: int, now: float) -> None:
 
 
 def append_many(connection: Connection, leaves: Sequence[bytes]) -> None:
-    """As `log.append`, but for many at once."""
+    """Append many leaves at once, as `log.append` does one."""
     first = log.size(connection)
     hashes: dict[tuple[int, int], bytes] = {}
 

@@ -24,7 +24,7 @@ from random import Random
 from typing import Any, Final
 
 from benchmarks.faults.checks import Evidence
-from benchmarks.faults.kinds import Kind, Struck
+from benchmarks.faults.kinds import FaultKind, Struck
 from benchmarks.faults.stage import RELAYS, WORKERS, Stage
 from benchmarks.faults.witness import read_checkpoint, read_leaves
 from coordinator.lab.processes.local_http import get_json
@@ -46,7 +46,7 @@ ASK_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Need:
-    """What the log has to show of one harmed process, from the moment at which it was there again.
+    """Evidence of recovery that the log has to show of one harmed process, once that is up again.
 
     `read` is how far the log was looked at, from its size at that moment on; `head` the newest policy then.
     """
@@ -75,7 +75,7 @@ class Recovery:
         return self.seconds is None and not self.given_up
 
 
-class Campaign:
+class FaultCampaign:
     """Strikes a stage; `say` gets a line for each fault."""
 
     def __init__(self, stage: Stage, *, rng: Random, say: Callable[[str], None]) -> None:
@@ -90,7 +90,7 @@ class Campaign:
         if not self._stage.until(self._has_begun, seconds=START_S):
             raise TimeoutError(f"no group was trained on within {START_S:.0f} s of the start:\n{self.logs()}")
 
-    def run(self, kinds: list[Kind]) -> None:
+    def run(self, kinds: list[FaultKind]) -> None:
         """Strike, once for each of these, and get over it."""
         for number, kind in enumerate(kinds, 1):
             self._stage.until(lambda: len(self._open()) < MOST_OPEN, seconds=RECOVERY_S)
@@ -101,13 +101,13 @@ class Campaign:
         self._stage.until(lambda: not self._open(), seconds=RECOVERY_S)
 
     def logs(self) -> str:
-        """The ends of all logs."""
+        """Return the ends of all logs."""
         supervisor = self._stage.supervisor
         return "\n".join(f"-- {name}\n{supervisor.log_tail(name, lines=8)}" for name in supervisor.pids)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """The workers are stopped, nobody waits for a verdict, and nothing is logged; raises TimeoutError."""
+        """Hold the workers while nothing waits for a verdict and nothing is logged. Raise TimeoutError."""
         with self._stage.stopped(WORKERS):
             if not self._stage.until(self._is_quiet, seconds=SETTLE_S):
                 raise TimeoutError(f"the queue did not empty within {SETTLE_S:.0f} s:\n{self.logs()}")
@@ -115,7 +115,7 @@ class Campaign:
             yield
 
     def evidence(self) -> Evidence:
-        """What an outsider sees of the run at rest."""
+        """Collect what an outsider sees of the run at rest."""
         swarm, witness, url = self._stage.swarm, self._stage.witness, self._stage.swarm.coordinator_url
         status = get_json(f"{url}/v1/status", seconds=ASK_S)
         checkpoint = read_checkpoint(url, run_id=swarm.run_id)
@@ -129,12 +129,12 @@ class Campaign:
             witnessed=witness.leaves,
             checkpoints=[*witness.checkpoints, checkpoint],
             receipts=[receipt for name in WORKERS for receipt in kept_receipts(swarm.folder / name)],
-            acknowledged=dict(self._stage.door.acknowledged),
+            acknowledged=dict(self._stage.proxy.acknowledged),
             waiting=int(status["slots"]["admitted"]),
         )
 
     def audit(self) -> dict[str, Any]:
-        """What `swarmproof audit` says of every verdict of the run at rest; raises TimeoutError."""
+        """Run `swarmproof audit --all` on the run at rest. Raise TimeoutError."""
         swarm, logs = self._stage.swarm, self._stage.supervisor.log_folder
         output, errors = logs / "audit.json", logs / "audit.log"
         asked = ("audit", swarm.coordinator_url, "--run-id", swarm.run_id, "--all", "--source", swarm.origin_url)
@@ -157,7 +157,7 @@ class Campaign:
         seen = self._stage.witness.seen
         return status["log_size"] == len(seen) and time.monotonic() - seen[-1].at > QUIET_S
 
-    def _note(self, kind: Kind, struck: Struck) -> None:
+    def _note(self, kind: FaultKind, struck: Struck) -> None:
         recovery = Recovery(kind.name, struck.what, needs=[_Need(name) for name in struck.harmed])
         self.recoveries.append(recovery)
 
@@ -207,7 +207,7 @@ class Campaign:
 
 
 def kept_receipts(state: Path) -> Iterator[Receipt]:
-    """What a worker keeps; a line that it was killed in the middle of is none yet."""
+    """Yield the receipts that a worker keeps, without a last line that was cut short."""
     path = state / "receipts.ndjson"
     if not path.exists():
         return
@@ -216,7 +216,7 @@ def kept_receipts(state: Path) -> Iterator[Receipt]:
 
 
 def damage(data: Path, database: Path) -> list[str]:
-    """What is broken in a run's data folder whose processes have ended: blobs by their names, and the database."""
+    """List what is broken in the data folder of a stopped run: misnamed blobs, and the database."""
     broken = [
         f"blob {path.name} is not what its name says"
         for path in (data / "blobs").glob("??/*")

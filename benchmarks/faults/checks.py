@@ -1,4 +1,4 @@
-"""What must hold after any faults: nothing admitted is lost, nothing counts twice, and the log is one.
+"""Invariants after any faults: nothing admitted is lost, nothing counts twice, and the log is consistent.
 
 Pure: what was seen goes in, what is wrong with it comes out, in sentences. Only what an outsider sees is looked at:
 the log, receipts, what the coordinator acknowledged, and its status page.
@@ -24,7 +24,7 @@ _ENTRY: Any = LogEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What was seen of a run, up to a moment at which nothing moved and nobody waited for a verdict.
+    """Observations of a run, up to a moment at rest at which no submission waited for a verdict.
 
     `leaves` is the log as it was read at the end, `witnessed` as it was read while it grew, with the `checkpoints` of
     that time. `receipts` are those that workers keep, `acknowledged` gives the lease of every submission that was
@@ -41,7 +41,7 @@ class Evidence:
 
 @dataclass(slots=True)
 class Violations:
-    """What is wrong, one sentence each."""
+    """Violations, one sentence each."""
 
     admitted_lost: list[str] = field(default_factory=list)
     admitted_twice: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Violations:
 
 
 def judge(evidence: Evidence, *, run_id: str, spec: RunSpec) -> Violations:
-    """Every violation that the evidence shows."""
+    """Return every violation that the evidence shows."""
     found = Violations()
     entries = [msgspec.json.decode(leaf, type=_ENTRY) for leaf in evidence.leaves]
     reading = _Reading(entries)
@@ -110,7 +110,7 @@ class _Reading:
 
 
 def _check_history(evidence: Evidence, found: Violations) -> None:
-    """The log begins with all that was seen of it, and had every root that was signed."""
+    """Check that the log begins with all that was seen of it, and had every root that was signed."""
     for index, (before, after) in enumerate(zip(evidence.witnessed, evidence.leaves, strict=False)):
         if before != after:
             found.log_inconsistencies.append(f"entry {index} was rewritten")
@@ -128,7 +128,7 @@ def _check_history(evidence: Evidence, found: Violations) -> None:
 
 
 def _check_receipts(evidence: Evidence, found: Violations) -> None:
-    """Every receipt's entry is where it says."""
+    """Check that every receipt's entry is where it says."""
     for receipt in evidence.receipts:
         held = evidence.leaves[receipt.log_index] if receipt.log_index < len(evidence.leaves) else None
         if held is not None and leaf_hash(held).hex() == receipt.leaf_hash:
@@ -139,7 +139,7 @@ def _check_receipts(evidence: Evidence, found: Violations) -> None:
 
 
 def _check_acknowledged(evidence: Evidence, reading: _Reading, found: Violations) -> None:
-    """What was taken in is judged, and one lease brings one admission."""
+    """Check that what was acknowledged is judged, and that one lease brings one admission."""
     for submission in evidence.acknowledged.keys() - reading.judged:
         found.admitted_lost.append(f"submission {submission[:16]} was acknowledged, and nobody knows it any more")
     of_lease = Counter(evidence.acknowledged[one] for one in reading.admitted if one in evidence.acknowledged)
@@ -149,7 +149,7 @@ def _check_acknowledged(evidence: Evidence, reading: _Reading, found: Violations
 
 
 def _check_use(evidence: Evidence, reading: _Reading, found: Violations, *, max_async: int) -> None:
-    """Whatever is admitted is in a batch, or a coming step may still take it and will find it."""
+    """Check that each admitted group is in a batch, or that a coming step can still take it."""
     unused = [entry for submission, entry in reading.admitted.items() if submission not in reading.used]
     for entry in unused:
         if entry.version < reading.next_step - max_async:

@@ -56,7 +56,7 @@ class Disk:
 
 
 def private_mounts() -> tuple[str, ...] | None:
-    """The command before a program that gives it a mount namespace of its own; None where that is forbidden."""
+    """Return the command prefix that gives a program its own mount namespace; None where that is forbidden."""
     probe = f"{MOUNT} -t tmpfs none /mnt && {MOUNT} -o remount,size=1m /mnt"
     for command in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
         if _succeeds((*command, "sh", "-c", probe)):

@@ -1,4 +1,4 @@
-"""What can happen to a swarm, each from outside, as it happens to an operator.
+"""Kinds of faults, each injected from outside, as it happens to an operator.
 
 A slow disk is played by the scheduler: the operator's processes are stopped for nine tenths of the time, in pieces of a
 tenth of a second. Whoever waits for a disk does just that: it does not go on, in the middle of a transaction, with the
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from benchmarks.faults.door import Moment
+from benchmarks.faults.proxy import Moment
 from benchmarks.faults.stage import OPERATOR, RELAYS, WORKERS, Stage
 
 CLOCK_JUMP_S: Final = 3600
@@ -27,14 +27,14 @@ LONGEST_LOCK_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """What a fault was, in words, and which processes it harmed: the last of it ended when this was made."""
+    """Description of a fault, and the processes that it harmed; made when the fault has ended."""
 
     what: str
     harmed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """One way to break a swarm; `strike` returns when the fault has ended. Common ones have a greater `weight`."""
 
     name: str
@@ -45,7 +45,7 @@ class Kind:
 
 
 def kill(name: str) -> Callable[[Stage, Random], Struck]:
-    """`kill -9` of one process, or, sometimes, of it and again of what was started in its place."""
+    """Kill one process, and sometimes again what was started in its place."""
 
     def strike(stage: Stage, rng: Random) -> Struck:
         stage.kill([name])
@@ -59,14 +59,14 @@ def kill(name: str) -> Callable[[Stage, Random], Struck]:
 
 
 def kill_several(stage: Stage, rng: Random) -> Struck:
-    """`kill -9` of some processes in the same moment, or of all."""
+    """Kill some processes in the same moment, or all."""
     names = tuple(rng.sample(stage.names, k=rng.choice([2, 2, 3, 4, len(stage.names)])))
     stage.kill(names)
     return Struck(f"kill -9 of {', '.join(names)}", names)
 
 
 def stop(stage: Stage, rng: Random) -> Struck:
-    """One process does nothing for a while, and keeps all that it holds."""
+    """Stop one process for a while; it keeps all that it holds."""
     name, seconds = rng.choice(stage.names), rng.uniform(1.0, 6.0)
     with stage.stopped([name]):
         stage.wait(seconds)
@@ -74,7 +74,7 @@ def stop(stage: Stage, rng: Random) -> Struck:
 
 
 def relays_away(stage: Stage, rng: Random) -> Struck:
-    """No relay answers: their listening sockets take connections, and nothing comes."""
+    """Stop the relays: their listening sockets take connections, and nothing comes."""
     seconds = rng.uniform(2.0, 8.0)
     with stage.stopped(RELAYS):
         stage.wait(seconds)
@@ -82,7 +82,7 @@ def relays_away(stage: Stage, rng: Random) -> Struck:
 
 
 def full_disk(stage: Stage, rng: Random) -> Struck:
-    """No room on a file system but for some pages; half of the time a process is killed and starts on that."""
+    """Fill a file system but for some pages; half of the time kill a process, which restarts on that."""
     assert stage.disks is not None
     which = rng.choice(["home", "data"])
     disk = stage.disks.home if which == "home" else stage.disks.data
@@ -101,7 +101,7 @@ def full_disk(stage: Stage, rng: Random) -> Struck:
 
 
 def slow_disk(stage: Stage, rng: Random) -> Struck:
-    """See the head of this file."""
+    """Stop the operator's processes for nine tenths of a while; see the module."""
     seconds = rng.uniform(2.0, 5.0)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -112,7 +112,7 @@ def slow_disk(stage: Stage, rng: Random) -> Struck:
 
 
 def clock(whose: str) -> Callable[[Stage, Random], Struck]:
-    """A wall clock jumps by an hour while its processes run, and back."""
+    """Move a wall clock by an hour while its processes run, and back."""
 
     def strike(stage: Stage, rng: Random) -> Struck:
         offset, seconds = rng.choice([-CLOCK_JUMP_S, CLOCK_JUMP_S]), rng.uniform(3.0, 7.0)
@@ -128,7 +128,7 @@ def clock(whose: str) -> Callable[[Stage, Random], Struck]:
 
 
 def locked_database(stage: Stage, rng: Random) -> Struck:
-    """Another process, such as a backup, holds SQLite's write lock; readers go on."""
+    """Hold SQLite's write lock, as a backup might; readers go on."""
     seconds = LONGEST_LOCK_S if rng.random() < 0.1 else rng.uniform(1.0, 8.0)
     with _exclusively(stage):
         stage.wait(seconds)
@@ -156,17 +156,17 @@ def _begins(database: sqlite3.Connection) -> bool:
 
 
 def upload_cut(moment: Moment) -> Callable[[Stage, Random], Struck]:
-    """The coordinator is killed while a worker's upload is half-way, or before the worker hears that it is stored."""
+    """Kill the coordinator amid a worker's upload, or before the worker hears that it is stored."""
 
     def strike(stage: Stage, rng: Random) -> Struck:
-        trap = stage.door.trap(moment)
+        trap = stage.proxy.trap(moment)
         try:
             sprung = stage.until(trap.sprung.is_set, seconds=TRAP_S)
             stage.wait(rng.uniform(0.0, 0.5))
             stage.kill(["coordinator"])
             stage.wait(0.0)
         finally:
-            stage.door.release(trap)
+            stage.proxy.release(trap)
         where = {"body": "amid an upload", "answer": "before it answered an upload"}[moment]
         return Struck(
             f"kill -9 of coordinator {where if sprung else 'while nobody uploaded'}", ("coordinator", *WORKERS)
@@ -176,37 +176,37 @@ def upload_cut(moment: Moment) -> Callable[[Stage, Random], Struck]:
 
 
 def connections_cut(stage: Stage, rng: Random) -> Struck:
-    """All connections of nodes to the coordinator are reset at once, and for some seconds every new one."""
+    """Reset all connections of nodes to the coordinator, and for some seconds every new one."""
     seconds = rng.choice([0.0, rng.uniform(0.5, 4.0)])
-    stage.door.shut(shut=seconds > 0)
+    stage.proxy.shut(shut=seconds > 0)
     try:
-        count = stage.door.cut()
+        count = stage.proxy.cut()
         stage.wait(seconds)
     finally:
-        stage.door.shut(shut=False)
+        stage.proxy.shut(shut=False)
     return Struck(f"{count} connections cut, and new ones for {seconds:.1f} s", WORKERS)
 
 
 KINDS: Final = (
-    *(Kind(f"kill {name}", kill(name), weight=6) for name in OPERATOR),
-    *(Kind(f"kill {name}", kill(name), weight=2) for name in RELAYS),
-    *(Kind(f"kill {name}", kill(name), weight=3) for name in WORKERS),
-    Kind("kill several", kill_several, weight=4),
-    Kind("stop", stop, weight=4),
-    Kind("relays away", relays_away, weight=2),
-    Kind("full disk", full_disk, weight=4, needs_mounts=True),
-    Kind("slow disk", slow_disk, weight=2),
-    Kind("operator's clock", clock("operator"), weight=2, needs_compiler=True),
-    Kind("worker's clock", clock("honest-1"), weight=2, needs_compiler=True),
-    Kind("locked database", locked_database, weight=3),
-    Kind("killed amid an upload", upload_cut("body"), weight=3),
-    Kind("killed before the answer", upload_cut("answer"), weight=3),
-    Kind("connections cut", connections_cut, weight=3),
+    *(FaultKind(f"kill {name}", kill(name), weight=6) for name in OPERATOR),
+    *(FaultKind(f"kill {name}", kill(name), weight=2) for name in RELAYS),
+    *(FaultKind(f"kill {name}", kill(name), weight=3) for name in WORKERS),
+    FaultKind("kill several", kill_several, weight=4),
+    FaultKind("stop", stop, weight=4),
+    FaultKind("relays away", relays_away, weight=2),
+    FaultKind("full disk", full_disk, weight=4, needs_mounts=True),
+    FaultKind("slow disk", slow_disk, weight=2),
+    FaultKind("operator's clock", clock("operator"), weight=2, needs_compiler=True),
+    FaultKind("worker's clock", clock("honest-1"), weight=2, needs_compiler=True),
+    FaultKind("locked database", locked_database, weight=3),
+    FaultKind("killed amid an upload", upload_cut("body"), weight=3),
+    FaultKind("killed before the answer", upload_cut("answer"), weight=3),
+    FaultKind("connections cut", connections_cut, weight=3),
 )
 
 
-def plan(count: int, *, rng: Random, kinds: tuple[Kind, ...] = KINDS) -> list[Kind]:
-    """`count` faults in random order: each kind once as far as that goes, then by weight."""
+def plan(count: int, *, rng: Random, kinds: tuple[FaultKind, ...] = KINDS) -> list[FaultKind]:
+    """Draw `count` faults in random order: each kind once as far as that goes, then by weight."""
     chosen = [*kinds, *rng.choices(kinds, weights=[kind.weight for kind in kinds], k=max(0, count - len(kinds)))]
     rng.shuffle(chosen)
     return chosen[:count]

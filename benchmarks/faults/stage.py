@@ -4,7 +4,7 @@
 
 Each runs under its supervisor, which starts again what ends, as a service manager does. All their folders are on one
 file system, and the run's --data on another (`faults.disk`); nodes reach the coordinator through a line that can be
-cut (`faults.door`); the operator's processes have one clock, the first worker another (`faults.clocked`). Logs lie on
+cut (`faults.proxy`); the operator's processes have one clock, the first worker another (`faults.clocked`). Logs lie on
 the machine's own disk, as those of a service manager do.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 
 from benchmarks.faults.clocked import compile_library, has_compiler, set_clock
 from benchmarks.faults.disk import Disk
-from benchmarks.faults.door import Door
+from benchmarks.faults.proxy import CoordinatorProxy
 from benchmarks.faults.witness import Witness
 from coordinator.lab.processes.layout import Swarm, free_ports, lay_out
 from coordinator.lab.processes.supervisor import Command, RestartPolicy, Supervisor
@@ -83,11 +83,18 @@ class Stage:
     """A swarm that runs; what happens to it is asked for by `faults.kinds`, from the main thread."""
 
     def __init__(
-        self, swarm: Swarm, supervisor: Supervisor, *, door: Door, witness: Witness, disks: Disks | None, clocks: Path
+        self,
+        swarm: Swarm,
+        supervisor: Supervisor,
+        *,
+        proxy: CoordinatorProxy,
+        witness: Witness,
+        disks: Disks | None,
+        clocks: Path,
     ) -> None:
         self.swarm = swarm
         self.supervisor = supervisor
-        self.door = door
+        self.proxy = proxy
         self.witness = witness
         self.disks = disks
         self.nodes = {place.name: place.node for place in swarm.workers}
@@ -96,7 +103,7 @@ class Stage:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every process of the swarm."""
+        """Return the name of every process."""
         return tuple(self.supervisor.pids)
 
     @property
@@ -124,7 +131,7 @@ class Stage:
         return True
 
     def signal(self, names: Sequence[str], number: signal.Signals, *, group: bool = True) -> None:
-        """To each of these processes that lives, and, unless only it is meant, to what it started."""
+        """Signal each of these processes that lives, and with `group` what it started."""
         for name in names:
             pid = self.supervisor.pid(name)
             if pid is not None:
@@ -132,12 +139,12 @@ class Stage:
                     (os.killpg if group else os.kill)(pid, number)
 
     def kill(self, names: Sequence[str]) -> None:
-        """As `kill -9` does: these processes alone."""
+        """Kill these processes alone, as `kill -9` does."""
         self.signal(names, signal.SIGKILL, group=False)
 
     @contextlib.contextmanager
     def stopped(self, names: Sequence[str]) -> Iterator[None]:
-        """These processes get no time of any processor."""
+        """Stop these processes within the block."""
         self.signal(names, signal.SIGSTOP)
         try:
             yield
@@ -160,7 +167,7 @@ class Stage:
 
 @contextlib.contextmanager
 def staged(folder: Path, *, logs: Path, mounts: bool) -> Iterator[Stage]:
-    """A swarm in `folder` that has just been started; `mounts` says that file systems may be mounted."""
+    """Start a swarm in `folder`; `mounts` says that file systems may be mounted."""
     home = folder / "home"
     with contextlib.ExitStack() as mounted:
         home_disk = mounted.enter_context(Disk(home, size_bytes=HOME_BYTES)) if mounts else None
@@ -176,20 +183,20 @@ def staged(folder: Path, *, logs: Path, mounts: bool) -> Iterator[Stage]:
         library = compile_library(clocks) if has_compiler() else None
         (port,) = free_ports(1)
         commands = [
-            _with_clock(_through_door(command, swarm, port), library, clocks=clocks) for command in swarm.commands
+            _with_clock(_through_proxy(command, swarm, port), library, clocks=clocks) for command in swarm.commands
         ]
         target = int(swarm.coordinator_url.rpartition(":")[2])
         with (
-            Door(port, target=target) as door,
+            CoordinatorProxy(port, target=target) as proxy,
             Supervisor(logs, restart=RESTART, grace_seconds=4.0) as supervisor,
             Witness(swarm.coordinator_url, run_id=swarm.run_id) as witness,
         ):
             supervisor.start(commands)
-            yield Stage(swarm, supervisor, door=door, witness=witness, disks=disks, clocks=clocks)
+            yield Stage(swarm, supervisor, proxy=proxy, witness=witness, disks=disks, clocks=clocks)
 
 
-def _through_door(command: Command, swarm: Swarm, port: int) -> Command:
-    """The same program, which reaches the coordinator by the line that can be cut, unless it shares its folder."""
+def _through_proxy(command: Command, swarm: Swarm, port: int) -> Command:
+    """Route a node's command to the coordinator through the proxy that can be cut."""
     if command.name in OPERATOR:
         return command
     through = f"http://127.0.0.1:{port}"
@@ -198,7 +205,7 @@ def _through_door(command: Command, swarm: Swarm, port: int) -> Command:
 
 
 def _with_clock(command: Command, library: Path | None, *, clocks: Path) -> Command:
-    """The same program under the clock that can be moved, if it is one of these."""
+    """Run the command under the clock that can be moved, if it has one."""
     whose = "operator" if command.name in OPERATOR else command.name
     if library is None or whose not in CLOCKED:
         return command

@@ -1,4 +1,4 @@
-"""What an outsider sees of the log, all the time: every checkpoint, every entry, and when it was first seen.
+"""Witness of the log: every checkpoint and entry that an outsider sees, and when it was first seen.
 
 A witness asks as an auditor does, and believes as little. It runs in a thread, so that a coordinator that hangs holds
 up nobody else.
@@ -35,7 +35,7 @@ TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenEntry:
     """An entry and the time (monotonic seconds) at which it was first seen."""
 
     at: float
@@ -49,7 +49,7 @@ class Witness(threading.Thread):
         super().__init__(name="witness", daemon=True)
         self.checkpoints: list[Checkpoint] = []
         self.leaves: list[bytes] = []
-        self.seen: list[Seen] = []
+        self.seen: list[SeenEntry] = []
         self.problems: list[str] = []
         self._url = url
         self._run_id = run_id
@@ -75,7 +75,7 @@ class Witness(threading.Thread):
             self.join()
 
     def size_after(self, moment: float) -> int | None:
-        """How many entries the first look showed that began after `moment`; None before one has ended."""
+        """Return the size that the first look after `moment` showed; None before one has ended."""
         looks = self._looks.copy()
         index = bisect.bisect_right(looks, moment, key=lambda look: look[0])
         return looks[index][1] if index < len(looks) else None
@@ -101,7 +101,7 @@ class Witness(threading.Thread):
             self.problems.append(f"the root of checkpoint {checkpoint.size} is not that of the entries shown")
 
     def _take(self, checkpoint: Checkpoint) -> None:
-        """Remember it, and ask for the proof that it extends the one before."""
+        """Keep a checkpoint, and ask for the proof that it extends the one before."""
         before = self.checkpoints[-1] if self.checkpoints else None
         if before is not None and (before.size, before.root) == (checkpoint.size, checkpoint.root):
             return
@@ -127,7 +127,7 @@ class Witness(threading.Thread):
         for leaf in leaves:
             self._tree.append(leaf)
             self.leaves.append(leaf)
-            self.seen.append(Seen(now, msgspec.json.decode(leaf, type=LogEntry)))
+            self.seen.append(SeenEntry(now, msgspec.json.decode(leaf, type=LogEntry)))
         return bool(leaves)
 
 
@@ -143,7 +143,7 @@ def check_extends(before: Checkpoint, after: Checkpoint, reply: dict[str, Any]) 
 
 
 def read_checkpoint(url: str, *, run_id: str) -> Checkpoint | None:
-    """The signed checkpoint at `url`, None where the answer is an error; raises OSError, HTTPException."""
+    """Read the signed checkpoint at `url`; None where the answer is an error. Raise OSError, HTTPException."""
     data = get(f"{url}/v1/log/checkpoint", seconds=TIMEOUT_S)
     if data is None:
         return None
@@ -156,6 +156,6 @@ def read_checkpoint(url: str, *, run_id: str) -> Checkpoint | None:
 
 
 def read_leaves(url: str, start: int, end: int) -> list[bytes]:
-    """Some of the entries from `start`, none where the answer is an error; raises OSError, HTTPException."""
+    """Read some entries from `start`, none where the answer is an error. Raise OSError, HTTPException."""
     page = get(f"{url}/v1/log/entries?start={start}&end={end}", seconds=TIMEOUT_S)
     return page.splitlines() if page else []

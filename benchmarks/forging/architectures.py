@@ -31,7 +31,7 @@ _TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_tok
 
 
 def make(family: str, *, hidden: int, layers: int = LAYERS) -> Any:
-    """An untrained policy in float32, of so many layers; of `frame-action` they are the blocks of its frame head.
+    """Make an untrained policy in float32; the layers of `frame-action` are its frame head's blocks.
 
     GoldFinch's last third are GOLD layers, and it has at least three.
     """
@@ -47,13 +47,13 @@ def make(family: str, *, hidden: int, layers: int = LAYERS) -> Any:
 
 
 def build(config: Any) -> Any:
-    """One of transformers' own policies."""
+    """Build one of transformers' own policies."""
     from_config: Any = AutoModelForCausalLM.from_config
     return from_config(config)
 
 
 def _frame_action(sizes: dict[str, Any]) -> FrameActionConfig:
-    """A screen as the tiny policy's; the tokens are ASCII."""
+    """Return a configuration with a screen as the tiny policy's; the tokens are ASCII."""
     return FrameActionConfig(
         **sizes | {"intermediate_size": 256},
         frame_size=64,
@@ -75,7 +75,7 @@ def sees_frames(model: Any) -> bool:
 
 
 def decode(model: Any, ids: Tensor, memory: Any) -> tuple[Tensor, Any]:
-    """The final states [rows, tokens, hidden] of further tokens, behind `memory`, and what is remembered after them."""
+    """Decode further tokens behind `memory`; return their final states [rows, tokens, hidden], and the new memory."""
     if isinstance(model, RecurrentForCausalLM):
         after = model.base_model(input_ids=ids, state=memory, use_cache=True)
         return after.last_hidden_state, after.state
@@ -85,7 +85,7 @@ def decode(model: Any, ids: Tensor, memory: Any) -> tuple[Tensor, Any]:
 
 @contextmanager
 def other_kernel(model: Any) -> Iterator[None]:
-    """A worker's kernels, other than a verifier's: attention's, or those of convolutions and of an LSTM.
+    """Use a worker's kernels, other than a verifier's: attention's, or those of convolutions and of an LSTM.
 
     RWKV's decoding and its prefill differ as they are.
     """
@@ -101,7 +101,7 @@ def other_kernel(model: Any) -> Iterator[None]:
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """Its body without the layers after so many."""
+    """Return the body with its first `count` layers only."""
     body = copy.deepcopy(model.base_model)
     part = body.frame_head if sees_frames(model) else body
     part.layers = part.layers[:count]
@@ -109,7 +109,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def embedding(model: Any) -> Tensor:
-    """Of each token a vector; where none is embedded, tokens are as different as can be."""
+    """Return a vector for each token; where none is embedded, tokens are as different as can be."""
     if sees_frames(model):
         return model.lm_head.weight.new_ones(VOCABULARY).diag()
     table: nn.Embedding = model.base_model.get_input_embeddings()
@@ -117,7 +117,7 @@ def embedding(model: Any) -> Tensor:
 
 
 def make_student(model: Any) -> Any:
-    """One layer of the policy's own kind, in float32, begun from its first; of GoldFinch's reading part, Finch."""
+    """Make one layer of the policy's own kind, begun from its first; of GoldFinch's reading part, Finch."""
     if isinstance(model, RecurrentForCausalLM):
         family = {GoldFinchConfig: "finch"}.get(type(model.config), model.config.model_type.replace("_", "-"))
         student = make(family, hidden=model.config.hidden_size, layers=1)

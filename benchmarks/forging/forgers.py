@@ -1,4 +1,4 @@
-"""The ladder: ways to prove states that were never computed, from random bytes to all of the policy but one layer.
+"""The ladder of forgers: proofs of states never computed, from random bytes to all of the policy but one layer.
 
 Every forger knows the run, the policy's weights, the tokens it proves, the seed of the sketch's projections, and as
 many honest states of other prompts as it likes. The tokens and log-probabilities of a forgery are right, so that the
@@ -27,7 +27,7 @@ from toploc import build_chunk_proofs, build_chunk_sketches
 MODULUS = 65497
 """Every index of a chunk here is below it, so an honest proof has no other."""
 FEATURE_TOKENS = 8
-"""Of how many last tokens the linear surrogate sees the embeddings."""
+"""Number of last tokens whose embeddings the linear surrogate sees."""
 _RIDGE = 1e-3
 _KNOWN_STATES = 64
 _CHUNKS_FOR_SEARCH = 256
@@ -43,7 +43,7 @@ class Window:
     seed: bytes
 
     def of(self, states: Tensor) -> Tensor:
-        """Its part of [rows, tokens, hidden]."""
+        """Return its part of [rows, tokens, hidden]."""
         return states[self.row, self.start : self.start + self.tokens]
 
     def chunks(self, states: Tensor, chunk_tokens: int) -> list[Tensor]:
@@ -51,11 +51,11 @@ class Window:
 
 
 Proofs = list[list[bytes]]
-"""Of each rollout, one for each chunk."""
+"""For each rollout, a proof for each chunk."""
 
 
 def windows(rows: int, positions: int, *, tokens: int, count: int, label: str) -> list[Window]:
-    """`count` rollouts of so many tokens within `rows` of `positions`, in a random order, each with its own seed.
+    """Draw `count` rollouts of `tokens` tokens within `rows` of `positions`, each with its own seed.
 
     All samples of a prompt are adjacent, at the same place. None begins at a row's first state, which they have in
     common. Once every place was taken, they are taken again.
@@ -72,7 +72,7 @@ def windows(rows: int, positions: int, *, tokens: int, count: int, label: str) -
 
 
 def sizes(window: Window, spec: ProofSpec) -> list[int]:
-    """The tokens of each chunk."""
+    """Return the tokens of each chunk."""
     return chunk_sizes([window.tokens], chunk_tokens=spec.chunk_tokens)
 
 
@@ -84,7 +84,7 @@ class ByteForger(ABC):
 
     @abstractmethod
     def prove(self, batch: Sequence[Window]) -> Proofs:
-        """For each chunk TOPLOC's bytes, then the sketch's."""
+        """Make for each chunk TOPLOC's bytes, then the sketch's."""
 
 
 class StateForger:
@@ -94,7 +94,7 @@ class StateForger:
         self.states = states
 
     def source(self, batch: Sequence[Window], index: int) -> Window:
-        """Whose states are proved for rollout `index` of the batch."""
+        """Return the window whose states are proved for rollout `index` of the batch."""
         return batch[index]
 
 
@@ -102,7 +102,7 @@ Forger = ByteForger | StateForger
 
 
 def prove_all(rungs: Mapping[str, Forger], batch: Sequence[Window], spec: ProofSpec) -> dict[str, Proofs]:
-    """What each rung sends for each rollout.
+    """Make each rung's proofs of each rollout.
 
     The bytes that `node.verification.proofs.build_proofs` makes of each forger's chunks, but TOPLOC's, in which there
     is no seed, are made once for all who prove the same states.
@@ -130,7 +130,7 @@ def prove_all(rungs: Mapping[str, Forger], batch: Sequence[Window], spec: ProofS
 
 
 class RandomBytes(ByteForger):
-    """Of the right form: the one modulus, coefficients below the prime, any sketch."""
+    """Random bytes of the right form: the one modulus, coefficients below the prime, any sketch."""
 
     def prove(self, batch: Sequence[Window]) -> Proofs:
         generator = np.random.default_rng(int.from_bytes(batch[0].seed, "little"))
@@ -142,7 +142,7 @@ class RandomBytes(ByteForger):
 
 
 def constant_proof(pattern: int, *, top_k: int) -> bytes:
-    """TOPLOC's proof whose polynomial is `pattern` everywhere."""
+    """Make TOPLOC's proof whose polynomial is `pattern` everywhere."""
     return b"".join(word.to_bytes(2, "big") for word in (MODULUS, pattern, *[0] * (top_k - 1)))
 
 
@@ -155,7 +155,7 @@ class Zero(ByteForger):
 
 
 class Searched(ByteForger):
-    """What fits known honest states best.
+    """The constant that fits known honest states best.
 
     TOPLOC: the constant nearest to known chunks of the same length. Sketch: for each
     projection, which the seed makes public, the level that most known states fall on.
@@ -177,7 +177,7 @@ class Searched(ByteForger):
         ]
 
     def pattern(self, tokens: int) -> int:
-        """The constant, without a sign, that is least far from known chunks of so many tokens."""
+        """Return the constant, without a sign, that is least far from known chunks of so many tokens."""
         chunks = self._known.unfold(1, tokens, tokens).transpose(2, 3).reshape(-1, tokens * self._known.shape[-1])
         return nearest_constant(chunks[:_CHUNKS_FOR_SEARCH], top_k=self.spec.top_k)
 
@@ -188,9 +188,10 @@ class Searched(ByteForger):
 
 
 def nearest_constant(chunks: Tensor, *, top_k: int) -> int:
-    """Of all bit patterns with the commonest exponent among the largest elements of `chunks` [n, elements], the one
-    whose distances are the smallest share of TOPLOC's published limits: of the one that is nearest to being exceeded,
-    on average over chunks.
+    """Return the bit pattern nearest to the largest elements of `chunks` [n, elements].
+
+    Of all with their commonest exponent it is the one whose distances are the smallest share of TOPLOC's published
+    limits: of the limit that is nearest to being exceeded, on average over chunks.
     """
     largest = (chunks.contiguous().view(torch.int16).int() & 0x7FFF).topk(top_k, dim=1).values
     exponent = int((largest >> 7).mode(dim=1).values.mode().values)
@@ -206,7 +207,7 @@ def nearest_constant(chunks: Tensor, *, top_k: int) -> int:
 
 
 def _commonest(sketch: bytes) -> bytes:
-    """The four bytes of a token whose every level is the commonest in `sketch`."""
+    """Return the four bytes of a token whose every level is the commonest in `sketch`."""
     octets = np.frombuffer(sketch, dtype=np.uint8).reshape(-1, 4)
     low, high = ((part[..., None] == np.arange(16)).sum(0).argmax(-1) for part in (octets & 15, octets >> 4))
     return bytes((low | high << 4).tolist())
@@ -239,7 +240,7 @@ class OtherPrompt(StateForger):
 
 
 class OtherSample(OtherPrompt):
-    """Likewise of another completion of the same prompt, one that has parted from this one before its first token."""
+    """Replays another completion of the same prompt, one that differs before this one's first token."""
 
     def __init__(self, states: Tensor, ids: Tensor) -> None:
         super().__init__(states)
@@ -258,7 +259,7 @@ class OtherSample(OtherPrompt):
 
 
 def linear(embedding: Tensor, known_ids: Tensor, known: Tensor, ids: Tensor) -> Tensor:
-    """Final states for `ids`, by ridge regression from the embeddings of the last tokens, of the honest length."""
+    """Predict final states for `ids` by ridge regression from the last tokens' embeddings, at the honest length."""
     x, y = _features(embedding, known_ids), known.float().flatten(0, 1)
     gram = x.T @ x
     gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
@@ -272,7 +273,7 @@ def linear(embedding: Tensor, known_ids: Tensor, known: Tensor, ids: Tensor) -> 
 
 
 def _features(embedding: Tensor, ids: Tensor) -> Tensor:
-    """[rows * tokens, FEATURE_TOKENS * hidden + 1], for the states that are proved."""
+    """Return [rows * tokens, FEATURE_TOKENS * hidden + 1], for the states that are proved."""
     table = embedding.float() / embedding.float().std()
     last = ids[:, PROMPT_TOKENS - FEATURE_TOKENS : -1].unfold(1, FEATURE_TOKENS, 1)
     x = table[last.flatten(0, 1)].flatten(1)
@@ -280,21 +281,21 @@ def _features(embedding: Tensor, ids: Tensor) -> Tensor:
 
 
 def every_other(right: Tensor, wrong: Tensor) -> Tensor:
-    """The right states [rows, tokens, hidden] for every second token, and the wrong ones between them."""
+    """Return the right states [rows, tokens, hidden] for every second token, and the wrong ones between them."""
     odd = torch.arange(right.shape[1])[:, None] % 2 == 1
     return torch.where(odd, wrong, right)
 
 
 def mean_state(known: Tensor) -> Tensor:
-    """The mean of each dimension over known states [rows, tokens, hidden]."""
+    """Return the mean of each dimension over known states [rows, tokens, hidden]."""
     return known.float().mean((0, 1)).bfloat16()
 
 
 def save(path: Path, states: Tensor) -> None:
-    """[rows, tokens, hidden], bfloat16, as a file that processes can share."""
+    """Save [rows, tokens, hidden], bfloat16, as a file that processes can share."""
     np.save(path, states.contiguous().view(torch.int16).numpy())
 
 
 def load(path: Path) -> Tensor:
-    """As it was saved; read from the file where it is looked at."""
+    """Load saved states, mapped from the file."""
     return torch.from_numpy(np.load(path, mmap_mode="c")).view(torch.bfloat16)

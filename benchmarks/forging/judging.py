@@ -1,4 +1,4 @@
-"""What a verifier makes of proofs, forged or not: distances, figures and a judgement, by the code of a real verdict.
+"""Verdicts on proofs, forged or not: distances, figures and a judgement, by the code of a real verdict.
 
 Prefill, sampling and files are left out, because they are right in every forgery: the states are known, margins and
 errors of log-probabilities are 0.
@@ -24,6 +24,7 @@ from node.verification.deviations import Deviations, sketch_distances
 from node.verification.proofs import verify_proofs
 
 BOTH = "toploc/1+sketch/1"
+TOGETHER = 256
 SCHEMES = ("toploc/1", "sketch/1", BOTH)
 # What a run of one scheme has in the other's figures.
 _WITHOUT = {
@@ -42,7 +43,7 @@ Group = Sequence[tuple[Window, Deviations]]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a run says of proofs: both of them, so that each can be judged by itself too."""
+    """A run's terms for proofs: both schemes, so that each can also be judged by itself."""
 
     proofs: ProofSpec
     limits: LimitsSpec
@@ -52,7 +53,7 @@ DEFAULT = Terms(ProofSpec(scheme="toploc/1+sketch/1"), LimitsSpec())
 
 
 def measure(batch: Sequence[Window], states: Tensor, proofs: Proofs, *, spec: ProofSpec) -> list[Deviations]:
-    """How far each rollout's `proofs` are from the verifier's `states` [rows, tokens, hidden]. Raises BadProof."""
+    """Measure each rollout's `proofs` against the verifier's `states` [rows, tokens, hidden]. Raise BadProof."""
     chunks = [window.chunks(states, spec.chunk_tokens) for window in batch]
     seeds = [window.seed for window, own in zip(batch, chunks, strict=True) for _ in own]
     flat = [chunk for own in chunks for chunk in own]
@@ -75,55 +76,55 @@ def measure(batch: Sequence[Window], states: Tensor, proofs: Proofs, *, spec: Pr
 
 
 def accepted(measured: Sequence[Deviations], limits: LimitsSpec) -> dict[str, list[bool]]:
-    """Which rollouts a run of each scheme has nothing against."""
+    """Return which rollouts a run of each scheme accepts."""
     found = [one.figures(limits) for one in measured]
     return {scheme: [takes(one, scheme, limits=limits) for one in found] for scheme in SCHEMES}
 
 
 def takes(found: Figures, scheme: str, *, limits: LimitsSpec) -> bool:
-    """Whether a run of `scheme` has nothing against a rollout with these figures of both."""
+    """Whether a run of `scheme` accepts a rollout with these figures of both schemes."""
     return judge_rows({0: msgspec.structs.replace(found, **_WITHOUT[scheme])}, limits=limits) is None
 
 
 def prove_and_measure(
-    groups: Sequence[Sequence[Window]], worker: Tensor, verifier: Tensor, *, spec: ProofSpec, together: int = 256
+    groups: Sequence[Sequence[Window]], worker: Tensor, verifier: Tensor, *, spec: ProofSpec
 ) -> list[list[tuple[Window, Deviations]]]:
-    """Honest work: proofs of the worker's states, measured against the verifier's."""
+    """Prove the worker's states, and measure the proofs against the verifier's."""
     rungs = {"honest": StateForger(worker)}
     flat = [window for group in groups for window in group]
     measured: list[Deviations] = []
-    for start in range(0, len(flat), together):
-        part = flat[start : start + together]
+    for start in range(0, len(flat), TOGETHER):
+        part = flat[start : start + TOGETHER]
         measured += measure(part, verifier, prove_all(rungs, part, spec)["honest"], spec=spec)
     ordered = iter(zip(flat, measured, strict=True))
     return [[next(ordered) for _ in group] for group in groups]
 
 
 def fitting_step(groups: Sequence[Group]) -> float:
-    """The sketch's step that honest work measured at the default's suggests, as `swarmproof calibrate` finds it."""
+    """Return the sketch's step that `swarmproof calibrate` finds from honest work measured at the default's."""
     far = [value for group in groups for _, one in group for value in one.sketch_distances]
     return float(f"{error_of(far, step=DEFAULT.proofs.sketch_step):.2g}")
 
 
 def fitted(groups: Sequence[Group]) -> LimitsSpec:
-    """The limits that `swarmproof calibrate` writes after such honest work."""
+    """Return the limits that `swarmproof calibrate` fits to such honest work."""
     chance = DEFAULT.limits.false_rejections
     return rounded(fit_limits([[one for _, one in group] for group in groups], false_rejections=chance))
 
 
 def honest_most(groups: Sequence[Group]) -> Figures:
-    """The largest of each figure over honest rollouts, each by itself."""
+    """Return the largest of each figure over honest rollouts."""
     return worst([one.figures(DEFAULT.limits) for group in groups for _, one in group])
 
 
 def refused(groups: Sequence[Group], limits: LimitsSpec) -> Mapping[str, int]:
-    """How many of these rollouts a run of each scheme rejects."""
+    """Count the rollouts that a run of each scheme rejects."""
     taken = accepted([one for group in groups for _, one in group], limits)
     return {scheme: each.count(False) for scheme, each in taken.items()}
 
 
 def chance_log10(tokens: int, limits: LimitsSpec) -> float:
-    """A bound on the chance that sketches of `tokens` tokens which know nothing pass, as a power of ten.
+    """Bound the chance that sketches of `tokens` tokens which know nothing pass, as a power of ten.
 
     Errors that know nothing are uniform in -8 .. 8 in each of 8 projections. Chernoff's bound on the sum of
     ln(distance + 0.3), which the limit on `sketch_distance` bounds from above, and on that of the same values cut as
@@ -143,7 +144,7 @@ def chance_log10(tokens: int, limits: LimitsSpec) -> float:
 
 
 def _distances(steps: int = 20_000, draws: int = 2**19) -> tuple[np.ndarray, np.ndarray]:
-    """The distances of errors that know nothing, as points with weights.
+    """Return the distances of errors that know nothing, as points with weights.
 
     Up to 8 / sqrt(8) the ball of radius sqrt(8) d lies within the cube of side 16, and its volume is known; beyond, a
     sample.
@@ -159,7 +160,7 @@ def _distances(steps: int = 20_000, draws: int = 2**19) -> tuple[np.ndarray, np.
 
 
 def _most(tokens: int, limits: LimitsSpec) -> float:
-    """The largest sum of so many cut values whose evidence is within the limit."""
+    """Return the largest sum of so many cut values whose evidence is within the limit."""
     level = limits.honest.sketch
     assert level is not None
     low, high = tokens * level.mean, tokens * level.largest
@@ -171,7 +172,7 @@ def _most(tokens: int, limits: LimitsSpec) -> float:
 
 
 def _chernoff(values: np.ndarray, weight: np.ndarray, tokens: int, most: float) -> float:
-    """log10 of the least bound exp(s most) E[exp(-s value)]^tokens on P(sum <= most), over s >= 0."""
+    """Return log10 of the least bound exp(s most) E[exp(-s value)]^tokens on P(sum <= most), over s >= 0."""
     logs = np.log(weight[weight > 0])
     kept = values[weight > 0]
     best = 0.0

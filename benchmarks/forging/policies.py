@@ -44,13 +44,13 @@ class Drawn:
 
 @functools.cache
 def corpus() -> Tensor:
-    """Character codes, other than ASCII's as 127."""
+    """Return character codes, those outside ASCII as 127."""
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     return torch.tensor([min(ord(character), VOCABULARY - 1) for character in text])
 
 
 def train(family: str, *, hidden: int, steps: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, float]:
-    """A policy of `family`, and its last loss in nats per character; log(128) is 4.85."""
+    """Train a policy of `family`; return it with its last loss in nats per character (log(128) is 4.85)."""
     torch.manual_seed(0)
     model = architectures.make(family, hidden=hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95))
@@ -70,8 +70,9 @@ def train(family: str, *, hidden: int, steps: int, dtype: torch.dtype = torch.bf
 
 
 def _excerpts(model: Any, rows: int, tokens: int) -> Tensor:
-    """What its policy learns from and continues [rows, tokens]. A terminal's prompt ends in an empty line, and what
-    follows has no line ends, with which the program would end.
+    """Draw what a policy learns from and continues [rows, tokens].
+
+    A terminal's prompt ends in an empty line, and what follows has no line ends, with which the program would end.
     """
     text = corpus()
     starts = torch.randint(0, len(text) - tokens, (rows,))
@@ -83,7 +84,7 @@ def _excerpts(model: Any, rows: int, tokens: int) -> Tensor:
 
 
 def draw(model: Any, *, prompts: int, tokens: int, seed: int) -> Drawn:
-    """`SAMPLES` completions of `tokens` tokens each for so many prompts, at temperature 1."""
+    """Draw `SAMPLES` completions of `tokens` tokens for each of `prompts` prompts, at temperature 1."""
     torch.manual_seed(seed)
     rows = _excerpts(model, prompts, PROMPT_TOKENS).repeat_interleave(SAMPLES, 0)
     with architectures.other_kernel(model):
@@ -94,7 +95,7 @@ def draw(model: Any, *, prompts: int, tokens: int, seed: int) -> Drawn:
 
 @torch.inference_mode()
 def _decode(model: Any, ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token by token with a cache of keys and values, or a state, as an engine does."""
+    """Decode token by token with a cache or a state, as an engine does."""
     states, memory, fed = [], None, ids
     for _ in range(tokens):
         read, memory = architectures.decode(model, fed, memory)
@@ -106,12 +107,12 @@ def _decode(model: Any, ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def prefill(model: Any, ids: Tensor) -> Tensor:
-    """The final states [rows, tokens, hidden] that the tokens after the prompt are predicted from."""
+    """Return the final states [rows, tokens, hidden] that the tokens after the prompt are predicted from."""
     return _prefill(model.base_model, ids)
 
 
 def depths(model: Any, ids: Tensor, layers: tuple[int, ...]) -> list[Tensor]:
-    """As `prefill`, after only so many layers and the final norm."""
+    """Return the same states after only so many layers and the final norm."""
     return [_prefill(architectures.first_layers(model, count), ids) for count in layers]
 
 
@@ -124,7 +125,7 @@ def _prefill(body: Any, ids: Tensor) -> Tensor:
 
 
 def distil(model: Any, drawn: Drawn, *, steps: int) -> Any:
-    """One layer of the policy's kind, trained on its final states by squared error."""
+    """Train one layer of the policy's kind on its final states, by squared error."""
     torch.manual_seed(1)
     student = architectures.make_student(model)
     optimizer = torch.optim.AdamW(student.base_model.parameters(), lr=1e-3)

@@ -1,10 +1,8 @@
-"""The steps of the benchmark, each for one architecture and in a process of its own; states pass through files."""
+"""The steps of the benchmark, each for one architecture and in its own process; states pass through files."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import tempfile
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +19,8 @@ from benchmarks.forging import forgers, judging, policies
 from benchmarks.forging.architectures import LAYERS, embedding
 from benchmarks.forging.forgers import Forger, Window
 from benchmarks.forging.judging import Terms
+from benchmarks.toploc import beyond_published_limits
+from benchmarks.toploc_peer import ToplocPeer
 from node.protocol.admission import Figures
 from node.protocol.run import ProofSpec
 
@@ -31,7 +31,7 @@ POSITIONS = 132
 """States of each row: 100 windows of 32 tokens in each."""
 TOGETHER = 64
 HONEST_PROMPTS = 64
-"""Whose rollouts limits are fitted to, and tried on."""
+"""Prompts whose rollouts limits are fitted to, and tried on."""
 SURROGATES = ("linear", "half_depth", "all_but_last_layer", "distilled")
 RUNGS = (
     "random_bytes",
@@ -43,14 +43,14 @@ RUNGS = (
     "other_sample",
     "half_the_tokens",
 )
-PEER_WORKER = Path(__file__).with_name("peer_worker.py")
-_PEER_SECONDS = 1800
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line says. `prompts`: at least 4; of each rung and architecture, `forgeries` are of
-    full chunks and `short` of each of the other lengths, and `default` of each are judged by the default limits too.
+    """Settings of the command line.
+
+    Of each rung and architecture, `forgeries` are of full chunks and `short` of each other length; `default` of each
+    are judged by the default limits too. `prompts` is at least 4.
     """
 
     dtype: str
@@ -141,12 +141,12 @@ def prepare(family: str, folder: Path, settings: Settings) -> Prepared:
 
 
 def error(source: Window, states: Tensor, window: Window, verifier: Tensor) -> float:
-    """How far the states that are proved are from those of the rollout."""
+    """Return how far the proved states are from those of the rollout."""
     return relative(source.of(states), window.of(verifier))
 
 
 def make_surrogates(model: Any, drawn: policies.Drawn, folder: Path, settings: Settings) -> dict[str, float]:
-    """The states that forgers prove, into files, and how far they are from the verifier's."""
+    """Write the states that forgers prove into files; return how far each is from the verifier's."""
     known = policies.draw(model, prompts=max(2, settings.prompts // 4), tokens=POSITIONS, seed=1)
     half, all_but_last = policies.depths(model, drawn.ids, (LAYERS // 2, LAYERS - 1))
     student = policies.distil(model, known, steps=settings.training_steps)
@@ -166,13 +166,13 @@ def make_surrogates(model: Any, drawn: policies.Drawn, folder: Path, settings: S
 
 
 def relative(states: Tensor, right: Tensor) -> float:
-    """The root mean square, over tokens, of the difference's length over that of the right state."""
+    """Return the root mean square, over tokens, of the difference's length over that of the right state."""
     off = (states.float() - right.float()).square().sum(-1)
     return float((off / right.float().square().sum(-1)).mean().sqrt())
 
 
 def honest_windows(prompts: int) -> list[list[Window]]:
-    """Rollouts of every length from every row, in groups by prompt."""
+    """Return rollouts of every length from every row, in groups by prompt."""
     return [
         [
             Window(row, start, tokens, f"{tokens:3}{row:6}{start:7}".encode())
@@ -185,7 +185,7 @@ def honest_windows(prompts: int) -> list[list[Window]]:
 
 
 def ladder(folder: Path, spec: ProofSpec) -> dict[str, Forger]:
-    """Every rung."""
+    """Return every rung's forger."""
     known, worker = forgers.load(folder / "known.npy"), forgers.load(folder / "worker.npy")
     ids = torch.from_numpy(np.load(folder / "ids.npy"))
     rungs: dict[str, Forger] = {
@@ -202,7 +202,7 @@ def ladder(folder: Path, spec: ProofSpec) -> dict[str, Forger]:
 
 
 def attack(prepared: Prepared, settings: Settings, tokens: int, part: range) -> tuple[list[Counted], float]:
-    """Forgeries number `part` of so many tokens, by every rung: what was taken, and the seconds that it took."""
+    """Forge and judge numbers `part` of `tokens` tokens by every rung; return the counts, and the seconds."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     targets = targets_of(prepared, settings, tokens)
@@ -229,7 +229,7 @@ def attack(prepared: Prepared, settings: Settings, tokens: int, part: range) -> 
 
 
 def proves_the_right(forger: Forger, batch: Sequence[Window], index: int, verifier: Tensor, prepared: Prepared) -> bool:
-    """Whether the states that are proved are as near as honest work is: at most twice as far as its worst rollout.
+    """Whether the proved states are as near as honest work: at most twice as far as its worst rollout.
 
     Two samples of a prompt that both go on repeating one character end in the same state.
     """
@@ -240,35 +240,26 @@ def proves_the_right(forger: Forger, batch: Sequence[Window], index: int, verifi
 
 
 def targets_of(prepared: Prepared, settings: Settings, tokens: int) -> list[Window]:
-    """The rollouts of so many tokens that are forged, the same for each rung."""
+    """Return the rollouts of `tokens` tokens that are forged, the same for each rung."""
     count = settings.count(tokens)
     return forgers.windows(settings.rows, POSITIONS, tokens=tokens, count=count, label=prepared.family)
 
 
 def compare(prepared: Prepared, settings: Settings, python: Path, count: int) -> dict[str, int]:
-    """Of the first `count` forgeries of full chunks, how many toploc 0.1.6 takes at its published limits, by rung."""
+    """Count by rung the forgeries, of the first `count` full chunks, that toploc 0.1.6 takes at its published limits.
+
+    Raise PeerUnavailable.
+    """
     torch.set_num_threads(1)
     spec = judging.DEFAULT.proofs
     verifier = forgers.load(prepared.folder / "verifier.npy")
-    targets = forgers.windows(settings.rows, POSITIONS, tokens=FULL, count=settings.count(FULL), label=prepared.family)[
-        :count
-    ]
-    size = 2 + 2 * spec.top_k
-    with tempfile.TemporaryDirectory(dir=prepared.folder) as folder:
-        rows = torch.cat([window.of(verifier) for window in targets])
-        Path(folder, "states.bf16").write_bytes(rows.contiguous().view(torch.int16).numpy().tobytes())
-        rungs = ladder(prepared.folder, spec)
+    targets, size = targets_of(prepared, settings, FULL)[:count], 2 + 2 * spec.top_k
+    rungs, taken = ladder(prepared.folder, spec), dict.fromkeys(RUNGS, 0)
+    with contextlib.closing(ToplocPeer(python, threads=1)) as peer:
         for begin in range(0, len(targets), TOGETHER):
-            for rung, proofs in forgers.prove_all(rungs, targets[begin : begin + TOGETHER], spec).items():
-                with Path(folder, f"{rung}.proofs").open("ab") as file:
-                    file.writelines(proof[:size] for (proof,) in proofs)
-        numbers = [str(number) for number in (rows.shape[1], FULL, spec.top_k)]
-        ended = subprocess.run(
-            [str(python), "-I", str(PEER_WORKER), folder, *numbers],
-            capture_output=True,
-            text=True,
-            timeout=_PEER_SECONDS,
-            check=True,
-        )
-    found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+            batch = targets[begin : begin + TOGETHER]
+            peer.load(torch.cat([window.of(verifier) for window in batch]), FULL, spec.top_k)
+            for rung, proofs in forgers.prove_all(rungs, batch, spec).items():
+                results = peer.verify([proof[:size] for (proof,) in proofs])
+                taken[rung] += sum(not beyond_published_limits(result) for result in results)
+    return taken

@@ -45,8 +45,8 @@ class Found:
 
 
 @dataclass
-class Result:
-    """What became of one target."""
+class TargetResult:
+    """Result of one target."""
 
     target: str
     inputs: int = 0
@@ -74,11 +74,11 @@ class Result:
 
 
 def run_all(
-    plan: Sequence[tuple[Target, int]], *, seed: str, jobs: int, save: Path | None, done: Callable[[Result], None]
-) -> list[Result]:
+    plan: Sequence[tuple[Target, int]], *, seed: str, jobs: int, save: Path | None, done: Callable[[TargetResult], None]
+) -> list[TargetResult]:
     """Feed each target so many inputs, `jobs` targets at a time; `done` is called with each result as it comes."""
 
-    def one(step: tuple[Target, int]) -> Result:
+    def one(step: tuple[Target, int]) -> TargetResult:
         result = run_target(step[0], step[1], seed=seed)
         if save is not None:
             save_found(result, save)
@@ -89,9 +89,9 @@ def run_all(
         return list(pool.map(one, plan))
 
 
-def run_target(target: Target, count: int, *, seed: str) -> Result:
+def run_target(target: Target, count: int, *, seed: str) -> TargetResult:
     """Feed `count` inputs; a process that dies or hangs is replaced, and goes on after the input that did it."""
-    result = Result(target.name)
+    result = TargetResult(target.name)
     began, first = time.monotonic(), 0
     with tempfile.NamedTemporaryFile(prefix="beat-") as file:
         file.truncate(BEAT_BYTES)
@@ -105,7 +105,7 @@ def run_target(target: Target, count: int, *, seed: str) -> Result:
     return result
 
 
-def save_found(result: Result, folder: Path) -> None:
+def save_found(result: TargetResult, folder: Path) -> None:
     """Keep the inputs that were found, each under its digest."""
     for found in result.found[:MAX_SAVED]:
         place = folder / result.target
@@ -139,7 +139,7 @@ class _Process:
         for reader in self._readers:
             reader.start()
 
-    def follow(self, result: Result) -> int:
+    def follow(self, result: TargetResult) -> int:
         """Take everything it reports; the number of the input to go on with. Raises RuntimeError if it never began."""
         stuck = False
         watch = _Watch(self._target, psutil.Process(self._process.pid))
@@ -158,7 +158,7 @@ class _Process:
         self._end_early(result, at, status, stuck=stuck)
         return at
 
-    def _end_early(self, result: Result, at: int, status: int, *, stuck: bool) -> None:
+    def _end_early(self, result: TargetResult, at: int, status: int, *, stuck: bool) -> None:
         said = b"".join(line for line in self._said if line is not None).decode(errors="replace")
         if at == 0:
             raise RuntimeError(f"{self._target.name} could not be prepared (exit status {status}):\n{said}")
@@ -171,13 +171,13 @@ class _Process:
         result.deaths += 1
 
     def _next_line(self) -> bytes | None:
-        """A line of its report, b"" where there is none for a while, None at the end."""
+        """Return a line of its report, b"" where there is none for a while, None at the end."""
         try:
             return self._lines.get(timeout=POLL_SECONDS)
         except queue.Empty:
             return b""
 
-    def _take(self, report: dict[str, Any], result: Result) -> None:
+    def _take(self, report: dict[str, Any], result: TargetResult) -> None:
         if "tally" in report:
             result.add(report["tally"])
         else:
@@ -185,13 +185,13 @@ class _Process:
             result.found.append(Found(report["finding"], report["detail"], data))
 
     def _at(self) -> int:
-        """The number of the input under way, from 1; 0 before the first."""
+        """Return the number of the input under way, from 1; 0 before the first."""
         number: int = HEADER.unpack(self._beat[: HEADER.size])[0]
         return number
 
 
 class _Watch:
-    """How long a process has been at one input."""
+    """Watchdog of the time that a process spends on one input."""
 
     def __init__(self, target: Target, process: psutil.Process) -> None:
         self._target, self._process = target, process
@@ -226,7 +226,7 @@ def _status_name(status: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """One thread each, and nothing from the network."""
+    """Return an environment with one thread each, and nothing from the network."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "RUST_BACKTRACE": "0"}
     return os.environ | threads | quiet | {"ARROW_DEFAULT_MEMORY_POOL": "system", "PYTHONPATH": str(ROOT)}

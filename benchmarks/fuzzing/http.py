@@ -63,7 +63,7 @@ _TOKENS = (
 
 
 def http_mutator(*paths: bytes) -> Mutator:
-    """Mutations of requests and responses; `paths` are what a request may be for."""
+    """Mutate requests and responses; `paths` are what a request may be for."""
 
     def change(rng: Random, corpus: Sequence[bytes]) -> bytes:
         data = rng.choice(corpus)
@@ -92,7 +92,7 @@ def http_mutator(*paths: bytes) -> Mutator:
 
 
 def _first_line(rng: Random, line: bytes, paths: Sequence[bytes]) -> bytes:
-    """Another method, target, status or version."""
+    """Choose another method, target, status or version."""
     parts = line.split(b" ")
     roll = rng.randrange(5)
     if not paths:  # a response
@@ -117,7 +117,7 @@ def _first_line(rng: Random, line: bytes, paths: Sequence[bytes]) -> bytes:
 
 
 def _query(rng: Random, target: bytes) -> bytes:
-    """A value of the query, or a part of the path, replaced; or a parameter twice."""
+    """Replace a value of the query or a part of the path, or repeat a parameter."""
     path, _, query = target.partition(b"?")
     pairs = [pair.split(b"=", 1) for pair in query.split(b"&")] if query else []
     if pairs and rng.random() < 0.8:

@@ -36,7 +36,7 @@ class Loop:
         return self._loop.run_until_complete(task)
 
     def _note(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What a task or callback ended with that nobody waits for."""
+        """Record the error of a task or callback that nobody awaits."""
         self.faults.append(f"{context.get('message')}: {context.get('exception')!r}")
 
 
@@ -53,7 +53,7 @@ class Faults(logging.Handler):
 
 
 async def ask(port: int, data: bytes, *, is_busy: Callable[[], bool] = lambda: False) -> bytes:
-    """Everything that the server at `port` says to `data` until it closes the connection, or falls silent when idle."""
+    """Return all that the server at `port` says to `data` until it closes, or is idle and silent."""
     loop = asyncio.get_running_loop()
     with socket.socket() as ours:
         ours.setblocking(False)
@@ -78,7 +78,7 @@ async def ask(port: int, data: bytes, *, is_busy: Callable[[], bool] = lambda: F
 
 
 async def _piece(ours: socket.socket, is_busy: Callable[[], bool]) -> bytes:
-    """What comes next; nothing at the end, and where the server waits for more."""
+    """Return what comes next; nothing at the end, and where the server waits for more."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
@@ -93,7 +93,7 @@ async def _piece(ours: socket.socket, is_busy: Callable[[], bool]) -> bytes:
                 ours.shutdown(socket.SHUT_WR)
 
 
-class Refused(Exception):
+class ReplyRefused(Exception):
     """A server answered with an error that is the sender's; `code` is the HTTP status, and what else it says."""
 
     def __init__(self, status: bytes, said: bytes) -> None:
@@ -106,7 +106,7 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([0-9]{3})")
 
 
 def judge_reply(reply: bytes, faults: Faults) -> str:
-    """The statuses of a server's answers. Raises what the server failed with, or Refused for an error of the sender."""
+    """Return the statuses of a server's answers. Raise what the server failed with, or ReplyRefused."""
     if faults.errors:
         error = faults.errors[0]
         faults.errors.clear()
@@ -114,5 +114,5 @@ def judge_reply(reply: bytes, faults: Faults) -> str:
     statuses = _STATUS.findall(reply)
     assert not any(status >= b"500" for status in statuses if status != b"503"), reply[:200]
     if statuses and statuses[-1] >= b"400":
-        raise Refused(statuses[-1], b" ".join(_CODE.findall(reply)))
+        raise ReplyRefused(statuses[-1], b" ".join(_CODE.findall(reply)))
     return b" ".join(statuses[:3]).decode()

@@ -21,7 +21,7 @@ _VARINTS = (b"\x80\x00", b"\xff\x7f", b"\xff\xff\xff\xff\x0f", b"\xff" * 9 + b"\
 
 
 def mixed(*weighted: tuple[int, Mutator]) -> Mutator:
-    """One of several mutators, drawn by weight."""
+    """Draw one of several mutators by weight."""
     mutators = [mutator for _, mutator in weighted]
     weights = [weight for weight, _ in weighted]
 
@@ -32,7 +32,7 @@ def mixed(*weighted: tuple[int, Mutator]) -> Mutator:
 
 
 def of_one(change: Callable[[Random, bytes], bytes]) -> Mutator:
-    """A mutator that changes one input of the corpus."""
+    """Make a mutator that changes one input of the corpus."""
     return lambda rng, corpus: change(rng, rng.choice(corpus))[:MAX_INPUT_BYTES]
 
 
@@ -40,7 +40,7 @@ def of_one(change: Callable[[Random, bytes], bytes]) -> Mutator:
 
 
 def scramble(rng: Random, data: bytes, *, tokens: Sequence[bytes] = ()) -> bytes:
-    """A few edits at random places: flipped bits, edge values of every width, moved, repeated and lost blocks."""
+    """Edit at random places: flip bits, set edge values of every width, move, repeat and lose blocks."""
     edited = bytearray(data)
     for _ in range(1 + int(rng.expovariate(0.7))):
         _EDITS[rng.randrange(len(_EDITS))](rng, edited)
@@ -51,7 +51,7 @@ def scramble(rng: Random, data: bytes, *, tokens: Sequence[bytes] = ()) -> bytes
 
 
 def bytes_mutator(*tokens: bytes) -> Mutator:
-    """Edits of one input, or of two spliced."""
+    """Edit one input, or two spliced."""
 
     def mutate(rng: Random, corpus: Sequence[bytes]) -> bytes:
         data = rng.choice(corpus)
@@ -162,7 +162,7 @@ EDGES = tuple(Raw(text) for text in (*_NUMBERS, *_TEXTS, *_OTHERS))
 
 
 def json_mutator(edges: Sequence[Tree] = EDGES, *, sloppy: float = 0.15) -> Mutator:
-    """Edits of JSON documents as trees; `sloppy` of them are also scrambled as bytes, or written uncanonically."""
+    """Edit JSON documents as trees; `sloppy` of them are also scrambled as bytes, or written uncanonically."""
 
     def mutate(rng: Random, corpus: Sequence[bytes]) -> bytes:
         data = rng.choice(corpus)
@@ -179,7 +179,7 @@ def json_mutator(edges: Sequence[Tree] = EDGES, *, sloppy: float = 0.15) -> Muta
 
 
 def parse_json(data: bytes) -> Tree | None:
-    """A document as a tree of Pairs, lists, Raw numbers, strings, booleans and None; None for what is no container."""
+    """Parse a container as a tree of Pairs, lists, Raw numbers, strings, booleans and None; else return None."""
     try:
         tree = json.loads(data, object_pairs_hook=_pairs, parse_int=Raw, parse_float=Raw, parse_constant=Raw)
     except (ValueError, RecursionError):
@@ -192,7 +192,7 @@ def _pairs(items: list[tuple[str, Any]]) -> Pairs:
 
 
 def write_json(tree: Tree, *, spaced: bool = False) -> bytes:
-    """The document of a tree: without white space, so canonical where the tree is."""
+    """Write a tree without white space, so canonical where the tree is."""
     return _written(tree, ", " if spaced else ",", ": " if spaced else ":").encode("utf-8", "surrogatepass")
 
 
@@ -212,7 +212,7 @@ _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def edit_tree(rng: Random, tree: Tree, *, edges: Sequence[Tree], donors: Callable[[], Tree] = lambda: None) -> Tree:
-    """`tree` with a few members replaced, tweaked, lost, twice, moved, renamed, or taken from a donor. Edits in place.
+    """Replace, tweak, lose, repeat, move or rename a few members, or take them from a donor. Edit in place.
 
     `edges` are the values that members are replaced by.
     """
@@ -235,7 +235,7 @@ def edit_tree(rng: Random, tree: Tree, *, edges: Sequence[Tree], donors: Callabl
 
 
 def _place(rng: Random, root: list[Any]) -> tuple[list[Any], int]:
-    """A random member: its container and its index there."""
+    """Choose a random member: its container and its index there."""
     container, index = root, 0
     while True:
         value = _value(container, index)
@@ -256,7 +256,7 @@ def _assign(container: list[Any], index: int, value: Tree) -> None:
 
 
 def _tweaked(rng: Random, value: Tree) -> Tree:
-    """Something near `value`, of its type."""
+    """Return something near `value`, of its type."""
     match value:
         case Raw():
             return _near_number(rng, value)
@@ -292,7 +292,7 @@ def _near_text(rng: Random, value: str) -> str:
 
 
 def _rearrange(rng: Random, container: list[Any], index: int) -> bool:
-    """Whether a member was repeated many times."""
+    """Rearrange a member; return whether it was repeated many times."""
     roll = rng.randrange(6)
     if roll == 0:
         del container[index]

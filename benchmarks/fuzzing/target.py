@@ -1,4 +1,4 @@
-"""What a fuzz target is, and what one input did to it."""
+"""Fuzz targets, and the outcome of one input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Harness:
     hostile: Sequence[bytes] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """One parser, who can reach it, and what it may cost.
 
@@ -60,42 +60,42 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an input. Inputs of one `signature` went one way, as far as can be told from outside."""
+class AttemptOutcome:
+    """Outcome of an input. Inputs of one `signature` took one path, as far as can be told from outside."""
 
     kind: Kind
     signature: str
     error: BaseException | None = None
 
 
-def attempt(harness: Harness, data: bytes) -> Outcome:
+def attempt(harness: Harness, data: bytes) -> AttemptOutcome:
     """Feed one input."""
     try:
         shape = harness.run(data)
     except harness.refusals as error:
-        return Outcome(Kind.REFUSED, _signature(error), error)
+        return AttemptOutcome(Kind.REFUSED, _signature(error), error)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001  (a panic of Rust code is no Exception)
-        return Outcome(Kind.CRASHED, _signature(error), error)
-    return Outcome(Kind.ACCEPTED, f"accepted {shape}")
+        return AttemptOutcome(Kind.CRASHED, _signature(error), error)
+    return AttemptOutcome(Kind.ACCEPTED, f"accepted {shape}")
 
 
 def describe(error: BaseException) -> str:
-    """A crash in one line: the error, and where in this project it left."""
+    """Describe a crash in one line: the error, and where in this project it left."""
     ours = [place for place in _places(error.__traceback__) if "/site-packages/" not in place]
     return f"{type(error).__name__}: {str(error)[:300]!r} at {ours[-1] if ours else 'an unknown place'}"
 
 
 def code_of(error: BaseException | None) -> str:
-    """An error's stable code or reason, or its type where it has none."""
+    """Return an error's stable code or reason, or its type where it has none."""
     if isinstance(error, Refusal):
         return error.reason.value
     return str(getattr(error, "code", None) or type(error).__name__)
 
 
 def _signature(error: BaseException) -> str:
-    """The lines that an error came through, and its sentence without what the input put into it."""
+    """Return the lines that an error came through, and its sentence without what the input put into it."""
     cause = error.__cause__
     lines = [place.rpartition("/")[2] for place in _places(error.__traceback__)]
     said = _CHANGING.sub("", f"{error} {'' if cause is None else cause}"[:400])

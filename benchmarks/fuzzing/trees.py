@@ -21,7 +21,7 @@ EDGES: tuple[Tree, ...] = (
 
 
 def edit_values(rng: Random, values: Any) -> Any:
-    """A copy of `values` (mappings, lists, and what they may hold) with a few edits."""
+    """Return a copy of `values` (mappings, lists, and what they may hold) with a few edits."""
     try:
         return _plain(edit_tree(rng, _tree(values), edges=EDGES))
     except RecursionError:  # nested deeper than can be written here
@@ -29,7 +29,7 @@ def edit_values(rng: Random, values: Any) -> Any:
 
 
 def msgpack_mutator() -> Mutator:
-    """Edits of MessagePack documents as trees, and of their bytes."""
+    """Edit MessagePack documents as trees, and as bytes."""
 
     def change(rng: Random, data: bytes) -> bytes:
         try:

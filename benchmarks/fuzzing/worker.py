@@ -27,7 +27,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.fuzzing.mutation import MAX_INPUT_BYTES
-from benchmarks.fuzzing.target import Harness, Kind, Outcome, Target, attempt, code_of, describe
+from benchmarks.fuzzing.target import AttemptOutcome, Harness, Kind, Target, attempt, code_of, describe
 
 HEADER = struct.Struct("<QI")
 BEAT_BYTES = HEADER.size + 16 * MAX_INPUT_BYTES
@@ -40,7 +40,7 @@ MIB = 2**20
 
 
 @dataclass
-class Tally:
+class FuzzTally:
     """Since the last report."""
 
     inputs: int = 0
@@ -95,7 +95,7 @@ class Fuzzer:
         self._gauge = Gauge()
         self._ways: set[str] = set()
         self._corpus: list[bytes] = []
-        self.tally = Tally()
+        self.tally = FuzzTally()
 
     def close(self) -> None:
         self._gauge.close()
@@ -111,7 +111,7 @@ class Fuzzer:
             self._corpus.append(data)
 
     def make(self, number: int) -> bytes:
-        """Input `number`."""
+        """Make input `number`."""
         rng = Random(f"{self._seed}/{self._target.name}/{number}")
         seeds: Sequence[bytes] = self._harness.seeds
         return self._harness.mutate(rng, seeds if rng.random() < 0.3 else self._corpus)
@@ -135,13 +135,13 @@ class Fuzzer:
                 self._corpus.append(data)
         yield from self._judge(data, seconds, mib)
 
-    def _measured(self, data: bytes) -> tuple[Outcome, float, float]:
+    def _measured(self, data: bytes) -> tuple[AttemptOutcome, float, float]:
         self._gauge.start()
         outcome = attempt(self._harness, data)
         return outcome, *self._gauge.stop()
 
     def _judge(self, data: bytes, seconds: float, mib: float) -> Iterator[dict[str, Any]]:
-        """Whether the input was over a budget: each time that it is fed, since this machine may be busy."""
+        """Yield a finding if the input was over a budget each time that it was fed, since this machine may be busy."""
         for _ in range(REPEATS):
             if seconds * 1e3 <= self._target.cpu_ms and mib <= self._target.memory_mib:
                 break
@@ -157,7 +157,7 @@ class Fuzzer:
 
 
 def finding(kind: str, data: bytes, detail: str) -> dict[str, Any]:
-    """What the campaign is told of an input that it must not have been."""
+    """Make the report of an input that was over a budget, or crashed."""
     return {"finding": kind, "detail": detail, "data": base64.b64encode(data).decode("ascii")}
 
 
@@ -177,7 +177,7 @@ def run(target: Target, *, seed: str, first: int, count: int, beat: mmap.mmap) -
             yield from fuzzer.feed(data)
             if fuzzer.tally.inputs == REPORT_EVERY or number == first + count - 1:
                 yield {"tally": vars(fuzzer.tally)}
-                fuzzer.tally = Tally()
+                fuzzer.tally = FuzzTally()
         beat[: HEADER.size] = HEADER.pack(first + count + 1, 0)
 
 

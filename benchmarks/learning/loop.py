@@ -7,7 +7,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
-from coordinator.training.warm_start import warm_start
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environment
@@ -37,14 +36,15 @@ from node.protocol.run import (
     TrainingSpec,
 )
 from node.protocol.slots import SlotProblem, slot_problem
+from node.protocol.submission import Rollout
 from shardcast.wire import derive
 
 ENVIRONMENTS = (EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse"))
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What is learned: `prompts` problems a step with `samples` completions each, for `steps` steps, from `seed`."""
+class LearningTask:
+    """Learning task: `steps` steps of `prompts` problems with `samples` completions each, drawn from `seed`."""
 
     seed: int
     steps: int
@@ -53,17 +53,17 @@ class Task:
     environments: tuple[EnvironmentSpec, ...] = ENVIRONMENTS
 
     def problems(self, step: int) -> list[tuple[int, int]]:
-        """Step `step`'s problems as (environment, index), the same for everybody who has the seed."""
+        """Draw the problems of a step as (environment, index)."""
         drawn = (derive("swarmproof/1 benchmark", *map(_bytes, (self.seed, step, at))) for at in range(self.prompts))
         return [(each[0] % len(self.environments), int.from_bytes(each[8:16], "big") >> 1) for each in drawn]
 
     def sample_seed(self, step: int, prompt: int, sample: int) -> bytes:
-        """The 16 bytes that force a completion."""
+        """Derive the 16 bytes that force a completion."""
         return derive("swarmproof/1 benchmark sample", *map(_bytes, (self.seed, step, prompt, sample)))[:16]
 
 
 @dataclass(slots=True)
-class Curve:
+class LearningCurve:
     """Step by step: mean rewards, seconds in all and of generation alone, and what the training step says of itself.
 
     `signal` is the share of groups whose rewards differ. `missed` is how many tokens a completion is off its length
@@ -81,14 +81,14 @@ class Curve:
 
 
 class Problems:
-    """Which problems each step is about: the task's own, or those that slots of a run with finite sets would be for."""
+    """Chooses each step's problems: the task's own, or those of the slots of a run with finite sets."""
 
-    def __init__(self, task: Task, spec: RunSpec) -> None:
+    def __init__(self, task: LearningTask, spec: RunSpec) -> None:
         self._task, self._spec, self._history = task, spec, PoolHistory()
         self._are_finite = any(isinstance(one.problems, ProblemsSpec) for one in spec.environments)
 
     def draw(self, step: int, *, version: int) -> list[SlotProblem]:
-        """The problems of a step whose completions are of policy `version`."""
+        """Draw the problems of a step whose completions are of policy `version`."""
         if not self._are_finite:
             return [SlotProblem(environment, index) for environment, index in self._task.problems(step)]
         manifest = derive("swarmproof/1 benchmark manifest", _bytes(self._task.seed), _bytes(step)).hex()
@@ -102,13 +102,13 @@ class Problems:
         return drawn
 
     def note(self, problems: Sequence[SlotProblem], groups: Sequence[Group], *, step: int) -> None:
-        """What a step's groups earned."""
+        """Record what a step's groups earned."""
         for problem, group in zip(problems, groups, strict=True):
             self._history.note(problem, group_mean(group.rewards), head=step)
 
 
 def spec_of(
-    task: Task,
+    task: LearningTask,
     *,
     max_new_tokens: int = 48,
     only_signal: bool = False,
@@ -117,7 +117,7 @@ def spec_of(
     pools: bool = False,
     **training: object,
 ) -> RunSpec:
-    """The demonstration's recipe, with changes; `problems` is how many each environment has, 0 for no end of them."""
+    """Return the demonstration's recipe with changes; each environment has `problems` problems, 0: infinitely many."""
     finite = ProblemsSpec(count=problems) if problems else UNSET
     recipe = {"steps": task.steps, "learning_rate": 1e-4, **training}
     return RunSpec(
@@ -130,18 +130,13 @@ def spec_of(
     )
 
 
-def warmed_up(seed: int, path: Path) -> Path:
-    """A policy file of the warm start."""
-    model, tokenizer = warm_start(seed=seed)
-    save_policy(model, tokenizer, path)
-    return path
-
-
 ROUNDS = 4
-"""Online filtering gives up after so many times the problems of a step."""
+"""Online filtering gives up after so many times a step's problems."""
 
 
-def learn(first: Path, task: Task, spec: RunSpec, *, lag: int = 0, threads: int = 1, keep: Path | None = None) -> Curve:
+def learn(
+    first: Path, task: LearningTask, spec: RunSpec, *, lag: int = 0, threads: int = 1, keep: Path | None = None
+) -> LearningCurve:
     """Train from the policy file `first`; completions are of the policy `lag` steps before, as in a busy swarm.
 
     The last policy becomes the file `keep`.
@@ -153,12 +148,14 @@ def learn(first: Path, task: Task, spec: RunSpec, *, lag: int = 0, threads: int 
     return curve
 
 
-async def _learn(first: Path, task: Task, spec: RunSpec, *, lag: int, threads: int, folder: Path) -> Curve:
+async def _learn(
+    first: Path, task: LearningTask, spec: RunSpec, *, lag: int, threads: int, folder: Path
+) -> LearningCurve:
     engine = TorchEngine(spec, threads=threads, max_rows=task.prompts * task.samples)
     policy = load_policy(first, dtype=torch.float32)
     reference = load_policy(first, dtype=torch.float32).model if spec.training.kl_coefficient else None
     optimizer = make_optimizer(policy.model, spec.training)
-    files, curve, problems = [first], Curve(), Problems(task, spec)
+    files, curve, problems = [first], LearningCurve(), Problems(task, spec)
     for step in range(task.steps):
         started = time.perf_counter()
         version = max(0, step - lag)
@@ -201,7 +198,7 @@ def _drawn(spec: RunSpec, asked: Sequence[SlotProblem]) -> list[tuple[Environmen
 
 
 def _missed(spec: RunSpec, asked: Sequence[SlotProblem], groups: Sequence[Group]) -> float:
-    """Tokens between a completion's length and its target."""
+    """Return the mean number of tokens between a completion's length and its target."""
     return statistics.fmean(
         abs(len(sample.completion_ids) - problem.data["target_tokens"])
         for (_, problem), group in zip(_drawn(spec, asked), groups, strict=True)
@@ -210,7 +207,7 @@ def _missed(spec: RunSpec, asked: Sequence[SlotProblem], groups: Sequence[Group]
 
 
 async def _generate(
-    engine: TorchEngine, spec: RunSpec, task: Task, step: int, asked: Sequence[SlotProblem]
+    engine: TorchEngine, spec: RunSpec, task: LearningTask, step: int, asked: Sequence[SlotProblem]
 ) -> list[Group]:
     drawn = _drawn(spec, asked)
     requests = [
@@ -219,24 +216,25 @@ async def _generate(
         for sample in range(task.samples)
     ]
     rollouts = await engine.generate(requests)
+
+    def reward(at: int, rollout: Rollout) -> float:
+        environment, problem = drawn[at]
+        text = render_completion(engine.policy, rollout.completion_ids)
+        return grade(environment, problem, [text], tokens=len(rollout.completion_ids))
+
+    return grouped(rollouts, task.samples, version=engine.version or 0, reward=reward)
+
+
+def grouped(
+    rollouts: Sequence[Rollout], size: int, *, version: int, reward: Callable[[int, Rollout], float]
+) -> list[Group]:
+    """Make the trainer's groups of `size` consecutive rollouts; `reward` takes the group's number and a rollout."""
     groups = []
-    for at, (environment, problem) in enumerate(drawn):
-        own = rollouts[at * task.samples : (at + 1) * task.samples]
-        texts = [render_completion(engine.policy, rollout.completion_ids) for rollout in own]
-        rewards = tuple(
-            grade(environment, problem, [text], tokens=len(rollout.completion_ids))
-            for rollout, text in zip(own, texts, strict=True)
-        )
-        samples = tuple(
-            Sample(tuple(each.prompt_ids), tuple(each.completion_ids), tuple(each.logprobs)) for each in own
-        )
-        groups.append(Group(engine.version or 0, rewards, samples))
+    for at in range(len(rollouts) // size):
+        own = rollouts[at * size : (at + 1) * size]
+        samples = [Sample(tuple(each.prompt_ids), tuple(each.completion_ids), tuple(each.logprobs)) for each in own]
+        groups.append(Group(version, tuple(reward(at, each) for each in own), tuple(samples)))
     return groups
-
-
-def ends(rewards: Sequence[float], *, over: int = 5) -> tuple[float, float]:
-    """The mean of the first and of the last `over` steps."""
-    return sum(rewards[:over]) / over, sum(rewards[-over:]) / over
 
 
 def _bytes(number: int) -> bytes:

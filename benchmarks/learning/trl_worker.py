@@ -78,7 +78,7 @@ class Clock(TrainerCallback):
 
 
 def config(task: dict[str, Any], folder: str) -> GRPOConfig:
-    """The same recipe: two-sided clipping, a loss over all tokens, no KL, `minibatches` updates a generation."""
+    """Return the same recipe: two-sided clipping, a loss over all tokens, no KL, `minibatches` updates a generation."""
     completions = len(task["steps"][0]) * task["samples"]
     return GRPOConfig(
         output_dir=folder,

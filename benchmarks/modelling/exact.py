@@ -1,4 +1,4 @@
-"""How far recurrent models are from what they should be, in float32: from the authors' package, and from themselves.
+"""Exactness of recurrent models in float32: against the authors' package, and of decoding against a prefill.
 
 Logits beside the `rwkv` package's, of the same random weights over 200 tokens; and hidden states of decoding step by
 step beside those of one prefill over 509 tokens, a length that is no multiple of the grid's chunk.
@@ -23,23 +23,23 @@ IN_THE_PACKAGE = ("eagle", "finch")
 
 
 def measure(_options: argparse.Namespace) -> dict[str, float]:
-    """Largest differences."""
-    found = {f"{name}_logits_vs_rwkv_package": beside_the_package(name) for name in IN_THE_PACKAGE}
-    return found | {f"decode_vs_prefill_fp32_{name.replace('-', '_')}": decoded(name) for name in RECURRENT_NAMES}
+    """Return the largest differences."""
+    ids = _draw(ROWS, DECODED_TOKENS)
+    decoded = {name: decode_difference(random_model(name), ids) for name in RECURRENT_NAMES}
+    found = {f"{name}_logits_vs_rwkv_package": package_difference(name) for name in IN_THE_PACKAGE}
+    return found | {f"decode_vs_prefill_fp32_{name.replace('-', '_')}": value for name, value in decoded.items()}
 
 
 @torch.inference_mode()
-def beside_the_package(name: str) -> float:
-    """The largest difference of a logit."""
+def package_difference(name: str) -> float:
+    """Return the largest difference of a logit from the authors' package."""
     model, ids = random_model(name, spread=SPREAD), _draw(ROWS, PACKAGE_TOKENS)
     return float((package_logits(model, ids.tolist()) - model(input_ids=ids).logits).abs().max())
 
 
 @torch.inference_mode()
-def decoded(name: str) -> float:
-    """The largest difference of a hidden state."""
-    model: Any = random_model(name)
-    ids = _draw(ROWS, DECODED_TOKENS)
+def decode_difference(model: Any, ids: Tensor) -> float:
+    """Return the largest difference of a hidden state between decoding `ids` [rows, tokens] and their prefill."""
     whole = model.base_model(input_ids=ids).last_hidden_state
     state, worst = None, 0.0
     for column, expected in zip(ids.split(1, dim=1), whole.split(1, dim=1), strict=True):

@@ -1,4 +1,4 @@
-"""GoldFinch: what its cache holds beside that of attention, and what a prefill costs.
+"""GoldFinch: bytes of its cache beside attention's, and the cost of a prefill.
 
 `goldfinch_cache_ratio_L_d`: bytes of the keys and values of multi-head attention with L layers of width d in bfloat16,
 over the bytes of what grows in a GoldFinch model's state, after the same tokens. Both are counted of the tensors that
@@ -30,7 +30,7 @@ REPEATS = 9
 
 
 def measure(_options: argparse.Namespace) -> dict[str, float]:
-    """All of it."""
+    """Measure the cache's ratios and the growth of both prefills."""
     found = {f"goldfinch_cache_ratio_{layers}_{width}": round(cache_ratio(layers, width), 2) for layers, width in SIZES}
     return found | {
         "goldfinch_prefill_flatness": round(growth(last_alone=True), 3),
@@ -40,7 +40,7 @@ def measure(_options: argparse.Namespace) -> dict[str, float]:
 
 @torch.inference_mode()
 def cache_ratio(layers: int, width: int) -> float:
-    """Bytes of keys and values over bytes of the compressed cache."""
+    """Return the bytes of keys and values over those of the compressed cache."""
     with torch.device("meta"):
         config = GoldFinchConfig(num_hidden_layers=layers, hidden_size=width, intermediate_size=width)
         model = GoldFinchModel(config).to(torch.bfloat16)
@@ -56,7 +56,7 @@ def cache_ratio(layers: int, width: int) -> float:
 
 @torch.inference_mode()
 def growth(*, last_alone: bool) -> float:
-    """CPU seconds per token of LONG tokens over those of SHORT."""
+    """Return the CPU seconds per token of LONG tokens over those of SHORT."""
     model: Any = random_model("goldfinch").base_model
     texts = {tokens: torch.randint(3, 128, (1, tokens)) for tokens in (SHORT, LONG)}
     seconds: dict[int, list[float]] = {tokens: [] for tokens in texts}

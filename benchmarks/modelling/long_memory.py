@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor
 
+from benchmarks.report import say
 from node.policy.models.frame_action import FrameActionConfig, FrameActionForCausalLM
 from node.policy.models.tiny_llama import VOCABULARY, make_tokenizer, token_codepoints
 
@@ -42,9 +42,9 @@ WARMUP_STEPS = 20
 HIDDEN = 64
 
 
-def measure(*, steps: int = STEPS, lengths: Sequence[int] = LENGTHS, seeds: int = SEEDS) -> dict[str, float]:
-    """Slope, R^2, and the mean loss for each length."""
-    each = {length: [validated(length, steps=steps, seed=seed) for seed in range(seeds)] for length in lengths}
+def measure(*, steps: int) -> dict[str, float]:
+    """Return the slope, R^2, and the mean loss for each length."""
+    each = {length: [validated(length, steps=steps, seed=seed) for seed in range(SEEDS)] for length in LENGTHS}
     losses = {length: statistics.fmean(found) for length, found in each.items()}
     slope, r2 = power_law(list(losses), list(losses.values()))
     return {
@@ -56,7 +56,7 @@ def measure(*, steps: int = STEPS, lengths: Sequence[int] = LENGTHS, seeds: int 
 
 
 def power_law(lengths: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
-    """Slope and R^2 of a line through (log length, log loss)."""
+    """Fit a line through (log length, log loss); return its slope and R^2."""
     x, y = np.log(lengths), np.log(losses)
     slope, offset = np.polyfit(x, y, 1)
     residual = y - (slope * x + offset)
@@ -64,7 +64,7 @@ def power_law(lengths: Sequence[float], losses: Sequence[float]) -> tuple[float,
 
 
 def validated(length: int, *, steps: int, seed: int) -> float:
-    """The validation loss of a model that was trained on pieces of `length`."""
+    """Train a model on pieces of `length`; return its validation loss."""
     model, rng = small_model(seed), np.random.default_rng(seed + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
     model.train()
@@ -80,16 +80,12 @@ def validated(length: int, *, steps: int, seed: int) -> float:
     model.train(mode=False)
     with torch.inference_mode():
         found = loss_of(model, _validation()[0]).item()
-    print(
-        f"length {length}, seed {seed}: trained to {loss.item():.3f}, validated {found:.3f}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"length {length}, seed {seed}: trained to {loss.item():.3f}, validated {found:.3f}")
     return found
 
 
 def small_model(seed: int) -> FrameActionForCausalLM:
-    """A screen of 4 x 4 cells, and an LSTM of HIDDEN."""
+    """Make a model with a screen of 4 x 4 cells, and an LSTM of HIDDEN."""
     torch.manual_seed(seed)
     config = FrameActionConfig(
         vocab_size=VOCABULARY,
@@ -112,13 +108,13 @@ def small_model(seed: int) -> FrameActionForCausalLM:
 
 
 def loss_of(model: FrameActionForCausalLM, ids: Tensor) -> Tensor:
-    """The mean loss of the letters in `ids` [B, 2 + T], behind an empty prompt."""
+    """Return the mean loss of the letters in `ids` [B, 2 + T], behind an empty prompt."""
     logits = model(input_ids=ids[:, :-1]).logits[:, len(PROMPT) - 1 :]
     return F.cross_entropy(logits.flatten(0, 1), ids[:, len(PROMPT) :].flatten())
 
 
 def sequences(rng: Generator, count: int, length: int) -> tuple[Tensor, float]:
-    """`count` prompts with `length` letters behind each, and the mean entropy of the habits, in nats."""
+    """Draw `count` prompts with `length` letters behind each; return them with the habits' mean entropy, in nats."""
     habits = rng.dirichlet([CONCENTRATION] * len(LETTERS), size=count)
     letters = np.stack([rng.choice(_ids(LETTERS), size=length, p=habit) for habit in habits])
     prompts = np.tile(_ids(PROMPT), (count, 1))

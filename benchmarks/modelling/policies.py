@@ -17,7 +17,7 @@ RECURRENT_NAMES = tuple(name for name in TINY_FAMILIES if name != "tiny")
 
 
 def random_model(name: str, *, seed: int = 1, spread: float = 0.05) -> PreTrainedModel:
-    """A tiny policy of a family, evaluating: as it begins, with normal numbers of deviation `spread` added."""
+    """Make a tiny policy of a family, evaluating, with normal numbers of deviation `spread` added."""
     model = MAKERS[name](seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -27,6 +27,6 @@ def random_model(name: str, *, seed: int = 1, spread: float = 0.05) -> PreTraine
 
 
 def random_policy(name: str, path: Path, *, seed: int = 1) -> Path:
-    """Its policy file."""
+    """Save such a policy in `path`, and return that."""
     save_policy(random_model(name, seed=seed), make_tokenizer(), path)
     return path

@@ -32,7 +32,7 @@ np.save(sys.argv[3], np.stack(found))
 
 
 def package_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The package's logits [S, T, vocabulary] of sequences of one length above 1, by the weights of an Eagle or Finch.
+    """Return the package's logits [S, T, vocabulary] of sequences of one length above 1, by an Eagle or Finch.
 
     Raises CalledProcessError where the package fails, or is not installed.
     """
@@ -50,7 +50,7 @@ def package_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -
 
 
 def _renamed(model: Any) -> dict[str, Tensor]:
-    """The state dict under the package's names; it knows the version by what is in it, in this order."""
+    """Return the state dict under the package's names, in an order from which it tells the version."""
     body, finch = model.model, model.config.model_type == "finch"
     found = {"emb.weight": body.embeddings.weight}
     for index, layer in enumerate(body.layers):
@@ -75,7 +75,7 @@ def _renamed(model: Any) -> dict[str, Tensor]:
 
 
 def _eagle(time: Any, channel: Any) -> dict[str, Tensor]:
-    """The package mixes the other way round: the share of the token itself."""
+    """Mix the other way round, as the package does: the share of the token itself."""
     shares = {"k": time.mix_key, "v": time.mix_value, "r": time.mix_receptance, "g": time.mix_gate}
     mixed = {f"att.time_mix_{name}": 1 - share for name, share in shares.items()}
     return mixed | {"ffn.time_mix_k": 1 - channel.mix_key, "ffn.time_mix_r": 1 - channel.mix_receptance}

@@ -22,7 +22,7 @@ from shardcast.envelope import seal
 from shardcast.wire import encode
 
 BYTES: Final = 1600
-"""Of each envelope, within one relay's address: what those of a run with a coordinator, a peer and few relays have."""
+"""Size of each envelope, within one relay's address: that of a run with a coordinator, a peer and few relays."""
 
 
 class Signer:
@@ -37,7 +37,7 @@ class Signer:
             self._relays += (f"http://relay-{len(self._relays)}.example:8720",)
 
     def next(self) -> tuple[int, bytes]:
-        """The next head's version and the envelope that names it."""
+        """Return the next head's version and the envelope that names it."""
         self._head += 1
         return self._head, self._sealed()
 

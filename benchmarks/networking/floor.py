@@ -1,4 +1,4 @@
-"""What a hop costs, by its parts and as a whole, before anything of a network is measured.
+"""Cost of a hop, by its parts and as a whole, as the floor of a network's measurements.
 
 The parts that nobody gets around: an envelope over TCP on loopback, from one thread to another, and the check of a
 signature. The whole: two idle nodes and one link, so what libp2p's Noise and Yamux in Python and two event loops add.
@@ -12,9 +12,9 @@ import threading
 import time
 from typing import Final
 
-from benchmarks.broadcasting.processes import Swarm
+from benchmarks.broadcasting.processes import NodeSwarm
 from benchmarks.networking.envelopes import BYTES, Signer
-from benchmarks.networking.reference import Side, start_links
+from benchmarks.networking.reference import ComparedSide, start_links
 from node.protocol.run import open_descriptor
 
 ROUNDS: Final = 200
@@ -24,7 +24,7 @@ GAP_SECONDS: Final = 0.3
 
 
 def check_ms() -> float:
-    """The median time to check one descriptor."""
+    """Return the median time to check one descriptor."""
     signer = Signer()
     taken = []
     for _ in range(ROUNDS):
@@ -36,7 +36,7 @@ def check_ms() -> float:
 
 
 def tcp_ms() -> float:
-    """Half of the median time for an envelope to go over TCP and come back."""
+    """Return half of the median time for an envelope to go over TCP and come back."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         echo = threading.Thread(target=_echo, args=(server,), daemon=True)
         echo.start()
@@ -48,10 +48,10 @@ def tcp_ms() -> float:
 
 
 def hop_ms() -> float:
-    """The median time from a node's board to its only neighbour's."""
+    """Return the median time from a node's store to its only neighbour's."""
     signer = Signer()
-    with Swarm() as swarm:
-        side = Side(start_links(swarm, 2, signer.run_id), signer)
+    with NodeSwarm() as swarm:
+        side = ComparedSide(start_links(swarm, 2, signer.run_id), signer)
         time.sleep(1.0)
         for _ in range(HOPS):
             side.publish_calmly()

@@ -27,8 +27,8 @@ from libp2p.tools.anyio_service import background_trio_service  # noqa: TID251
 
 from benchmarks.broadcasting.lines import say
 from benchmarks.networking.meters import cpu_seconds, memory_mib
-from benchmarks.networking.node import Seen
-from node.discovery.descriptor import Board
+from benchmarks.networking.node import SeenHeads
+from node.discovery.descriptor import DescriptorStore
 from node.p2p.host import HostLimits, connect, listening_port, reset, running_host
 from node.protocol.peers import Address, parse_address
 from node.protocol.run import open_descriptor
@@ -44,14 +44,14 @@ class Guarded(Pubsub):
     """Nothing that a peer sends leaves the service."""
 
     async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
-        """One message, whoever brought it."""
+        """Handle one message; blacklist whoever brought one that fails."""
         try:
             await super().push_msg(msg_forwarder, msg)
         except Exception:  # noqa: BLE001  (whatever it was, the forwarder is to blame)
             self.add_to_blacklist(msg_forwarder)
 
     async def continuously_read_stream(self, stream: Any) -> None:
-        """All that one peer sends."""
+        """Read all that one peer sends; blacklist it when that fails."""
         try:
             await super().continuously_read_stream(stream)
         except Exception:  # noqa: BLE001
@@ -60,9 +60,9 @@ class Guarded(Pubsub):
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Until standard input ends."""
-    board, seen = Board(options.run_id), Seen()
-    board.listen(seen.note)
+    """Run until standard input ends."""
+    store, seen = DescriptorStore(options.run_id), SeenHeads()
+    store.listen(seen.note)
     key = Ed25519PrivateKey.generate()
     router = GossipSub([TProtocol(PROTOCOL)], 6, 4, 12, heartbeat_interval=1)
     async with running_host(key, f"/ip4/{HOST}/tcp/0", HostLimits()) as host:
@@ -83,7 +83,7 @@ async def run(options: argparse.Namespace) -> None:
                 while True:
                     message = await subscription.get()
                     messages.append(time.monotonic())
-                    board.offer(message.data, source="gossip")
+                    store.offer(message.data, source="gossip")
 
             nursery.start_soon(receive)
             say(address=str(own))

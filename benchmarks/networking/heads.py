@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.networking.run import Run
+from benchmarks.timing import quantile
 
 IN_TIME_SECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 3.0
@@ -26,20 +27,21 @@ class Spread:
     seconds: Sequence[float]
 
     def quantile_ms(self, share: float) -> float | None:
-        """What `share` of the pairs do not exceed; None where that many never came."""
-        found = 1000 * sorted(self.seconds)[min(len(self.seconds) - 1, int(share * len(self.seconds)))]
+        """Return what `share` of the pairs do not exceed; None where that many never came."""
+        found = 1000 * quantile(self.seconds, share)
         return None if found == NEVER else round(found, 1)
 
     @property
     def reached_share(self) -> float:
-        """Of the pairs, those within two seconds."""
+        """Return the share of the pairs within two seconds."""
         return sum(one <= IN_TIME_SECONDS for one in self.seconds) / len(self.seconds)
 
 
 def spread(published: Sequence[tuple[int, float]], seen: Sequence[Sequence[Sequence[float]]]) -> Spread:
-    """`published`: versions and moments. `seen`: for each node, versions and when it first knew them, ascending.
+    """Compute when each node knew each head.
 
-    A node that knows a newer head knows more than the older one: that counts.
+    `published` has versions and moments; `seen` for each node versions and when it first knew them, ascending. A node
+    that knows a newer head counts.
     """
     seconds = []
     for heads in seen:
@@ -48,11 +50,11 @@ def spread(published: Sequence[tuple[int, float]], seen: Sequence[Sequence[Seque
     return Spread(seconds)
 
 
-def publish(run: Run, count: int, rng: random.Random, *, mean_gap: float = MEAN_GAP_SECONDS) -> list[tuple[int, float]]:
+def publish(run: Run, count: int, rng: random.Random) -> list[tuple[int, float]]:
     """Record policies at moments drawn at random, half of the mean gap to one and a half of it apart."""
     published = []
     for _ in range(count):
-        time.sleep(mean_gap * rng.uniform(0.5, 1.5))
+        time.sleep(MEAN_GAP_SECONDS * rng.uniform(0.5, 1.5))
         published.append(run.publish())
     return published
 
@@ -60,7 +62,7 @@ def publish(run: Run, count: int, rng: random.Random, *, mean_gap: float = MEAN_
 def published_and_seen(
     run: Run, count: int, rng: random.Random, *, settle_seconds: float = SETTLE_SECONDS
 ) -> tuple[Spread, list[dict[str, Any]]]:
-    """Heads one after the other, to the nodes that live; and what these say after it."""
+    """Publish heads; return when the live nodes knew them, and the nodes' reports after it."""
     published = publish(run, count, rng)
     time.sleep(settle_seconds)
     reports = run.reports()
@@ -68,12 +70,12 @@ def published_and_seen(
 
 
 def heads_of(reports: Sequence[dict[str, Any]]) -> list[list[list[float]]]:
-    """For each node, its heads."""
+    """Return each node's heads."""
     return [report["heads"] for report in reports]
 
 
 def burst(run: Run) -> Spread:
-    """Many heads at once: when each node knew of the last of them."""
+    """Publish many heads at once; return when each node knew the last of them."""
     published = [run.publish() for _ in range(BURST)]
     time.sleep(SETTLE_SECONDS)
     return spread(published[-1:], heads_of(run.reports()))
@@ -81,21 +83,21 @@ def burst(run: Run) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the same nodes said before and after a while."""
+    """Reports of the same nodes before and after a while."""
 
     before: Sequence[dict[str, Any]]
     after: Sequence[dict[str, Any]]
     seconds: float
 
     def per_second(self, what: str) -> float:
-        """How much of it a node used, on average."""
+        """Return how much of `what` a node used in a second, on average."""
         used = [_number(new, what) - _number(old, what) for old, new in zip(self.before, self.after, strict=True)]
         return sum(used) / len(used) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a head costs a node, on average, beyond what it does while nothing happens."""
+    """Mean cost of a head to a node, beyond its idle cost."""
 
     cpu_ms: float
     frames: float
@@ -104,7 +106,7 @@ class Costs:
 
 
 def costs(idle: Span, busy: Span, *, heads: int) -> Costs:
-    """From a while of each kind."""
+    """Compute the costs of a head from an idle and a busy span."""
 
     def per_head(what: str) -> float:
         return (busy.per_second(what) - idle.per_second(what)) * busy.seconds / heads

@@ -43,7 +43,7 @@ from shardcast.wire import encode
 
 LOOK_SECONDS: Final = 0.5
 LIFE_SECONDS: Final = 3.0
-"""Of the identity of somebody who is shunned at the first frame."""
+"""Lifetime of an identity that is shunned at its first frame."""
 
 LISTEN_SECONDS: Final = 0.3
 """Before that: whom the neighbour introduces is worth knowing."""
@@ -56,7 +56,7 @@ SHORT_LIVED: Final = {"forged", "garbage"}
 
 
 class Attacker:
-    """What one process knows, whatever key it uses."""
+    """An attacking process, under one key after another."""
 
     def __init__(self, kind: str, invitation: Invitation, host: str, rng: random.Random) -> None:
         self.run_id = invitation.run_id
@@ -67,7 +67,7 @@ class Attacker:
         self._traps: list[int] = []
 
     async def run(self) -> None:
-        """One identity after another."""
+        """Live one identity after another."""
         async with trio.open_nursery() as nursery:
             if self.kind == "dead":
                 await self._set_traps(nursery)
@@ -182,7 +182,7 @@ class Attacker:
             nursery.start_soon(trio.serve_listeners, _swallow, [listener])
 
     async def _knock(self) -> None:
-        """Bare connections to whoever is known: silent ones, or with noise where a handshake belongs."""
+        """Open bare connections to known addresses: silent ones, or with noise where a handshake belongs."""
         async with trio.open_nursery() as nursery:
             held = trio.CapacityLimiter(HELD_OPEN * 8)
 

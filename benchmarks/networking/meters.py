@@ -1,4 +1,4 @@
-"""What a process costs, by its own account: memory, processor time, and bytes of its TCP connections. Linux only."""
+"""Meters of this process: memory, processor time, and bytes of its TCP connections. Linux only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 _INFO_BYTES: Final = 136
 _COUNTS: Final = struct.Struct("@QQ")
 _COUNTS_AT: Final = 120
-"""Of struct tcp_info (linux/tcp.h): tcpi_bytes_acked, tcpi_bytes_received."""
+"""Offset in struct tcp_info (linux/tcp.h) of tcpi_bytes_acked and tcpi_bytes_received."""
 
 
 class TcpMeter:
@@ -28,7 +28,7 @@ class TcpMeter:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def look(self) -> tuple[int, int]:
-        """Sent and received since the process began."""
+        """Return bytes sent and received since the process began."""
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 name = str(path.readlink())
@@ -46,11 +46,11 @@ class TcpMeter:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process."""
+    """Return user and system time of this process."""
     times = psutil.Process().cpu_times()
     return float(times.user + times.system)
 
 
 def memory_mib() -> float:
-    """What this process has in memory (RSS)."""
+    """Return this process's resident memory (RSS)."""
     return float(psutil.Process().memory_info().rss / 2**20)

@@ -16,24 +16,24 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.broadcasting.lines import requests, say
 from benchmarks.networking.meters import cpu_seconds, memory_mib
-from benchmarks.networking.node import Seen
-from node.discovery.descriptor import Board
+from benchmarks.networking.node import SeenHeads
+from node.discovery.descriptor import DescriptorStore
 from node.p2p import PeerNetwork, PeerSettings
 from node.protocol.peers import parse_address
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Until standard input ends."""
-    board, seen = Board(options.run_id), Seen()
-    board.listen(seen.note)
+    """Run until standard input ends."""
+    store, seen = DescriptorStore(options.run_id), SeenHeads()
+    store.listen(seen.note)
     bootstrap = tuple(map(parse_address, options.call))
     settings = PeerSettings(bootstrap=bootstrap, state=options.state, host="127.0.0.1")
-    async with PeerNetwork(settings, key=Ed25519PrivateKey.generate(), board=board) as network:
+    async with PeerNetwork(settings, key=Ed25519PrivateKey.generate(), store=store) as network:
         say(address=str((await network.ready())[0]))
         async for request in requests():
             if "publish" in request:
                 envelope, at = base64.b64decode(request["publish"]), time.monotonic()
-                await asyncio.to_thread(board.offer, envelope, source="the benchmark")
+                await asyncio.to_thread(store.offer, envelope, source="the benchmark")
                 say(at=at)
             else:
                 neighbours = len(network.status()["neighbours"])

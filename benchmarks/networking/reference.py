@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.broadcasting.processes import Node, Swarm
+from benchmarks.broadcasting.processes import Node, NodeSwarm
 from benchmarks.networking.envelopes import Signer
 from benchmarks.networking.heads import BURST, IN_TIME_SECONDS, Spread, heads_of, spread
 from coordinator.lab.processes.supervisor import clean_environment
 
 START_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 12.0
-"""For GossipSub's mesh to form, which takes some heartbeats."""
+"""Time for GossipSub's mesh to form, which takes some heartbeats."""
 
 LATE_SECONDS: Final = 3.0
 CALLED: Final = 5
@@ -30,7 +30,7 @@ GAP_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What one side did: heads one after the other, and the last head of each burst, at all nodes but the publisher.
+    """Measurements of one side: heads one after the other, and each burst's last head, at all nodes but the publisher.
 
     `delivered_share` is of all messages of the bursts, within two seconds of the last; None for ours, which sends only
     the newest. `cpu_ms_per_s` is a node's, at a head a second or nearly.
@@ -43,7 +43,7 @@ class Compared:
     memory_mib: float
 
 
-class Side:
+class ComparedSide:
     """The processes of one side, and what they were told."""
 
     def __init__(self, nodes: Sequence[Node], signer: Signer) -> None:
@@ -54,7 +54,7 @@ class Side:
         self._cpu_s = self._seconds = 0.0
 
     def publish(self) -> tuple[int, float]:
-        """One head from the second node; its version and the moment before."""
+        """Publish one head from the second node; return its version and the moment before."""
         version, envelope = self._signer.next()
         self.nodes[1].send(publish=base64.b64encode(envelope).decode())
         return version, float(self.nodes[1].reply()["at"])
@@ -63,7 +63,7 @@ class Side:
         self._calm.append(self.publish())
 
     def publish_burst(self) -> None:
-        """Many heads at once, and what came of them."""
+        """Publish many heads at once, and record what came of them."""
         began = time.monotonic()
         self._bursts.append([self.publish() for _ in range(BURST)][-1])
         time.sleep(LATE_SECONDS)
@@ -73,23 +73,23 @@ class Side:
             self._delivered.append(came / BURST)
 
     def reports(self) -> list[dict[str, Any]]:
-        """What each node but the publisher says."""
+        """Return the reports of each node but the publisher."""
         others = [self.nodes[0], *self.nodes[2:]]
         for node in others:
             node.send(report=True)
         return [node.reply() for node in others]
 
     def clock_cpu(self) -> None:
-        """From now on, or until now."""
+        """Start the CPU clock, or stop it."""
         self._cpu_s = sum(report["cpu_s"] for report in self.reports()) - self._cpu_s
         self._seconds = time.monotonic() - self._seconds
 
     def calm(self) -> Spread:
-        """Of the heads that came one after the other."""
+        """Return the spread of the heads that came one after the other."""
         return spread(self._calm, heads_of(self.reports()))
 
     def compared(self) -> Compared:
-        """All that was measured."""
+        """Return all that was measured."""
         reports = self.reports()
         has_messages = "messages" in reports[0]
         return Compared(
@@ -102,12 +102,12 @@ class Side:
 
 
 def compare(count: int, *, heads: int, bursts: int, rng: random.Random) -> tuple[Compared, Compared]:
-    """Ours and GossipSub's."""
+    """Measure our links and GossipSub."""
     signers = Signer(), Signer()
-    with Swarm() as swarm:
+    with NodeSwarm() as swarm:
         sides = (
-            Side(start_links(swarm, count, signers[0].run_id), signers[0]),
-            Side(_gossip(swarm, count, signers[1].run_id, rng), signers[1]),
+            ComparedSide(start_links(swarm, count, signers[0].run_id), signers[0]),
+            ComparedSide(_gossip(swarm, count, signers[1].run_id, rng), signers[1]),
         )
         time.sleep(SETTLE_SECONDS)
         for side in sides:
@@ -125,8 +125,8 @@ def compare(count: int, *, heads: int, bursts: int, rng: random.Random) -> tuple
         return sides[0].compared(), sides[1].compared()
 
 
-def start_links(swarm: Swarm, count: int, run_id: str) -> list[Node]:
-    """So many nodes that have links and nothing else, and begin with the first one."""
+def start_links(swarm: NodeSwarm, count: int, run_id: str) -> list[Node]:
+    """Start nodes that have links and nothing else, and begin with the first one."""
     first: list[str] = []
     nodes = list[Node]()
     for _ in range(count):
@@ -138,7 +138,7 @@ def start_links(swarm: Swarm, count: int, run_id: str) -> list[Node]:
     return nodes
 
 
-def _gossip(swarm: Swarm, count: int, run_id: str, rng: random.Random) -> list[Node]:
+def _gossip(swarm: NodeSwarm, count: int, run_id: str, rng: random.Random) -> list[Node]:
     nodes = [_start(swarm, "gossip", "--run-id", run_id) for _ in range(count)]
     addresses = [str(node.reply(START_SECONDS)["address"]) for node in nodes]
     for index, node in enumerate(nodes[1:], start=1):
@@ -148,6 +148,6 @@ def _gossip(swarm: Swarm, count: int, run_id: str, rng: random.Random) -> list[N
     return nodes
 
 
-def _start(swarm: Swarm, program: str, *arguments: str) -> Node:
+def _start(swarm: NodeSwarm, program: str, *arguments: str) -> Node:
     command = (sys.executable, "-m", f"benchmarks.networking.{program}", *arguments)
     return swarm.start(program, command, environment=clean_environment())

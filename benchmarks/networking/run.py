@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.broadcasting.processes import Node, Swarm
+from benchmarks.broadcasting.processes import Node, NodeSwarm
 from benchmarks.loading.coordinator import Served, serving
 from coordinator.lab.processes.layout import free_ports
 from coordinator.lab.processes.supervisor import clean_environment
 from coordinator.run.peer_child import PEER_FOLDER, PeerPlan
 from coordinator.storage import training
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from node.protocol.peers import Invitation
 
 HOST: Final = "127.0.0.1"
@@ -29,7 +29,7 @@ PEER_SECONDS: Final = 30.0
 class Run:
     """A run, its peer, and its nodes. `peer` is the peer's own process where it is not the coordinator's child."""
 
-    def __init__(self, swarm: Swarm, served: Served, invitation: Invitation, peer: Node | None) -> None:
+    def __init__(self, swarm: NodeSwarm, served: Served, invitation: Invitation, peer: Node | None) -> None:
         self.swarm, self.invitation, self.peer = swarm, invitation, peer
         self.nodes: list[Node] = []
         self.hostile: list[Node] = []
@@ -40,16 +40,16 @@ class Run:
 
     @property
     def live(self) -> list[Node]:
-        """The nodes that nobody killed."""
+        """Return the nodes that nobody killed."""
         return [node for node in self.nodes if node not in self._killed]
 
     @property
     def url(self) -> str:
-        """The coordinator's."""
+        """Return the coordinator's URL."""
         return f"http://{HOST}:{self._served.port}"
 
     def start_node(self, *way: str) -> Node:
-        """An honest node; without `way` it is told the string to join, and nothing else."""
+        """Start an honest node; without `way` it is told the string to join, and nothing else."""
         name = self.swarm.name("node")
         own = ("--state", str(self.swarm.folder / name), "--coordinator-port", str(self._served.port))
         node = self._start("node", "node", *(way or ("--join", str(self.invitation))), *own)
@@ -57,7 +57,7 @@ class Run:
         return node
 
     def start_hostile(self, kind: str) -> Node:
-        """A process that misbehaves as `networking.hostile` says of `kind`."""
+        """Start an attacker of a kind of `networking.hostile`."""
         host = ("--host", f"127.66.0.{1 + len(self.hostile)}")
         node = self._start(f"hostile-{kind}", "hostile", "--join", str(self.invitation), "--kind", kind, *host)
         self.hostile.append(node)
@@ -75,7 +75,7 @@ class Run:
     def publish(self) -> tuple[int, float]:
         """Record a new policy as the trainer does; its version, and the moment before."""
         self._version += 1
-        policy = Published(
+        policy = PolicyRecord(
             version=self._version,
             manifest_digest=secrets.token_hex(32),
             result_digest=secrets.token_hex(32),
@@ -87,17 +87,17 @@ class Run:
         return self._version, at
 
     def reports(self) -> list[dict[str, Any]]:
-        """What each live node says."""
+        """Return each live node's report."""
         return self._reports(self.live)
 
     def kill(self, nodes: Sequence[Node]) -> None:
-        """As `kill -9` does."""
+        """Kill nodes as `kill -9` does."""
         for node in nodes:
             self._killed.add(node)
             node.kill()
 
     def ended_by_themselves(self) -> int:
-        """How many of the run's processes are gone, or began again (the whole or its network), without being killed."""
+        """Count the run's processes that ended, or began again, without being killed."""
         ended = [node.exit_code is not None for node in self.live]
         ended.append(not self._served.processes[0].is_running())
         if self.peer is not None and self.peer not in self._killed:
@@ -108,7 +108,7 @@ class Run:
         return sum(ended) + sum(int(report["network"]["restarts"]) for report in self._reports(alive))
 
     def kill_peer(self) -> None:
-        """The peer that everybody began with is gone for good."""
+        """Kill the bootstrap peer for good."""
         if self.peer is None:
             raise ValueError("the coordinator would start its child again")
         self.kill([self.peer])
@@ -137,8 +137,8 @@ class Run:
 
 @contextlib.contextmanager
 def running(*, own_peer: bool) -> Iterator[Run]:
-    """A run without nodes. With `own_peer` the peer is no child of the coordinator, so that it can be killed."""
-    with Swarm() as swarm:
+    """Run without nodes; with `own_peer` the peer is no child of the coordinator, so that it can be killed."""
+    with NodeSwarm() as swarm:
         (port,) = free_ports(1)
         state = swarm.folder / "peer" if own_peer else swarm.folder / "data" / PEER_FOLDER
         plan = PeerPlan(state=state, host=HOST, port=port)
@@ -152,13 +152,13 @@ def running(*, own_peer: bool) -> Iterator[Run]:
             yield run
 
 
-def _start_peer(swarm: Swarm, plan: PeerPlan, served: Served) -> Node:
+def _start_peer(swarm: NodeSwarm, plan: PeerPlan, served: Served) -> Node:
     command = plan.command(coordinator=f"http://{HOST}:{served.port}", run_id=served.home.run_id)
     return swarm.start("peer", command, environment=clean_environment())
 
 
 def _wait_for(descriptor: Path) -> None:
-    """Until the peer has the run's descriptor: nodes are to be timed, not its start."""
+    """Wait until the peer has the run's descriptor: nodes are to be timed, not its start."""
     deadline = time.monotonic() + PEER_SECONDS
     while not descriptor.exists():
         if time.monotonic() > deadline:

@@ -25,7 +25,7 @@ LOOK_SECONDS: Final = 0.02
 
 
 def join_seconds(folder: Path, *, count: int) -> list[float]:
-    """Of each of `count` workers, started one after the other. Raises TimeoutError."""
+    """Time the start of each of `count` workers, one after the other. Raise TimeoutError."""
     swarm = lay_out(folder / "swarm", demo_run_toml(initial='"random-tiny"'), honest=count, hostile=(), leaves=1)
     names = {place.name for place in swarm.workers}
     commands = [command for command in swarm.commands if command.name not in names]
@@ -67,7 +67,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def _wait(home: Home, counting: object, supervisor: Supervisor) -> float:
-    """When there was one."""
+    """Wait until there is one, and return when."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with home.database.read() as connection:

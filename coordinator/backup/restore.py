@@ -22,7 +22,7 @@ from coordinator.backup.log_tree import LogTree
 from coordinator.backup.manifest import BackupError, BackupManifest, read_manifest
 from coordinator.backup.tables import Scalar, load_table, read_rows
 from coordinator.errors import BadConfiguration
-from coordinator.run.home import ELSEWHERE, MAX_SPEC_BYTES
+from coordinator.run.home import DATABASE_URL_FILE, MAX_SPEC_BYTES
 from coordinator.storage import locks, log, uploads
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Connection, Database, sqlite_path, sqlite_url, upgrade, without_password
@@ -96,7 +96,7 @@ def restore(
         store.begin(checked.spec_text)
         count = _put_blobs(checked, store)
         if database_url is not None:
-            (data / ELSEWHERE).write_text(without_password(database_url))
+            (data / DATABASE_URL_FILE).write_text(without_password(database_url))
         with _writing(database_url or sqlite_url(data)) as connection:
             _load(connection, checked, store=(blobs_url or "").rstrip("/"))
     return Restored(manifest, count)
@@ -195,7 +195,7 @@ def _put_blobs(checked: _VerifiedBackup, store: BlobStore) -> int:
 def _load(connection: Connection, checked: _VerifiedBackup, *, store: str) -> None:
     """Create the backup's schema, load it, and upgrade it to this release's."""
     manifest = checked.manifest
-    locks.alone(connection)
+    locks.exclusive(connection)
     upgrade(connection, manifest.revision)
     present = {table.name: table for table in whole_tables(connection, newest=False)}
     files = {table.name: table for table in manifest.tables}

@@ -32,7 +32,7 @@ from node.protocol.admission import NOT_FINITE, Finding, judge_gain
 from node.protocol.evidence import add
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.verification.plan import at_doubt
+from node.verification.plan import look_if_suspicious
 from node.verification.prefill import Prefill
 from node.verification.readings import policy_of, read_by_transformers
 from node.verification.second_look import suspect_gain
@@ -174,7 +174,7 @@ class _Calibration:
         limits, second_looks = self._spec.limits, []
         for rollouts, group in zip(work.rollouts, work.measured, strict=True):
             totals = add(one.totals(limits) for one in group)
-            look = at_doubt(random.SystemRandom().random())
+            look = look_if_suspicious(random.SystemRandom().random())
             if judge_group_alone(group, limits) is None and self._spec.proofs.has_sketch and look(totals, limits):
                 second_looks.append(await self._second_look(rollouts))
         return outcome(name, work.measured, limits, second_looks=[found for found in second_looks if found is not None])

@@ -1,10 +1,10 @@
-"""`swarmproof backup` and `swarmproof restore`. What they do is imported when they run: all other commands load
-this."""
+"""`swarmproof backup` and `swarmproof restore`, with deferred imports: every command loads this module."""
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,8 @@ def backup(*, directory: Path, data: Path, database_url: str | None, verify: boo
 
     began = time.monotonic()
     home = open_home(data, database_url=database_url)
-    try:
+    with closing(home.database):
         made = back_up(home, directory, verify=verify)
-    finally:
-        home.database.close()
     copied = made.copied
     summary = _summary(made.manifest) | {"blobs_copied": copied.blobs, "bytes_copied": copied.size_bytes}
     if as_json:

@@ -1,73 +1,42 @@
-"""`swarmproof evaluate`: what a policy earns on problems that were held out (`coordinator.training.evaluation`)."""
+"""`swarmproof evaluate`: the reward of a policy on held-out problems (`coordinator.training.evaluation`)."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
-from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, json_option, threads_option
+from node.commands.options import EXISTING_FOLDER, json_option, threads_option
 
-if TYPE_CHECKING:  # which import torch: seconds that --help should not take
+if TYPE_CHECKING:  # imports torch, too slow for --help
     from coordinator.training.evaluation import Evaluation
     from node.protocol.run import RunSpec
 
-_WIDTH = 100
-
 
 @click.command()
-@click.option(
-    "--run",
-    "run_file",
-    type=EXISTING_FILE,
-    required=True,
-    help="The run.toml whose environments, lengths and dtype count.",
-)
-@click.option(
-    "--policy",
-    type=click.Path(path_type=Path, exists=True),
-    help="A policy file, or a model's folder in Hugging Face's layout.  [default: the run's first policy]",
-)
+@run_file_option("The run.toml whose environments, lengths and dtype count.")
+@policy_option
 @click.option(
     "--trainer",
     type=EXISTING_FOLDER,
     help="The trainer's --state, to measure a --version that it published.",
 )
-@click.option("--version", type=click.IntRange(0), metavar="NUMBER", help="Which.  [default: the newest]")
-@click.option(
-    "--problems",
-    type=click.IntRange(1, 100_000),
-    metavar="COUNT",
-    default=128,
-    show_default=True,
-    help="Held-out problems of each environment.",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(1, 1024),
-    metavar="COUNT",
-    default=1,
-    show_default=True,
-    help="Completions of each problem.",
-)
+@number_option("--version", "Which.  [default: the newest]", metavar="NUMBER", least=0)
+@number_option("--problems", "Held-out problems of each environment.", most=100_000, default=128)
+@number_option("--samples", "Completions of each problem.", most=1024, default=1)
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 10),
     metavar="T",
     help="0 takes the likeliest token always.  [default: the run's]",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    metavar="NUMBER",
-    default=0,
-    show_default=True,
-    help="Draws the problems and the completions: the same seed, the same both.",
-)
+@seed_option("Draws the problems and the completions: the same seed, the same both.")
 @threads_option("CPU threads.", default=1)
 @json_option("One line of JSON instead of a table.")
 def evaluate(
@@ -120,7 +89,7 @@ def evaluate(
 
 
 def _published(trainer: Path, version: int | None) -> Path:
-    """Return the policy file of a version in a trainer's folder, the newest by default; reading takes no lock of it."""
+    """Return the file of a published version, the newest by default, in a trainer's folder; takes no lock."""
     found = {
         int(number): path
         for path in (trainer / "origin" / "versions").glob("*-*.bin")
@@ -135,7 +104,7 @@ def _published(trainer: Path, version: int | None) -> Path:
 
 
 def policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
-    """Return `policy` as a file, written into `folder` where it is none yet."""
+    """Return `policy` as a policy file, converted into `folder` if it is a model's folder or None (the run's first)."""
     if policy is not None and policy.is_file():
         return policy
     import msgspec
@@ -156,31 +125,33 @@ def policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
 
 
 def _show(found: Evaluation) -> None:
+    how = "greedy" if found.temperature == 0 else f"temperature {found.temperature:g}"
+    drawn = "1 completion" if found.samples == 1 else f"{found.samples} completions"
+    rows = []
+    for one in found.environments:
+        interval = "" if one.low is None or one.high is None else f"{one.low:.3f} .. {one.high:.3f}"
+        lengths = (f"{one.tokens_mean:.1f}", f"{one.tokens_median:g}", str(one.tokens_most), f"{one.cut_off:.0%}")
+        rows.append((one.name, str(one.problems), _reward(one.reward), interval, *lengths, str(one.unjudged or "")))
+    columns = ("problems", "reward", "95 % interval", "tokens", "median", "most", "cut off", "unjudged")
+    print_table(columns, rows, title=f"Held-out problems, seed {found.seed}, {drawn} of each, {how}")
+    if len(found.environments) > 1:
+        click.echo(f"by the run's weights: {_reward(found.reward)}")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+    """Print one row per environment, its name first, then right-aligned `columns`; 100 wide unless on a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    how = "greedy" if found.temperature == 0 else f"temperature {found.temperature:g}"
-    drawn = "1 completion" if found.samples == 1 else f"{found.samples} completions"
-    table = Table(
-        title=f"Held-out problems, seed {found.seed}, {drawn} of each, {how}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="dim",
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table.box, table.pad_edge = box.SIMPLE_HEAD, False
     table.add_column("environment", overflow="fold")
-    for column in ("problems", "reward", "95 % interval", "tokens", "median", "most", "cut off", "unjudged"):
+    for column in columns:
         table.add_column(column, justify="right")
-    for one in found.environments:
-        sure = "" if one.low is None or one.high is None else f"{one.low:.3f} .. {one.high:.3f}"
-        lengths = (f"{one.tokens_mean:.1f}", f"{one.tokens_median:g}", str(one.tokens_most), f"{one.cut_off:.0%}")
-        table.add_row(one.name, str(one.problems), _reward(one.reward), sure, *lengths, str(one.unjudged or ""))
-    console = Console(width=None if os.isatty(1) else _WIDTH)
-    console.print(table)
-    if len(found.environments) > 1:
-        console.print(f"by the run's weights: {_reward(found.reward)}")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if os.isatty(1) else 100).print(table)
 
 
 def _reward(value: float | None) -> str:

@@ -1,7 +1,8 @@
-"""The command line of an export. What it runs is imported when it runs: every other command loads this."""
+"""`swarmproof export`, with deferred imports: every command loads this module."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import click
@@ -85,10 +86,8 @@ def rollouts(*, data: Path, to: Path, database_url: str | None, rejected: bool) 
         raise BadConfiguration("`export rollouts` needs pyarrow: pip install -e '.[export]'") from error
 
     home = open_home(data, database_url=database_url)
-    try:
+    with closing(home.database):
         done = export_rollouts(home, to, rejected=rejected)
-    finally:
-        home.database.close()
     click.echo(f"{done.rollouts:,} rollouts of {done.submissions:,} submissions are in {to}, in {done.files} files")
     if done.unreadable:
         click.echo(f"left out: {done.unreadable:,} rejected submissions whose files cannot be read", err=True)

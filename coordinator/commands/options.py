@@ -1,16 +1,17 @@
-"""Options that the operator's commands share, or that one has many of."""
+"""Options of the operator's commands."""
 
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import click
 
-from node.commands.options import EXISTING_FOLDER, FOLDER, Option, all_of, key_option, state_option
+from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, FOLDER, Option, all_of, key_option, state_option
 from shardcast.wire import is_digest
 
 HOME_WAIT_SECONDS = 60.0
-"""How long a process waits for a run's data folder or database to be made."""
+"""How long a process waits for the coordinator to create the run."""
 
 
 data_options = all_of(
@@ -26,7 +27,7 @@ data_options = all_of(
         help="postgresql://USER@HOST/NAME or sqlite:///FILE.  [default: a file in --data]",
     ),
 )
-"""Where a run is, or is to be made."""
+"""Where the run is, or will be created."""
 
 existing_run_options = all_of(
     click.option(
@@ -34,7 +35,7 @@ existing_run_options = all_of(
     ),
     click.option("--database-url", metavar="URL", help="As the coordinator's, if it has one."),
 )
-"""Where a run is that must exist."""
+"""Where an existing run is."""
 
 run_key_option = key_option(
     "The run's key file, made by `swarmproof keys new`. Whoever has it is the run.", required=True
@@ -42,9 +43,39 @@ run_key_option = key_option(
 own_state_option = state_option("This process's own folder; kept across restarts.", required=True)
 
 
-def _limit(name: str, default: int, said: str) -> Option:
-    kind = click.IntRange(int(default > 0), 10_000_000)
-    return click.option(name, type=kind, metavar="COUNT", default=default, show_default=True, help=said)
+policy_option = click.option(
+    "--policy",
+    type=click.Path(path_type=Path, exists=True),
+    help="A policy file, or a model's folder in Hugging Face's layout.  [default: the run's first policy]",
+)
+
+
+def run_file_option(text: str) -> Option:
+    """Return `--run`, an existing run.toml, passed as `run_file`; `text` is its help."""
+    return click.option("--run", "run_file", type=EXISTING_FILE, required=True, help=text)
+
+
+def number_option(
+    name: str,
+    text: str,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    default: int | None = None,
+    metavar: str = "COUNT",
+) -> Option:
+    """Return an integer option from `least` to `most`; `text` is its help."""
+    kind = click.IntRange(least, most)
+    return click.option(name, type=kind, metavar=metavar, default=default, show_default=default is not None, help=text)
+
+
+def seed_option(text: str) -> Option:
+    """Return `--seed`, 0 by default; `text` is its help."""
+    return number_option("--seed", text, least=0, most=2**63 - 1, default=0, metavar="NUMBER")
+
+
+def _limit(name: str, default: int, text: str) -> Option:
+    return number_option(name, text, least=int(default > 0), most=10_000_000, default=default)
 
 
 def _address(text: str) -> str:
@@ -75,7 +106,7 @@ limit_options = all_of(
     _limit("--node-requests-per-minute", 1200, "Signed requests that one node may send."),
     _limit("--requests-per-minute", 6000, "Requests that one address, or one /64 of IPv6, may send."),
 )
-"""What one address, one node and all together may take of a coordinator."""
+"""Limits of requests, connections and leases."""
 
 contact_options = all_of(
     click.option(
@@ -88,14 +119,7 @@ contact_options = all_of(
     click.option(
         "--peer/--no-peer", "with_peer", default=None, help="Run a peer beside it.  [default: if libp2p is here]"
     ),
-    click.option(
-        "--peer-port",
-        type=click.IntRange(1, 65535),
-        metavar="PORT",
-        default=8701,
-        show_default=True,
-        help="Where the peer listens, on --host.",
-    ),
+    number_option("--peer-port", "Where the peer listens, on --host.", most=65535, default=8701, metavar="PORT"),
     click.option(
         "--peer-state",
         type=FOLDER,
@@ -125,10 +149,10 @@ contact_options = all_of(
         help="A key with which no peer shall deal any more; repeatable.",
     ),
 )
-"""Where others find the run, and the peer that introduces them."""
+"""The contacts in the descriptor, and the coordinator's own peer."""
 
 
-watching_options = all_of(
+tracker_options = all_of(
     click.option(
         "--tensorboard",
         type=FOLDER,
@@ -140,38 +164,29 @@ watching_options = all_of(
         "--wandb", metavar="PROJECT", help="Send each step's statistics to this project of Weights & Biases, too."
     ),
 )
-"""Where the trainer's statistics go; `coordinator.training.trackers.tracker_settings` takes them."""
+"""Where the trainer's statistics go, see `coordinator.training.trackers.tracker_settings`."""
 
 
 evaluation_options = all_of(
-    click.option(
+    number_option(
         "--evaluate-every",
-        type=click.IntRange(0),
-        metavar="STEPS",
+        "Measure the policy on held-out problems after so many steps; 0 never does. Training waits meanwhile.",
+        least=0,
         default=0,
-        show_default=True,
-        help="Measure the policy on held-out problems after so many steps; 0 never does. Training waits meanwhile.",
+        metavar="STEPS",
     ),
-    click.option(
-        "--evaluate-problems",
-        type=click.IntRange(1, 4096),
-        metavar="COUNT",
-        default=64,
-        show_default=True,
-        help="Of each environment, one completion each.",
-    ),
+    number_option("--evaluate-problems", "Of each environment, one completion each.", most=4096, default=64),
 )
-"""How often the trainer measures its policies on held-out problems."""
+"""The trainer's evaluations on held-out problems."""
 
 
 execution_options = all_of(
-    click.option(
+    number_option(
         "--row-tokens",
-        type=click.IntRange(1, 2**20),
-        metavar="TOKENS",
+        "Samples are packed into rows of so many tokens; memory grows with it.",
+        most=2**20,
         default=512,
-        show_default=True,
-        help="Samples are packed into rows of so many tokens; memory grows with it.",
+        metavar="TOKENS",
     ),
     click.option(
         "--recompute",
@@ -187,4 +202,4 @@ execution_options = all_of(
         help="The dtype of matrix products; weights and optimizer stay float32.  [default: float32]",
     ),
 )
-"""How the trainer computes; a run does not depend on it, but for rounding."""
+"""How the trainer computes; affects rounding only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,47 +11,22 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from coordinator.commands.evaluate import policy_file
+from coordinator.commands.evaluate import policy_file, print_table
+from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
-from node.commands.options import EXISTING_FILE, FILE, json_option, threads_option
+from node.commands.options import FILE, json_option, threads_option
 from shardcast.files import write_atomically
 
-if TYPE_CHECKING:  # which import torch: seconds that --help should not take
+if TYPE_CHECKING:  # imports torch, too slow for --help
     from coordinator.training.filtering import Filtered
     from node.protocol.run import RunSpec
 
-_WIDTH = 100
-
 
 @click.command()
-@click.option(
-    "--run",
-    "run_file",
-    type=EXISTING_FILE,
-    required=True,
-    help="The run.toml whose environments are filtered.",
-)
-@click.option(
-    "--policy",
-    type=click.Path(path_type=Path, exists=True),
-    help="A policy file, or a model's folder in Hugging Face's layout.  [default: the run's first policy]",
-)
-@click.option(
-    "--count",
-    type=click.IntRange(1, 65_536),
-    metavar="COUNT",
-    default=512,
-    show_default=True,
-    help="Problems of each environment that are measured, from index 0 on.",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(1, 1024),
-    metavar="COUNT",
-    default=8,
-    show_default=True,
-    help="Completions of each problem.",
-)
+@run_file_option("The run.toml whose environments are filtered.")
+@policy_option
+@number_option("--count", "Problems of each environment that are measured, from index 0 on.", most=65_536, default=512)
+@number_option("--samples", "Completions of each problem.", most=1024, default=8)
 @click.option(
     "--min",
     "lowest",
@@ -71,14 +45,7 @@ _WIDTH = 100
     show_default=True,
     help="The highest.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    metavar="NUMBER",
-    default=0,
-    show_default=True,
-    help="Draws the completions: the same seed, the same problems are kept.",
-)
+@seed_option("Draws the completions: the same seed, the same problems are kept.")
 @threads_option("CPU threads.", default=1)
 @click.option(
     "--out",
@@ -105,8 +72,8 @@ def problems(
     Example:
       swarmproof problems --run run.toml --count 2048 --samples 8 --min 0.1 --max 0.9
 
-    It measures the pass rate of each environment's first problems, and writes a copy of run.toml, comments and all, by
-    which slots are drawn from the kept ones alone. Start the run with that copy: problems cannot change later.
+    It measures the pass rate of each environment's first problems, and writes a copy of run.toml, comments included,
+    whose slots use the kept ones only. Start the run with that copy: problems cannot change later.
     """
     if find_spec("tomlkit") is None:
         raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
@@ -143,7 +110,7 @@ def problems(
 
 
 def _check_result(text: str, spec: RunSpec, *, count: int, out: Path) -> None:
-    """Raise BadConfiguration before measuring where the result could not be written."""
+    """Raise BadConfiguration, before measuring, if the result could not be written."""
     from node.protocol.run import ProblemsSpec
 
     bitmap = bytes([255] * (count // 8)) + bytes([2 ** (count % 8) - 1] if count % 8 else [])
@@ -158,7 +125,7 @@ def _check_result(text: str, spec: RunSpec, *, count: int, out: Path) -> None:
 
 
 def filtered_text(text: str, wanted: RunSpec) -> str:
-    """Return `text`, a run.toml, with the problems of `wanted`; raises BadConfiguration where it cannot hold them."""
+    """Return `text`, a run.toml, with the problems of `wanted`; raises BadConfiguration if that is not the result."""
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
@@ -180,16 +147,9 @@ def filtered_text(text: str, wanted: RunSpec) -> str:
 
 
 def _show(found: Sequence[Filtered]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("environment", overflow="fold")
-    for column in ("problems", "pass rate", "kept", "too hard", "too easy", "unjudged"):
-        table.add_column(column, justify="right")
+    rows = []
     for one in found:
         rate = "unknown" if one.rate is None else f"{one.rate:.3f}"
         counts = (one.kept, one.below, one.above, one.unjudged or "")
-        table.add_row(one.name, str(one.count), rate, *map(str, counts))
-    Console(width=None if os.isatty(1) else _WIDTH).print(table)
+        rows.append((one.name, str(one.count), rate, *map(str, counts)))
+    print_table(("problems", "pass rate", "kept", "too hard", "too easy", "unjudged"), rows)

@@ -1,9 +1,8 @@
-"""`swarmproof coordinator --role ROLE`: one command for what a run's coordinator consists of, in one process or in
-many.
+"""`swarmproof coordinator --role ROLE`: the coordinator's parts, in one process or in many over one database.
 
-`all` is everything but the verifiers, on one machine; `api`, `leader` and `verifier` are its parts, any number of each,
-over one database. The last two are commands of their own, `swarmproof leader` and `swarmproof verifier`, with their own
-options, environment variables and tables in the file of --config.
+`all` is API and leader in one process; `api`, `leader` and `verifier` are single parts. The last two dispatch to the
+commands `swarmproof leader` and `swarmproof verifier`, with their own options, environment variables and --config
+tables.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ import click
 ROLE = "--role"
 VARIABLE = "SWARMPROOF_COORDINATOR_ROLE"
 HERE, COMMANDS = ("all", "api"), ("leader", "verifier")
-"""The roles of the command itself, and those that are other commands."""
+"""Roles of this command, and those that are other commands."""
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
-class ByRole(click.Command):
-    """A command that is another one of its group where `--role` names that."""
+class RoleCommand(click.Command):
+    """A command that dispatches to another one of its group if `--role` names it."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Make the context of the role's command, which click invokes."""
-        role, rest = _taken(args)
+        """Return the context of the role's command."""
+        role, rest = _split_role(args)
         role = role or os.environ.get(VARIABLE, "")
         if role in COMMANDS and parent is not None and isinstance(parent.command, click.Group):
             other = parent.command.get_command(parent, role)
@@ -38,8 +37,8 @@ class ByRole(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
 
-def _taken(args: list[str]) -> tuple[str, list[str]]:
-    """Split the arguments into the role that they name, "" for none, and the others."""
+def _split_role(args: list[str]) -> tuple[str, list[str]]:
+    """Return the role that the arguments name, "" for none, and the other arguments."""
     role, rest = "", list[str]()
     values = iter(args)
     for arg in values:
@@ -53,7 +52,7 @@ def _taken(args: list[str]) -> tuple[str, list[str]]:
 
 
 def role_option(function: F) -> F:
-    """Add the option as `--help` shows it."""
+    """Add `--role`, for --help; `RoleCommand` parses it."""
     return click.option(
         ROLE,
         type=click.Choice((*HERE, *COMMANDS)),

@@ -1,8 +1,9 @@
-"""`swarmproof stakes`: the operator's ledger of what nodes have at stake (`coordinator.storage.stakes`)."""
+"""`swarmproof stakes`: the operator's ledger of stakes (`coordinator.storage.stakes`)."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from coordinator.commands.options import existing_run_options
 
 @click.group()
 def stakes() -> None:
-    """Keep the book of what nodes have staked.
+    """Keep the ledger of nodes' stakes.
 
     A node whose slot is rejected loses all of it. See standing.stake in docs/run-toml.md.
     """
@@ -32,7 +33,7 @@ def enter(*, data: Path, database_url: str | None, node: str, amount: int, why: 
     """
     from coordinator.errors import BadConfiguration
     from coordinator.run.home import open_home
-    from coordinator.storage import stakes as book
+    from coordinator.storage import stakes as ledger
     from coordinator.storage.faults import DatabaseConflict
     from shardcast.wire import is_digest
 
@@ -40,15 +41,13 @@ def enter(*, data: Path, database_url: str | None, node: str, amount: int, why: 
         raise click.BadParameter("a node's id has 64 hexadecimal digits", param_hint="NODE")
     home = open_home(data, database_url=database_url)
     try:
-        with home.database.write() as connection:
-            held = book.held(connection, node)
+        with closing(home.database), home.database.write() as connection:
+            held = ledger.held(connection, node)
             if held + amount < 0:
                 raise BadConfiguration(f"{node[:16]}… has {held} at stake, of which {-amount} cannot be paid back")
-            book.enter(connection, node, amount, why=why, now=time.time())
+            ledger.enter(connection, node, amount, why=why, now=time.time())
     except DatabaseConflict as error:
         raise BadConfiguration(f"{why!r} was entered for this node before") from error
-    finally:
-        home.database.close()
     click.echo(f"{node[:16]}… has {held + amount} at stake")
 
 
@@ -62,12 +61,11 @@ def show(*, data: Path, database_url: str | None) -> None:
       swarmproof stakes list --data data
     """
     from coordinator.run.home import open_home
-    from coordinator.storage import stakes as book
+    from coordinator.storage import stakes as ledger
 
     home = open_home(data, database_url=database_url)
-    with home.database.read() as connection:
-        balances = book.balances(connection)
-    home.database.close()
+    with closing(home.database), home.database.read() as connection:
+        balances = ledger.balances(connection)
     for node, amount in balances:
         click.echo(f"{node}  {amount}")
     if not balances:

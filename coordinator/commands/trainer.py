@@ -16,7 +16,7 @@ from coordinator.commands.options import (
     execution_options,
     own_state_option,
     run_key_option,
-    watching_options,
+    tracker_options,
 )
 from coordinator.errors import BadConfiguration
 from coordinator.run.home import Home, open_home
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @listen_options(8710)
 @threads_option("CPU threads for torch.", default=1)
 @execution_options
-@watching_options
+@tracker_options
 @evaluation_options
 @serving_options
 @metrics_options
@@ -126,13 +126,13 @@ def _train(
 ) -> None:
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics.roles import TrainerMetrics, role_registry
-    from coordinator.storage.training import newest
+    from coordinator.storage.training import newest_version
     from coordinator.training.trainer import Trainer
     from node.runtime.metrics import serving_metrics
     from shardcast import Origin, OriginServer
 
     with home.database.read() as connection:
-        recorded = newest(connection)
+        recorded = newest_version(connection)
     origin = Origin(
         settings.state / "origin",
         run_key,

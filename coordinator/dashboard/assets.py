@@ -1,6 +1,6 @@
-"""What the pages load: each file under a name with its digest, compressed once, and kept by browsers for ever.
+"""Static files, served compressed under URLs with their digest, so that browsers cache them for ever.
 
-Plotly's own script lies in its Python package, so that nothing is asked of anybody but this coordinator.
+Plotly's script comes from its Python package, so that pages load nothing from third parties.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIGEST_DIGITS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file as it is sent: `plain`, or `compressed` to who takes gzip."""
+    """A file, `plain` and `compressed` with gzip."""
 
     media_type: str
     plain: bytes
@@ -47,7 +47,7 @@ _SOURCES: Final = {
 
 
 class Assets:
-    """The files of one process, read and compressed when they are first asked for (Plotly's takes 0.3 s)."""
+    """The files of one process, read and compressed on first use (Plotly's takes 0.3 s)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class Assets:
         return self._urls[name]
 
     def text(self, name: str) -> str:
-        """Return the file's text, for a page that loads nothing."""
+        """Return the file's text, to inline it in a standalone page."""
         return _SOURCES[name][1]().decode()
 
     def get(self, version: str, name: str) -> Asset | None:

@@ -1,4 +1,4 @@
-"""The auditor's page: what the coordinator signs of its log, the log's end, and how to check all of it."""
+"""The auditor's page: the signed checkpoint, the log's newest entries, and how to verify them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_LINE: Final = 180
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of the log: what it says, and the submission that it is about."""
+    """A log entry in words; `submission` is the one that it is about, or ""."""
 
     index: int
     kind: str
@@ -41,8 +41,8 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """Everything on the page. `parts` are the newest pages of the log, (first, beyond the last); `first` asks where the
-    shown entries begin."""
+    """The content of the page. `entries` are newest first, down to index `first`; `older` and `newer` are the
+    `at` of the next pages, None at the ends; `parts` are the newest ranges of the log to download, (start, end)."""
 
     checkpoint: Checkpoint
     signature: str
@@ -57,7 +57,7 @@ class AuditView:
 
 
 def read_audit(coordinator: Coordinator, *, at: int | None, now: float) -> AuditView:
-    """Read the auditor's page, with the log entries that end before `at`; the newest by default."""
+    """Read the auditor's page with the ENTRIES log entries before index `at`, by default the newest."""
     envelope = coordinator.checkpoint(now=now)
     opened = open_envelope(
         envelope, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=MAX_MESSAGE_BYTES

@@ -1,7 +1,7 @@
-"""Server-sent events: one producer for all who watch the run's page, and a bounded number of them.
+"""Server-sent events: one producer per process and a bounded number of streams.
 
-What is sent is the page's own sections, as the server renders them, and only those that have changed. A listener that
-reads slowly misses versions, not the last one, and holds no more than one message.
+Events carry the rendered sections of the run's page that have changed. A slow reader skips intermediate versions and
+buffers at most one message.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from secrets import token_hex
 from typing import Final
 
 from coordinator.http.rate_limits import TooManyRequests, network_of
-from coordinator.http.shutdown import Ending
+from coordinator.http.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 2.0
 HEARTBEAT_SECONDS: Final = 15.0
 STREAM_SECONDS: Final = 1800.0
-"""After so long a stream ends, and the browser asks for the next: nothing is held open for ever."""
+"""Maximum duration of a stream; the browser then reconnects."""
 
 RETRY_MS: Final = 3000
 RETRY_AFTER_SECONDS: Final = 30
@@ -32,7 +32,7 @@ RETRY_AFTER_SECONDS: Final = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """How many streams one network address and all together may have."""
+    """Maximum number of streams per network (see `network_of`) and in all."""
 
     per_address: int = 8
     streams: int = 256
@@ -42,7 +42,7 @@ DEFAULT_STREAM_LIMITS: Final = StreamLimits()
 
 
 class Sections:
-    """The latest text of each section, and since which revision it is so."""
+    """The current text of each section, with the revision that changed it last."""
 
     def __init__(self) -> None:
         self._boot = token_hex(4)
@@ -51,11 +51,11 @@ class Sections:
 
     @property
     def mark(self) -> str:
-        """Names this state, for `since`; of another process it names nothing."""
+        """The cursor of the current state, for `since`; valid in this process only."""
         return f"{self._boot}-{self.revision}"
 
     def update(self, texts: Mapping[str, str]) -> bool:
-        """Replace the sections by the present ones; return whether any changed."""
+        """Update the sections' texts; return whether any changed."""
         changed = {name: text for name, text in texts.items() if self._texts.get(name, (0, None))[1] != text}
         if changed:
             self.revision += 1
@@ -63,15 +63,15 @@ class Sections:
         return bool(changed)
 
     def since(self, mark: str) -> dict[str, str]:
-        """Return what has changed after `mark`; everything for a mark that is not this process's."""
+        """Return the sections changed after `mark`; all of them if it is not this process's."""
         boot, _, number = mark.partition("-")
         last = int(number) if boot == self._boot and number.isdecimal() and len(number) < 16 else 0
         return {name: text for name, (revision, text) in self._texts.items() if revision > last}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
-    """One stream: whose, and what wakes it."""
+class Subscription:
+    """A stream's place: its client's network, and the event that wakes it."""
 
     network: str
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,63 +88,61 @@ class EventHub:
         tick_seconds: float = TICK_SECONDS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         stream_seconds: float = STREAM_SECONDS,
-        ending: Ending | None = None,
+        shutdown: Shutdown | None = None,
     ) -> None:
-        self._ending = ending or Ending()
+        self._shutdown = shutdown or Shutdown()
         self._read, self._limits = read, limits
         self._tick, self._heartbeat, self._longest = tick_seconds, heartbeat_seconds, stream_seconds
-        self._from = Counter[str]()
-        self._seats = set[Seat]()
+        self._by_network = Counter[str]()
+        self._subscriptions = set[Subscription]()
         self._producer: asyncio.Task[None] | None = None
         self._sections = Sections()
         self._encoded: tuple[str, str, bytes] = ("", "", b"")
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._subscriptions)
 
     async def now(self, mark: str) -> dict[str, object]:
-        """Return what has changed after `mark`, for clients that poll."""
+        """Return the sections changed after `mark`, for clients that poll."""
         self._sections.update(await self._read())
         return {"mark": self._sections.mark, "sections": self._sections.since(mark)}
 
-    def enter(self, address: str) -> Seat:
-        """Reserve a stream to `address`, to be released by `leave`. Raises TooManyRequests."""
+    def subscribe(self, address: str) -> Subscription:
+        """Reserve a stream for `address`, to be released by `unsubscribe`; raises TooManyRequests."""
         network = network_of(address)
-        if self._from[network] >= self._limits.per_address or len(self._seats) >= self._limits.streams:
+        if self._by_network[network] >= self._limits.per_address or len(self._subscriptions) >= self._limits.streams:
             raise TooManyRequests("Too many open streams.", retry_after_seconds=RETRY_AFTER_SECONDS)
-        seat = Seat(network)
-        self._from[network] += 1
-        self._seats.add(seat)
-        return seat
+        subscription = Subscription(network)
+        self._by_network[network] += 1
+        self._subscriptions.add(subscription)
+        return subscription
 
-    def leave(self, seat: Seat) -> None:
-        """Forget a stream that has ended; the last one out ends the producer."""
-        if seat not in self._seats:
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Release a stream; idempotent. The last one stops the producer."""
+        if subscription not in self._subscriptions:
             return
-        self._seats.discard(seat)
-        self._from[seat.network] -= 1
-        if not self._from[seat.network]:
-            del self._from[seat.network]
-        if not self._seats and self._producer is not None:
+        self._subscriptions.discard(subscription)
+        self._by_network -= Counter((subscription.network,))
+        if not self._subscriptions and self._producer is not None:
             self._producer.cancel()
             self._producer = None
 
-    async def stream(self, seat: Seat, *, mark: str) -> AsyncIterator[bytes]:
-        """Yield everything that has changed after `mark`, then changes, up to the stream's time limit."""
+    async def stream(self, subscription: Subscription, *, mark: str) -> AsyncIterator[bytes]:
+        """Yield the sections changed after `mark`, then further changes, until the time limit or shutdown."""
         if self._producer is None:
             self._producer = asyncio.create_task(self._produce())
         ends = time.monotonic() + self._longest
         yield f"retry: {RETRY_MS}\n\n".encode()
-        while time.monotonic() < ends and not self._ending.begun:
-            seat.woken.clear()
+        while time.monotonic() < ends and not self._shutdown.requested:
+            subscription.woken.clear()
             newest = self._sections.mark
             if self._sections.revision and newest != mark:
-                # While this waits for the reader, there may be another.
+                # Advance only to the state sent: there may be a newer one once the client has read this.
                 yield self._message(mark)
                 mark = newest
                 continue
             try:
-                await asyncio.wait_for(self._ending.before(seat.woken), self._heartbeat)
+                await asyncio.wait_for(self._shutdown.wait_for(subscription.woken), self._heartbeat)
             except TimeoutError:
                 yield b": still here\n\n"
 
@@ -157,12 +155,12 @@ class EventHub:
                 log.warning("dashboard not updated; retrying in %.1f s", self._tick, exc_info=True)
                 changed = False
             if changed:
-                for seat in self._seats:
-                    seat.woken.set()
+                for subscription in self._subscriptions:
+                    subscription.woken.set()
             await asyncio.sleep(self._tick)
 
     def _message(self, mark: str) -> bytes:
-        """Encode the event with what has changed after `mark`; cached, since most clients have the same mark."""
+        """Encode the event with the sections changed after `mark`; cached, as most clients have the same mark."""
         if self._encoded[:2] != (mark, self._sections.mark):
             data = json.dumps(self._sections.since(mark), separators=(",", ":"))
             event = f"id: {self._sections.mark}\nevent: sections\ndata: {data}\n\n".encode()

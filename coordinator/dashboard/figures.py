@@ -1,4 +1,4 @@
-"""What the run's page shows, read in one transaction: every query is bounded, however long the run has been going."""
+"""The figures of the run's page, read in one transaction by queries whose cost is independent of the run's length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordinator.storage import log, nodes, tallies, work
 from coordinator.storage.database import Connection
 from coordinator.storage.steps import PublishedPolicy, finished_steps
 from coordinator.storage.submissions import queue_length
-from coordinator.storage.tallies import DAY, HOUR, MINUTE, Kind, Tally
+from coordinator.storage.tallies import DAY, HOUR, MINUTE, Tally, VerdictKind
 from coordinator.storage.totals import first_verdict_at, slot_counts
 from node.protocol.admission import Outcome
 from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
@@ -27,7 +27,7 @@ from shardcast.wire import decode
 
 RECENT_SECONDS: Final = 600
 AT_WORK_SECONDS: Final = 120.0
-"""Seen within it, a worker counts as being there: it asks for work or relays more often than that."""
+"""A worker last seen within it counts as at work: it polls for leases or relays more often."""
 
 LATEST: Final = 12
 _LOG_TAIL: Final = 40
@@ -36,7 +36,7 @@ _MOST_BUCKETS: Final = {MINUTE: 180, HOUR: 192, DAY: 400}
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """The last RECENT_SECONDS, or what there is of them: first verdicts and tokens a minute, seconds to a verdict."""
+    """First verdicts and tokens per minute, and seconds from arrival to verdict, over the last RECENT_SECONDS."""
 
     slots_per_minute: float
     tokens_per_minute: float
@@ -46,7 +46,7 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Submissions without a verdict, and how long the oldest has been waiting; `rechecks` are second verdicts due."""
+    """Number of submissions without a verdict, age of the oldest, and number of second verdicts due."""
 
     depth: int
     oldest_seconds: float
@@ -55,7 +55,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Registered nodes: how many in all, seen lately, and banned."""
+    """Number of registered nodes: in all, at work, and banned."""
 
     registered: int
     at_work: int
@@ -64,7 +64,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class LatestVerdict:
-    """A verdict from the end of the log."""
+    """A recent verdict in the log; `reward` is the group's mean."""
 
     index: int
     submission: str
@@ -81,7 +81,7 @@ class LatestVerdict:
 
 @dataclass(frozen=True, slots=True)
 class RunPage:
-    """Everything on the run's page but its table of workers."""
+    """The content of the run's page without its table of workers."""
 
     now: float
     head: int
@@ -115,10 +115,10 @@ class RunPage:
 def read_figures(
     connection: Connection, registry: RelayRegistry, history: History, *, spec: RunSpec, now: float
 ) -> RunPage:
-    """Read the run as it is at `now` (Unix seconds)."""
+    """Read the run's figures at `now` (Unix seconds)."""
     at = work.progress(connection)
     whole = tallies.whole_run(connection)
-    first = [tally for tally in whole if tally.kind is not Kind.SECOND]
+    first = [tally for tally in whole if tally.kind is not VerdictKind.SECOND]
     slots = slot_counts(connection)
     width, buckets = _over_time(connection, now=now)
     log_size = log.size(connection)
@@ -134,7 +134,7 @@ def read_figures(
         admitted=_count(first, Outcome.ADMITTED),
         rejected=_count(first, Outcome.REJECTED),
         undecided=_count(first, Outcome.INDETERMINATE),
-        taken_back=sum(t.verdicts for t in whole if t.kind is Kind.SECOND and t.outcome is not Outcome.ADMITTED),
+        taken_back=sum(t.verdicts for t in whole if t.kind is VerdictKind.SECOND and t.outcome is not Outcome.ADMITTED),
         tokens=tallies.admitted_tokens(whole),
         reasons=reasons_of(first),
         width=width,
@@ -169,11 +169,11 @@ def _over_time(connection: Connection, *, now: float) -> tuple[int, list[Tally]]
     width = next((width for width in (MINUTE, HOUR) if age <= width * (_MOST_BUCKETS[width] - 1)), DAY)
     since = int(now) // width * width - width * (_MOST_BUCKETS[width] - 1)
     found = tallies.since(connection, width=width, start=since)
-    return width, [tally for tally in found if tally.kind is not Kind.SECOND]
+    return width, [tally for tally in found if tally.kind is not VerdictKind.SECOND]
 
 
 def _recent(counted: Sequence[Tally], *, now: float) -> Recent:
-    first = [tally for tally in counted if tally.kind is not Kind.SECOND]
+    first = [tally for tally in counted if tally.kind is not VerdictKind.SECOND]
     if not first:
         return Recent(0.0, 0.0, None, None)
     begun = min(tally.start for tally in first)
@@ -206,7 +206,7 @@ def _latest(connection: Connection, size: int) -> list[LatestVerdict]:
     found = []
     for index, leaf in enumerate(log.leaves(connection, max(0, size - _LOG_TAIL), size), max(0, size - _LOG_TAIL)):
         if not leaf.startswith(b'{"type":"verdict"'):
-            continue  # a batch names all its submissions, and may be long
+            continue  # batch entries may be long
         entry = read_entry(leaf)
         if isinstance(entry, VerdictEntry):
             found.append(_latest_of(index, entry))
@@ -214,7 +214,7 @@ def _latest(connection: Connection, size: int) -> list[LatestVerdict]:
 
 
 def read_entry(leaf: bytes) -> LogEntry | None:
-    """Decode a log entry; return None for one that another release has written."""
+    """Decode a log entry; return None for a type of another release."""
     try:
         entry: LogEntry = decode(LogEntry, leaf, max_bytes=MAX_ENTRY_BYTES)  # type: ignore[arg-type]
     except (Malformed, msgspec.ValidationError):

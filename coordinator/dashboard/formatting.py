@@ -1,4 +1,4 @@
-"""Numbers and codes as people read them."""
+"""Formatting of numbers, times and codes."""
 
 from __future__ import annotations
 
@@ -65,8 +65,3 @@ def percent(share: float) -> str:
 def name_of(reason: Reason | str | None) -> str:
     """Return a reason's code without its underscores."""
     return "" if reason is None else str(getattr(reason, "value", reason)).replace("_", " ")
-
-
-def meaning_of(reason: Reason) -> str:
-    """Return what a reason means, in a sentence."""
-    return reason.meaning

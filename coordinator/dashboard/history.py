@@ -1,4 +1,4 @@
-"""Steps and policies as they are added, remembered by each process: nothing of the past is read twice."""
+"""Incremental in-memory cache of a run's steps and policies."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from coordinator.metrics.curves import kept_stats
+from coordinator.metrics.curves import curve_stats
 from coordinator.storage.database import Connection
 from coordinator.storage.steps import PublishedPolicy, policies_after, steps_with_rewards
 
 READ_AT_ONCE: Final = 500
 REREAD: Final = 2
-"""A step's own row changes once more after it was begun, when its policy is published."""
+"""Newest steps to read again: a step's row changes when its policy is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step: the mean over its groups' mean rewards, and their standard deviation, lowest and highest.
-
-    `stats` are those of which there are curves.
-    """
+    """A training step: mean, standard deviation, minimum and maximum of its groups' mean rewards, and curve stats."""
 
     step: int
     reward: float
@@ -37,14 +34,14 @@ class Step:
 
 @dataclass(slots=True)
 class History:
-    """What is known of a run's steps and policies; safe to use from several threads."""
+    """The steps and policies read so far; thread-safe."""
 
     _steps: dict[int, Step] = field(default_factory=dict)
     _policies: list[PublishedPolicy] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def steps(self, connection: Connection) -> list[Step]:
-        """Return all of them, in order."""
+        """Return all steps in order, reading new ones."""
         with self._lock:
             first = max(0, len(self._steps) - REREAD)
             while self._read_steps(connection, first) == READ_AT_ONCE:
@@ -63,12 +60,12 @@ class History:
                 staleness=row.staleness_mean,
                 assigned_at=row.assigned_at,
                 finished_at=row.finished_at,
-                stats={**kept_stats(row.stats), "staleness": row.staleness_mean},
+                stats={**curve_stats(row.stats), "staleness": row.staleness_mean},
             )
         return len(rows)
 
     def policies(self, connection: Connection) -> list[PublishedPolicy]:
-        """Return all of them, in order."""
+        """Return all policies in order, reading new ones."""
         with self._lock:
             last = self._policies[-1].version if self._policies else -1
             self._policies.extend(policies_after(connection, last))

@@ -1,4 +1,4 @@
-"""The pages as HTML: one template for each, and the run's in sections that are made once a second for all who ask."""
+"""The pages as HTML: one template each; the run's page is rendered at most once a second for all clients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from coordinator.dashboard.history import History
 from coordinator.dashboard.series import plots_of
 from coordinator.dashboard.submissions import SubmissionView
 from coordinator.dashboard.visible import short, visible
-from coordinator.dashboard.workers import Asked, WorkerTable, read_workers
+from coordinator.dashboard.workers import TableQuery, WorkerTable, read_workers
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
 
 SNAPSHOT_SECONDS: Final = 1.0
 PLOTS_SECONDS: Final = 10.0
-"""How old the plots of a page that is open may be: their data is larger than all the rest."""
+"""Maximum age of the plots on live pages, whose data is larger than all other sections."""
 
 SECTIONS: Final = ("state", "cards", "relays", "reasons", "queue", "latest")
 PLOTS: Final = "plots"
@@ -35,7 +35,7 @@ PLOTS: Final = "plots"
 
 @dataclass(frozen=True, slots=True)
 class RenderedRun:
-    """The run's page as it was `at` (monotonic): what it is made of, and its HTML as most people ask for it."""
+    """The run's page as of `at` (monotonic): template values, rendered sections, and the default page."""
 
     at: float
     values: Mapping[str, Any]
@@ -44,15 +44,15 @@ class RenderedRun:
 
 
 def export_run(coordinator: Coordinator, *, section: str) -> str:
-    """Render the run's page as it is now into one file that loads nothing, runs nothing and links nowhere.
+    """Render the run's page into one static file without scripts, links and external files.
 
-    `section` is HTML of the caller's, for a place below the run's figures.
+    `section` is trusted HTML, inserted below the run's figures.
     """
-    return Pages(coordinator, Assets(), is_live=False).export(section)
+    return Pages(coordinator, Assets(), is_live=False).snapshot(section).page.decode()
 
 
 class Pages:
-    """Renders for one process; safe to use from several threads."""
+    """Page renderer and cache of one process; thread-safe."""
 
     def __init__(self, coordinator: Coordinator, assets: Assets, *, is_live: bool = True) -> None:
         self._coordinator, self._assets, self._is_live = coordinator, assets, is_live
@@ -69,13 +69,13 @@ class Pages:
                 self._plots = (snapshot.at, snapshot.sections[PLOTS])
             return {**snapshot.sections, PLOTS: self._plots[1]}
 
-    def run(self, asked: Asked) -> bytes:
+    def run(self, query: TableQuery) -> bytes:
         """Render the run's page with the requested part of the table of workers."""
         snapshot = self._newest()
-        if asked == Asked():
+        if query == TableQuery():
             return snapshot.page
         with self._coordinator.home.database.read() as connection:
-            table = self._workers(connection, asked)
+            table = self._workers(connection, query)
         return self._run_page(snapshot.values, snapshot.sections, table)
 
     def submission(self, view: SubmissionView) -> bytes:
@@ -87,30 +87,27 @@ class Pages:
         return self._render("audit.html.j2", view=view)
 
     def missing(self, what: str) -> bytes:
-        """Render the page for what does not exist."""
+        """Render an error page with the sentence `what`."""
         return self._render("missing.html.j2", what=what)
 
     def _newest(self) -> RenderedRun:
-        """Return the page, at most SNAPSHOT_SECONDS old; one thread renders it for all that wait."""
+        """Return the page, at most SNAPSHOT_SECONDS old; one thread renders it for all waiting ones."""
         with self._lock:
             if self._snapshot is None or time.monotonic() - self._snapshot.at >= SNAPSHOT_SECONDS:
-                self._snapshot = self._take()
+                self._snapshot = self.snapshot()
             return self._snapshot
 
-    def export(self, section: str) -> str:
-        """Render the run's page as one HTML file, with the HTML `section` in it; made for `is_live=False`."""
-        return self._take(section).page.decode()
-
-    def _take(self, section: str = "") -> RenderedRun:
+    def snapshot(self, section: str = "") -> RenderedRun:
+        """Render the run's page as it is now, with the trusted HTML `section` below its figures."""
         at, now = time.monotonic(), time.time()
         coordinator = self._coordinator
         with coordinator.home.database.read() as connection:
             figures = read_figures(connection, coordinator.relays, self._history, spec=coordinator.home.spec, now=now)
-            table = self._workers(connection, Asked())
+            table = self._workers(connection, TableQuery())
         plots = plots_of(figures)
         values: dict[str, Any] = {"figures": figures, "plots": plots, "now": now, "section": Markup(section)}  # noqa: S704
         sections = {name: self._render(f"sections/{name}.html.j2", **values).decode() for name in SECTIONS}
-        # Markup: it is JSON in which what HTML knows is written otherwise.
+        # Markup: JSON with HTML's special characters escaped.
         sections[PLOTS] = htmlsafe_json_dumps(plots.data, separators=(",", ":"))
         return RenderedRun(at, values, sections, self._run_page(values, sections, table))
 
@@ -118,8 +115,8 @@ class Pages:
         rendered = {name: Markup(text) for name, text in sections.items()}  # noqa: S704  (by the same templates)
         return self._render("run.html.j2", **values, sections=rendered, table=table)
 
-    def _workers(self, connection: Connection, asked: Asked) -> WorkerTable:
-        return read_workers(connection, asked, spec=self._coordinator.home.spec, now=time.time())
+    def _workers(self, connection: Connection, query: TableQuery) -> WorkerTable:
+        return read_workers(connection, query, spec=self._coordinator.home.spec, now=time.time())
 
     def _render(self, template: str, **values: Any) -> bytes:
         return self._environment.get_template(template).render(**values).encode(errors="replace")
@@ -140,7 +137,6 @@ class Pages:
             "clock": formatting.clock,
             "percent": formatting.percent,
             "reason": formatting.name_of,
-            "meaning": formatting.meaning_of,
             "visible": visible,
             "short": short,
         }

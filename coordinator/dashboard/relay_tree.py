@@ -1,4 +1,4 @@
-"""The relays as a tree on a page: who fetches from whom, and which policy each says it has."""
+"""Drawing of the relay tree: who fetches from whom, and each relay's newest policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator.storage.database import Connection
 from coordinator.storage.relays import relays_seen_since
 
 MOST_LABELLED: Final = 24
-"""So many are drawn line by line, with their names; more as a ring, which has room for hundreds on a phone."""
+"""Up to so many relays are drawn one per line with their names; more as a ring, with room for hundreds."""
 
 LEVEL_WIDTH, LINE_HEIGHT, LABEL_WIDTH = 26.0, 22.0, 225.0
 RING: Final = 170.0
@@ -21,10 +21,7 @@ RING: Final = 170.0
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A relay, or the origin, where it is drawn. `behind`: policies that it lacks; None for what nobody says.
-
-    `state` is "origin", "newest", "behind" (by one), "old" or "unknown".
-    """
+    """A relay or the origin; `state` is "origin", "newest", "behind" (by one), "old" or "unknown"."""
 
     x: float
     y: float
@@ -35,7 +32,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One tree in its own units: dots, and lines between them as a path each."""
+    """A tree in its own units; `lines` are SVG paths between the dots."""
 
     width: float
     height: float
@@ -46,7 +43,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How many relays say that they have all of a policy, or a newer one."""
+    """How many relays announced that they hold a policy version completely, or a newer one."""
 
     version: int
     relays: int
@@ -54,7 +51,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RelayView:
-    """What the page shows of the relays; `stripes` is how many trees there are, of which the first is drawn."""
+    """The relays on the page; `stripes` is the number of trees, of which the first is drawn."""
 
     drawing: Drawing | None
     count: int
@@ -81,29 +78,26 @@ def relay_view(connection: Connection, registry: RelayRegistry, *, head: int, no
     spread = tuple(Spread(version, sum(held >= version for held in versions)) for version in shown)
     plan = registry.plan(now)
     if not known or plan is None:
-        return RelayView(None if not known else _flat(known, head), len(known), min(1, len(known)), 1, spread)
+        flat = _draw(known, dict.fromkeys(known, ""), head) if known else None
+        return RelayView(flat, len(known), min(1, len(known)), 1, spread)
     parents = {}
     members = {member.url: member.id for member in registry.members(now) if member.id in known}
     for name in members.values():
         try:
             parents[name] = members.get(plan.parents(name)[0][0], "")
-        except KeyError:  # it came after the plan was made
+        except KeyError:  # announced after the plan was made
             parents[name] = ""
     tree = {name: known[name] for name in members.values()}
-    return RelayView(_drawn(tree, parents, head), len(known), plan.depth(), plan.stripes, spread)
+    return RelayView(_draw(tree, parents, head), len(known), plan.depth(), plan.stripes, spread)
 
 
-def _flat(known: dict[str, _Vertex], head: int) -> Drawing:
-    return _drawn(known, dict.fromkeys(known, ""), head)
-
-
-def _drawn(tree: dict[str, _Vertex], parents: dict[str, str], head: int) -> Drawing:
+def _draw(tree: dict[str, _Vertex], parents: dict[str, str], head: int) -> Drawing:
     root = _Vertex("", "origin", head)
     children: defaultdict[str, list[str]] = defaultdict(list)
     for name, parent in parents.items():
         children[parent].append(name)
     labelled = len(tree) <= MOST_LABELLED
-    lines_or_leaves = _place(root, tree, children, each_its_line=labelled)
+    lines_or_leaves = _place(root, tree, children, one_per_line=labelled)
     every = [root, *tree.values()]
     by_name = {vertex.name: vertex for vertex in every}
     depth = max(vertex.level for vertex in every)
@@ -120,11 +114,10 @@ def _drawn(tree: dict[str, _Vertex], parents: dict[str, str], head: int) -> Draw
     return Drawing(round(width, 1), round(height, 1), dots, lines, labelled)
 
 
-def _place(root: _Vertex, tree: dict[str, _Vertex], children: dict[str, list[str]], *, each_its_line: bool) -> int:
-    """Give every vertex its level and its place across: a line of its own, as folders are listed, or in the middle of
-    what is below it; returns how many lines, or leaves, there are.
+def _place(root: _Vertex, tree: dict[str, _Vertex], children: dict[str, list[str]], *, one_per_line: bool) -> int:
+    """Set every vertex's level and place: its line in a listing, or the middle of its children.
 
-    Without recursion, and each vertex once, whatever the parents are: a cycle is never reached from the root.
+    Return the number of lines, or of leaves. Iterative, and safe for any parents: the root reaches no cycle.
     """
     order, stack = [], [root]
     while stack:
@@ -133,7 +126,7 @@ def _place(root: _Vertex, tree: dict[str, _Vertex], children: dict[str, list[str
         for name in reversed(children.get(vertex.name, [])):
             tree[name].level = vertex.level + 1
             stack.append(tree[name])
-    if each_its_line:
+    if one_per_line:
         for line, vertex in enumerate(order):
             vertex.place = float(line)
         return len(order)

@@ -1,4 +1,4 @@
-"""The pages' addresses. Everything is public and read-only, and comes from this coordinator alone."""
+"""The dashboard's routes: public, read-only, and without third-party content."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.concurrency import run_in_threadpool
 
 from coordinator.dashboard.assets import IMMUTABLE, PREFIX, Asset, Assets
 from coordinator.dashboard.audits import read_audit
-from coordinator.dashboard.events import DEFAULT_STREAM_LIMITS, EventHub, Seat, StreamLimits
+from coordinator.dashboard.events import DEFAULT_STREAM_LIMITS, EventHub, StreamLimits, Subscription
 from coordinator.dashboard.pages import Pages
 from coordinator.dashboard.submissions import read_record, view_of
-from coordinator.dashboard.workers import read_asked
+from coordinator.dashboard.workers import parse_query
 from coordinator.http.middleware import address_of
-from coordinator.http.shutdown import Ending
+from coordinator.http.shutdown import Shutdown
 from coordinator.run.service import Coordinator
 from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import MAX_INTEGER, is_digest
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 NO_STYLE: Final = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
-"""Of the empty text: Plotly makes a <style> element without any, and adds its rules through the CSSOM."""
+"""Hash of the empty <style> element to which Plotly adds rules through the CSSOM."""
 
 MAP_STYLE: Final = "'sha256-ji27qzEtxXZW+7dun6UwjHXJ18e6WAin1VvNtkzIE/o='"
-"""Of the style sheet for maps that plotly.js 4.1 brings. Another version's is not applied, and nothing here misses it;
-the browser then says so in its console."""
+"""Hash of plotly.js 4.1's style sheet for maps, unused here; another version's only logs a console error."""
 
 SECURITY: Final = {
     "Content-Security-Policy": "; ".join(
@@ -57,16 +56,16 @@ _Text = Annotated[str, Query(max_length=100)]
 
 
 def add_dashboard(
-    app: FastAPI, coordinator: Coordinator, *, ending: Ending, limits: StreamLimits = DEFAULT_STREAM_LIMITS
+    app: FastAPI, coordinator: Coordinator, *, shutdown: Shutdown, limits: StreamLimits = DEFAULT_STREAM_LIMITS
 ) -> None:
-    """Serve the pages of `coordinator` from `app`."""
+    """Add the dashboard's routes to `app`."""
     assets = Assets()
     pages = Pages(coordinator, assets)
 
     async def read_sections() -> dict[str, str]:
         return await run_in_threadpool(pages.sections)
 
-    hub = EventHub(read_sections, limits=limits, ending=ending)
+    hub = EventHub(read_sections, limits=limits, shutdown=shutdown)
     _page_routes(app, coordinator, pages)
     _live_routes(app, hub)
 
@@ -82,10 +81,10 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
     @app.get("/", include_in_schema=False)
     def run(request: Request, sort: _Text = "credit", after: _Text = "", find: _Text = "") -> Response:
         try:
-            asked = read_asked(sort, after, find)
+            query = parse_query(sort, after, find)
         except Refusal as refusal:
             return _page(request, pages.missing(refusal.detail), status=400)
-        return _page(request, pages.run(asked))
+        return _page(request, pages.run(query))
 
     @app.get("/audit", include_in_schema=False)
     def audit(request: Request, at: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None) -> Response:
@@ -116,8 +115,8 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
 def _live_routes(app: FastAPI, hub: EventHub) -> None:
     @app.get("/v1/events", include_in_schema=False)
     async def events(request: Request) -> Response:
-        seat = hub.enter(address_of(request.scope))
-        return _EventStream(hub, seat, mark=request.headers.get("last-event-id", "")[:40])
+        subscription = hub.subscribe(address_of(request.scope))
+        return _EventStream(hub, subscription, mark=request.headers.get("last-event-id", "")[:40])
 
     @app.get("/v1/events/now", include_in_schema=False)
     async def events_now(request: Request, mark: Annotated[str, Query(max_length=40)] = "") -> Response:
@@ -126,18 +125,18 @@ def _live_routes(app: FastAPI, hub: EventHub) -> None:
 
 
 class _EventStream(StreamingResponse):
-    """A stream that gives its seat back however it ends, even before its first byte."""
+    """An event stream that releases its subscription however it ends, even before its first byte."""
 
-    def __init__(self, hub: EventHub, seat: Seat, *, mark: str) -> None:
+    def __init__(self, hub: EventHub, subscription: Subscription, *, mark: str) -> None:
         headers = {**SECURITY, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(hub.stream(seat, mark=mark), media_type="text/event-stream", headers=headers)
-        self._hub, self._seat = hub, seat
+        super().__init__(hub.stream(subscription, mark=mark), media_type="text/event-stream", headers=headers)
+        self._hub, self._subscription = hub, subscription
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._hub.leave(self._seat)
+            self._hub.unsubscribe(self._subscription)
 
 
 def _page(request: Request, html: bytes, *, status: int = 200) -> Response:

@@ -1,4 +1,4 @@
-"""The plots of the run's page: one set of numbers for Plotly, as JSON, and for the picture that stands there first."""
+"""The plots of the run's page, as data for Plotly and as static SVG paths for clients without JavaScript."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from node.protocol.admission import Outcome
 MOST_POINTS: Final = 300
 MOST_REASONS: Final = 5
 APART: Final = frozenset({"reward"})
-"""Of the curves of training, those that have a plot of their own."""
+"""Training curves that have a plot of their own."""
 
 LEAST_PART: Final = 20.0
-"""Seconds of the bucket that is still being counted from which on it has a rate."""
+"""Seconds after which the current bucket gets a rate."""
 
 Values = list[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A plot without a script: paths in a box of 100 x 100 that stretches, and words for its axes.
+    """A static plot: `bars` and `lines` as (class, SVG path) in a box of 100 x 100, and the labels of its axes.
 
-    `bars` and `lines` are (class, path). `said` is what it shows, for who cannot see it.
+    `said` is its description for screen readers.
     """
 
     bars: tuple[tuple[str, str], ...]
@@ -41,7 +41,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Plots:
-    """All of them; `data` is what the script gets. `training` has a picture for each of KINDS, the reward apart."""
+    """All plots; `data` is the script's input, `training` has a picture for each of KINDS but those in APART."""
 
     data: dict[str, Any]
     reward: Picture | None
@@ -52,7 +52,7 @@ class Plots:
 
 
 def plots_of(figures: RunPage) -> Plots:
-    """Compute the plots; one without a value is None."""
+    """Compute the plots; those without a value are None."""
     rewards = _rewards(figures.steps)
     trained = curves([mean_stats([step.stats for step in part]) for part in _parts(figures.steps)], but=APART)
     starts, verdicts = _verdicts(figures)
@@ -217,7 +217,7 @@ def _bars(verdicts: Sequence[dict[str, Any]], along: tuple[str, ...]) -> Picture
 
 
 def _colour(key: str, place: int) -> str:
-    """Return the class of a kind of verdict; the same colours as in run.js."""
+    """Return the CSS class of a kind of verdict; run.js uses the same colours."""
     return {"admitted": "k0", "other": "k5", "undecided": "k7"}.get(key) or ("k1", "k2", "k3", "k4", "k6")[place - 1]
 
 
@@ -237,7 +237,7 @@ def _area(
 
 
 def _path(values: Sequence[float | None], top: float, *, back: bool = False) -> str:
-    """Draw `values` from left to right, or with `back` onwards from another path's end to the left."""
+    """Return an SVG path from left to right, or with `back` one that continues another path to the left."""
     each = 100 / max(1, len(values) - 1)
     points = [(at * each, 100 - 100 * value / top) for at, value in enumerate(values) if value is not None]
     if len(points) == 1 and not back:

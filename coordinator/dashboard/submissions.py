@@ -1,4 +1,4 @@
-"""A submission's page: what was asked and answered, what was measured, the verdict and its place in the log."""
+"""A submission's page: prompt and completions, measurements, verdict and inclusion proof."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from node.protocol.run import LimitsSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS: Final = 4000
-"""Tokens on one page, the chosen completion's first."""
+"""Maximum tokens on one page; the chosen completion comes first."""
 
 MOST_CHUNKS: Final = 256
 SHOWN_REPLY: Final = 100
-"""Characters of what an environment said at a time."""
+"""Maximum characters of an environment's reply."""
 
 MARGIN_STEPS: Final = (0.001, 0.01, 0.1, 0.5, 1.0)
-"""Where the colours of margins change, as shares of the limit of a token's margin."""
+"""Bounds of the colours of margins, as shares of the limit `token_margin`."""
 
 _UNREADABLE: Final = (Reason.MALFORMED_SUBMISSION, Reason.WRONG_SCHEMA, Reason.WRONG_GROUP_SIZE)
 _CHUNK_FIGURES: Final = (
@@ -59,9 +59,9 @@ _CHUNK_FIGURES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as it is shown: `text` made visible, `grade` 0 .. 5 of its margin, None where it was not measured.
+    """A token: `text` made visible, `grade` 0 .. 5 of its margin (None if not measured).
 
-    `said` is what the environment said before it, None where it said nothing.
+    `said` is the environment's reply before it, None if there is none.
     """
 
     text: str
@@ -75,7 +75,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One of a chunk's figures: `share` of its limit in per cent, at most 100; `over` if it is beyond it."""
+    """A figure of a chunk: `share` of its limit in per cent, at most 100; `over` if it exceeds the limit."""
 
     value: str
     share: int
@@ -92,7 +92,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One completion; `shown` are as many of its `count` tokens as fit on the page, `kept` how many there were kept."""
+    """One completion of `count` tokens: `kept` of them are in the evidence, `shown` are those on the page."""
 
     number: int
     count: int
@@ -109,7 +109,7 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Where the log has a verdict, and what proves it; all hashes in hexadecimal."""
+    """A verdict's log index and inclusion proof; hashes in hexadecimal."""
 
     index: int
     leaf: str
@@ -121,7 +121,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class ShownVerdict:
-    """One entry of the log about the submission."""
+    """A verdict's log entry, with its proof and explanation."""
 
     entry: VerdictEntry
     proof: Proof
@@ -132,7 +132,7 @@ class ShownVerdict:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionView:
-    """Everything on the page."""
+    """The content of the page."""
 
     submission: str
     node: str
@@ -158,7 +158,7 @@ class SubmissionView:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the database has of a submission: its row, the step that used it, and what the log says of it."""
+    """A submission in the database: its row, the step that used it, and its verdicts."""
 
     submission: str
     row: SubmissionRow
@@ -167,7 +167,7 @@ class Record:
 
 
 def read_record(connection: Connection, submission: str, *, spec: RunSpec) -> Record | None:
-    """Read what is known of `submission`; return None if there is none with this id."""
+    """Read the record of `submission`; return None if it is unknown."""
     found = submission_row(connection, submission)
     if found is None:
         return None
@@ -257,7 +257,7 @@ def _evidence(blobs: BlobStore, found: Any, *, decided: bool) -> tuple[Evidence 
     try:
         return decode_evidence(blobs.get(found.evidence, max_bytes=MAX_BLOB_BYTES)), ""
     except StorageFault as error:
-        logger.warning("evidence of a submission: %s", error)
+        logger.warning("evidence blob %s not shown: %s", found.evidence, error)
         return None, "Evidence was kept, and is no longer in the run's store."
 
 

@@ -1,10 +1,10 @@
-"""A verdict in plain words, from its entry in the log."""
+"""Plain-language explanations of verdicts, from their log entries."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from coordinator.dashboard.formatting import meaning_of, name_of, number
+from coordinator.dashboard.formatting import name_of, number
 from node.protocol.admission import DRIFT, Finding, Outcome
 from node.protocol.messages import VerdictEntry
 from node.protocol.run import RunSpec
@@ -18,7 +18,7 @@ GROUP_FIGURES: Final = {
     "logprob_error": "largest error of a log-probability",
     "sketch_distance": "typical distance from the sketches",
 }
-"""What each figure of the log says of a group."""
+"""Descriptions of a group's figures."""
 
 
 def headline(entry: VerdictEntry) -> str:
@@ -42,7 +42,7 @@ def why(entry: VerdictEntry, spec: RunSpec) -> str:
                 "measured. The standing of its node allows to leave the others for later."
             )
         return f"All {spec.sampling.group_size} completions were measured, and every figure is within its limit."
-    words = "" if entry.reason is None else meaning_of(entry.reason)
+    words = "" if entry.reason is None else entry.reason.meaning
     if entry.finding is not None:
         return f"{words} {_finding_words(entry.finding)}"
     return words

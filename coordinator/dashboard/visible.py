@@ -1,8 +1,7 @@
-"""Text of strangers made visible: no character hides, turns the line round, piles up or goes on for ever.
+"""Sanitising untrusted text for display; HTML escaping is the templates'.
 
-This is not escaping, which the templates do to all that they are given: it is for what is harmless to a browser, and
-misleads a person. Control characters and those of bidirectional text (Trojan Source, CVE-2021-42574), zero-width and
-other format characters are named; of combining marks a few are left on each letter.
+Names control, bidirectional (Trojan Source, CVE-2021-42574), zero-width and other format characters, and limits
+combining marks and length.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ _BLANK_LETTERS: Final = frozenset("\u115f\u1160\u3164\uffa0\u2800")
 
 
 def visible(text: str, *, most: int = 200, lines: bool = False) -> str:
-    """`text` with what would hide in it named as ⟨U+202E⟩, and cut after `most` characters with a word of how many more
-    there are. With `lines`, a line's end is kept behind its mark."""
+    """Return `text` with hidden characters named as ⟨U+202E⟩, truncated to `most` characters.
+
+    With `lines`, line breaks are kept behind their mark.
+    """
     shown: list[str] = []
     marks = 0
     for character in text[:most]:

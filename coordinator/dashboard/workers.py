@@ -1,4 +1,4 @@
-"""The table of workers: a page of it at a time, by indices, in any of its orders."""
+"""The table of workers, paginated by index in each of its orders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator.dashboard.figures import AT_WORK_SECONDS
 from coordinator.storage import nodes
 from coordinator.storage.database import Connection
 from coordinator.storage.nodes import ORDERS, NodeRow
-from coordinator.storage.standing import wait_seconds
+from coordinator.storage.standing import backoff_seconds
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.standing import Standing
@@ -22,8 +22,8 @@ _AFTER: Final = re.compile(r"([0-9.]{1,20}):([0-9a-f]{64})")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What part of the table is wanted: in which order, after which row, of whose id begins with what."""
+class TableQuery:
+    """A page of the table: order, the (value, id) of the row before it, and a prefix of node ids."""
 
     sort: str = "credit"
     after: tuple[float, str] | None = None
@@ -48,37 +48,37 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTable:
-    """At most ROWS of them, and where the next ones begin."""
+    """At most ROWS workers; `next_after` is the query parameter of the next page, "" on the last."""
 
-    asked: Asked
+    query: TableQuery
     rows: Sequence[WorkerRow]
     next_after: str
 
 
-def read_asked(sort: str, after: str, find: str) -> Asked:
-    """Parse the query parameters of the table. Raises Refusal."""
+def parse_query(sort: str, after: str, find: str) -> TableQuery:
+    """Parse the query parameters of the table; raises Refusal."""
     find = find.strip().lower()
     if sort not in ORDERS or not _PREFIX.fullmatch(find):
         raise Refusal(Reason.BAD_REQUEST, "Sort by credit, seen or rejected; an id has hexadecimal digits.")
     if not after:
-        return Asked(sort, None, find)
+        return TableQuery(sort, None, find)
     parts = _AFTER.fullmatch(after)
     try:
-        return Asked(sort, (float(parts[1]), parts[2]), find) if parts else Asked(sort, None, find)
+        return TableQuery(sort, (float(parts[1]), parts[2]), find) if parts else TableQuery(sort, None, find)
     except ValueError as error:
         raise Refusal(Reason.BAD_REQUEST, "Not a place in this table.") from error
 
 
-def read_workers(connection: Connection, asked: Asked, *, spec: RunSpec, now: float) -> WorkerTable:
+def read_workers(connection: Connection, query: TableQuery, *, spec: RunSpec, now: float) -> WorkerTable:
     """Read the requested rows, at most ROWS of them."""
-    if asked.find:
-        after = "" if asked.after is None else asked.after[1]
-        rows = nodes.list_by_prefix(connection, asked.find, after=after, most=ROWS + 1)
+    if query.find:
+        after = "" if query.after is None else query.after[1]
+        rows = nodes.list_by_prefix(connection, query.find, after=after, most=ROWS + 1)
     else:
-        rows = nodes.list_by(connection, asked.sort, after=asked.after, most=ROWS + 1)
+        rows = nodes.list_by(connection, query.sort, after=query.after, most=ROWS + 1)
     shown = [_worker(row, spec=spec, now=now) for row in rows[:ROWS]]
     last = rows[ROWS - 1] if len(rows) > ROWS else None
-    return WorkerTable(asked, shown, "" if last is None else f"{_value(last, asked.sort)}:{last.node}")
+    return WorkerTable(query, shown, "" if last is None else f"{_value(last, query.sort)}:{last.node}")
 
 
 def _value(row: NodeRow, sort: str) -> str:
@@ -107,7 +107,7 @@ def _worker(row: NodeRow, *, spec: RunSpec, now: float) -> WorkerRow:
 def _state(row: NodeRow, standing: Standing, *, spec: RunSpec, now: float) -> tuple[str, str]:
     if standing.is_banned(spec.standing):
         return "banned", "gets no more work"
-    if wait_seconds(row.not_before, batch=spec.batch, now=now) > 0:
+    if backoff_seconds(row.not_before, batch=spec.batch, now=now) > 0:
         return "waiting", "gets no work for a while, after a rejection or a lease that ran out"
     if now - row.seen_at <= AT_WORK_SECONDS:
         return "at work", "was heard of within two minutes"

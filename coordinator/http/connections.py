@@ -1,8 +1,8 @@
-"""Connections from strangers: bounded in number, per address, in the bytes of a head, and in time.
+"""Connection limits: number, number per address, request head size, chunk size and read timeouts.
 
-uvicorn waits for ever for the end of a request's head, for a body that nobody reads, and for a peer that does not read
-its answer. h11 bounds what it holds of an unfinished head or of trailers, and takes one request after the other; that
-is why it is named here, and not left to what happens to be installed. What is finished it takes at any length.
+uvicorn has no timeout for a request head or for a peer that does not read the response. h11 is named explicitly, not
+left to what is installed: it bounds unfinished heads and trailers and does not pipeline, but accepts a complete head
+or chunk of any size.
 """
 
 from __future__ import annotations
@@ -24,34 +24,31 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import BadConfiguration
 from coordinator.http.errors import error_body
-from coordinator.http.rate_limits import address_in, network_of
+from coordinator.http.rate_limits import canonical_address, network_of
 from node.protocol.reasons import Reason, Refusal
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""Of the kernel, for each connection: so much is sent before a slow reader is noticed, and what it takes is seen in
-steps of some tens of KB."""
+"""Kernel send buffer of a connection: bytes sent before a slow reader is noticed."""
 
 OTHER_FILES = 1024
-"""The database's, three for each of its connections, and blobs under way."""
+"""File descriptors besides connections: three per database connection, and blobs being transferred."""
 
 MAX_HEAD_LINES = 100
 LEAST_CHUNK_BYTES, FREE_CHUNKS = 256, 64
-"""So many bytes must chunks have on average, but for the first. An empty field takes 4 µs of the thread that serves
-everybody, and a chunk of one byte 13 µs."""
+"""Minimum mean chunk size after the first FREE_CHUNKS: a one-byte chunk costs 13 µs of the event loop."""
 
 UNSENT_SECONDS = 60
 SHUTDOWN_SECONDS = 5
 log = logging.getLogger(__name__)
 
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-"""As h11 finds it."""
+_END_OF_HEAD = re.compile(rb"\n\r?\n")  # as in h11
 
 _FLOODS = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket library detected.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What strangers may hold open, and for how long. `proxies` are addresses with all of it to themselves."""
+    """Connection limits of one server; `proxies` are addresses without a per-address limit."""
 
     connections: int = 1024
     connections_per_address: int = 256
@@ -65,43 +62,40 @@ class ConnectionLimits:
 DEFAULT_CONNECTION_LIMITS = ConnectionLimits()
 
 
-class Crowd:
-    """Who is connected."""
+class ConnectionQuota:
+    """Open connections, in all and per address."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.refused = 0
         self._from = Counter[str]()
-        self._proxies = frozenset(map(address_in, limits.proxies))
+        self._proxies = frozenset(map(canonical_address, limits.proxies))
 
     def __len__(self) -> int:
         return self._from.total()
 
-    def enter(self, address: str) -> bool:
-        """Count a connection; False if there is no room for it."""
-        who = self._who(address)
-        crowded = self._from[who] >= self.limits.connections_per_address and who not in self._proxies
-        if crowded or len(self) >= self.limits.connections:
+    def acquire(self, address: str) -> bool:
+        """Count a connection and return True, or return False if a limit is reached."""
+        key = self._key(address)
+        full = self._from[key] >= self.limits.connections_per_address and key not in self._proxies
+        if full or len(self) >= self.limits.connections:
             self.refused += 1
             return False
-        self._from[who] += 1
+        self._from[key] += 1
         return True
 
-    def leave(self, address: str) -> None:
-        """Forget a connection that was counted."""
-        who = self._who(address)
-        self._from[who] -= 1
-        if not self._from[who]:
-            del self._from[who]
+    def release(self, address: str) -> None:
+        """Uncount a connection that `acquire` counted."""
+        self._from -= Counter((self._key(address),))
 
-    def _who(self, address: str) -> str:
-        """A proxy alone, not what shares its network; of anybody else the network."""
-        alone = address_in(address)
+    def _key(self, address: str) -> str:
+        """Return a proxy's own address, and anybody else's network."""
+        alone = canonical_address(address)
         return alone if alone in self._proxies else network_of(address)
 
 
-class _Reader(h11.Connection):
-    """h11's, for which a head of any length is good once all of it is there, and a chunk of any."""
+class _LimitedH11(h11.Connection):
+    """h11 connection that also limits complete heads and the number of small chunks."""
 
     def __init__(self, head_bytes: int) -> None:
         super().__init__(h11.SERVER, head_bytes)
@@ -127,14 +121,14 @@ class _Reader(h11.Connection):
             raise h11.RemoteProtocolError("the head is too long")
 
 
-class GuardedConnection(H11Protocol):
-    """uvicorn's, with deadlines for the head of a request and for a reader; `guarded` binds it to a crowd."""
+class LimitedProtocol(H11Protocol):
+    """uvicorn's h11 protocol with timeouts for the request head and for slow readers; subclasses set `quota`."""
 
-    crowd: ClassVar[Crowd]
+    quota: ClassVar[ConnectionQuota]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Reader(self.crowd.limits.head_bytes)
+        self.conn = _LimitedH11(self.quota.limits.head_bytes)
         self._counted: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -142,17 +136,17 @@ class GuardedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
-        if not self.crowd.enter(address):
+        if not self.quota.acquire(address):
             transport.abort()
             return
         self._counted = address
-        # uvicorn then hears of every answer that the kernel did not take at once, however short.
+        # uvicorn is then notified of every response that the kernel did not take at once, however short.
         transport.set_write_buffer_limits(high=0)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._counted is not None:
-            self.crowd.leave(self._counted)
+            self.quota.release(self._counted)
             self._counted = None
         self._stop_head_timer()
         self._stop_unread_timer()
@@ -174,21 +168,21 @@ class GuardedConnection(H11Protocol):
         self._stop_unread_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Not HTTP: refused like everything else."""
+        """Reply to invalid HTTP with an ErrorReply."""
         body = error_body(Refusal(Reason.BAD_REQUEST, msg))
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         try:
             head = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
-        except h11.LocalProtocolError:  # an answer is under way already
+        except h11.LocalProtocolError:  # a response was started
             self.transport.abort()
             return
         self.transport.write(b"".join((head or b"", self.conn.send(h11.Data(data=body)) or b"")))
         self.transport.close()
 
     def _await_head(self) -> None:
-        """Give the peer time for one head, from its first byte on, however it is cut up; or from the start."""
+        """Start the timeout of one request head, unless it is running."""
         if self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(self.crowd.limits.head_seconds, self.transport.abort)
+            self._head_timer = self.loop.call_later(self.quota.limits.head_seconds, self.transport.abort)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -196,16 +190,16 @@ class GuardedConnection(H11Protocol):
             self._head_timer = None
 
     def _watch_reader(self) -> None:
-        """Nothing is written while writing is paused, so that what waits gets less, or nobody reads."""
-        waiting = self.transport.get_write_buffer_size()
+        """Abort unless the write buffer shrinks within `unread_seconds`; nothing is added while writing is paused."""
+        buffered = self.transport.get_write_buffer_size()
 
-        def look_again() -> None:
-            if self.transport.get_write_buffer_size() < waiting:
+        def check_progress() -> None:
+            if self.transport.get_write_buffer_size() < buffered:
                 self._watch_reader()
             else:
                 self.transport.abort()
 
-        self._unread_timer = self.loop.call_later(self.crowd.limits.unread_seconds, look_again)
+        self._unread_timer = self.loop.call_later(self.quota.limits.unread_seconds, check_progress)
 
     def _stop_unread_timer(self) -> None:
         if self._unread_timer is not None:
@@ -213,65 +207,58 @@ class GuardedConnection(H11Protocol):
             self._unread_timer = None
 
 
-def guarded(limits: ConnectionLimits) -> type[GuardedConnection]:
-    """The protocol of a server with these limits, which its connections share."""
-
-    class Guarded(GuardedConnection):
-        crowd = Crowd(limits)
-
-    return Guarded
-
-
-class _NotAboutStrangers(logging.Filter):
-    """Drops uvicorn's line for each request that is not HTTP: anyone could fill the log with them."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_FLOODS)
+def _log_unless_flood(record: logging.LogRecord) -> bool:
+    """Filter out uvicorn's line for each invalid request, with which anybody could fill the log."""
+    return not record.getMessage().startswith(_FLOODS)
 
 
 def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS) -> uvicorn.Config:
-    """How uvicorn serves `app` to strangers. X-Forwarded-For counts only when one of `limits.proxies` says it."""
-    logging.getLogger("uvicorn.error").addFilter(_NOT_ABOUT_STRANGERS)
-    protocol = guarded(limits)
-    app.state.crowd = protocol.crowd  # for the metrics
+    """Return the uvicorn configuration for `app`; X-Forwarded-For is trusted from `limits.proxies` alone."""
+    logging.getLogger("uvicorn.error").addFilter(_log_unless_flood)
+
+    class BoundProtocol(LimitedProtocol):
+        quota = ConnectionQuota(limits)
+
+    app.state.connections = BoundProtocol.quota  # for the metrics
     return uvicorn.Config(
         app,
-        http=protocol,
+        http=BoundProtocol,
         ws="none",
-        log_config=None,  # its lines go where this project's go, in the same form
+        log_config=None,  # use this process's logging configuration
         log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=bool(limits.proxies),
-        # Named even where it is empty: the default would trust loopback, or what a variable of the environment says.
-        # A socket for both kinds of addresses shows those of IPv4 in the form of IPv6.
+        # Set even if empty: the default trusts loopback and FORWARDED_ALLOW_IPS. A dual-stack socket shows IPv4
+        # addresses as mapped into IPv6.
         forwarded_allow_ips=[*limits.proxies, *(f"::ffff:{each}" for each in limits.proxies if ":" not in each)],
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
 
 
-_NOT_ABOUT_STRANGERS = _NotAboutStrangers()
-
-
 def allow_connections(limits: ConnectionLimits) -> None:
-    """Let this process have as many files open as its connections need, as far as the system lets it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise this process's limit of open files to what its connections need, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.connections + OTHER_FILES
-    if most != resource.RLIM_INFINITY and most < wanted:
-        log.warning("%d connections need %d open files, and the system allows %d", limits.connections, wanted, most)
-        wanted = most
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), most))
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning(
+            "%d connections need %d open files, the hard limit is %d: raise it or lower --max-connections",
+            limits.connections,
+            wanted,
+            hard,
+        )
+        wanted = hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound socket; raises BadConfiguration before anything is promised. Accepted sockets inherit its options."""
+    """Return a bound socket, whose options accepted sockets inherit; raises BadConfiguration."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    # What the kernel still has of a connection that was closed here, and a peer that has gone without a word.
+    # Bounds how long the kernel keeps unsent data of a closed connection, or a peer that vanished.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_SECONDS * 1000)
     try:
         listening.bind((host, port))

@@ -1,4 +1,4 @@
-"""What the coordinator answers when it refuses or fails: an ErrorReply with a stable code and its HTTP status."""
+"""Error responses: an ErrorReply with a stable code for every refusal and failure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 INTERNAL_ERROR, UNAVAILABLE = "internal_error", "unavailable"
 ERROR_LOG_SECONDS = 10.0
-"""How often a full disk or a database that is away is logged, however many requests meet it."""
+"""Minimum time between two log lines about an unavailable disk or database."""
 
 _RETRY_AFTER_SECONDS = 5
 _JSON = "application/json"
 
 
 def error_body(refusal: Refusal) -> bytes:
-    """The ErrorReply of a refusal."""
+    """Encode a refusal as an ErrorReply."""
     return encode(
         ErrorReply(
             code=refusal.reason.value,
@@ -39,9 +39,9 @@ def error_body(refusal: Refusal) -> bytes:
     )
 
 
-def refuse(refusal: Refusal) -> Response:
-    """The answer to a request that is refused."""
-    # A body that was refused unread must not be taken for the next request.
+def refusal_response(refusal: Refusal) -> Response:
+    """Return the response to a refused request, with Retry-After for rate limits."""
+    # The unread body must not be parsed as the next request.
     headers = {"Connection": "close"}
     if refusal.reason is Reason.TOO_MANY_REQUESTS:
         seconds = refusal.retry_after_seconds if isinstance(refusal, TooManyRequests) else _RETRY_AFTER_SECONDS
@@ -50,35 +50,37 @@ def refuse(refusal: Refusal) -> Response:
 
 
 def internal_error() -> Response:
-    """Return the reply to a request that met a defect in here; what it was is for the log alone."""
-    return _no_refusal(INTERNAL_ERROR, "Something went wrong in the coordinator; try again later.", status=500)
+    """Return a 500 without details, which are logged only."""
+    return _server_error(INTERNAL_ERROR, "Something went wrong in the coordinator; try again later.", status=500)
 
 
-def out_of_service() -> Response:
-    """The answer while the disk is full, or the database or the store is away: asking again is all there is to do."""
-    return _no_refusal(
+def unavailable() -> Response:
+    """Return the 503 for an unusable disk, database or object store."""
+    return _server_error(
         UNAVAILABLE, "The coordinator's disk, database or object store is away; try again later.", status=503
     )
 
 
-def _no_refusal(code: str, message: str, *, status: int) -> Response:
+def _server_error(code: str, message: str, *, status: int) -> Response:
     reply = ErrorReply(code=code, message=message, server_time=int(time.time()))
     headers = {"Connection": "close", "Retry-After": str(_RETRY_AFTER_SECONDS)}
     return Response(encode(reply), status_code=status, media_type=_JSON, headers=headers)
 
 
-def handle_errors(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
-    """Answer every error of `app` with an ErrorReply; `count` is told the reason of each refusal."""
+def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
+    """Answer every error of `app` with an ErrorReply; call `count` with each refusal's reason."""
 
     @app.exception_handler(Refusal)
     async def _refused(_request: Request, refusal: Refusal) -> Response:
         count(refusal.reason)
-        return refuse(refusal)
+        return refusal_response(refusal)
 
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def _unknown(request: Request, _error: Exception) -> Response:
-        return refuse(Refusal(Reason.NOT_FOUND, f"Nothing at {request.method[:10]} {request.scope['path'][:100]!r}."))
+        return refusal_response(
+            Refusal(Reason.NOT_FOUND, f"Nothing at {request.method[:10]} {request.scope['path'][:100]!r}.")
+        )
 
     @app.exception_handler(ClientDisconnect)
     async def _disconnected(_request: Request, _error: Exception) -> Response:
@@ -86,7 +88,7 @@ def handle_errors(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, _error: Exception) -> Response:
-        return refuse(Refusal(Reason.BAD_REQUEST, "A parameter is missing or is not what it must be."))
+        return refusal_response(Refusal(Reason.BAD_REQUEST, "A parameter is missing or is not what it must be."))
 
     logged_at = -math.inf
 
@@ -98,10 +100,10 @@ def handle_errors(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
             raise error
         if time.monotonic() - logged_at >= ERROR_LOG_SECONDS:
             logged_at = time.monotonic()
-            log.error("the disk or the database is away: %s", error)
-        return out_of_service()
+            log.error("disk, database or object store unavailable, answering 503: %s", error)
+        return unavailable()
 
     @app.exception_handler(Exception)
     async def _unforeseen(_request: Request, _error: Exception) -> Response:
-        # Starlette raises it again once this is sent, and uvicorn logs it.
+        # Starlette re-raises it once this is sent, and uvicorn logs it.
         return internal_error()

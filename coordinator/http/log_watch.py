@@ -1,4 +1,4 @@
-"""Waiting for verdicts: one reader of the log for all who wait in this process, and only those concerned are woken."""
+"""Long polls for verdicts, served by one log poller per process that wakes only the submissions concerned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_SECONDS = 0.05
 
 
 class _Verdict(msgspec.Struct):
-    """What of an entry says whom to wake; entries of other types have no submission."""
+    """The field of a log entry that says whom to wake; empty in entries of other types."""
 
     submission: str = ""
 
@@ -24,7 +24,7 @@ _DECODER = msgspec.json.Decoder(_Verdict)
 
 
 class LogWatch:
-    """Wakes who waits for a submission when its verdict is in the log. Reads nothing while nobody waits."""
+    """Wakes the waiters of a submission when its verdict is in the log; does not poll while nobody waits."""
 
     def __init__(self, size: Callable[[], int], entries: Callable[[int, int], list[bytes]]) -> None:
         self._size, self._entries = size, entries
@@ -33,8 +33,11 @@ class LogWatch:
         self._reader: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def ticket(self, submission: str) -> AsyncIterator[asyncio.Event]:
-        """Set once the verdict is in the log. To be taken before looking for it, so that none comes in between."""
+    async def subscribe(self, submission: str) -> AsyncIterator[asyncio.Event]:
+        """Yield an event that is set once the verdict is logged.
+
+        Subscribe before reading the receipt, or a verdict in between is missed.
+        """
         event = asyncio.Event()
         self._waiting.setdefault(submission, set()).add(event)
         try:

@@ -8,23 +8,25 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from coordinator.http.connections import Crowd
+from coordinator.http.connections import ConnectionQuota
 from coordinator.metrics.roles import role_registry
-from coordinator.metrics.run import RunFigures
+from coordinator.metrics.run import RunCollector
 from coordinator.run.service import Coordinator
 from node.protocol.reasons import Reason
 from node.runtime.metrics import WAIT_BUCKETS, family
 
 
 class Metrics:
-    """Of a process that serves the run's API; what the database knows is read when Prometheus asks."""
+    """Metrics of an API process; those of the run are read from the database at each scrape."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, coordinator: Coordinator, *, crowd: Callable[[], Crowd | None] = lambda: None) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, connections: Callable[[], ConnectionQuota | None] = lambda: None
+    ) -> None:
         self.registry = role_registry("api", coordinator.home)
-        self.registry.register(RunFigures(coordinator.home))
-        self.registry.register(_Connections(crowd))
+        self.registry.register(RunCollector(coordinator.home))
+        self.registry.register(_Connections(connections))
         self.request_seconds = Histogram(
             "swarmproof_request_seconds",
             "Time to answer a request, by route; one that waits for news or a verdict is long.",
@@ -46,24 +48,23 @@ class Metrics:
         )
 
     def refused(self, reason: Reason) -> None:
-        """Count a refusal at the door."""
+        """Count a refused request."""
         self.refusals.labels(reason.value).inc()
 
     def render(self) -> bytes:
-        """The exposition format."""
+        """Return all metrics in the exposition format."""
         return bytes(generate_latest(self.registry))
 
 
 class _Connections(Collector):
-    """Who is connected, once there is a server that counts them."""
+    """Connection counts, without a value until a server counts them."""
 
-    def __init__(self, crowd: Callable[[], Crowd | None]) -> None:
-        self._crowd = crowd
+    def __init__(self, connections: Callable[[], ConnectionQuota | None]) -> None:
+        self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
-        crowd = self._crowd()
-        yield family(
-            "gauge", "swarmproof_connections", "Connections that are open.", None if crowd is None else len(crowd)
-        )
-        said = "Connections that were closed unanswered: too many of one address, or of all."
-        yield family("counter", "swarmproof_refused_connections", said, None if crowd is None else crowd.refused)
+        quota = self._connections()
+        text = "Connections that are open."
+        yield family("gauge", "swarmproof_connections", text, None if quota is None else len(quota))
+        text = "Connections that were closed unanswered: too many of one address, or of all."
+        yield family("counter", "swarmproof_refused_connections", text, None if quota is None else quota.refused)

@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP service: every request is counted, and every address has its share."""
+"""Outermost ASGI middleware: request metrics, rate limit per address, and framing checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from coordinator.http.errors import refuse
+from coordinator.http.errors import refusal_response
 from coordinator.http.metrics import Metrics
 from coordinator.http.rate_limits import AddressLimiter
 from node.protocol.reasons import Reason, Refusal
@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_QUERY_BYTES = 512
-"""Ours have less than a hundred. One that fills a head takes 5 ms to be taken apart."""
+"""The API's have less than a hundred; parsing one as large as a head takes 5 ms."""
 
 UNANSWERED = 499
-"""For the figures alone, as nginx has it: nobody was sent any status, and nothing failed here."""
+"""Metrics label, as in nginx, of a request that was cancelled before a response."""
 
 _METHODS = frozenset(("GET", "POST", "PUT"))
 
 
 class RequestMiddleware:
-    """Count, limit and log every HTTP request, as plain ASGI middleware.
-
-    Starlette's own kind costs as much as routing and refusing together.
-    """
+    """Counts, limits and logs every HTTP request. Starlette's middleware class would double a refusal's cost."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, addresses: AddressLimiter) -> None:
         self._app, self._metrics, self._addresses = app, metrics, addresses
@@ -50,28 +47,28 @@ class RequestMiddleware:
 
         try:
             self._addresses.check(address_of(scope), now=time.monotonic())
-            _check_form(scope)
+            _check_framing(scope)
             await self._app(scope, receive, note_status)
-        except asyncio.CancelledError:  # this process ends, or whoever asked has gone
+        except asyncio.CancelledError:  # shutdown, or the client disconnected
             status = UNANSWERED
             raise
         except Refusal as refusal:
             self._metrics.refused(refusal.reason)
-            await refuse(refusal)(scope, receive, note_status)
+            await refusal_response(refusal)(scope, receive, note_status)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             seconds = time.perf_counter() - started
             self._metrics.request_seconds.labels(method, route, status).observe(seconds)
             if log.isEnabledFor(logging.DEBUG):
-                # Whom and what it is about, as far as it got: who signed it, and what its path names.
-                about = {**scope.get("state", {}), **scope.get("path_params", {})}
-                with bound(node=about.get("node"), lease=about.get("lease_id"), submission=about.get("submission")):
+                # The signer and the path parameters, as far as the request got.
+                fields = {**scope.get("state", {}), **scope.get("path_params", {})}
+                with bound(node=fields.get("node"), lease=fields.get("lease_id"), submission=fields.get("submission")):
                     log.debug("%s %s: %d after %.3f s", method, route, status, seconds)
 
 
-def _check_form(scope: Scope) -> None:
-    """Refuse long queries, and a body with a length and chunks: a proxy may take its rest for another request."""
+def _check_framing(scope: Scope) -> None:
+    """Refuse long queries, and bodies with Content-Length and chunks, which allow request smuggling by proxies."""
     if len(scope["query_string"]) > MAX_QUERY_BYTES:
         raise Refusal(Reason.BAD_REQUEST, f"A query has at most {MAX_QUERY_BYTES} bytes.")
     names = {name for name, _ in scope["headers"]}
@@ -80,6 +77,6 @@ def _check_form(scope: Scope) -> None:
 
 
 def address_of(scope: Scope) -> str:
-    """Where the request comes from, as far as it is known."""
+    """Return the client's IP address, "" if it is unknown."""
     client = scope.get("client")
     return client[0] if client else ""

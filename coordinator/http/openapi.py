@@ -1,7 +1,6 @@
-"""The OpenAPI document: paths and parameters as FastAPI knows them, everything else as the endpoints are declared.
+"""The OpenAPI document: paths and parameters from FastAPI, everything else from `node.protocol.endpoints`.
 
-Bodies are read and written as canonical values (docs/protocol.md, 1.1), past FastAPI; their schemas come from the same
-types as the values.
+Bodies are canonical values (docs/protocol.md, 1.1) and bypass FastAPI; their schemas come from the message types.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DIGEST = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 
 
 def serve_document(app: FastAPI) -> None:
-    """Serve the document of all routes that `app` has by now at /openapi.json."""
+    """Serve the document of all routes registered so far at /openapi.json."""
     described = document(app)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -83,7 +82,7 @@ def _operation(endpoint: Endpoint[Any, Any], generated: dict[str, Any]) -> dict[
 
 
 def _parameter(generated: dict[str, Any]) -> dict[str, Any]:
-    """Return FastAPI's description without its titles; names in a path that are digests say so."""
+    """Return FastAPI's parameter without its title; path parameters are digests."""
     schema = {key: value for key, value in generated["schema"].items() if key != "title"}
     return generated | {"schema": _DIGEST if generated["in"] == "path" else schema}
 
@@ -99,7 +98,7 @@ def _content(kind: type, media_type: str) -> dict[str, Any]:
 
 
 def _refusals(reasons: tuple[Reason, ...]) -> dict[str, Any]:
-    """Return one response for each status, with what each of its codes means, and the 500."""
+    """Return one response per status, with the advice of each of its codes, and the 500."""
     by_status: dict[int, list[Reason]] = {}
     for reason in reasons:
         by_status.setdefault(reason.status or 500, []).append(reason)

@@ -1,4 +1,4 @@
-"""How often one network and one identity may ask: token buckets in tables of bounded size."""
+"""Rate limits per network and per node: token buckets in tables of bounded size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from node.protocol.reasons import Reason, Refusal
 from shardcast.rate_limit import TokenBucket
 
 MAX_BUCKETS = 50_000
-"""Some 15 MB. Whoever is forgotten starts anew, which takes so many others within the minute that refills a bucket."""
+"""About 15 MB. Evicting a client's bucket takes as many others within the minute in which it refills anyway."""
 
 _IPV6_PREFIX = 64
 
 
 class TooManyRequests(Refusal):
-    """Refused for now; the same request is welcome after `retry_after_seconds`."""
+    """Rate limit exceeded; retry the same request after `retry_after_seconds`."""
 
     def __init__(self, detail: str, *, retry_after_seconds: int) -> None:
         super().__init__(Reason.TOO_MANY_REQUESTS, detail)
@@ -25,7 +25,10 @@ class TooManyRequests(Refusal):
 
 
 class RateLimiter:
-    """A token bucket for each key, which holds a minute's worth; the least recently seen key is forgotten first."""
+    """One token bucket per key, of one minute's requests; the least recently used is evicted first.
+
+    `who` names a key in refusals.
+    """
 
     def __init__(self, *, per_minute: int, who: str) -> None:
         self._capacity = float(per_minute)
@@ -63,7 +66,7 @@ class RateLimiter:
 
 
 class AddressLimiter(RateLimiter):
-    """By network address; of IPv6 by /64, since whoever has one address has all of those."""
+    """Rate limiter by network (`network_of`)."""
 
     def __init__(self, *, per_minute: int) -> None:
         super().__init__(per_minute=per_minute, who="address")
@@ -75,8 +78,8 @@ class AddressLimiter(RateLimiter):
         super().check(network_of(key), now=now)
 
 
-def address_in(text: str) -> str:
-    """An address in its usual form, of IPv4 also where it was mapped into IPv6; "" for what is none."""
+def canonical_address(text: str) -> str:
+    """Return an IP address in canonical form, IPv4-mapped ones as IPv4; "" if `text` is none."""
     try:
         parsed = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -86,6 +89,6 @@ def address_in(text: str) -> str:
 
 
 def network_of(address: str) -> str:
-    """What counts as one address: an IPv4 address, an IPv6 /64; all that is no address, such as "", counts as one."""
-    alone = address_in(address)
-    return str(ipaddress.IPv6Network((alone, _IPV6_PREFIX), strict=False)) if ":" in alone else alone
+    """Return what limits count as one client: an IPv4 address, an IPv6 /64, or "" for anything invalid."""
+    canonical = canonical_address(address)
+    return str(ipaddress.IPv6Network((canonical, _IPV6_PREFIX), strict=False)) if ":" in canonical else canonical

@@ -1,4 +1,4 @@
-"""Serve declared endpoints: routes, signed bodies and replies as `node.protocol.endpoints` states them."""
+"""Routes, signed request bodies and replies as `node.protocol.endpoints` declares them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ WireT = TypeVar("WireT", bound=Wire)
 def route(
     router: APIRouter, endpoint: Endpoint[Any, Any], *, dependencies: Sequence[Dependency] = ()
 ) -> Callable[[DecoratedCallable], DecoratedCallable]:
-    """Register the decorated function as the handler of `endpoint`; `dependencies` run before anything is read."""
+    """Register the decorated function as the handler of `endpoint`; `dependencies` run before the body is read."""
     return router.api_route(endpoint.path, methods=[endpoint.method], dependencies=list(dependencies))
 
 
 async def service_of(request: Request) -> Service:
-    """Return the service that the application was made with."""
+    """Dependency: return the application's service."""
     return cast("Service", request.app.state.service)
 
 
-async def newcomer(request: Request) -> None:
-    """Dependency: limit how often one address announces nodes and relays, before its body is read."""
+async def limit_registrations(request: Request) -> None:
+    """Dependency: rate-limit registrations of nodes and relays per address, before the body is read."""
     service = await service_of(request)
-    service.newcomers.check(address_of(request.scope), now=time.monotonic())
+    service.registrations.check(address_of(request.scope), now=time.monotonic())
 
 
-Shared = Annotated[Service, Depends(service_of)]
+ServiceDep = Annotated[Service, Depends(service_of)]
 
 
 @dataclass(frozen=True, slots=True)
 class SignedCall(Generic[BodyT]):
-    """A signed request whose body has arrived within its limit; nothing of it is verified or parsed before `do`."""
+    """Signed request with its complete body; nothing is verified or parsed before `execute`."""
 
     endpoint: Endpoint[BodyT, Any]
     service: Service
@@ -59,38 +59,35 @@ class SignedCall(Generic[BodyT]):
 
     @property
     def address(self) -> str:
-        """The address that the request comes from, or ""."""
+        """The client's IP address, "" if unknown."""
         return address_of(self.request.scope)
 
     @property
     def network(self) -> str:
-        """What counts as one address, see `network_of`."""
+        """The client's network, see `network_of`."""
         return network_of(self.address)
 
-    async def do(self, act: Callable[[Connection, str, BodyT], T]) -> T:
-        """Return `act(transaction, node, message)`, run in a thread and in the transaction that uses up the request.
+    async def execute(self, act: Callable[[Connection, str, BodyT], T]) -> T:
+        """Verify the request and return `act(transaction, node, message)`; raises Refusal.
 
-        Raises Refusal. One hop to a thread and one write transaction are most of what a request costs.
+        Runs in one thread and in the transaction that uses up the nonce: both hops are most of a request's cost.
         """
-        return await run_in_threadpool(self._do, act)
+        return await run_in_threadpool(self._execute, act)
 
-    def _do(self, act: Callable[[Connection, str, BodyT], T]) -> T:
+    def _execute(self, act: Callable[[Connection, str, BodyT], T]) -> T:
         node, claim = open_request(self.envelope)
         body_digest = digest(self.body)
         with self.service.signed.accept(self.request, node, claim) as connection:
             check_body(claim, body_digest, len(self.body))
-            return act(connection, node, self._message())
-
-    def _message(self) -> BodyT:
-        wanted = self.endpoint.body
-        return cast("BodyT", None) if wanted is NoneType else read_message(wanted, self.body)
+            kind = self.endpoint.body
+            return act(connection, node, cast("BodyT", None) if kind is NoneType else read_message(kind, self.body))
 
 
 def signed(endpoint: Endpoint[BodyT, Any]) -> Callable[[Request], Awaitable[SignedCall[BodyT]]]:
-    """Make the dependency that reads a signed request to `endpoint`: at most `max_body_bytes`, and in time."""
+    """Return the dependency that reads a signed request to `endpoint`, within its size limit and the deadline."""
     max_bytes = endpoint.max_body_bytes
     if max_bytes is None:
-        raise ValueError(f"{endpoint.path} takes its body as it arrives")
+        raise ValueError(f"{endpoint.path} streams its body")
 
     async def read(request: Request) -> SignedCall[BodyT]:
         body = await read_body(request, max_bytes=max_bytes)
@@ -100,11 +97,11 @@ def signed(endpoint: Endpoint[BodyT, Any]) -> Callable[[Request], Awaitable[Sign
     return read
 
 
-def answer(endpoint: Endpoint[Any, WireT], value: WireT, *, headers: Mapping[str, str] | None = None) -> Response:
-    """Return `value` as the reply that `endpoint` declares."""
+def respond(endpoint: Endpoint[Any, WireT], value: WireT, *, headers: Mapping[str, str] | None = None) -> Response:
+    """Return `value`, encoded, as the reply that `endpoint` declares."""
     return Response(encode(value), status_code=endpoint.status, media_type=endpoint.media_type, headers=headers)
 
 
-def answer_bytes(endpoint: Endpoint[Any, bytes], body: bytes) -> Response:
+def respond_bytes(endpoint: Endpoint[Any, bytes], body: bytes) -> Response:
     """Return `body` as the reply that `endpoint` declares."""
     return Response(body, status_code=endpoint.status, media_type=endpoint.media_type)

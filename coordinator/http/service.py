@@ -1,4 +1,4 @@
-"""What the HTTP handlers of one coordinator process share."""
+"""State shared by the HTTP handlers of one coordinator process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from coordinator.http.intake import intake_of
 from coordinator.http.log_watch import LogWatch
 from coordinator.http.metrics import Metrics
 from coordinator.http.rate_limits import AddressLimiter, RateLimiter
-from coordinator.http.shutdown import Ending
+from coordinator.http.shutdown import Shutdown
 from coordinator.http.signed_requests import SignedRequests
 from coordinator.run.service import Coordinator
 from coordinator.run.status import run_status
 
 STATUS_SECONDS = 1.0
-"""Age at which the public status and metrics are computed anew: nothing else costs as much, and anybody may ask."""
+"""Maximum age of the public status and metrics, the most expensive of the unauthenticated responses."""
 
 
 class Cached:
-    """A value recomputed once it is STATUS_SECONDS old, by one thread for all that ask meanwhile."""
+    """Value recomputed once it is STATUS_SECONDS old, by one thread for all concurrent readers."""
 
     def __init__(self, compute: Callable[[], bytes]) -> None:
         self._compute, self._lock = compute, threading.Lock()
@@ -39,9 +39,7 @@ class Cached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Requests a minute: all from one address, signed ones of one node, announcements of nodes and relays from one
-    address.
-    """
+    """Rate limits in requests per minute: per address, signed per node, registrations (nodes, relays) per address."""
 
     per_address: int = 6000
     per_node: int = 1200
@@ -49,16 +47,18 @@ class RequestLimits:
 
 
 class Service:
-    """The run's coordinator and everything that its handlers need besides."""
+    """The run's coordinator with its rate limiters, caches and long-poll watchers."""
 
-    def __init__(self, coordinator: Coordinator, *, limits: RequestLimits, metrics: Metrics, ending: Ending) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, limits: RequestLimits, metrics: Metrics, shutdown: Shutdown
+    ) -> None:
         self.coordinator = coordinator
         self.metrics = metrics
-        self.ending = ending
+        self.shutdown = shutdown
         self.signed = SignedRequests(coordinator, limiter=RateLimiter(per_minute=limits.per_node, who="node"))
-        self.newcomers = AddressLimiter(per_minute=limits.registrations)
+        self.registrations = AddressLimiter(per_minute=limits.registrations)
         self.intake = intake_of(coordinator)
-        self.descriptors = DescriptorWatch(coordinator.descriptors, ending)
+        self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)
         self.verdicts = LogWatch(coordinator.log_size, coordinator.entries)
         self.figures = Cached(metrics.render)
         self.status = Cached(lambda: json.dumps(run_status(coordinator, now=time.time())).encode())

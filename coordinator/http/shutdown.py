@@ -1,4 +1,4 @@
-"""The end of a coordinator's process: who waits for news gets what there is, so that nothing has to be broken off."""
+"""Graceful shutdown: long polls and event streams return what they have, so that no connection has to be aborted."""
 
 from __future__ import annotations
 
@@ -10,47 +10,45 @@ from types import FrameType
 import uvicorn
 
 
-class Ending:
-    """Whether the process was asked to stop; of one event loop."""
+class Shutdown:
+    """Shutdown signal of one event loop."""
 
     def __init__(self) -> None:
-        self._begun = asyncio.Event()
+        self._requested = asyncio.Event()
 
     @property
-    def begun(self) -> bool:
-        """Whether it was."""
-        return self._begun.is_set()
+    def requested(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self._requested.is_set()
 
-    def begin(self) -> None:
-        """Wake all who wait; safe in a signal's handler of the loop's thread."""
-        self._begun.set()
+    def request(self) -> None:
+        """Wake all waiters; safe in a signal handler of the loop's thread."""
+        self._requested.set()
 
-    async def before(self, event: asyncio.Event) -> bool:
-        """Wait for `event`, or for the end; whether it was `event`."""
-        tasks = {asyncio.create_task(event.wait()), asyncio.create_task(self._begun.wait())}
+    async def wait_for(self, event: asyncio.Event) -> None:
+        """Wait for `event` or for shutdown, whichever comes first."""
+        tasks = {asyncio.create_task(event.wait()), asyncio.create_task(self._requested.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-        return event.is_set()
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which wakes who waits before it counts those that it has to break off."""
+    """uvicorn server that ends long polls before it aborts the connections still open."""
 
-    def __init__(self, config: uvicorn.Config, ending: Ending) -> None:
+    def __init__(self, config: uvicorn.Config, shutdown: Shutdown) -> None:
         super().__init__(config)
-        self._ending = ending
+        self._shutdown = shutdown
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's; a second signal does not wait for anybody."""
         super().handle_exit(sig, frame)
-        self._ending.begin()
+        self._shutdown.request()
 
     def serve_on(self, listening: socket.socket) -> None:
-        """Serve until SIGINT or SIGTERM, and return."""
-        # uvicorn raises the signal again once it has ended, and what is to be done afterwards would not be.
+        """Serve until SIGINT or SIGTERM, then return."""
+        # uvicorn raises the signal again when it ends, which would skip the caller's cleanup.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.run(sockets=[listening])

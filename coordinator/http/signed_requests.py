@@ -1,4 +1,4 @@
-"""Signed requests: verified once, and used up in the transaction of what they ask for (docs/protocol.md, 3.2)."""
+"""Signed requests: verified once; the nonce is used up in the transaction of the request (docs/protocol.md, 3.2)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class SignedRequests:
-    """Accept the signed requests of a run's nodes, of each node as many as `limiter` allows."""
+    """Accepts the signed requests of a run's nodes, rate-limited per node."""
 
     def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter) -> None:
         self._coordinator, self._limiter = coordinator, limiter
 
     @contextmanager
     def accept(self, request: Request, node: str, claim: RequestClaim) -> Iterator[Connection]:
-        """`Coordinator.accept`; it counts as one of the node's requests, unless somebody else repeats it."""
+        """Open the transaction of a request as `Coordinator.accept` does; a refused replay takes no token."""
         request.state.node = node  # for the log
         self._limiter.peek(node, now=time.monotonic())
         method, path = request.method, request.scope["path"]
@@ -42,7 +42,7 @@ class SignedRequests:
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """A whole small body; raises Refusal past `max_bytes` or the deadline."""
+    """Return the whole body; raises Refusal past `max_bytes` or the deadline."""
     pieces, size = [], 0
     try:
         async with asyncio.timeout(BODY_DEADLINE_SECONDS):
@@ -57,18 +57,18 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 def read_envelope(request: Request) -> bytes:
-    """What its Authorization header holds; raises Refusal."""
+    """Return the envelope in the Authorization header; raises Refusal."""
     return read_authorization(request.headers.get("authorization", ""))
 
 
 def open_request(envelope: bytes) -> tuple[str, RequestClaim]:
-    """The node that signed a request, and what it claims: the one time that the signature is verified."""
+    """Verify the signature and return the node that signed and its claim; raises Refusal."""
     signer, claim = open_claim(envelope)
     return signer.hex(), claim
 
 
 def read_message(cls: type[T], body: bytes) -> T:
-    """The message in a body; raises Refusal."""
+    """Decode the message in a body; raises Refusal."""
     try:
         return decode(cls, body, max_bytes=MAX_MESSAGE_BYTES)
     except PeerFault as error:
@@ -76,6 +76,6 @@ def read_message(cls: type[T], body: bytes) -> T:
 
 
 def check_body(claim: RequestClaim, body_digest: str, body_bytes: int) -> None:
-    """Raise Refusal for a body that is not the one that was signed."""
+    """Raise Refusal if the body differs from the signed digest or size."""
     if claim.body_digest != body_digest or claim.body_bytes != body_bytes:
         raise Refusal(Reason.BODY_MISMATCH, f"{body_bytes} bytes arrived, {claim.body_bytes} were signed.")

@@ -1,1 +1,1 @@
-"""Prometheus metrics of a run and of its processes, and curves."""
+"""Prometheus metrics of a run and its processes, and training curves."""

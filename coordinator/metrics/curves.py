@@ -1,7 +1,6 @@
-"""How training goes, step by step: the statistics that are worth a curve, and their lines, for any page.
+"""Curves of training statistics by step, as values and as SVG paths.
 
-A step says what its trainer knew. A statistic that no step has is not drawn, and one that a step lacks, or that is not
-finite, is a gap.
+A statistic that no step has is not drawn; a missing or non-finite value is a gap.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class CurveKind:
-    """A statistic by its key, what people call it, and what it says."""
+    """A statistic: its key in a step's stats, display name and meaning."""
 
     key: str
     name: str
@@ -48,40 +47,37 @@ class Curve:
 
     @property
     def said(self) -> str:
-        """For who cannot see it."""
+        """A description for screen readers."""
         known = [value for value in self.values if value is not None]
         return f"{self.kind.name}: from {known[0]:.3g} to {known[-1]:.3g}, at most {max(known):.3g}."
 
 
-def kept_stats(text: str | None) -> dict[str, float]:
-    """Of a step's statistics as the database has them, JSON or nothing, those of KINDS that are finite numbers."""
+def curve_stats(text: str | None) -> dict[str, float]:
+    """Return the finite statistics among KINDS in a step's stats, a JSON object or None."""
     found = json.loads(text) if text else {}
     return {key: float(found[key]) for key in KEYS & found.keys() if _is_finite(found[key])}
 
 
 def curves(stats: Sequence[Mapping[str, float]], *, but: frozenset[str] = frozenset()) -> list[Curve]:
-    """The curves that there is something to draw of, one value for each element of `stats`; without those of `but`."""
-    drawn = (_curve(kind, [_value(each.get(kind.key)) for each in stats]) for kind in KINDS if kind.key not in but)
-    return [curve for curve in drawn if curve is not None]
-
-
-def _curve(kind: CurveKind, values: Sequence[float | None]) -> Curve | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    top = round_up(max(known))
-    bottom = -round_up(-min(known)) if min(known) < 0 else 0.0
-    return Curve(kind, tuple(values), bottom, top, line(values, bottom=bottom, top=top))
+    """Return the curves with any value, one value per element of `stats`, except the keys in `but`."""
+    found = []
+    for kind in (kind for kind in KINDS if kind.key not in but):
+        values = tuple(value if _is_finite(value := each.get(kind.key)) else None for each in stats)
+        if known := [value for value in values if value is not None]:
+            top = round_up(max(known))
+            bottom = -round_up(-min(known)) if min(known) < 0 else 0.0
+            found.append(Curve(kind, values, bottom, top, line(values, bottom=bottom, top=top)))
+    return found
 
 
 def mean_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each statistic over the steps that have it."""
+    """Return the mean of each statistic over the steps that have it."""
     known = {key: [each[key] for each in stats if key in each] for key in sorted(KEYS)}
     return {key: math.fsum(values) / len(values) for key, values in known.items() if values}
 
 
 def line(values: Sequence[float | None], *, bottom: float, top: float) -> str:
-    """An SVG path through `values` from left to right, broken where there is none; a lone one is a short dash."""
+    """Return an SVG path through `values` in a box of 100 x 100, broken at None; an isolated value is a short dash."""
     each = 100 / max(1, len(values) - 1)
     parts: list[list[str]] = [[]]
     for at, value in enumerate(values):
@@ -93,15 +89,11 @@ def line(values: Sequence[float | None], *, bottom: float, top: float) -> str:
 
 
 def round_up(value: float, *, least: float = 1e-6) -> float:
-    """The next of 1, 2, 2.5 and 5 times a power of ten; at least `least`, a power of ten itself."""
+    """Round up to 1, 2, 2.5 or 5 times a power of ten, at least `least`, itself a power of ten."""
     size = least
     while size * 10 < value:
         size *= 10
     return next((step * size for step in (1, 2, 2.5, 5, 10) if step * size >= value), 10 * size)
-
-
-def _value(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _is_finite(value: object) -> bool:

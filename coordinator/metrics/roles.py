@@ -1,6 +1,6 @@
-"""Prometheus metrics of the operator's processes (docs/metrics.md): what each role counts itself.
+"""Prometheus metrics that each of the operator's roles counts itself (docs/metrics.md).
 
-What the run's database knows is in `coordinator.metrics.run`, what every process has in `node.runtime.metrics`.
+`coordinator.metrics.run` has those read from the database, `node.runtime.metrics` those of every process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from coordinator.metrics.run import RunFigures
+from coordinator.metrics.run import RunCollector
 from coordinator.run.home import Home
 from coordinator.storage.timings import register_timings
 from node.protocol.admission import Outcome
@@ -24,21 +24,21 @@ BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
 
 def leader_registry(home: Home, *, leads: Callable[[], bool]) -> CollectorRegistry:
-    """Of a process that does what only one may do at a time; `leads` says whether it is that one now."""
+    """Return the registry of a leader process; `leads` returns whether it leads now."""
     registry = role_registry("leader", home)
-    registry.register(RunFigures(home))
+    registry.register(RunCollector(home))
     watch_leadership(registry, leads=leads)
     return registry
 
 
 def watch_leadership(registry: CollectorRegistry, *, leads: Callable[[], bool]) -> None:
-    """Have `registry` say whether this process is the run's leader."""
+    """Register the gauge of whether this process leads."""
     leader = Gauge("swarmproof_leader", "1 if this process does the run's periodic work now.", registry=registry)
     leader.set_function(lambda: float(leads()))
 
 
 class VerifierMetrics:
-    """Of a verifier; without a `registry` they are counted for nobody."""
+    """Metrics of a verifier; without a `registry` they are not exported."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.claims = Counter(
@@ -88,7 +88,7 @@ class VerifierMetrics:
         )
 
     def decided(self, verdict: Verdict, *, in_time: bool) -> None:
-        """Count a verdict, which is stored if it came in time."""
+        """Count a verdict; one that is not `in_time` was not stored."""
         if not in_time:
             self.late.inc()
             return
@@ -97,7 +97,7 @@ class VerifierMetrics:
 
 
 class TrainerMetrics:
-    """Of the trainer; without a `registry` they are counted for nobody."""
+    """Metrics of the trainer; without a `registry` they are not exported."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.wait_seconds = Counter(
@@ -123,7 +123,7 @@ class TrainerMetrics:
 
 
 def role_registry(role: str, home: Home, *, state: Path | None = None) -> CollectorRegistry:
-    """With what every process on the run's database has; `state` is its own folder, if it has one."""
+    """Return a registry with the metrics common to all roles; `state` is the process's own folder."""
     folders = {"data": home.folder} if state is None else {"data": home.folder, "state": state}
     registry = process_registry(role, folders=folders)
     register_timings(registry)

@@ -1,7 +1,7 @@
-"""Metrics of the run, as its database has them: whoever shows them, shows the same, an API as well as the leader.
+"""Metrics of the run, read from its database: the same from every API process and the leader.
 
-So a dashboard takes the largest of them, not their sum. None costs more the longer the run goes on: what would be a
-count over all submissions is a tally (`coordinator.storage.tallies`), or has an index.
+Dashboards therefore aggregate them by max, not sum. Each uses an index or a tally (`coordinator.storage.tallies`), so
+that no scrape slows down as the run grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.run.home import Home
 from coordinator.run.leader import last_leader
-from coordinator.run.status import SEEN_LATELY_SECONDS
+from coordinator.run.status import ACTIVE_SECONDS
 from coordinator.storage import log, nodes, pools, tallies, work
 from coordinator.storage.database import Connection
 from coordinator.storage.faults import DatabaseFault
@@ -25,7 +25,7 @@ from coordinator.storage.relays import relays_seen_since
 from coordinator.storage.schema import LeaseState
 from coordinator.storage.steps import finished_steps, newest_finished_step
 from coordinator.storage.submissions import QUEUED, count_waiting
-from coordinator.storage.tallies import Kind
+from coordinator.storage.tallies import VerdictKind
 from coordinator.storage.totals import count_leases, partly_measured, slot_counts
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
@@ -73,11 +73,11 @@ _STEP_FIGURES = {
         "From that step's weights to the announcement of their policy.",
     ),
 }
-"""What of a step's statistics is shown; the trainer writes them with the step."""
+"""The metrics of the newest step, by key of the stats that the trainer stored."""
 
 
-class RunFigures(Collector):
-    """Reads the database at each scrape; while it is away there is only `swarmproof_database_up`, which is 0."""
+class RunCollector(Collector):
+    """Reads the database at each scrape; while it is unavailable, exports `swarmproof_database_up 0` alone."""
 
     def __init__(self, home: Home, *, clock: Callable[[], float] = time.time) -> None:
         self._home, self._clock = home, clock
@@ -105,7 +105,7 @@ class RunFigures(Collector):
         yield family("gauge", "swarmproof_problems", said, sizes, label="pool")
 
     def _nodes(self, connection: Connection) -> Iterator[Metric]:
-        since = self._clock() - SEEN_LATELY_SECONDS
+        since = self._clock() - ACTIVE_SECONDS
         active, serving = nodes.count_seen_since(connection, since), len(relays_seen_since(connection, since))
         yield _gauge("swarmproof_nodes", "Registered nodes.", nodes.count_registered(connection))
         yield _gauge("swarmproof_active_nodes", "Nodes that asked for work in the last 10 minutes.", active)
@@ -154,11 +154,11 @@ def _verdicts(connection: Connection) -> Iterator[Metric]:
     tokens = CounterMetricFamily("swarmproof_verdict_tokens", "Tokens of what got a first verdict.", labels=["outcome"])
     second = CounterMetricFamily("swarmproof_second_verdicts", "Second verdicts by outcome.", labels=["outcome"])
     counted, of_outcome, again, waited = Counter[tuple[str, str]](), Counter[str](), Counter[str](), 0.0
-    counted.update(dict.fromkeys(_KNOWN, 0))  # so that the first one is a change, too
+    counted.update(dict.fromkeys(_KNOWN, 0))  # so that the first verdict is an increase for `rate()`
     of_outcome.update(dict.fromkeys(map(str, Outcome), 0))
     for tally in tallies.whole_run(connection):
         outcome = tally.outcome.value
-        if tally.kind is Kind.SECOND:
+        if tally.kind is VerdictKind.SECOND:
             again[outcome] += tally.verdicts
             continue
         counted[outcome, "" if tally.reason is None else tally.reason.value] += tally.verdicts

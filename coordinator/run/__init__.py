@@ -1,1 +1,1 @@
-"""A run as its coordinator keeps it: service, relays, leader."""
+"""A run on the operator's side: service, descriptors, relays, leader."""

@@ -1,4 +1,4 @@
-"""Reading a run.toml that an operator names."""
+"""Reading a run.toml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardcast.errors import Malformed
 
 
 def read_run_file(path: Path) -> tuple[str, RunSpec]:
-    """The text, and the run that it defines, if this installation can work on it; raises BadConfiguration."""
+    """Return the file's text and its RunSpec; raises BadConfiguration if this installation cannot run it."""
     try:
         text = path.read_text(encoding="utf-8")
         spec = parse_run_toml(text)

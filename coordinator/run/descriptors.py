@@ -1,7 +1,7 @@
-"""The run's descriptor: signed anew when what it says has changed or grows old, and each version only once.
+"""The run's descriptor, signed anew when its content changes or it is about to expire.
 
-A version lies in the database before anybody sees it, so that no restart and no second process on the same database
-ever signs two descriptors of one version: others would show both as a proof against the operator.
+A version is stored before it is served, so that no restart and no second process signs two descriptors of one version,
+which would be equivocation.
 """
 
 from __future__ import annotations
@@ -28,31 +28,28 @@ log = logging.getLogger(__name__)
 VALID_SECONDS = 3600
 RENEW_SECONDS = VALID_SECONDS / 2
 SETTLE_SECONDS = 10.0
-"""What is not a new policy waits for so long after the last version: relays come and go, and two coordinators that were
-started with different contacts would else outbid each other, many times a second."""
+"""Minimum time between versions unless the policy is new: relays come and go, and two coordinators with different
+contacts would supersede each other many times a second."""
 
-LOOK_SECONDS = 0.05
-"""How old an answer may be that is given without looking at the database."""
+CACHE_SECONDS = 0.05
+"""Maximum age of a descriptor that is served without reading the database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contacts:
-    """Where others find the run, as its operator says: coordinators, peers to begin with, and keys to shun.
-
-    Every coordinator process of a run has to be started with the same ones.
-    """
+    """Coordinator URLs, bootstrap peers and revoked keys; the same for every coordinator process of a run."""
 
     endpoints: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     revoked: tuple[str, ...] = ()
 
 
-NOWHERE = Contacts()
+NO_CONTACTS = Contacts()
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
-    """A signed version, and digests of what it says: of the policy and the rules, the contacts, and the relays."""
+class IssuedDescriptor:
+    """A signed version, with a digest each of its policy and rules, its contacts, and its relays."""
 
     version: int
     envelope: bytes
@@ -61,8 +58,8 @@ class Issued:
     relays: str
     issued_at: float
 
-    def is_good(self, wanted: Issued, *, now: float) -> bool:
-        """Whether it may still be given out where `wanted` would say how things are."""
+    def is_current(self, wanted: IssuedDescriptor, *, now: float) -> bool:
+        """Return whether this version may still be served although `wanted` has the run's present content."""
         age = now - self.issued_at
         if not 0 <= age < RENEW_SECONDS or self.policy != wanted.policy:
             return False
@@ -75,54 +72,54 @@ class Descriptors:
     def __init__(self, home: Home, *, key: Ed25519PrivateKey, relays: RelayRegistry, contacts: Contacts) -> None:
         self._home, self._key, self._relays, self._contacts = home, key, relays, contacts
         self._lock = threading.Lock()
-        self._looked: tuple[float, Issued] | None = None
+        self._cached: tuple[float, IssuedDescriptor] | None = None
         self._issued = -1
-        self._dispute_said = False
+        self._conflict_logged = False
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where the operator says that coordinators are."""
+        """The coordinators' URLs, as the operator configured them."""
         return self._contacts.endpoints
 
-    def newest(self, *, now: float) -> Issued:
-        """The version that holds now."""
+    def newest(self, *, now: float) -> IssuedDescriptor:
+        """Return the current version, at most CACHE_SECONDS old; signs a new one if needed."""
         with self._lock:
-            if self._looked is None or not 0 <= now - self._looked[0] < LOOK_SECONDS:
-                self._looked = now, self._look(now)
-            return self._looked[1]
+            if self._cached is None or not 0 <= now - self._cached[0] < CACHE_SECONDS:
+                self._cached = now, self._current(now)
+            return self._cached[1]
 
-    def _look(self, now: float) -> Issued:
+    def _current(self, now: float) -> IssuedDescriptor:
         urls = tuple(self._relays.urls(now=now))
         with self._home.database.read() as connection:
             wanted, last = self._wanted(connection, urls, now), _last(connection)
-        if last is not None and last.is_good(wanted, now=now):
+        if last is not None and last.is_current(wanted, now=now):
             return last
         with self._home.database.write() as connection:
             locks.deciding(connection)
             wanted, last = self._wanted(connection, urls, now), _last(connection)
-            if last is not None and last.is_good(wanted, now=now):
+            if last is not None and last.is_current(wanted, now=now):
                 return last
             if last is not None:
-                self._look_for_dispute(last, wanted)
-            # By the clock, if it is ahead: an operator who goes back to yesterday's backup signs no version again.
+                self._warn_of_conflict(last, wanted)
+            # At least the time, so that a run restored from an older backup signs no version again.
             version = max(int(now), 0 if last is None else last.version + 1)
             issued = self._issue(connection, self._described(connection, urls, version, now), now)
         self._issued = issued.version
         return issued
 
-    def _look_for_dispute(self, last: Issued, wanted: Issued) -> None:
-        """Contacts change when a coordinator starts; later, somebody else has changed them back."""
-        if self._dispute_said or self._issued < 0 or last.version == self._issued or last.contacts == wanted.contacts:
-            return
-        self._dispute_said = True
-        log.warning(
-            "another coordinator of this run tells nodes other endpoints, peers or revoked keys than this one: give "
-            "all the same --endpoint and --revoke, and where one runs the peer, the others --no-peer --introduce"
-        )
+    def _warn_of_conflict(self, last: IssuedDescriptor, wanted: IssuedDescriptor) -> None:
+        """Log once if another coordinator has replaced the contacts that this one issued."""
+        replaced = 0 <= self._issued != last.version and last.contacts != wanted.contacts
+        if replaced and not self._conflict_logged:
+            self._conflict_logged = True
+            log.warning(
+                "another coordinator of this run publishes other endpoints, peers or revoked keys: start all with the "
+                "same --endpoint and --revoke; where one runs the peer, start the others with --no-peer --introduce"
+            )
 
-    def _wanted(self, connection: Connection, urls: tuple[str, ...], now: float) -> Issued:
+    def _wanted(self, connection: Connection, urls: tuple[str, ...], now: float) -> IssuedDescriptor:
         described = self._described(connection, urls, 0, now)
-        return Issued(0, b"", *_digests(described), now)
+        return IssuedDescriptor(0, b"", *_digests(described), now)
 
     def _described(self, connection: Connection, urls: tuple[str, ...], version: int, now: float) -> Descriptor:
         head = newest_head(connection)
@@ -139,16 +136,16 @@ class Descriptors:
             expires_at=int(now) + VALID_SECONDS,
         )
 
-    def _issue(self, connection: Connection, described: Descriptor, now: float) -> Issued:
+    def _issue(self, connection: Connection, described: Descriptor, now: float) -> IssuedDescriptor:
         envelope = seal(encode(described), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=self._key)
-        issued = Issued(described.version, envelope, *_digests(described), now)
+        issued = IssuedDescriptor(described.version, envelope, *_digests(described), now)
         content = f"{issued.policy} {issued.contacts} {issued.relays}"
         add_descriptor(connection, StoredDescriptor(issued.version, content, envelope, now))
         return issued
 
 
 def _digests(described: Descriptor) -> tuple[str, str, str]:
-    """Of what a descriptor says, whatever its version and dates: of the run and its policy, contacts, and relays."""
+    """Return the digests of policy and rules, contacts, and relays, without version and dates."""
     bare = structs.replace(described, version=0, issued_at=0, expires_at=0)
     policy = structs.replace(bare, endpoints=(), relays=(), peers=(), revoked=())
     contacts = structs.replace(bare, relays=(), head=None)
@@ -156,9 +153,9 @@ def _digests(described: Descriptor) -> tuple[str, str, str]:
     return digest(encode(policy)), digest(encode(contacts)), digest(encode(relays))
 
 
-def _last(connection: Connection) -> Issued | None:
+def _last(connection: Connection) -> IssuedDescriptor | None:
     row = newest_descriptor(connection)
     if row is None:
         return None
     policy, contacts, relays = row.content.split(" ")
-    return Issued(row.version, row.envelope, policy, contacts, relays, row.issued_at)
+    return IssuedDescriptor(row.version, row.envelope, policy, contacts, relays, row.issued_at)

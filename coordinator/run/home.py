@@ -1,4 +1,4 @@
-"""A run's home on the operator's side: the data folder with the database, the blobs and the run's facts."""
+"""A run's data folder, database and blob store, shared by the operator's processes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 256 * 1024
 _POLL_SECONDS = 0.2
-ELSEWHERE = "database"
-"""A file of the data folder: the URL, without its password, of the database that is not in it."""
+DATABASE_URL_FILE = "database"
+"""File in the data folder with the URL, without password, of an external database."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """What every operator process of a run shares."""
+    """A run's key, rules and storage."""
 
     public_key: bytes
     spec: RunSpec
@@ -39,7 +39,7 @@ class Home:
 
     @property
     def run_id(self) -> str:
-        """The run's id, a digest of its public key."""
+        """The run id, a digest of the public key."""
         return run_id_of(self.public_key)
 
 
@@ -52,38 +52,38 @@ def create_home(
     blobs_url: str | None = None,
     wait_seconds: float = 0.0,
 ) -> Home:
-    """Open the run's home, making it on the first start; raises BadConfiguration if it is another run's.
+    """Open the run's home, creating it on the first start; wait for the database up to `wait_seconds`.
 
-    A database that is still starting is waited for up to `wait_seconds`.
-
-    The spec is fixed by the log's first entry: a changed run.toml is refused, not applied. So is the store of blobs,
-    by the first start; later ones need not name it, and the other processes find it in the database.
+    The first start fixes the spec, as the log's first entry, and the blob store, which later starts may leave out.
+    Raises BadConfiguration if the home is another run's or the spec or store has changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     database = _database(folder, database_url)
     try:
         _wait_for(database, seconds=wait_seconds)
         database.migrate()
-        blobs = _begin(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
+        blobs = _initialise(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
     except BaseException:
         database.close()
         raise
     if database_url is not None:
-        (folder / ELSEWHERE).write_text(without_password(database_url))
+        (folder / DATABASE_URL_FILE).write_text(without_password(database_url))
     return Home(public_key=public_key, spec=spec, database=database, blobs=blobs, folder=folder)
 
 
-def _begin(database: Database, folder: Path, *, public_key: bytes, spec: RunSpec, blobs_url: str | None) -> BlobStore:
-    """Begin the run, or see that it is this one; where its blobs are."""
+def _initialise(
+    database: Database, folder: Path, *, public_key: bytes, spec: RunSpec, blobs_url: str | None
+) -> BlobStore:
+    """Record the run, or check that the recorded one is this one; return its blob store."""
     text = encode(spec)
-    decode(RunSpec, text, max_bytes=MAX_SPEC_BYTES)  # what nodes could not read must not start a run
+    decode(RunSpec, text, max_bytes=MAX_SPEC_BYTES)  # nodes could not read a larger one
     run_id = run_id_of(public_key)
     with database.read() as connection:
         store = _store_url(read_facts(connection), given=blobs_url)
     blobs = open_blobs(store or None, folder)
-    blobs.begin(text)  # a run whose store takes nothing must not be begun
+    blobs.begin(text)  # before the run is recorded: its store must accept writes
     with database.write() as connection:
-        locks.alone(connection)
+        locks.exclusive(connection)
         known = read_facts(connection)
         if not known:
             add_facts(connection, {PUBLIC_KEY: public_key.hex(), SPEC: text.decode(), BLOBS: store})
@@ -99,16 +99,16 @@ def _begin(database: Database, folder: Path, *, public_key: bytes, spec: RunSpec
 
 
 def _database(folder: Path, url: str | None) -> Database:
-    """Raises BadConfiguration for a process that was not told where the run is: it would begin another one here."""
-    elsewhere = folder / ELSEWHERE
-    if url is None and elsewhere.exists():
-        raise BadConfiguration(f"the run in {folder} is in another database: --database-url {elsewhere.read_text()}")
+    """Open the database; raises BadConfiguration without a URL if the run uses an external one."""
+    url_file = folder / DATABASE_URL_FILE
+    if url is None and url_file.exists():
+        raise BadConfiguration(f"the run in {folder} is in another database: --database-url {url_file.read_text()}")
     return Database(url or sqlite_url(folder))
 
 
 def _wait_for(database: Database, *, seconds: float) -> None:
-    """Raises BadConfiguration for a database that nobody reaches for so long."""
-    deadline, said = time.monotonic() + seconds, False
+    """Wait until the database can be read; raises BadConfiguration after `seconds`."""
+    deadline, logged = time.monotonic() + seconds, False
     while True:
         try:
             with database.read():
@@ -116,16 +116,15 @@ def _wait_for(database: Database, *, seconds: float) -> None:
         except DatabaseAway as error:
             if time.monotonic() >= deadline:
                 raise BadConfiguration(f"--database-url cannot be reached: {error.orig}") from error
-            if not said:
-                logger.info("waiting for the database")
-                said = True
+            if not logged:
+                logger.info("waiting up to %.0f s for the database: %s", seconds, error.orig)
+                logged = True
         time.sleep(_POLL_SECONDS)
 
 
 def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: float = 0.0) -> Home:
-    """Open a home that the coordinator made, waiting for it up to `wait_seconds`; raises BadConfiguration."""
-    deadline = time.monotonic() + wait_seconds
-    said = False
+    """Open a home that the coordinator created, waiting for it up to `wait_seconds`; raises BadConfiguration."""
+    deadline, logged = time.monotonic() + wait_seconds, False
     if database_url is not None:
         with closing(Database(database_url)) as database:
             _wait_for(database, seconds=wait_seconds)
@@ -135,14 +134,18 @@ def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: fl
             return home
         if time.monotonic() >= deadline:
             raise BadConfiguration(f"no run in {folder}; start `swarmproof coordinator` with this --data first")
-        if not said:
-            logger.info("waiting for a run in %s", folder)
-            said = True
+        if not logged:
+            logger.info("waiting up to %.0f s for a coordinator to start the run in %s", wait_seconds, folder)
+            logged = True
         time.sleep(_POLL_SECONDS)
 
 
 def _try_open(folder: Path, database_url: str | None) -> Home | None:
-    if database_url is None and not (folder / ELSEWHERE).exists() and not (folder / "swarmproof.sqlite3").exists():
+    if (
+        database_url is None
+        and not (folder / DATABASE_URL_FILE).exists()
+        and not (folder / "swarmproof.sqlite3").exists()
+    ):
         return None
     database = _database(folder, database_url)
     with database.read() as connection:
@@ -161,11 +164,12 @@ def _try_open(folder: Path, database_url: str | None) -> Home | None:
 
 
 def _store_url(known: dict[str, str], *, given: str | None) -> str:
-    """Where the blobs of a run are, "" for its folder. A run does not move: half of its evidence would stay behind."""
+    """Return the URL of the run's blob store, "" for the data folder; raises BadConfiguration if it would change."""
     given = given.rstrip("/") if given else given
     if not known:
         return given or ""
-    begun = known.get(BLOBS, "")
-    if given is not None and given != begun:
-        raise BadConfiguration(f"the run's blobs are in {begun or 'its data folder'} since it began: leave --blobs out")
-    return begun
+    recorded = known.get(BLOBS, "")
+    if given is not None and given != recorded:
+        place = recorded or "its data folder"
+        raise BadConfiguration(f"the run's blobs are in {place} since it began: leave --blobs out")
+    return recorded

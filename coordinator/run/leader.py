@@ -1,7 +1,7 @@
-"""The leader: what is to be done now and then for a whole run, by one process at a time (`storage.leadership`).
+"""The leader runs a run's periodic maintenance, in one process at a time (`storage.leadership`).
 
-Any number of processes may offer to lead; the others stand by, and one of them takes over within seconds once the
-leader is gone. Nothing that nodes or training rest on waits for it: a run without a leader goes on, untidily.
+Other candidates stand by and take over within seconds. Nodes and training do not depend on it: without a leader, only
+expired leases and abandoned uploads remain.
 """
 
 from __future__ import annotations
@@ -24,83 +24,70 @@ from coordinator.storage.verdicts import clock
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
-    """Something to be done every so many seconds; `do` takes the time, and may fail as storage does."""
-
-    name: str
-    every_seconds: float
-    do: Callable[[float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderSeen:
-    """Who led last, and when it said so."""
+class LastLeader:
+    """The name of the last leader, and the time of its last heartbeat in Unix seconds."""
 
     name: str
     seen_at: float
 
 
 class Leader:
-    """Offers to lead a run, and does what a leader does while it is one."""
+    """A candidate for leadership that runs the periodic tasks while it leads."""
 
-    def __init__(self, home: Home, *, name: str | None = None, duties: tuple[Duty, ...] = ()) -> None:
+    def __init__(self, home: Home, *, name: str | None = None) -> None:
         self._home = home
         self._name = name or socket.gethostname()
-        self._duties = (
-            Duty("say who leads", 5.0, self._say),
-            Duty("end leases that are over", 1.0, self._expire),
-            Duty("remove uploads that came to nothing", 60.0, self._sweep),
-            *duties,
-        )
-        self._done_at: dict[str, float] = {}
+        self._tasks: dict[str, tuple[float, Callable[[float], None]]] = {  # what for, period in seconds, function
+            "write the heartbeat": (5.0, self._heartbeat),
+            "expire leases": (1.0, self._expire),
+            "remove abandoned uploads": (60.0, self._sweep),
+        }
+        self._run_at: dict[str, float] = {}
         self._leading = False
 
     @property
     def leading(self) -> bool:
-        """Whether this process led when it last looked."""
+        """Whether this process led at the last poll."""
         return self._leading
 
     def run(self, stop: threading.Event) -> None:
-        """Lead, or stand by, until `stop` is set."""
+        """Lead or stand by until `stop` is set."""
         leadership = self._home.database.leadership()
-        away = False
+        unavailable = False
         try:
             while not stop.is_set():
                 try:
-                    self._note(leadership.take())
-                    away = False
+                    leading = leadership.acquire()
+                    if leading and not self._leading:
+                        log.info("leading run %s as %s", self._home.run_id[:16], self._name)
+                    unavailable, self._leading = False, leading
                 except (DatabaseFault, OSError) as error:
-                    if not away:
-                        log.warning("cannot ask who leads, trying again: %s", error)
-                    away, self._leading = True, False
+                    if not unavailable:
+                        log.warning("leadership unknown, database unavailable; retrying every second: %s", error)
+                    unavailable, self._leading = True, False
                 if self._leading:
                     self.work(clock())
-                stop.wait(LOOK_SECONDS)
+                stop.wait(POLL_SECONDS)
         finally:
             self._leading = False
             leadership.release()
 
-    def _note(self, leading: bool) -> None:
-        if leading and not self._leading:
-            log.info("leading run %s as %s", self._home.run_id[:16], self._name)
-        self._leading = leading
-
     def work(self, now: float) -> None:
-        """Do what is due; what fails is tried again when it is due again."""
-        for duty in self._duties:
-            if 0 <= now - self._done_at.get(duty.name, -duty.every_seconds) < duty.every_seconds:
+        """Run the tasks that are due; one that fails is retried after its period."""
+        for name, (period_s, task) in self._tasks.items():
+            if 0 <= now - self._run_at.get(name, -period_s) < period_s:
                 continue
-            self._done_at[duty.name] = now
+            self._run_at[name] = now
             try:
-                duty.do(now)
+                task(now)
             except (DatabaseFault, OSError, StorageFault) as error:
-                log.warning("could not %s, trying again: %s", duty.name, error)
+                log.warning("could not %s, retrying in %.0f s: %s", name, period_s, error)
 
-    def _say(self, now: float) -> None:
+    def _heartbeat(self, now: float) -> None:
         value = json.dumps({"name": self._name, "at": now})
         with self._home.database.write(durable=False) as connection:
             locks.leasing(connection)
@@ -116,18 +103,18 @@ class Leader:
             uploads.sweep(self._home.database, store, now=now)
 
 
-def last_leader(connection: Connection) -> LeaderSeen | None:
-    """Who led last, None if nobody ever did."""
+def last_leader(connection: Connection) -> LastLeader | None:
+    """Return the last leader, None before the first."""
     found = read_fact(connection, LEADER)
     if found is None:
         return None
-    said = json.loads(found)
-    return LeaderSeen(name=str(said["name"]), seen_at=float(said["at"]))
+    fields = json.loads(found)
+    return LastLeader(name=str(fields["name"]), seen_at=float(fields["at"]))
 
 
 @contextmanager
-def leading(leader: Leader) -> Iterator[Leader]:
-    """A thread that leads while the block runs."""
+def leader_thread(leader: Leader) -> Iterator[Leader]:
+    """Run `leader` in a thread while the block runs."""
     stop = threading.Event()
     thread = threading.Thread(target=leader.run, args=(stop,), name="leader")
     thread.start()

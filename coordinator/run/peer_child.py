@@ -1,7 +1,7 @@
-"""The peer beside a coordinator, in a process of its own: it deals with strangers' bytes, and holds no key of the run.
+"""The coordinator's peer as a child process: it parses untrusted input, and holds no key of the run.
 
-It is started again, after a pause that doubles, for as long as the coordinator runs, and ends with it whatever ends it:
-the child watches its standard input, which the kernel closes for the dead.
+It is restarted with exponential backoff while the coordinator runs, and ends with it even on SIGKILL: the child
+watches its standard input, which the kernel then closes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Self
 
 from node.discovery.addresses import reachable_hosts
-from node.joining.way import address_at
+from node.joining.options import address_at
 from node.keys.identity import load_or_create_key
 from node.protocol.peers import Address
-from node.runtime.logs import as_here
+from node.runtime.logs import log_format_args
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ STOP_SECONDS = 5.0
 
 
 def has_libp2p() -> bool:
-    """Whether a peer can be started here."""
+    """Return whether libp2p is installed, so that a peer can run here."""
     return importlib.util.find_spec("libp2p") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPlan:
-    """Where the peer listens, where others reach it (host and port), and the folder for its key and what it knows."""
+    """The peer's listen address, the (host, port) pairs at which others reach it, and its state folder."""
 
     state: Path
     host: str
@@ -48,16 +48,16 @@ class PeerPlan:
     reached: tuple[tuple[str, int], ...] = ()
 
     def addresses(self) -> tuple[Address, ...]:
-        """What to tell those who join; makes the peer's key if there is none."""
+        """Return the addresses to publish; creates the peer's key if there is none."""
         node = load_or_create_key(self.state / "key").public_key().public_bytes_raw()
         reached = self.reached or tuple((host, self.port) for host in reachable_hosts(self.host))
         return tuple(address_at(host, port, node) for host, port in reached)
 
     def command(self, *, coordinator: str, run_id: str) -> list[str]:
-        """What to run."""
+        """Return the command line of the peer process."""
         reached = [part for host, port in self.reached for part in ("--peer-address", f"{bracketed(host)}:{port}")]
         return [
-            *(sys.executable, "-m", "node.cli", *as_here()),
+            *(sys.executable, "-m", "node.cli", *log_format_args()),
             *("peer", "--coordinator", coordinator, "--run-id", run_id),
             *("--state", str(self.state), "--peer-listen", f"{bracketed(self.host)}:{self.port}"),
             *(*reached, "--until-parent-ends"),
@@ -65,7 +65,7 @@ class PeerPlan:
 
 
 class PeerChild:
-    """Keeps one process running while the block is active."""
+    """Context manager that keeps one process running, restarting it with backoff."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -91,18 +91,18 @@ class PeerChild:
         failures = 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            how = self._run_once()
+            outcome = self._run_once()
             if self._stopping.is_set():
                 return
             failures = 1 if time.monotonic() - began > STEADY_SECONDS else failures + 1
             pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, 16))
-            log.warning("the peer %s; starting it again in %.1f s", how, pause)
+            log.warning("the peer %s; restarting it in %.1f s", outcome, pause)
             self._stopping.wait(pause)
 
     def _run_once(self) -> str:
-        """Start the process and wait for its end; in words, what became of it."""
+        """Start the process and wait for its exit; return the outcome in words."""
         try:
-            # In a session of its own: a terminal's Ctrl-C is the coordinator's, which ends the peer when it ends.
+            # In its own session: Ctrl-C in a terminal goes to the coordinator, which ends the peer.
             process = subprocess.Popen(  # noqa: S603  (our own interpreter and module, no shell)
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
             )
@@ -116,5 +116,5 @@ class PeerChild:
 
 
 def bracketed(host: str) -> str:
-    """As it stands before a port."""
+    """Return `host` as it is written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

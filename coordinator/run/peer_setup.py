@@ -1,4 +1,4 @@
-"""Opening a coordinator to those who join by peers: what its descriptor says, and the peer that introduces them."""
+"""How nodes reach a coordinator: the contacts in its descriptor, and its own peer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from coordinator.run.descriptors import Contacts
 from coordinator.run.peer_child import PEER_FOLDER, PeerChild, PeerPlan, bracketed, has_libp2p
 from node.client.http import checked_url
 from node.discovery.addresses import reachable_hosts
-from node.joining.entrance import NO_LIBP2P
-from node.joining.way import host_and_port
+from node.joining.options import host_and_port
+from node.joining.session import NO_LIBP2P
 from node.protocol.peers import MAX_JOIN_PEERS, Address, Invitation, parse_address
 from node.protocol.run import Descriptor
 from shardcast.errors import Malformed
@@ -27,10 +27,10 @@ _OPTIONS: Final = {"endpoints": "--endpoint", "peers": "--introduce", "revoked":
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What the descriptor says, how a worker joins, and the peer, which runs while its block does."""
+    """The descriptor's contacts, the options with which a worker joins, and the peer as a context manager."""
 
     contacts: Contacts
-    way: str
+    join_options: str
     peer: AbstractContextManager[object]
 
 
@@ -48,26 +48,26 @@ def open_to_peers(
     introduced: tuple[str, ...],
     revoked: tuple[str, ...],
 ) -> PeerSetup:
-    """Plan the peer of the coordinator at `host` and `port`; raises ConfigError and BadParameter."""
+    """Return contacts and peer of the coordinator listening on `host` and `port`; raises ConfigError, BadParameter."""
     urls = tuple(map(checked_url, endpoints)) or tuple(f"http://{bracketed(h)}:{port}" for h in reachable_hosts(host))
-    named = tuple(map(_introduced, introduced))
+    peers = tuple(map(_peer_address, introduced))
     child: AbstractContextManager[object] = contextlib.nullcontext()
     if with_peer if with_peer is not None else has_libp2p():
         if not has_libp2p():
             raise click.UsageError(f"--peer needs {NO_LIBP2P}.")
         reached = tuple(host_and_port(each, hint="--peer-address") for each in peer_addresses)
         plan = PeerPlan(state=peer_state or data / PEER_FOLDER, host=_numeric(host), port=peer_port, reached=reached)
-        # What listens on any address is reached on loopback, too.
+        # A wildcard address is reached on loopback.
         near = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host  # noqa: S104
         child = PeerChild(plan.command(coordinator=f"http://{bracketed(near)}:{port}", run_id=run_id))
-        named = (*plan.addresses(), *named)
-    named = tuple(dict.fromkeys(named))
-    by_url, by_peers = f"--coordinator {urls[0]} --run-id {run_id}", Invitation(run_id, named[:MAX_JOIN_PEERS])
-    contacts = _checked(Contacts(endpoints=urls, peers=tuple(map(str, named)), revoked=revoked))
-    return PeerSetup(contacts, f"--join {by_peers}" if named else by_url, child)
+        peers = (*plan.addresses(), *peers)
+    peers = tuple(dict.fromkeys(peers))
+    by_url, by_peers = f"--coordinator {urls[0]} --run-id {run_id}", Invitation(run_id, peers[:MAX_JOIN_PEERS])
+    contacts = _checked(Contacts(endpoints=urls, peers=tuple(map(str, peers)), revoked=revoked))
+    return PeerSetup(contacts, f"--join {by_peers}" if peers else by_url, child)
 
 
-def _introduced(text: str) -> Address:
+def _peer_address(text: str) -> Address:
     try:
         return parse_address(text)
     except Malformed as error:
@@ -75,18 +75,18 @@ def _introduced(text: str) -> Address:
 
 
 def _numeric(host: str) -> str:
-    """An IP address of `host`: where its name stands for several, the one that the coordinator listens on is first."""
+    """Return the first IP address of `host`, on which the coordinator listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
 
 
 def _checked(contacts: Contacts) -> Contacts:
-    """What no node would accept must not be signed: it would be the run's end."""
+    """Return `contacts`; raises BadParameter for what nodes would not accept, as it would end the run if signed."""
     for field in msgspec.structs.fields(Descriptor):
         if field.name in _OPTIONS:
             try:
                 msgspec.convert(getattr(contacts, field.name), field.type)
             except msgspec.ValidationError as error:
-                said = f"nodes would not accept it: {error}."
-                raise click.BadParameter(said, param_hint=_OPTIONS[field.name]) from error
+                message = f"nodes would not accept it: {error}."
+                raise click.BadParameter(message, param_hint=_OPTIONS[field.name]) from error
     return contacts

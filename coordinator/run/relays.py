@@ -1,8 +1,7 @@
-"""The run's relays: where they say they serve, and who should fetch from whom.
+"""The run's relays: their announcements, and the plan of who fetches from whom.
 
-Anybody may register a relay, since nothing that one serves is believed. The registry plans the trees of
-`shardcast.tree` over those that announced themselves lately; what it says is advice, and whoever is served badly turns
-to somebody else.
+Anybody may register a relay, since clients verify everything they fetch. The registry plans the trees of
+`shardcast.tree` over recently announced relays; the plan is advisory, and clients switch away from bad sources.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardcast.tree import Member, TreePlan, median_reports, plan
 RELAY_SECONDS = 60
 MAX_RELAYS = 256
 PLAN_SECONDS = 5.0
-"""A plan is made anew this often at most: so late may a newcomer get its place, and so late a dead relay lose it."""
+"""Maximum age of a plan, and so the delay until a new relay gets its place or a dead one loses it."""
 
 _RECEIVED = tuple[ReceivedFrom, ...]
 
@@ -36,7 +35,7 @@ class _Planned:
 
 
 class RelayRegistry:
-    """The relays of one run. `fixed` are those that the operator named, which fetch from nobody here: the origin."""
+    """The relays of one run. `fixed` are the URLs that the operator configured: the roots of the trees."""
 
     def __init__(self, database: Database, *, fixed: Sequence[str], salt: bytes) -> None:
         self._database, self._fixed, self._salt = database, tuple(fixed), salt
@@ -44,11 +43,11 @@ class RelayRegistry:
         self._planned: _Planned | None = None
 
     def announce(self, node: str, announcement: RelayAnnouncement, *, address: str, now: float) -> None:
-        """Note where a relay serves and what it got from others; forgotten unless repeated. Raises Refusal."""
+        """Store an announcement, which expires after RELAY_SECONDS; raises Refusal if the registry is full."""
         relay = RegisteredRelay(
             node=node,
             url=announcement.url,
-            received=encode_received(announcement.received),
+            received=msgspec.json.encode(announcement.received).decode(),
             place=place_of(address),
             version=announcement.version,
             seen_at=now,
@@ -58,18 +57,18 @@ class RelayRegistry:
             put_relay(connection, relay, forget_before=now - RELAY_SECONDS, most=MAX_RELAYS)
 
     def urls(self, *, now: float) -> list[str]:
-        """Where relays serve: the fixed ones, then the others by their keys."""
+        """Return at most MAX_RELAYS relay URLs: the fixed ones, then the others by node id."""
         return list(dict.fromkeys((*self._fixed, *(row.url for row in self._fresh(now)))))[:MAX_RELAYS]
 
     def advice(self, node: str | None, *, address: str, now: float) -> RelayList:
-        """Whom `node` should fetch from, a relay or not; without a node, or without an origin, just the list."""
+        """Return all relays and, per stripe, the sources of `node`; without a node or a plan only the relays."""
         urls, planned = tuple(self.urls(now=now)), self.plan(now)
         if node is None or planned is None:
             return RelayList(relays=urls)
         return RelayList(relays=urls, stripes=planned.sources_for(node, place_of(address)))
 
     def plan(self, now: float) -> TreePlan | None:
-        """The trees as they are advised; None without an origin or without relays."""
+        """Return the current trees; None without fixed relays or without announced ones."""
         with self._lock:
             if self._planned is None or not 0 <= now - self._planned.at < PLAN_SECONDS:
                 self._planned = _Planned(self._make_plan(now), now)
@@ -77,11 +76,11 @@ class RelayRegistry:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """What the operator named, from which everything comes."""
+        """The URLs that the operator configured."""
         return self._fixed
 
     def members(self, now: float) -> list[Member]:
-        """The relays that can have a place in the trees: each URL once, with what others report of it."""
+        """Return the relays to plan with: each URL once, with its bandwidth as the median of others' reports."""
         rows = _distinct(self._fresh(now), self._fixed)
         reports = _reports(rows)
         return [
@@ -104,7 +103,7 @@ class RelayRegistry:
 
 
 def place_of(address: str) -> str:
-    """The network of an address, as far as distance can be told by it: its /24, or its /48 in IPv6 (RFC 6177)."""
+    """Return the network that stands for an address's location: its /24, or its /48 in IPv6 (RFC 6177); "" if none."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -112,19 +111,14 @@ def place_of(address: str) -> str:
     return str(ipaddress.ip_network((parsed, 24 if parsed.version == 4 else 48), strict=False))
 
 
-def encode_received(received: tuple[ReceivedFrom, ...]) -> str:
-    """For the database."""
-    return msgspec.json.encode(received).decode()
-
-
 def _distinct(rows: Sequence[RegisteredRelay], fixed: tuple[str, ...]) -> list[RegisteredRelay]:
-    """Each URL once, as the first key's: who announces another's gets no second place."""
+    """Return each URL once, of the lowest node id: announcing another relay's URL gains no place."""
     first = {row.url: row for row in reversed(rows) if row.url not in fixed}
     return sorted(first.values(), key=lambda row: row.node)
 
 
 def _reports(rows: Sequence[RegisteredRelay]) -> defaultdict[str, dict[str, float]]:
-    """For each URL what other relays got from it, by reporter."""
+    """Return, for each URL, the bytes per second that other relays got from it, by reporter."""
     found = defaultdict[str, dict[str, float]](dict)
     for row in rows:
         for one in msgspec.json.decode(row.received, type=_RECEIVED):

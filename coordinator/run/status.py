@@ -1,4 +1,4 @@
-"""The run as people see it: what /v1/status, the live view and the report are made of."""
+"""The run's public status, for /v1/status, the live view and the report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from coordinator.run.service import Coordinator
 
 
-SEEN_LATELY_SECONDS = 600.0
+ACTIVE_SECONDS = 600.0
 MAX_NODES = 1000
 MAX_STEPS = 1000
-"""Of the steps and of the policies the newest are told."""
+"""Newest steps, and newest policies, in a status."""
 
 
 def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
-    """Everything about the run that is worth a look, as JSON values."""
+    """Return the run's status at `now` as JSON values."""
     home = coordinator.home
     with home.database.read() as connection:
         at = work.progress(connection)
@@ -53,7 +53,6 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
 
 
 def _leader(connection: Connection) -> dict[str, Any] | None:
-    """Who led last, and when."""
     last = last_leader(connection)
     return None if last is None else {"name": last.name, "seen_at": last.seen_at}
 
@@ -78,7 +77,7 @@ def _policies(connection: Connection) -> list[dict[str, Any]]:
 
 
 def _nodes(connection: Connection, *, rules: StandingSpec, now: float) -> list[dict[str, Any]]:
-    rows = nodes.list_active(connection, seen_since=now - SEEN_LATELY_SECONDS, most=MAX_NODES)
+    rows = nodes.list_active(connection, seen_since=now - ACTIVE_SECONDS, most=MAX_NODES)
     reasons = nodes.rejections_of(connection, [row.node for row in rows if row.rejected])
     return [
         {

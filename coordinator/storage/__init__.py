@@ -1,1 +1,1 @@
-"""The run's state: a database and content-addressed blobs."""
+"""The run's state: a database and a content-addressed blob store."""

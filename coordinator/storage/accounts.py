@@ -1,6 +1,6 @@
-"""What a node may know about itself, and everybody about it: standing, credit, and the verdicts behind them.
+"""A node's public account: standing, credit, and its last rejections.
 
-Read by index alone, however long the run: anybody may ask, as often as the door lets them.
+Public and unauthenticated, so every query uses an index, however long the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_DETAIL = 200
 
 
 def standing_report(connection: Connection, node: str, *, spec: RunSpec, now: float) -> NodeStanding:
-    """The node's standing as it is now; one that the run does not know has none, and may register."""
+    """Return the node's account at `now`; an unknown node's is a new one's."""
     row = connection.execute(select(nodes).where(nodes.c.node == node)).first()
     of_slots = Standing() if row is None else Standing(verified=row.verified, strikes=row.strikes)
     banned, over = of_slots.is_banned(spec.standing), work.progress(connection).is_over(spec)
@@ -47,7 +47,7 @@ def standing_report(connection: Connection, node: str, *, spec: RunSpec, now: fl
         leases=work.held_leases(connection, node),
         unjudged=work.unjudged(connection, node),
         most_slots=0 if banned or over else standing.most_slots(of_slots, batch=spec.batch),
-        wait_seconds=0.0 if row is None else standing.wait_seconds(row.not_before, batch=spec.batch, now=now),
+        wait_seconds=0.0 if row is None else standing.backoff_seconds(row.not_before, batch=spec.batch, now=now),
         full_rate=of_slots.full_rate(spec.standing) if in_part else 1.0,
         rejections=tuple(
             Rejection(
@@ -63,20 +63,20 @@ def standing_report(connection: Connection, node: str, *, spec: RunSpec, now: fl
 
 
 def _banned_at(connection: Connection, node: str, held: Standing, *, rules: StandingSpec) -> int | None:
-    """When the strike came that was one too many: more may have come since, from what was under way."""
+    """Return the time of the strike that banned the node; work in flight may have added later ones."""
     found = _rejections(connection, node, most=1, skip=held.strikes - rules.ban_after)
     return found[0][1].decided_at if found else None
 
 
 def _rejections(connection: Connection, node: str, *, most: int, skip: int = 0) -> list[tuple[int, VerdictEntry]]:
-    """The node's last rejections, first and second verdicts, with their places in the log: the newest first."""
+    """Return the node's newest rejections, first and second verdicts, as (log index, entry), newest first."""
     first = select(submissions.c.log_index.label("place")).where(
         submissions.c.node == node, submissions.c.outcome == Outcome.REJECTED
     )
     second = select(submissions.c.recheck_index.label("place")).where(
         submissions.c.node == node,
         submissions.c.recheck == Outcome.REJECTED,
-        submissions.c.recheck_index.is_not(None),  # what earlier releases stored has none
+        submissions.c.recheck_index.is_not(None),  # rows of earlier releases
     )
     both = union_all(first, second).subquery()
     last = select(both.c.place).order_by(both.c.place.desc()).offset(skip).limit(most).subquery()
@@ -88,7 +88,7 @@ def _rejections(connection: Connection, node: str, *, most: int, skip: int = 0) 
 
 
 def _void_tokens(connection: Connection, node: str) -> int:
-    """Tokens of groups that stand, but were not yet the node's when it was caught."""
+    """Return the tokens of admitted groups whose pending credit a later rejection voided."""
     query = select(func.coalesce(func.sum(submissions.c.tokens), 0)).where(
         submissions.c.node == node,
         submissions.c.recheck.in_((RECHECK_DUE, Outcome.ADMITTED)),

@@ -1,11 +1,9 @@
-"""Opening the database: migrations, and two kinds of transaction, on SQLite (the default) or PostgreSQL.
+"""The database: migrations, and read and write transactions, on SQLite (the default) or PostgreSQL.
 
-Every commit survives kill -9. A durable one, the default, is on disk before it returns, and so survives a power cut;
-for what may be forgotten then (nonces, leases) the wait for the disk is spared, and for what may be seen before it is
-durable (submissions) `sync` waits without a lock.
+Every commit survives kill -9. A durable one, the default, also survives a power cut: it returns after an fsync. State
+that may be lost then (nonces, leases) skips the fsync; submissions call `sync`, which waits without holding a lock.
 
-On SQLite one transaction writes at a time. On PostgreSQL many do, and what must not happen at once takes a lock of
-`locks`.
+SQLite has one writer at a time. PostgreSQL has many, which exclude each other by the locks of `locks`.
 """
 
 from __future__ import annotations
@@ -22,29 +20,29 @@ from sqlalchemy.exc import ArgumentError
 
 from coordinator.errors import BadConfiguration
 from coordinator.storage import locks, sqlite
-from coordinator.storage.leadership import Leadership, LockedFile, SessionLock
-from coordinator.storage.timings import Timed
+from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
+from coordinator.storage.timings import TransactionTimer
 
 __all__ = ["Connection", "Database", "migrations", "sqlite_path", "sqlite_url", "upgrade", "without_password"]
 
 POOL_SIZE = 48
-"""More than the threads that serve requests, so that none of them waits for a connection."""
+"""More than the server's threads, so that none of them waits for a connection."""
 
 POSTGRESQL_POOL_SIZE = 12
-"""Each connection is a process of the server's; with 100 of them, its default, several of ours find room."""
+"""Small, since the server's default limit is 100 connections, for all processes of the run together."""
 
 POSTGRESQL_SETTINGS = {
     "application_name": "swarmproof",
     "lock_timeout": str(sqlite.BUSY_TIMEOUT_MS),
-    # A process that is stopped in the middle must not keep the others from working.
+    # A process stopped inside a transaction must not block the others.
     "idle_in_transaction_session_timeout": "60000",
 }
 _FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'swarmproof', '')")
-"""Writes a few bytes to the write-ahead log, whose commit waits for all that is before them."""
+"""Writes a few bytes to the write-ahead log; their commit flushes everything before them."""
 
 
 class Database:
-    """One process's way to the run's database."""
+    """Connection pools to the run's database, shared by the threads of one process."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -63,11 +61,11 @@ class Database:
     def _open_sqlite(self, url: URL) -> None:
         self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
         self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
-        self._turn: AbstractContextManager[None] = sqlite.Turn()
-        self._wal: sqlite.SharedSync | None = sqlite.SharedSync(Path(f"{url.database}-wal"))
-        line = sqlite.Line(Path(f"{url.database}-line"))
-        sqlite.prepare(self._engine, line, synchronous="FULL")
-        sqlite.prepare(self._lazy, line, synchronous="NORMAL")
+        self._write_lock: AbstractContextManager[None] = sqlite.FairLock()
+        self._wal: sqlite.GroupSync | None = sqlite.GroupSync(Path(f"{url.database}-wal"))
+        process_lock = sqlite.ProcessLock(Path(f"{url.database}-line"))
+        sqlite.prepare(self._engine, process_lock, synchronous="FULL")
+        sqlite.prepare(self._lazy, process_lock, synchronous="NORMAL")
         self._snapshot: dict[str, object] = {}
 
     def _open_postgresql(self, url: URL) -> None:
@@ -78,46 +76,44 @@ class Database:
         durable, lazy = settings(synchronous_commit="on"), settings(synchronous_commit="off")
         self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)
         self._lazy = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=lazy)
-        self._turn, self._wal = nullcontext(), None
+        self._write_lock, self._wal = nullcontext(), None
         self._snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
     def migrate(self) -> None:
-        """Bring the schema to this release's; does nothing when it is there already."""
+        """Migrate the schema to this release's."""
         with self.write() as connection:
-            locks.alone(connection)
+            locks.exclusive(connection)
             upgrade(connection)
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """A transaction that may write: committed at the end of the block, rolled back on any exception."""
+        """Open a write transaction: committed at the end of the block, rolled back on any exception."""
         engine = self._engine if durable else self._lazy
-        writing = {sqlite.WRITES: True}
         with (
-            Timed("write") as timed,
-            self._turn,
-            engine.connect().execution_options(**writing) as connection,
+            TransactionTimer("write") as timer,
+            self._write_lock,
+            engine.connect().execution_options(**{sqlite.WRITES: True}) as connection,
             connection.begin(),
         ):
-            timed.begun()
+            timer.begun()
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the database and takes no lock."""
+        """Open a read transaction: a snapshot of the database, without locks."""
         with (
-            Timed("read") as timed,
+            TransactionTimer("read") as timer,
             self._engine.connect().execution_options(**self._snapshot) as connection,
             connection.begin(),
         ):
-            timed.begun()
+            timer.begun()
             yield connection
 
     def sync(self) -> None:
-        """Return once all that was committed before is on disk; those who ask at the same time wait for it together.
+        """Wait until everything committed so far is on disk, without blocking writers.
 
-        For what others may see before it is durable, but its sender must not be told so. SQLite's write-ahead log is
-        one file, which is synced here as a durable commit syncs it, but without holding up other writers; PostgreSQL's
-        is flushed up to a commit by this one.
+        Concurrent callers share one fsync of SQLite's write-ahead log, or the flush of PostgreSQL's. For state that
+        others may see before it is durable, but that must not be acknowledged before.
         """
         if self._wal is not None:
             self._wal.sync()
@@ -128,24 +124,24 @@ class Database:
     def leadership(self) -> Leadership:
         """A claim to lead among the processes that have this database."""
         if self._engine.dialect.name == "sqlite":
-            return LockedFile(Path(f"{self._engine.url.database}-leader"))
-        return SessionLock(self._engine)
+            return FileLeadership(Path(f"{self._engine.url.database}-leader"))
+        return SessionLeadership(self._engine)
 
     def close(self) -> None:
-        """End its connections."""
+        """Close all connections."""
         self._engine.dispose()
         self._lazy.dispose()
 
 
 def upgrade(connection: Connection, revision: str = "head") -> None:
-    """Take the migrations up to `revision`, in the transaction of `connection`."""
+    """Run the migrations up to `revision`, in the transaction of `connection`."""
     config = migrations()
     config.attributes["connection"] = connection
     command.upgrade(config, revision)
 
 
 def migrations() -> Config:
-    """Where Alembic finds the steps of the schema."""
+    """Return Alembic's configuration for this package's migrations."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
@@ -153,7 +149,7 @@ def migrations() -> Config:
 
 
 def _checked(url: URL) -> URL:
-    """Raise BadConfiguration for what the run's processes cannot share, or was not tried."""
+    """Return `url` with the supported driver; raises BadConfiguration unless several processes can share it."""
     backend = url.get_backend_name()
     if backend == "postgresql":
         return url.set(drivername="postgresql+psycopg")
@@ -165,16 +161,16 @@ def _checked(url: URL) -> URL:
 
 
 def sqlite_url(folder: Path) -> str:
-    """The default database of a data folder."""
+    """Return the URL of a data folder's default database."""
     return f"sqlite:///{folder / 'swarmproof.sqlite3'}"
 
 
 def sqlite_path(url: str) -> Path | None:
-    """Return the file that an SQLite database is in, None for another kind of database."""
+    """Return an SQLite database's file, None for PostgreSQL."""
     parsed = make_url(url)
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
 def without_password(url: str) -> str:
-    """Return a database URL that may be shown and stored."""
+    """Return a database URL with its password hidden, to show and store."""
     return make_url(url).render_as_string(hide_password=True)

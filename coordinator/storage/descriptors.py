@@ -1,8 +1,8 @@
-"""The descriptors that were signed, newest first, so that no version is ever signed twice."""
+"""Signed descriptors, stored so that no version is signed twice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, delete, insert, select
 
@@ -13,7 +13,7 @@ KEPT = 100
 
 @dataclass(frozen=True, slots=True)
 class StoredDescriptor:
-    """A signed version; `content` is what the issuer wants to know of it again."""
+    """A signed version; `content` holds the issuer's digests of what it says."""
 
     version: int
     content: str
@@ -28,12 +28,8 @@ def newest_descriptor(connection: Connection) -> StoredDescriptor | None:
 
 
 def add_descriptor(connection: Connection, issued: StoredDescriptor) -> None:
-    """Store a new version, and forget all but the newest KEPT."""
-    connection.execute(
-        insert(descriptors).values(
-            version=issued.version, content=issued.content, envelope=issued.envelope, issued_at=issued.issued_at
-        )
-    )
+    """Store a new version and delete all but the newest KEPT."""
+    connection.execute(insert(descriptors).values(asdict(issued)))
     kept = select(descriptors.c.version).order_by(descriptors.c.version.desc()).offset(KEPT).limit(1)
     oldest = connection.execute(kept).scalar()
     connection.execute(delete(descriptors).where(descriptors.c.version <= (-1 if oldest is None else oldest)))

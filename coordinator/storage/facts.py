@@ -13,14 +13,14 @@ PUBLIC_KEY, SPEC, BLOBS, LEADER = "public_key", "spec", "blobs", "leader"
 
 
 def read_facts(connection: Connection) -> dict[str, str]:
-    """Return all facts by name; none for a database in which no run was begun."""
+    """Return all facts by name; none before the run's first start."""
     if not connection.dialect.has_table(connection, facts.name):
         return {}
     return {row.name: row.value for row in connection.execute(select(facts.c.name, facts.c.value))}
 
 
 def add_facts(connection: Connection, known: Mapping[str, str]) -> None:
-    """Write facts that are not there yet."""
+    """Insert facts; raises IntegrityError for one that exists."""
     connection.execute(insert(facts), [{"name": name, "value": value} for name, value in known.items()])
 
 
@@ -31,11 +31,11 @@ def read_fact(connection: Connection, name: str) -> str | None:
 
 
 def put_fact(connection: Connection, name: str, value: str) -> None:
-    """Write one fact, in place of what it was before."""
+    """Insert or replace one fact."""
     if connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount == 0:
         add_facts(connection, {name: value})
 
 
 def remove_fact(connection: Connection, name: str) -> None:
-    """Forget one fact, if it is known."""
+    """Delete one fact if it exists."""
     connection.execute(delete(facts).where(facts.c.name == name))

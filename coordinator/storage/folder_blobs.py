@@ -1,4 +1,4 @@
-"""Blobs in a folder: the default, for a run whose processes share a disk."""
+"""Blobs in a folder, the default, for processes that share a disk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardcast.files import sync_folder
 from shardcast.wire import digest
 
 LEFTOVER_SECONDS = 600.0
-"""Longer than an upload may take: what is older was left by a process that was killed."""
+"""Longer than any upload takes: older partial files are of killed processes."""
 
 
 class Incoming:
-    """A blob under way."""
+    """A blob being written."""
 
     def __init__(self, file: IO[bytes], *, max_bytes: int, place: Callable[[str], None]) -> None:
         self._file = file
@@ -35,11 +35,11 @@ class Incoming:
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of what has arrived so far."""
+        """BLAKE3 of the bytes so far, in hexadecimal."""
         return self._hasher.hexdigest()
 
     def write(self, piece: bytes) -> None:
-        """Add `piece`; raises Refusal past the limit, before anything is written."""
+        """Append `piece`; raises Refusal past the limit, without writing it."""
         self.size_bytes += len(piece)
         if self.size_bytes > self._max_bytes:
             raise Refusal(Reason.OVERSIZED_BODY, f"More than {self._max_bytes} bytes.")
@@ -47,17 +47,17 @@ class Incoming:
         self._file.write(piece)
 
     def sync(self) -> None:
-        """Bring everything to disk, still under no name: what takes time, before a transaction."""
+        """Sync the bytes to disk, before the transaction that commits them."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def commit(self) -> None:
-        """Give the blob, after `sync`, its name."""
+        """Rename the synced file to its digest."""
         self._place(self.digest)
 
 
 class FolderBlobs(BlobStore):
-    """Blobs in a folder. A blob is complete and on disk before its name exists."""
+    """Blob store in a folder; a blob is complete and on disk before its name exists."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,7 +65,7 @@ class FolderBlobs(BlobStore):
         self._incoming.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
-        """Where blob `name` lies; raises StorageFault for anything that is not a digest."""
+        """Return the path of blob `name`; raises StorageFault unless it is a digest."""
         check_name(name)
         return self._folder / name[:2] / name
 
@@ -90,7 +90,7 @@ class FolderBlobs(BlobStore):
 
     @contextmanager
     def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:
-        """A blob that arrives in pieces; what is not committed is removed at the end of the block."""
+        """Open a blob for writing in pieces; it is removed at the end of the block unless committed."""
         descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
         path = Path(temporary)
         try:
@@ -105,15 +105,13 @@ class FolderBlobs(BlobStore):
         temporary.replace(target)
 
     def sync(self) -> None:
-        """Make the names of all blobs durable, as their content is already."""
         for each in (*self._folder.iterdir(), self._folder):
             sync_folder(each)
 
     def clear_leftovers(self) -> None:
-        """Remove what killed processes left half written, and not what others are writing; call before serving."""
         for leftover in self._incoming.iterdir():
             try:
                 if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
                     leftover.unlink()
             except FileNotFoundError:
-                continue  # its writer gave it its name, or another process was faster
+                continue  # committed meanwhile, or removed by another process

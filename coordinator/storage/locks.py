@@ -1,14 +1,13 @@
-"""What several processes must not do at once, where the database lets them: PostgreSQL.
+"""Advisory locks by purpose, on PostgreSQL; no-ops on SQLite, which has one writer at a time.
 
-SQLite has one writer at a time, and nothing here does anything. On PostgreSQL a transaction begins with the one of
-these functions that says what it is for, and holds its advisory locks to its end, commit included:
+A transaction begins with the function for its purpose and holds the locks to its end, commit included:
 
-- assigning a batch decides what is stale, so that no slot may change hands meanwhile: alone among all;
-- leasing counts slots in flight and numbers new ones: one at a time;
-- deciding appends to the log, whose order is that of the verdicts: one at a time;
-- submitting changes only what is the node's own: any number, while no batch is assigned.
+- `exclusive`: assigning a batch decides what is stale, so no slot may change state meanwhile;
+- `leasing`: counts slots in flight and numbers new ones, one transaction at a time;
+- `deciding`: appends to the log in the order of the verdicts, one transaction at a time;
+- `submitting`: changes only the node's own rows; any number at once, except during `exclusive`.
 
-What two of a kind may read and change besides, they lock by row. The locks are always taken in one order.
+Other shared rows are locked individually. Locks are always taken in one order.
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ def _shared(lock: int) -> str:
     return f"pg_advisory_xact_lock_shared({SPACE}, {lock})"
 
 
-def _alone(lock: int) -> str:
+def _exclusive(lock: int) -> str:
     return f"pg_advisory_xact_lock({SPACE}, {lock})"
 
 
 _SUBMITTING: Final = text(f"SELECT {_shared(_BATCHES)}")
-_LEASING: Final = text(f"SELECT {_shared(_BATCHES)}, {_alone(_WORK)}")
-_DECIDING: Final = text(f"SELECT {_shared(_BATCHES)}, {_alone(_LOG)}")
-_ALONE: Final = text(f"SELECT {_alone(_BATCHES)}, {_alone(_WORK)}, {_alone(_LOG)}")
+_LEASING: Final = text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}")
+_DECIDING: Final = text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_LOG)}")
+_EXCLUSIVE: Final = text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}")
 
 
 def submitting(connection: Connection) -> None:
-    """Before work of a node's own lease is taken."""
-    _hold(connection, _SUBMITTING)
+    """Lock before changing a node's own lease."""
+    _acquire(connection, _SUBMITTING)
 
 
 def leasing(connection: Connection) -> None:
-    """Before slots are given out, or who takes part changes."""
-    _hold(connection, _LEASING)
+    """Lock before leasing slots, or changing nodes, relays or facts."""
+    _acquire(connection, _LEASING)
 
 
 def deciding(connection: Connection) -> None:
-    """Before anything is appended to the log, or a descriptor is issued."""
-    _hold(connection, _DECIDING)
+    """Lock before appending to the log or issuing a descriptor."""
+    _acquire(connection, _DECIDING)
 
 
-def alone(connection: Connection) -> None:
-    """Before a step gets its batch, or the schema changes."""
-    _hold(connection, _ALONE)
+def exclusive(connection: Connection) -> None:
+    """Lock before assigning a step's batch or changing the schema."""
+    _acquire(connection, _EXCLUSIVE)
 
 
-def _hold(connection: Connection, statement: TextClause) -> None:
+def _acquire(connection: Connection, statement: TextClause) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(statement)

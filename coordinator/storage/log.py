@@ -1,4 +1,4 @@
-"""The append-only log in the database. An entry is appended in the transaction of what it records."""
+"""The append-only log in the database; an entry is appended in the transaction of what it records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BYTES_PER_READ = 4 * 1024 * 1024
 
 
 def append(connection: Connection, entry: LogEntry) -> int:
-    """Append `entry`; return its index. Nobody else appends before the write transaction ends."""
+    """Append `entry` and return its index; locks out other appends until the transaction ends."""
     locks.deciding(connection)
     leaf = encode(entry)
     index = size(connection)
@@ -30,24 +30,23 @@ def append(connection: Connection, entry: LogEntry) -> int:
 
 
 def add_nodes(connection: Connection, nodes: Sequence[tuple[int, int, bytes]]) -> None:
-    """Store inner nodes of the Merkle tree, each as its level, its index there and its hash."""
+    """Store inner nodes of the Merkle tree as (level, index, hash)."""
     connection.execute(insert(log_nodes), [{"level": level, "index": at, "hash": value} for level, at, value in nodes])
 
 
 def size(connection: Connection) -> int:
-    """How many entries the log has."""
+    """Return the number of entries."""
     last = connection.execute(select(func.max(log_entries.c.index))).scalar()
     return 0 if last is None else last + 1
 
 
 def root(connection: Connection, size_: int) -> bytes:
-    """The Merkle root of the first `size_` entries."""
+    """Return the Merkle root of the first `size_` entries."""
     return merkle.root(size_, lambda level, at: _node(connection, level, at))
 
 
 def leaves(connection: Connection, start: int, end: int) -> list[bytes]:
-    """The exact bytes of entries start .. end - 1: at most MAX_ENTRIES_PER_READ of them, and of MAX_BYTES_PER_READ no
-    more than the last one is over."""
+    """Return the exact bytes of entries start .. end - 1, cut after MAX_ENTRIES_PER_READ or MAX_BYTES_PER_READ."""
     end = min(end, start + MAX_ENTRIES_PER_READ)
     query = select(log_entries.c.leaf).where(log_entries.c.index >= start, log_entries.c.index < end)
     found, size_bytes = [], 0
@@ -60,12 +59,12 @@ def leaves(connection: Connection, start: int, end: int) -> list[bytes]:
 
 
 def inclusion(connection: Connection, index: int, size_: int) -> list[bytes]:
-    """The audit path of entry `index` in the log of `size_` entries."""
+    """Return the inclusion proof of entry `index` in the log of `size_` entries."""
     return merkle.inclusion_proof(index, size_, lambda level, at: _node(connection, level, at))
 
 
 def consistency(connection: Connection, first: int, second: int) -> list[bytes]:
-    """The proof that the first `first` entries are a prefix of the first `second`."""
+    """Return the consistency proof that the first `first` entries are a prefix of the first `second`."""
     return merkle.consistency_proof(first, second, lambda level, at: _node(connection, level, at))
 
 
@@ -73,5 +72,5 @@ def _node(connection: Connection, level: int, index: int) -> bytes:
     query = select(log_nodes.c.hash).where(log_nodes.c.level == level, log_nodes.c.index == index)
     found = connection.execute(query).scalar()
     if found is None:
-        raise StorageFault(f"the log lacks its node {level}/{index}")
+        raise StorageFault(f"Merkle node {level}/{index} of the log is missing")
     return bytes(found)

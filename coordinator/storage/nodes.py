@@ -1,4 +1,4 @@
-"""The nodes of a run: registering them, and the lists in which people look for them."""
+"""The nodes of a run: registration, counts and lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDERS: Final = {"credit": nodes.c.tokens, "seen": nodes.c.seen_at, "rejected": 
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """What the run keeps of one node; times are in Unix seconds."""
+    """A node's row; times are in Unix seconds."""
 
     node: str
     engine: str
@@ -40,17 +40,16 @@ _ROW: Final = select(*(nodes.c[name] for name in NodeRow.__dataclass_fields__))
 
 
 def register(connection: Connection, node: str, registration: Registration, *, now: float) -> None:
-    """Make a node known to the run, or refresh what is known; raises Refusal while its key works elsewhere."""
+    """Insert or update a node; raises Refusal while another instance of its key is active."""
     locks.leasing(connection)
-    about: dict[str, str | float]
-    about = {"software": registration.software, "engine": registration.engine, "seen_at": now}
-    about |= instances.admit(connection, node, registration, now=now)
-    if connection.execute(_SAME_NODE, about | {"of_node": node}).rowcount == 0:
-        connection.execute(_NEW_NODE, about | {"node": node, "registered_at": now})
+    columns = instances.instance_columns(connection, node, registration, now=now)
+    columns |= {"software": registration.software, "engine": registration.engine, "seen_at": now}
+    if connection.execute(_SAME_NODE, columns | {"of_node": node}).rowcount == 0:
+        connection.execute(_NEW_NODE, columns | {"node": node, "registered_at": now})
 
 
 def is_registered(connection: Connection, node: str) -> bool:
-    """Return whether the run knows this node."""
+    """Return whether the node is registered."""
     return connection.execute(_NODE, {"node": node}).first() is not None
 
 
@@ -60,20 +59,17 @@ def count_registered(connection: Connection) -> int:
 
 
 def count_seen_since(connection: Connection, since: float) -> int:
-    """Return how many nodes asked for something at `since` or later."""
+    """Return how many nodes were seen at `since` or later."""
     return int(connection.execute(select(func.count()).where(nodes.c.seen_at >= since)).scalar_one())
 
 
 def count_banned(connection: Connection, *, ban_after: int) -> int:
-    """Return how many nodes have `ban_after` strikes and get no more work."""
+    """Return how many nodes have at least `ban_after` strikes."""
     return int(connection.execute(select(func.count()).where(nodes.c.strikes >= ban_after)).scalar_one())
 
 
 def list_by(connection: Connection, order: str, *, after: tuple[float, str] | None, most: int) -> list[NodeRow]:
-    """Return at most `most` nodes, the largest first by one of ORDERS.
-
-    `after` is the value and the id of the row before them.
-    """
+    """Return at most `most` nodes in descending `order`, one of ORDERS, after the row with this (value, node id)."""
     by = ORDERS[order]
     query = _ROW.order_by(by.desc(), nodes.c.node.desc())
     if after is not None:
@@ -90,10 +86,9 @@ def list_by_prefix(connection: Connection, prefix: str, *, after: str, most: int
 
 
 def list_active(connection: Connection, *, seen_since: float, most: int) -> list[NodeRow]:
-    """Return the nodes that did something or were seen since, in the order of registration.
+    """Return at most `most` nodes in order of registration: by most credit, then most rejections, then seen last.
 
-    At most `most`, found by indices alone: those with most credit, with most rejections, and seen last. Registering
-    alone is free, and buys no place among them.
+    Uses indices only. Registration is free, so it alone gains no place.
     """
     columns, found = nodes.c, dict[str, None]()
     for column, above in ((columns.tokens, 0), (columns.rejected, 0), (columns.seen_at, seen_since)):

@@ -1,4 +1,4 @@
-"""The one place that chooses between the backends of `coordinator.storage.blobs`."""
+"""Selects the backend of `coordinator.storage.blobs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator.storage.folder_blobs import FolderBlobs
 
 
 def open_blobs(url: str | None, folder: Path) -> BlobStore:
-    """The store that `url` names, or the one in the data folder; raises BadConfiguration."""
+    """Return the store at `url`, or the one in the data folder; raises BadConfiguration."""
     if url is None:
         return FolderBlobs(folder / "blobs")
     if not url.startswith("s3://"):

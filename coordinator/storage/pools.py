@@ -1,7 +1,7 @@
-"""Pools of problems by difficulty, as far as the database holds them (docs/protocol.md, section 5.1).
+"""Difficulty pools of problems in the database (docs/protocol.md, section 5.1).
 
-What the log says of a problem is kept in one row: the mean reward of its last group, and what it was before the newest
-policy. More is never asked, since slots are opened at the newest policy only.
+One row per problem: the mean reward of its last group, and the one before the newest policy. That suffices, since
+slots are opened at the newest policy only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MEANS = select(problem_means).where(
 
 
 class HeadMoved(Exception):
-    """A later policy was recorded meanwhile: what the pools were at the one before is not known any more."""
+    """A newer policy was recorded, so the pools at the given one are no longer known."""
 
 
 def slot_columns(
     connection: Connection, *, spec: RunSpec, version: int, manifest_digest: str, number: int
 ) -> dict[str, int]:
-    """What a new slot of the newest policy `version` is for; nothing in a run without pools. Raises HeadMoved."""
+    """Return the problem columns of a new slot at the newest policy, {} in a run without pools; raises HeadMoved."""
     if not isinstance(spec.batch.pools, PoolsSpec):
         return {}
     run_id = run_id_of(bytes.fromhex(connection.execute(_PUBLIC_KEY).scalar_one()))
@@ -42,7 +42,7 @@ def slot_columns(
 
 
 def _means(connection: Connection, tried: Sequence[SlotProblem], *, version: int) -> dict[SlotProblem, float | None]:
-    """What the last groups before policy `version` earned, the newest."""
+    """Return the mean reward of each problem's last group before policy `version`; None if it had none."""
     environment = tried[0].environment
     asked = {"of_environment": environment, "problems": sorted({one.problem for one in tried})}
     found = {}
@@ -54,7 +54,7 @@ def _means(connection: Connection, tried: Sequence[SlotProblem], *, version: int
 
 
 def pool_sizes(connection: Connection, *, spec: RunSpec) -> dict[str, int]:
-    """How many problems are in which pool, by what the log says now; none of a run without pools."""
+    """Return the current number of problems in each pool; zeros in a run without pools."""
     rules = spec.batch.pools
     if not isinstance(rules, PoolsSpec):
         return dict.fromkeys(Pool, 0)
@@ -68,9 +68,9 @@ def pool_sizes(connection: Connection, *, spec: RunSpec) -> dict[str, int]:
 
 
 def note_group(connection: Connection, slot_id: int, rewards: Sequence[float], *, head: int) -> None:
-    """A group of this slot was admitted, in the log, while `head` was the newest policy.
+    """Record the rewards of an admitted group, logged while `head` was the newest policy.
 
-    The caller holds the lock of decisions, so that no other group or policy comes between.
+    The caller holds `locks.deciding`, so that no other group or policy is logged in between.
     """
     slot = connection.execute(select(slots.c.environment, slots.c.problem).where(slots.c.id == slot_id)).one()
     if slot.problem is None:

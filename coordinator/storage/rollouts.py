@@ -1,4 +1,4 @@
-"""Find judged submissions in the order of the log, page by page."""
+"""Reads judged submissions in log order, page by page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PAGE = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedRow:
     """A submission with its verdict.
 
-    `body` names the blob of its file, `blob` that of its admitted group, None for any other. `step` is the training
-    step that took it; `recheck` the outcome of a second verdict.
+    `body` and `blob` name the blobs of its file and of its admitted group; `blob` is None if it was not admitted.
+    `step` is the training step that used it, `recheck` the outcome of a second verdict.
     """
 
     log_index: int
@@ -35,8 +35,8 @@ class Judged:
     step: int | None
 
 
-def judged(database: Database, outcomes: Collection[Outcome]) -> Iterator[Judged]:
-    """Yield every submission with one of `outcomes`, the oldest verdict first; no transaction is held meanwhile."""
+def judged(database: Database, outcomes: Collection[Outcome]) -> Iterator[JudgedRow]:
+    """Yield every submission with one of `outcomes` in log order, holding no transaction between pages."""
     query = (
         select(
             submissions.c.log_index,
@@ -61,7 +61,7 @@ def judged(database: Database, outcomes: Collection[Outcome]) -> Iterator[Judged
     while True:
         with database.read() as connection:
             page = [
-                Judged(**row) for row in connection.execute(query.where(submissions.c.log_index > after)).mappings()
+                JudgedRow(**row) for row in connection.execute(query.where(submissions.c.log_index > after)).mappings()
             ]
         if not page:
             return

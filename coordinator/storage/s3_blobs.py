@@ -1,13 +1,11 @@
-"""Blobs in an object store that speaks Amazon's S3: `blobs/DIGEST` and `uploads/LEASE/SHA256` under the URL's prefix.
+"""Blobs in an S3-compatible object store: `blobs/DIGEST` and `uploads/LEASE/SHA256` under the URL's prefix.
 
-Endpoint, region and credentials come from where boto3 looks for them (AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID, a
-profile, the machine's role); none of them is written to a log, and no offered URL is. An offer is a presigned PUT
-(Signature Version 4) whose signature covers the object's key, Content-Length and x-amz-checksum-sha256: the store
-refuses other lengths, and compares the bytes with the checksum. An offer's bytes are thus fixed, also against its
-sender, who may repeat it and change nothing.
+Endpoint, region and credentials are boto3's (AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID, profile, instance role); neither
+they nor presigned URLs are logged. An offer is a presigned PUT (Signature Version 4) that signs the object's key,
+Content-Length and x-amz-checksum-sha256, so that not even its sender can upload other bytes.
 
-Not guaranteed: anything about a store that does not compare. One that keeps no checksum is found when an upload is
-looked for, one that keeps a wrong one when it is read; both are the store's fault, and nobody else's.
+Not guaranteed for a store that does not verify the checksum: one that keeps none is detected when an upload is looked
+up, one that keeps a wrong one when it is read. Both count as faults of the store.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from urllib3.exceptions import HTTPError
 
 from coordinator.errors import BadConfiguration, StorageFault, StoreAway
-from coordinator.storage.blobs import Reading, Upload, UploadStore, check_name, checked_blob
+from coordinator.storage.blobs import BlobStream, Upload, UploadStore, check_name, checked_blob
 from coordinator.storage.timings import metered
 from shardcast.wire import digest
 
@@ -46,11 +44,11 @@ _SETTINGS: Final = frozenset(
         *("NoCredentialsError", "PartialCredentialsError"),
     }
 )
-"""What waiting does not heal: codes of the store's answers, and errors of boto3."""
+"""Configuration errors, which retries do not fix: the store's error codes and boto3's exceptions."""
 
 
 class S3Blobs(UploadStore):
-    """The store at `url`, s3://BUCKET/PREFIX. Safe to share between threads."""
+    """Blob store at `url`, s3://BUCKET/PREFIX; thread-safe."""
 
     def __init__(self, url: str) -> None:
         found = _URL.fullmatch(url)
@@ -66,7 +64,7 @@ class S3Blobs(UploadStore):
     @metered("put")
     def put(self, data: bytes) -> str:
         name = digest(data)
-        with _asking(f"put blob {name}"):
+        with _typed_errors(f"put blob {name}"):
             self._client.put_object(
                 Bucket=self._bucket,
                 Key=self._blob(name),
@@ -79,25 +77,25 @@ class S3Blobs(UploadStore):
     def get(self, name: str, *, max_bytes: int) -> bytes:
         return checked_blob(self._read(self._blob(name), max_bytes=max_bytes), name, max_bytes=max_bytes)
 
-    def reading(self, name: str) -> Reading | None:
+    def open_stream(self, name: str) -> BlobStream | None:
         try:
-            with _asking(f"get blob {name}"):
+            with _typed_errors(f"get blob {name}"):
                 found = self._client.get_object(Bucket=self._bucket, Key=self._blob(name))
         except StorageFault:
             return None
         body = found["Body"]
 
         def read(most: int) -> bytes:
-            with _asking(f"read blob {name}"):
+            with _typed_errors(f"read blob {name}"):
                 return body.read(most)
 
-        return Reading(found["ContentLength"], read, body.close)
+        return BlobStream(found["ContentLength"], read, body.close)
 
     def remove(self, name: str) -> None:
         self._delete(self._blob(name))
 
     def offer(self, upload: Upload, *, seconds: int) -> str:
-        with _asking("sign an offer"):
+        with _typed_errors("sign an offer"):
             return self._client.generate_presigned_url(
                 "put_object",
                 Params={
@@ -114,7 +112,7 @@ class S3Blobs(UploadStore):
     @metered("look")
     def holds(self, upload: Upload) -> bool:
         try:
-            with _asking(f"look for the upload of lease {upload.lease}"):
+            with _typed_errors(f"look for the upload of lease {upload.lease}"):
                 head = self._client.head_object(Bucket=self._bucket, Key=self._upload(upload), ChecksumMode="ENABLED")
         except StorageFault:
             return False
@@ -131,7 +129,7 @@ class S3Blobs(UploadStore):
 
     @metered("keep")
     def keep(self, upload: Upload, name: str) -> None:
-        with _asking(f"keep the upload of lease {upload.lease}"):
+        with _typed_errors(f"keep the upload of lease {upload.lease}"):
             self._client.copy_object(
                 Bucket=self._bucket,
                 Key=self._blob(name),
@@ -145,8 +143,8 @@ class S3Blobs(UploadStore):
         try:
             self.put(data)
         except StoreAway as error:
-            said = error.__cause__
-            code = _code(said) if isinstance(said, ClientError) else type(said).__name__
+            cause = error.__cause__
+            code = _code(cause) if isinstance(cause, ClientError) else type(cause).__name__
             if code in _SETTINGS:
                 raise BadConfiguration(
                     f"the object store does not let this process write to {self.url} ({code}); see to the bucket, "
@@ -164,29 +162,29 @@ class S3Blobs(UploadStore):
         return f"{self._prefix}uploads/{upload.lease}/{upload.sha256}"
 
     def _read(self, key: str, *, max_bytes: int) -> bytes:
-        with _asking(f"get {key}"):
+        with _typed_errors(f"get {key}"):
             found = self._client.get_object(Bucket=self._bucket, Key=key)
             with found["Body"] as body:
                 if found["ContentLength"] > max_bytes:
                     raise StorageFault(f"{key} has more than {max_bytes} bytes")
                 data = body.read(max_bytes + 1)
         if len(data) != found["ContentLength"]:
-            raise StoreAway(f"the object store broke off in {key}")
+            raise StoreAway(f"the object store sent only part of {key}")
         return data
 
     def _delete(self, key: str) -> None:
-        with _asking(f"remove {key}"):
+        with _typed_errors(f"remove {key}"):
             self._client.delete_object(Bucket=self._bucket, Key=key)
 
 
 def _client() -> S3Client:
     settings = Config(
-        signature_version="s3v4",  # the older ones sign no length
+        signature_version="s3v4",  # older versions do not sign the length
         connect_timeout=CONNECT_SECONDS,
         read_timeout=READ_SECONDS,
         max_pool_connections=MAX_CONNECTIONS,
         retries={"total_max_attempts": ATTEMPTS, "mode": "standard"},
-        # Stores other than Amazon's do not know what boto3 would add; what matters here is asked for by name.
+        # Other stores do not support boto3's default checksums; the needed ones are requested explicitly.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "path"} if _has_own_endpoint() else None,
@@ -194,32 +192,32 @@ def _client() -> S3Client:
     try:
         client: S3Client = boto3.session.Session().client("s3", config=settings)
     except (BotoCoreError, ValueError) as error:
-        raise BadConfiguration(f"the settings of the object store are not complete: {error}") from error
+        raise BadConfiguration(f"the object store's settings are incomplete: {error}") from error
     return client
 
 
 def _has_own_endpoint() -> bool:
-    """Whether the store is not Amazon's: others seldom have a host name for each bucket."""
+    """Return whether the store is not Amazon's; others seldom support virtual-hosted buckets."""
     return bool(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
 
 
 @contextmanager
-def _asking(what: str) -> Iterator[None]:
-    """Raise StorageFault for what is not there, StoreAway for every other failure of the store."""
+def _typed_errors(operation: str) -> Iterator[None]:
+    """Raise StorageFault for a missing object, StoreAway for every other failure of the store."""
     try:
         yield
     except ClientError as error:
         if _code(error) in _MISSING:
-            raise StorageFault(f"the object store has nothing there: {what}") from error
-        raise StoreAway(f"the object store refuses to {what}: {_code(error)}") from error
+            raise StorageFault(f"the object store could not {operation}: no such object") from error
+        raise StoreAway(f"the object store refuses to {operation}: {_code(error)}") from error
     except (BotoCoreError, HTTPClientError, HTTPError, OSError) as error:
-        raise StoreAway(f"the object store cannot be asked to {what}: {type(error).__name__}") from error
+        raise StoreAway(f"the object store cannot be reached to {operation}: {type(error).__name__}") from error
 
 
 def _code(error: Exception) -> str:
-    """A ClientError's code: of the store's making, and so cut to what codes are made of."""
-    said = getattr(error, "response", {}).get("Error", {}).get("Code", "")
-    return re.sub(r"[^A-Za-z0-9]", "", str(said))[:64]
+    """Return a ClientError's code, sanitised for logs, since the store chose it."""
+    code = getattr(error, "response", {}).get("Error", {}).get("Code", "")
+    return re.sub(r"[^A-Za-z0-9]", "", str(code))[:64]
 
 
 def _base64(hexadecimal: str) -> str:

@@ -1,14 +1,14 @@
-"""The tables (SQLAlchemy Core). migrations/ holds the same schema as steps; a test compares the two.
+"""The tables (SQLAlchemy Core); a test compares them with the migrations.
 
-Times are seconds since 1970 (UTC) as floating point. Digests and keys are lower-case hexadecimal.
+Times are Unix seconds as floats. Digests and keys are lower-case hexadecimal.
 
-A slot's life: open -> leased -> submitted -> admitted -> used; back to open when its lease ends or its
-submission is rejected; stale once no training step may take its policy version any more.
-A submission's life: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. Where only
-the row `spot` was measured, it is queued again when its node is caught (`recheck`: due, then the second outcome); it
-is `void` once a rejection took the credit for it.
-In a run with pools a slot has a `candidate`, and a `problem` where its environment's problems are a finite set. What
-the last group on such a problem earned is its `mean`, since policy `head` was the newest; until then it was `before`.
+Slot states: open -> leased -> submitted -> admitted -> used; back to open when the lease ends or the submission is
+rejected; stale once no training step may use its policy version.
+Submission states: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. If only the row
+`spot` was measured, it is queued again once its node is rejected (`recheck`: due, then the second outcome), and `void`
+if a rejection voided its credit.
+In a run with pools a slot has a `candidate`, and a `problem` if its environment's problems are a finite set. A
+problem's `mean` is the reward of its last group, admitted while policy `head` was the newest; `before`, the one before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SlotState(StrEnum):
     USED = "used"
     STALE = "stale"
     SET_ASIDE = "set_aside"
-    """Admitted and credited, and never trained on: it would teach nothing (`batch.only_signal`)."""
+    """Admitted and credited, but never trained on, since all rewards are equal (`batch.only_signal`)."""
 
 
 class LeaseState(StrEnum):
@@ -60,7 +60,7 @@ class SubmissionState(StrEnum):
 
 
 _Many = BigInteger().with_variant(Integer, "sqlite")
-"""What grows with a run, or comes from outside. SQLite's integers have 64 bits in any case."""
+"""64-bit integers; SQLite's are anyway, and its autoincrement needs Integer."""
 
 metadata = MetaData(
     naming_convention={

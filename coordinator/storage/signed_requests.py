@@ -1,4 +1,4 @@
-"""Signed requests, of which each is good once: their nonces, and undoing what a request that fails has written."""
+"""Replay protection for signed requests: a nonce is used up even if its request fails and is rolled back."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 
 FORGET_SECONDS = 1.0
-"""How often expired nonces are forgotten: those of a minute would keep all who write waiting for 0.1 s."""
+"""Period of deleting expired nonces: deleting those of a minute at once blocks writers for 0.1 s."""
 
 # Built once, as in `work_statements`.
-_REMEMBER, _FORGET = insert(nonces), delete(nonces).where(nonces.c.expires_at < bindparam("now"))
+_INSERT, _DELETE_EXPIRED = insert(nonces), delete(nonces).where(nonces.c.expires_at < bindparam("now"))
 
 
 class SignedRequestLog:
-    """The signed requests that one run has accepted lately."""
+    """The nonces of the requests that a run has recently accepted."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._forgot_at = -math.inf
 
     @contextmanager
-    def using_up(self, nonce: str, *, now: float) -> Iterator[Connection]:
-        """Open the transaction of the request with this nonce; raises Refusal for one that was used.
+    def consume(self, nonce: str, *, now: float) -> Iterator[Connection]:
+        """Open the transaction of the request with this nonce; raises Refusal for a replay.
 
-        What fails in the block is undone, and the nonce is used up all the same: else whoever read the request on its
-        way could have it done later. Only while the database is away is it forgotten with the rest.
+        An exception in the block rolls back its writes but not the nonce, or an eavesdropper could replay the request
+        later. OperationalError, an unavailable database, rolls back both.
         """
         failure: Exception | None = None
         with self._database.write(durable=False) as connection:
-            self._use_up(connection, nonce, now=now)
+            self._insert(connection, nonce, now=now)
             connection.exec_driver_sql("SAVEPOINT asked")
             try:
                 yield connection
@@ -49,11 +49,11 @@ class SignedRequestLog:
         if failure is not None:
             raise failure
 
-    def _use_up(self, connection: Connection, nonce: str, *, now: float) -> None:
+    def _insert(self, connection: Connection, nonce: str, *, now: float) -> None:
         if not 0 <= now - self._forgot_at < FORGET_SECONDS:
-            connection.execute(_FORGET, {"now": now})
+            connection.execute(_DELETE_EXPIRED, {"now": now})
             self._forgot_at = now
         try:
-            connection.execute(_REMEMBER, {"nonce": nonce, "expires_at": now + 2 * MAX_CLOCK_SKEW_SECONDS})
+            connection.execute(_INSERT, {"nonce": nonce, "expires_at": now + 2 * MAX_CLOCK_SKEW_SECONDS})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error

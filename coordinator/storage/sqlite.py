@@ -1,7 +1,6 @@
-"""Many writers of one SQLite file: threads of a process in turn, processes in a line, and one fsync for all who wait.
+"""Concurrent writers of one SQLite file: fair locks between threads and between processes, and group fsync.
 
-SQLite runs with a write-ahead log, and a writer takes its lock when it begins, so that two processes never
-deadlock on an upgrade.
+SQLite runs with a write-ahead log. Writers use BEGIN IMMEDIATE, so that no two deadlock upgrading a read lock.
 """
 
 from __future__ import annotations
@@ -22,78 +21,77 @@ from sqlalchemy.exc import OperationalError
 from coordinator.errors import StorageFault
 
 BUSY_TIMEOUT_MS = 30_000
-LOOK_SECONDS = 0.001
+POLL_SECONDS = 0.001
 WRITES = "swarmproof_write"
-"""The execution option of a connection whose transaction takes SQLite's lock."""
+"""Execution option of a connection whose transaction begins with the write lock."""
 
 
-class Turn:
-    """One writer of this process at a time, in the order in which they came; not re-entrant, as SQLite's lock is not.
+class FairLock:
+    """FIFO lock between the writers of this process, not re-entrant; times out with SQLite's own "locked" error.
 
-    The threads of a process would else look for SQLite's lock one against the other, and some wait for seconds.
-    Whose turn does not come within BUSY_TIMEOUT_MS gets SQLite's own error.
+    Competing for SQLite's lock by polling would starve some threads for seconds.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._waiting: deque[threading.Event] = deque()
-        self._taken = False
+        self._locked = False
 
     def __enter__(self) -> None:
         with self._mutex:
-            if not self._taken:
-                self._taken = True
+            if not self._locked:
+                self._locked = True
                 return
-            called = threading.Event()
-            self._waiting.append(called)
-        came = False
+            granted = threading.Event()
+            self._waiting.append(granted)
+        acquired = False
         try:
-            came = called.wait(BUSY_TIMEOUT_MS / 1000)
+            acquired = granted.wait(BUSY_TIMEOUT_MS / 1000)
         finally:
-            if not came:  # too late, or a signal's handler raised: the turn must not be left with nobody
-                self._leave(called)
-        if not came:
+            if not acquired:  # timeout, or a signal handler raised
+                self._give_up(granted)
+        if not acquired:
             raise OperationalError("BEGIN IMMEDIATE", None, sqlite3.OperationalError("database is locked"))
 
-    def _leave(self, called: threading.Event) -> None:
+    def _give_up(self, granted: threading.Event) -> None:
         with self._mutex:
-            if called in self._waiting:
-                self._waiting.remove(called)
+            if granted in self._waiting:
+                self._waiting.remove(granted)
                 return
-        self.__exit__()
+        self.__exit__()  # granted meanwhile: pass it on
 
     def __exit__(self, *_: object) -> None:
         with self._mutex:
             if self._waiting:
                 self._waiting.popleft().set()
             else:
-                self._taken = False
+                self._locked = False
 
 
-class SharedSync:
-    """fsync of one file, once for all who asked before it began.
+class GroupSync:
+    """Group commit: one fsync of a file for all callers that arrived before it began.
 
-    Once it has failed it fails for good: the kernel forgets what it could not write, and the next fsync succeeds.
+    A failure is permanent: the kernel drops pages that it could not write, and the next fsync would succeed.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._counting, self._syncing = threading.Lock(), threading.Lock()
-        self._asked = self._done = 0
+        self._requested = self._synced = 0
         self._failure: OSError | None = None
 
     def sync(self) -> None:
-        """Raises StorageFault."""
+        """Wait until everything written before the call is on disk; raises StorageFault."""
         with self._counting:
-            self._asked += 1
-            mine = self._asked
+            self._requested += 1
+            own = self._requested
         with self._syncing:
-            if self._done >= mine:
+            if self._synced >= own:
                 return
-            covered = self._asked
+            covered = self._requested
             with self._path.open("rb") as file:
                 self._fsync(file)
-            self._done = covered
+            self._synced = covered
 
     def _fsync(self, file: IO[bytes]) -> None:
         try:
@@ -102,37 +100,36 @@ class SharedSync:
         except OSError as error:
             self._failure = error
         if self._failure is not None:
-            raise StorageFault(f"{self._path} could not be written: see to the disk, and restart") from self._failure
+            raise StorageFault(f"{self._path} could not be written: check the disk, and restart") from self._failure
 
 
-class Line:
-    """Who of the processes writes next: whoever has the lock of a file beside the database.
+class ProcessLock:
+    """File lock that gives the writing processes turns.
 
-    SQLite has writers sleep up to 100 ms between two looks for its lock, and so lets one that comes and goes keep
-    others out for seconds. Here one process looks for it every millisecond, and the others for their place behind it,
-    so that who has just written is not next again.
+    SQLite's own busy handler sleeps up to 100 ms between attempts, so that a busy writer starves others for seconds.
+    Here the process with the file lock polls SQLite's lock every millisecond, the others poll the file lock.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def begin(self, connection: Connection) -> None:
-        """BEGIN IMMEDIATE, which raises OperationalError when it gets no lock within BUSY_TIMEOUT_MS."""
+        """Execute BEGIN IMMEDIATE; raises OperationalError without a lock within BUSY_TIMEOUT_MS."""
         raw: Any = connection.connection.dbapi_connection
-        until = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+        deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
         raw.execute("PRAGMA busy_timeout=0")
         try:
             with self._path.open("a") as file:
-                # Who is never first, because a process that was stopped is, tries without.
-                _look_for(lambda: _is_first(file), until=until)
-                if not _look_for(lambda: _has_begun(raw), until=until):
-                    connection.exec_driver_sql("BEGIN IMMEDIATE")  # fails as SQLAlchemy's errors do
+                # A stopped process may hold the file lock until the deadline; then try without.
+                _poll(lambda: _try_flock(file), deadline=deadline)
+                if not _poll(lambda: _try_begin(raw), deadline=deadline):
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises SQLAlchemy's error
         finally:
             raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
 
-def _is_first(file: IO[str]) -> bool:
-    """Whether this process has the lock of `file`, which goes with its being closed."""
+def _try_flock(file: IO[str]) -> bool:
+    """Try to lock `file`, until it is closed; return whether this process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -140,7 +137,7 @@ def _is_first(file: IO[str]) -> bool:
     return True
 
 
-def _has_begun(raw: Any) -> bool:
+def _try_begin(raw: Any) -> bool:
     try:
         raw.execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
@@ -150,20 +147,20 @@ def _has_begun(raw: Any) -> bool:
     return True
 
 
-def _look_for(done: Callable[[], bool], *, until: float) -> bool:
+def _poll(done: Callable[[], bool], *, deadline: float) -> bool:
     while not done():
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             return False
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return True
 
 
-def prepare(engine: Engine, line: Line, *, synchronous: str) -> None:
-    """Have every connection of `engine` work as this module says."""
+def prepare(engine: Engine, lock: ProcessLock, *, synchronous: str) -> None:
+    """Configure the connections of `engine`; write transactions begin by `lock`."""
 
     @event.listens_for(engine, "connect")
     def _connect(raw: Any, _record: Any) -> None:
-        raw.isolation_level = None  # BEGIN is ours, below
+        raw.isolation_level = None  # _begin executes BEGIN
         cursor = raw.cursor()
         settings = ("journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON")
         for setting in (*settings, f"busy_timeout={BUSY_TIMEOUT_MS}"):
@@ -173,6 +170,6 @@ def prepare(engine: Engine, line: Line, *, synchronous: str) -> None:
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
         if connection.get_execution_options().get(WRITES, False):
-            line.begin(connection)
+            lock.begin(connection)
         else:
             connection.exec_driver_sql("BEGIN")

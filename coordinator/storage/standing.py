@@ -1,6 +1,6 @@
-"""What a verdict does to its node: standing, waiting, stake, and what has to be measured again.
+"""Effects of a verdict on its node: standing, backoff, stake, and rechecks.
 
-The rules are `node.protocol.standing`'s, which anybody follows in the log; here they meet the tables.
+The rules are `node.protocol.standing`'s, which auditors reproduce from the log; this module applies them to the tables.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from node.protocol.run import BatchSpec, RunSpec, StandingSpec
 from node.protocol.standing import Standing
 
 RECHECK_SECONDS = 120.0
-"""So long a verifier tries for a second verdict; afterwards the group is left out undecided."""
+"""How long a second verdict is retried; then it is indeterminate."""
 
 
 def standing_of(connection: Connection, node: str) -> Standing:
-    """A node's standing as it is now."""
+    """Return a node's current standing."""
     row = connection.execute(select(nodes.c.verified, nodes.c.strikes).where(nodes.c.node == node)).one()
     return Standing(verified=row.verified, strikes=row.strikes)
 
 
 def is_measured_in_full(standing: Standing, *, draw: float, staked: int, rules: StandingSpec) -> bool:
-    """Whether all rows of a slot are measured; `draw` is uniform in [0, 1) and unknown to the node."""
+    """Return whether all rows of a slot are measured; `draw` is uniform in [0, 1) and unknown to the node."""
     return staked < rules.stake or draw < standing.full_rate(rules)
 
 
-def follow(
+def apply_verdict(
     connection: Connection, node: str, outcome: Outcome, *, full: bool, tokens: int, spec: RunSpec, now: float
 ) -> None:
-    """Take a first verdict into the node's standing and totals; a rejected node waits."""
+    """Update the node's standing and totals by a first verdict; a rejection starts a backoff."""
     standing = standing_of(connection, node).after(outcome, full=full, rules=spec.standing)
     row = update(nodes).where(nodes.c.node == node)
     connection.execute(row.values(verified=standing.verified, strikes=standing.strikes))
@@ -40,18 +40,20 @@ def follow(
         connection.execute(row.values(gained))
     elif outcome is Outcome.REJECTED:
         connection.execute(row.values(rejected=nodes.c.rejected + 1))
-        make_wait(connection, node, batch=spec.batch, now=now)
+        start_backoff(connection, node, batch=spec.batch, now=now)
 
 
-def take_back(connection: Connection, node: str, outcome: Outcome, *, tokens: int, spec: RunSpec, now: float) -> None:
-    """A second verdict did not bear the first out: the group does not count, and a rejected one is a strike."""
+def revoke_admission(
+    connection: Connection, node: str, outcome: Outcome, *, tokens: int, spec: RunSpec, now: float
+) -> None:
+    """Undo an admission that a second verdict did not confirm; a rejection is a strike."""
     row = update(nodes).where(nodes.c.node == node)
     connection.execute(row.values(admitted=nodes.c.admitted - 1, tokens=nodes.c.tokens - tokens))
-    follow(connection, node, outcome, full=True, tokens=0, spec=spec, now=now)
+    apply_verdict(connection, node, outcome, full=True, tokens=0, spec=spec, now=now)
 
 
-def make_wait(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
-    """Give a node no work for a while, twice as long each time in a row."""
+def start_backoff(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
+    """Withhold leases from a node for a while, twice as long after each failure in a row."""
     streak = connection.execute(
         select(nodes.c.rejected_streak).where(nodes.c.node == node).with_for_update()
     ).scalar_one()
@@ -60,20 +62,20 @@ def make_wait(connection: Connection, node: str, *, batch: BatchSpec, now: float
     connection.execute(row.values(rejected_streak=streak + 1, not_before=now + wait))
 
 
-def wait_seconds(not_before: float, *, batch: BatchSpec, now: float) -> float:
-    """For how long a node gets no work from now on."""
+def backoff_seconds(not_before: float, *, batch: BatchSpec, now: float) -> float:
+    """Return for how many seconds a node gets no lease."""
     wait = max(0.0, not_before - now)
-    # Nobody waits longer: it was set while this machine's clock was wrong, or is set back now.
+    # Longer than the maximum means that the clock was, or is, wrong.
     return wait if wait <= batch.rejection_backoff_max_seconds else 0.0
 
 
 def most_slots(standing: Standing, *, batch: BatchSpec) -> int:
-    """How many slots a node that is not banned may have in leases and submissions without a verdict."""
+    """Return how many leases and submissions without a verdict a node may have together, unless it is banned."""
     return min(batch.max_leases_per_node, standing.verified + 1)
 
 
-def punish(connection: Connection, node: str, *, submission: str, spec: RunSpec, now: float) -> int:
-    """A node was caught: take its stake, and queue what it had admitted in part. Returns how many groups that is."""
+def penalise(connection: Connection, node: str, *, submission: str, spec: RunSpec, now: float) -> int:
+    """Take a rejected node's stake and void its pending credit; queue these groups and return their number."""
     stakes.slash(connection, node, submission=submission, now=now)
     unvested = _unvested(connection, node, rules=spec.standing)
     connection.execute(update(submissions).where(is_pending(), unvested).values(void=True))
@@ -81,14 +83,14 @@ def punish(connection: Connection, node: str, *, submission: str, spec: RunSpec,
 
 
 def settle(connection: Connection, *, spec: RunSpec, now: float) -> None:
-    """The run is over: queue whatever is not yet its node's, so that nobody loses credit by it."""
+    """Queue all unvested groups for a second verdict at the end of the run, when nothing vests any more."""
     partly = select(submissions.c.node).where(submissions.c.spot.is_not(None), submissions.c.recheck.is_(None))
     for node in connection.execute(partly.distinct()).scalars().all():
         _require_rechecks(connection, _unvested(connection, node, rules=spec.standing), now=now)
 
 
 def _require_rechecks(connection: Connection, which: ColumnElement[bool], *, now: float) -> int:
-    """Queue admitted submissions of which one row was measured for a second verdict; no training on them before it."""
+    """Queue the admitted submissions in `which` of which one row was measured for a second verdict; return how many."""
     due = update(submissions).where(
         submissions.c.outcome == Outcome.ADMITTED,
         submissions.c.spot.is_not(None),
@@ -105,20 +107,23 @@ def _require_rechecks(connection: Connection, which: ColumnElement[bool], *, now
     return connection.execute(due.values(values)).rowcount
 
 
-def is_waited_for() -> ColumnElement[bool]:
-    """Submissions whose group no step has used. Of others a second verdict changes nothing, and relays may have
-    forgotten their policies: if training waited for these, a node could stop it by being caught again and again."""
+def blocks_training() -> ColumnElement[bool]:
+    """Return the condition of submissions whose group no step has used.
+
+    Rechecks of others do not affect training, and their policies may be gone from the relays: waiting for these would
+    let a node stall training by being rejected again and again.
+    """
     return exists().where(groups.c.submission == submissions.c.submission, groups.c.step.is_(None))
 
 
 def rechecks_due(connection: Connection) -> int:
-    """How many second verdicts training waits for."""
-    query = select(func.count()).where(submissions.c.recheck == RECHECK_DUE, is_waited_for())
+    """Return how many second verdicts training waits for."""
+    query = select(func.count()).where(submissions.c.recheck == RECHECK_DUE, blocks_training())
     return int(connection.execute(query).scalar_one())
 
 
 def is_pending() -> ColumnElement[bool]:
-    """Submissions admitted by one row that no second verdict and no rejection has settled."""
+    """Return the condition of submissions admitted by one row and not settled by a second verdict or a rejection."""
     return and_(
         submissions.c.outcome == Outcome.ADMITTED,
         submissions.c.spot.is_not(None),
@@ -128,14 +133,14 @@ def is_pending() -> ColumnElement[bool]:
 
 
 def unvested_tokens(connection: Connection, node: str, *, rules: StandingSpec) -> int:
-    """Tokens that may still become the node's, or void."""
+    """Return the tokens of the node's pending credit."""
     pending = select(func.coalesce(func.sum(submissions.c.tokens), 0))
     pending = pending.where(is_pending(), _unvested(connection, node, rules=rules))
     return int(connection.execute(pending).scalar_one())
 
 
 def _unvested(connection: Connection, node: str, *, rules: StandingSpec) -> ColumnElement[bool]:
-    """The node's admitted groups with fewer than `vesting` fully measured ones after them."""
+    """Return the condition of the node's groups with fewer than `vesting` fully measured admitted ones after them."""
     full = (
         select(submissions.c.log_index)
         .where(
@@ -153,5 +158,5 @@ def _unvested(connection: Connection, node: str, *, rules: StandingSpec) -> Colu
 
 
 def is_unproven() -> ColumnElement[bool]:
-    """Nodes without an admitted group, or whose last was rejected."""
+    """Return the condition of nodes without an admitted group, or whose last one was rejected."""
     return or_(nodes.c.admitted == 0, nodes.c.rejected_streak > 0)

@@ -1,4 +1,4 @@
-"""Training steps and policies as people and metrics look at them; the trainer's own part is in `storage.training`."""
+"""Training steps and policies as dashboards and metrics read them; the trainer uses `storage.training`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator.storage import work
 from coordinator.storage.schema import groups, policies, steps
 
 _STEPS_UNDER_WAY = 16
-"""More than there ever are."""
+"""Upper bound of unfinished steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class GroupRewards:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
-    """A policy and when the trainer published it, in Unix seconds."""
+    """A policy and its time of publication in Unix seconds."""
 
     version: int
     published_at: float
@@ -48,14 +48,14 @@ _COLUMNS = tuple(steps.c[name] for name in StepRow.__dataclass_fields__)
 
 
 def finished_steps(connection: Connection) -> int:
-    """How many steps have given a policy. They do so in their order, and the next begins when one has."""
+    """Return how many steps have published their policy; steps finish in order."""
     newest = select(steps.c.finished_at).order_by(steps.c.step.desc()).limit(_STEPS_UNDER_WAY)
     unfinished = sum(finished_at is None for finished_at in connection.execute(newest).scalars())
     return work.progress(connection).next_step - unfinished
 
 
 def newest_steps(connection: Connection, *, most: int) -> list[StepRow]:
-    """Return the newest steps, in their order."""
+    """Return the newest `most` steps, oldest first."""
     rows = connection.execute(select(*_COLUMNS).order_by(steps.c.step.desc()).limit(most)).all()
     return [StepRow(*row) for row in reversed(rows)]
 
@@ -70,7 +70,7 @@ def newest_finished_step(connection: Connection) -> StepRow | None:
 def steps_with_rewards(
     connection: Connection, first: int, *, most: int
 ) -> Sequence[tuple[StepRow, GroupRewards | None]]:
-    """Return steps `first` to `first` + `most` - 1, as far as there are any; None for one whose groups are unknown."""
+    """Return the existing steps of `first` .. `first` + `most` - 1, with None if their groups are unknown."""
     value = groups.c.reward_mean
     rewards = (
         select(
@@ -98,13 +98,13 @@ def steps_with_rewards(
 
 
 def newest_policies(connection: Connection, *, most: int) -> list[PublishedPolicy]:
-    """Return the newest policies, in their order."""
+    """Return the newest `most` policies, oldest first."""
     newest = select(policies.c.version, policies.c.published_at).order_by(policies.c.version.desc()).limit(most)
     return [PublishedPolicy(*row) for row in reversed(connection.execute(newest).all())]
 
 
 def policies_after(connection: Connection, version: int) -> list[PublishedPolicy]:
-    """Return all policies newer than `version`, in their order."""
+    """Return all policies newer than `version`, oldest first."""
     query = select(policies.c.version, policies.c.published_at).where(policies.c.version > version)
     return [PublishedPolicy(*row) for row in connection.execute(query.order_by(policies.c.version))]
 

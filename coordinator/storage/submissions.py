@@ -1,4 +1,4 @@
-"""Submissions as others look at them: by id, and those that wait. Taking and judging them is in `work`, `verdicts`."""
+"""Submissions as receipts, pages and metrics read them; `work` and `verdicts` change them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ QUEUED: Final = (SubmissionState.QUEUED, SubmissionState.VERIFYING)
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedSubmission:
-    """What a receipt tells of a submission; `leaf` is the log's entry of its verdict, None before there is one."""
+class ReceiptRow:
+    """The content of a receipt; `leaf` is the verdict's log entry, None before the verdict."""
 
     node: str
     state: str
@@ -41,7 +41,7 @@ _JUDGED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SubmissionRow:
-    """What the database keeps of a submission; names of blobs and log indices are None where there are none."""
+    """A submission's row; blob names and log indices are None if there are none."""
 
     node: str
     request: str
@@ -61,21 +61,21 @@ class SubmissionRow:
 
 @dataclass(frozen=True, slots=True)
 class QueueLength:
-    """What waits for a first verdict, since when the oldest does, and what waits for a second one."""
+    """Submissions waiting for a first verdict, arrival of the oldest, and those waiting for a second one."""
 
     first: int
     oldest_at: float | None
     second: int
 
 
-def judged_submission(connection: Connection, submission: str) -> JudgedSubmission | None:
-    """Return what a receipt tells of `submission`, None if nobody sent it."""
+def receipt_row(connection: Connection, submission: str) -> ReceiptRow | None:
+    """Return the content of a submission's receipt, None if it is unknown."""
     row = connection.execute(_JUDGED, {"submission": submission}).first()
-    return None if row is None else JudgedSubmission(*tuple(row))
+    return None if row is None else ReceiptRow(*tuple(row))
 
 
 def submission_row(connection: Connection, submission: str) -> SubmissionRow | None:
-    """Return the row of `submission`, None if nobody sent it."""
+    """Return the row of `submission`, None if it is unknown."""
     columns = [submissions.c[name] for name in SubmissionRow.__dataclass_fields__ if name not in ("version", "slot")]
     columns += [slots.c.version, slots.c.number]
     joined = select(*columns).join(slots, slots.c.id == submissions.c.slot_id)
@@ -84,15 +84,15 @@ def submission_row(connection: Connection, submission: str) -> SubmissionRow | N
 
 
 def step_of(connection: Connection, submission: str) -> int | None:
-    """Return the training step that used `submission`, None if none has."""
+    """Return the training step that used `submission`, None if none did."""
     found: int | None = connection.execute(select(groups.c.step).where(groups.c.submission == submission)).scalar()
     return found
 
 
 def queue_length(connection: Connection) -> QueueLength:
-    """Count what waits for a verdict."""
+    """Count the submissions waiting for a verdict."""
     waiting = submissions.c.state.in_(QUEUED)
-    # Not `recheck IS NULL`, of which there is an index: nearly all submissions are in it.
+    # Not `recheck IS NULL`, whose index would be used, and holds nearly all submissions.
     first = and_(waiting, func.coalesce(submissions.c.recheck, "") == "")
     depth, oldest = connection.execute(select(func.count(), func.min(submissions.c.received_at)).where(first)).one()
     all_waiting = connection.execute(select(func.count()).where(waiting)).scalar_one()
@@ -100,10 +100,10 @@ def queue_length(connection: Connection) -> QueueLength:
 
 
 def count_waiting(connection: Connection, state: SubmissionState) -> tuple[int, float | None]:
-    """Return how many submissions are in `state`, and when the oldest of them came that has no verdict yet."""
+    """Return how many submissions are in `state`, and when the oldest without any verdict arrived."""
     waiting = submissions.c.state == state
     count = connection.execute(select(func.count()).where(waiting)).scalar_one()
-    # What is due for a second verdict came long before it was queued.
+    # Rechecks arrived long before they were queued.
     first = waiting, submissions.c.recheck.is_distinct_from(RECHECK_DUE)
     oldest = connection.execute(select(func.min(submissions.c.received_at)).where(*first)).scalar()
     return int(count), oldest

@@ -1,7 +1,7 @@
-"""Verdicts, counted as they are made: in all, and by the minute, the hour and the day.
+"""Verdict counters for the whole run, per minute, hour and day.
 
-What the pages and the metrics show would else be a count over all submissions, which takes longer the longer a run has
-been going. The counts change in the transaction of the verdict, so that they are never of anything else than the log.
+They are updated in the verdict's transaction, so that pages and metrics agree with the log without counting all
+submissions.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from sqlalchemy import Connection, case, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from coordinator.storage.schema import verdict_tallies
-from node.protocol.admission import Outcome
+from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
 
 WHOLE_RUN: Final = 0
 MINUTE, HOUR, DAY = 60, 3600, 86400
 WIDTHS: Final = (WHOLE_RUN, MINUTE, HOUR, DAY)
-"""Seconds that one row counts; the whole run is one row that starts at 0."""
+"""Seconds per row; the whole run is one row that starts at 0."""
 
 MAX_ROWS_PER_READ = 20_000
 _INSERT = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 
-class Kind(StrEnum):
-    """First verdicts by how many rows were measured, and second ones."""
+class VerdictKind(StrEnum):
+    """First verdicts by full measurement or by one row, and second verdicts."""
 
     FULL = "full"
     SPOT = "spot"
@@ -37,13 +37,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Verdicts of one kind, outcome and reason in `width` seconds from `start` on.
+    """Counter of one kind, outcome and reason from `start` (Unix seconds) on.
 
-    `wait_seconds` is the sum of what they waited for from the submission's arrival on, `longest_wait` the largest.
+    `wait_seconds` is the sum of the seconds from arrival to verdict, `longest_wait` the maximum.
     """
 
     start: int
-    kind: Kind
+    kind: VerdictKind
     outcome: Outcome
     reason: Reason | None
     verdicts: int
@@ -53,19 +53,13 @@ class Tally:
 
 
 def count_verdict(
-    connection: Connection,
-    kind: Kind,
-    outcome: Outcome,
-    reason: Reason | None,
-    *,
-    tokens: int,
-    waited_seconds: float,
-    now: float,
+    connection: Connection, kind: VerdictKind, verdict: Verdict, *, waited_seconds: float, now: float
 ) -> None:
-    """Count one verdict that is made `now`, `waited_seconds` after its submission came."""
+    """Count one verdict made `now`, `waited_seconds` after its submission arrived."""
     waited = max(0.0, waited_seconds)
-    values = {"verdicts": 1, "tokens": tokens, "wait_seconds": waited, "longest_wait": waited}
-    key = {"kind": kind.value, "outcome": outcome.value, "reason": "" if reason is None else reason.value}
+    values = {"verdicts": 1, "tokens": verdict.tokens, "wait_seconds": waited, "longest_wait": waited}
+    reason = "" if verdict.reason is None else verdict.reason.value
+    key = {"kind": kind.value, "outcome": verdict.outcome.value, "reason": reason}
     rows = [{"width": width, "start": _start(now, width), **key, **values} for width in WIDTHS]
     added: Any = _INSERT[connection.dialect.name](verdict_tallies).values(rows)
     new, old = added.excluded, verdict_tallies.c
@@ -87,19 +81,19 @@ def _start(now: float, width: int) -> int:
 
 
 def whole_run(connection: Connection) -> list[Tally]:
-    """All verdicts so far."""
+    """Return the counters of the whole run."""
     return since(connection, width=WHOLE_RUN, start=0)
 
 
 def since(connection: Connection, *, width: int, start: int) -> list[Tally]:
-    """The tallies of one width from `start` on, in their order; the newest MAX_ROWS_PER_READ of them."""
+    """Return the counters of one width from `start` on, oldest first, at most the newest MAX_ROWS_PER_READ."""
     columns = verdict_tallies.c
     query = select(verdict_tallies).where(columns.width == width, columns.start >= start)
     rows = connection.execute(query.order_by(columns.start.desc()).limit(MAX_ROWS_PER_READ)).all()
     return [
         Tally(
             start=row.start,
-            kind=Kind(row.kind),
+            kind=VerdictKind(row.kind),
             outcome=Outcome(row.outcome),
             reason=Reason(row.reason) if row.reason else None,
             verdicts=row.verdicts,
@@ -112,9 +106,9 @@ def since(connection: Connection, *, width: int, start: int) -> list[Tally]:
 
 
 def admitted_tokens(tallies: Sequence[Tally]) -> int:
-    """Tokens of the groups among these that count: admitted at first, and not taken back by a second verdict."""
+    """Return the tokens of first admissions minus those that a second verdict did not confirm."""
     return sum(
-        tally.tokens if tally.kind is not Kind.SECOND else -tally.tokens
+        tally.tokens if tally.kind is not VerdictKind.SECOND else -tally.tokens
         for tally in tallies
-        if (tally.outcome is Outcome.ADMITTED) == (tally.kind is not Kind.SECOND)
+        if (tally.outcome is Outcome.ADMITTED) == (tally.kind is not VerdictKind.SECOND)
     )

@@ -1,4 +1,4 @@
-"""How long this process waits for the database and the store of blobs: metrics that every role shows with its own."""
+"""Metrics of database and blob store latency, which every role exports."""
 
 from __future__ import annotations
 
@@ -47,28 +47,29 @@ _BLOB_ERRORS: Final = Counter(
     ("operation",),
     registry=None,
 )
-_BEGUN = {kind: (_WAIT.labels(kind), _TRANSACTION.labels(kind)) for kind in ("read", "write")}
+_METRICS = {kind: (_WAIT.labels(kind), _TRANSACTION.labels(kind)) for kind in ("read", "write")}
 
 
 def register_timings(registry: CollectorRegistry) -> None:
-    """Have `registry` show them."""
+    """Register these metrics with `registry`."""
     for metric in (_WAIT, _TRANSACTION, _BLOB_SECONDS, _BLOB_BYTES, _BLOB_ERRORS):
         registry.register(metric)
 
 
-class Timed:
-    """Around one transaction; `begun` is to be called as soon as it has begun."""
+class TransactionTimer:
+    """Context manager that times one transaction; call `begun` as soon as it has begun."""
 
-    __slots__ = ("_asked", "_begun", "_kind")
+    __slots__ = ("_begun", "_requested", "_transaction_metric", "_wait_metric")
 
     def __init__(self, kind: Transaction) -> None:
-        self._kind, self._begun = kind, 0.0
-        self._asked = time.perf_counter()
+        self._wait_metric, self._transaction_metric = _METRICS[kind]
+        self._begun = 0.0
+        self._requested = time.perf_counter()
 
     def begun(self) -> None:
-        """End of the wait."""
+        """Record the end of the wait for the transaction."""
         self._begun = time.perf_counter()
-        _BEGUN[self._kind][0].observe(self._begun - self._asked)
+        self._wait_metric.observe(self._begun - self._requested)
 
     def __enter__(self) -> Self:
         return self
@@ -77,11 +78,11 @@ class Timed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._begun:
-            _BEGUN[self._kind][1].observe(time.perf_counter() - self._begun)
+            self._transaction_metric.observe(time.perf_counter() - self._begun)
 
 
 def metered(operation: Operation) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Measure a method of a store; `bytes` among its arguments, or what it returns, count as those of the blob."""
+    """Decorate a blob store's method: measure its time, errors and the `bytes` in its arguments and result."""
     seconds, errors = _BLOB_SECONDS.labels(operation), _BLOB_ERRORS.labels(operation)
     moved = _BLOB_BYTES.labels(operation)
 

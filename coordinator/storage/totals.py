@@ -1,4 +1,4 @@
-"""Totals over a whole run, for status, metrics and dashboard. None costs more the longer the run goes on."""
+"""Totals over a whole run, for status, metrics and dashboard, at a cost independent of the run's length."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from sqlalchemy import Connection, Engine, func, select
 
 from coordinator.storage import tallies, work
 from coordinator.storage.schema import RECHECK_DUE, LeaseState, SlotState, leases, slots, submissions, verdict_tallies
-from coordinator.storage.tallies import MINUTE, Kind
+from coordinator.storage.tallies import MINUTE, VerdictKind
 from node.protocol.admission import Outcome
 
 
 def reason_totals(connection: Connection) -> list[tuple[str, str | None, int]]:
-    """(outcome, reason, how many) over all first verdicts."""
+    """Return (outcome, reason, count) of all first verdicts."""
     found = Counter[tuple[str, str]]()
     for tally in tallies.whole_run(connection):
-        if tally.kind is not Kind.SECOND:
+        if tally.kind is not VerdictKind.SECOND:
             found[tally.outcome.value, tally.reason.value if tally.reason else ""] += tally.verdicts
     return [(outcome, reason or None, count) for (outcome, reason), count in sorted(found.items())]
 
 
 def partly_measured(connection: Connection) -> dict[str, int]:
-    """Groups admitted by one row, by what became of them: `pending`, `due`, or the outcome of the second verdict."""
+    """Count the groups admitted by one row: `pending`, `due`, or by the outcome of the second verdict."""
     counted = tallies.whole_run(connection)
-    spot = sum(tally.verdicts for tally in counted if tally.kind is Kind.SPOT and tally.outcome is Outcome.ADMITTED)
+    spot = sum(
+        tally.verdicts for tally in counted if tally.kind is VerdictKind.SPOT and tally.outcome is Outcome.ADMITTED
+    )
     second = Counter[str]()
     for tally in counted:
-        if tally.kind is Kind.SECOND:
+        if tally.kind is VerdictKind.SECOND:
             second[tally.outcome.value] += tally.verdicts
     due = connection.execute(select(func.count()).where(submissions.c.recheck == RECHECK_DUE)).scalar_one()
     found = {"pending": spot - int(due) - second.total(), RECHECK_DUE: int(due), **second}
@@ -39,7 +41,7 @@ def partly_measured(connection: Connection) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Settled:
-    """Slots in a final state of the versions before `before`, of which no slot will change its state any more."""
+    """Counts of the slots of versions before `before`, which are all in a final state."""
 
     before: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -52,10 +54,10 @@ _settled: WeakKeyDictionary[Engine, _Settled] = WeakKeyDictionary()
 
 
 def slot_counts(connection: Connection) -> dict[str, int]:
-    """How many slots are in each state.
+    """Count the slots in each state.
 
-    What is settled is counted once for each process: slots are opened of the newest version only, and one that is used,
-    stale or set aside stays so.
+    Versions with final states alone are counted once per process: slots are opened at the newest version only, and
+    used, stale and set-aside ones never change.
     """
     counts = Counter[str]()
     live = select(slots.c.state, func.count(), func.min(slots.c.version)).where(slots.c.state.in_(_LIVE))
@@ -66,7 +68,7 @@ def slot_counts(connection: Connection) -> dict[str, int]:
     settled = _settled.setdefault(connection.engine, _Settled())
     with settled.lock:
         known = settled.before
-        is_old = slots.c.version < before  # once: PostgreSQL takes two parameters for two expressions
+        is_old = slots.c.version < before  # one object, or PostgreSQL sees two parameters and refuses GROUP BY
         final = select(slots.c.state, is_old, func.count()).where(slots.c.state.in_(_FINAL))
         since = final.where(slots.c.version >= known).group_by(slots.c.state, is_old)
         for state, is_settled, count in connection.execute(since):
@@ -82,7 +84,7 @@ def count_leases(connection: Connection, state: LeaseState) -> int:
 
 
 def first_verdict_at(connection: Connection) -> int | None:
-    """Return the beginning of the minute of the first verdict, in Unix seconds; None before it."""
+    """Return the start of the minute of the first verdict in Unix seconds, None before it."""
     begun = select(func.min(verdict_tallies.c.start)).where(verdict_tallies.c.width == MINUTE)
     found: int | None = connection.execute(begun).scalar()
     return found

@@ -1,9 +1,9 @@
-"""What the trainer reads and writes: batches, steps and policies (docs/protocol.md, section 8)."""
+"""The trainer's state: batches, steps and policies (docs/protocol.md, section 8)."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, func, insert, select, update
 
@@ -33,17 +33,17 @@ class _Ready:
 
 
 def may_assign(connection: Connection, *, spec: RunSpec) -> bool:
-    """Whether `assign_batch` would find a batch; takes no lock, so the answer may be out of date."""
+    """Return whether `assign_batch` would find a batch; takes no lock, so the result may be stale."""
     return _choose(connection, progress(connection), spec=spec) is not None
 
 
 def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | None:
-    """Give the next step its groups and return its number, or None while there are too few.
+    """Assign groups to the next step and return its number, or None while there are too few.
 
-    From here on, what is older than the step after may take is stale. With the last step's, everything that was
-    measured in part is queued for a second verdict: what is left of the nodes' credit is settled.
+    Marks slots stale that no later step may use. The last step's batch also queues all unvested groups for a second
+    verdict (`standing.settle`).
     """
-    locks.alone(connection)
+    locks.exclusive(connection)
     at = progress(connection)
     chosen = _choose(connection, at, spec=spec)
     if chosen is None:
@@ -69,11 +69,10 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
 
 
 def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Ready] | None:
-    """The next step's groups, the oldest first, or None while it has to wait.
+    """Return the next step's groups, oldest first, or None while it has to wait.
 
-    Groups that no later step could take join this one even beyond `groups_per_step`, and a verification of
-    such a group that is under way is waited for, so that nothing admitted is ever thrown away. Nothing is trained on
-    while such work of a node that was caught as no step has used waits for its second verdict.
+    Groups that no later step may use are added even beyond `groups_per_step`, and their pending verifications are
+    waited for, so that no admitted group is lost. Unused groups due for a second verdict block every step.
     """
     step = at.next_step
     if step >= spec.training.steps or step > at.head:
@@ -95,7 +94,7 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Rea
 
 
 def batch(connection: Connection, step: int) -> list[BatchRow]:
-    """The groups of `step`, in the order in which they are trained on."""
+    """Return the groups of `step` in training order."""
     query = (
         select(groups.c.submission, groups.c.blob, slots.c.version)
         .join(slots, slots.c.id == groups.c.slot_id)
@@ -106,24 +105,24 @@ def batch(connection: Connection, step: int) -> list[BatchRow]:
 
 
 def has_batch(connection: Connection, step: int) -> bool:
-    """Whether `step` was given its groups."""
+    """Return whether `step` has a batch."""
     return connection.execute(select(steps.c.step).where(steps.c.step == step)).first() is not None
 
 
 def unfinished_step(connection: Connection) -> int | None:
-    """The step that has its batch but no result yet, if any."""
+    """Return the first step with a batch but without a policy, None if there is none."""
     return connection.execute(select(func.min(steps.c.step)).where(steps.c.finished_at.is_(None))).scalar()
 
 
 def finish_step(connection: Connection, step: int, *, stats: dict[str, float], now: float) -> None:
-    """Note that the policy after `step` is trained and published."""
+    """Record that the policy of `step` is trained and published."""
     row = update(steps).where(steps.c.step == step, steps.c.finished_at.is_(None))
     connection.execute(row.values(finished_at=now, stats=json.dumps(stats)))
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A policy as the origin announced it; `manifest` is the signed envelope."""
+class PolicyRecord:
+    """A policy as announced by the origin; `manifest` is the signed envelope."""
 
     version: int
     manifest_digest: str
@@ -131,41 +130,33 @@ class Published:
     manifest: bytes
 
 
-def recorded(connection: Connection) -> dict[int, str]:
-    """The result digest of every recorded policy, by version."""
+def result_digests(connection: Connection) -> dict[int, str]:
+    """Return the result digests of all recorded policies, by version."""
     rows = connection.execute(select(policies.c.version, policies.c.result_digest))
     return {row.version: row.result_digest for row in rows}
 
 
 def published_since(connection: Connection, version: int) -> dict[int, str]:
-    """The manifest digest of the recorded policy before `version`, and of every one from it on, by version."""
+    """Return the manifest digests, by version, of all recorded policies from the one before `version` on."""
     before = select(func.max(policies.c.version)).where(policies.c.version < version).scalar_subquery()
     first = func.coalesce(before, version)
     rows = connection.execute(select(policies.c.version, policies.c.manifest_digest).where(policies.c.version >= first))
     return {row.version: row.manifest_digest for row in rows}
 
 
-def newest(connection: Connection) -> int | None:
-    """The version of the newest recorded policy, None before the first."""
+def newest_version(connection: Connection) -> int | None:
+    """Return the newest recorded policy version, None before the first."""
     found: int | None = connection.execute(select(func.max(policies.c.version))).scalar()
     return found
 
 
-def record_policy(connection: Connection, policy: Published, *, now: float) -> None:
-    """Make `policy` the run's newest; does nothing if it was recorded before."""
+def record_policy(connection: Connection, policy: PolicyRecord, *, now: float) -> None:
+    """Record and log `policy` as the newest; idempotent."""
     locks.deciding(connection)
     known = connection.execute(select(policies.c.version).where(policies.c.version == policy.version)).first()
     if known is not None:
         return
-    connection.execute(
-        insert(policies).values(
-            version=policy.version,
-            manifest_digest=policy.manifest_digest,
-            result_digest=policy.result_digest,
-            manifest=policy.manifest,
-            published_at=now,
-        )
-    )
+    connection.execute(insert(policies).values(asdict(policy) | {"published_at": now}))
     entry = PolicyEntry(
         version=policy.version, manifest_digest=policy.manifest_digest, result_digest=policy.result_digest
     )

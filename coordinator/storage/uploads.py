@@ -1,13 +1,14 @@
-"""Bodies that their senders put into the object store: announced for a lease, submitted, judged, removed.
+"""Bodies that senders upload to the object store: announced for a lease, submitted, judged, removed.
 
-A lease has one upload: whatever else is announced for it is refused, so that no node fills the store. An upload is
-removed by the verifier that gave its body a name, or by `sweep`, if nothing came of it.
+A lease has one upload, so that no node can fill the store. The verifier removes an upload once it has copied it to a
+blob; `sweep` removes abandoned ones.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Final
 
 from sqlalchemy import Connection, and_, bindparam, delete, insert, or_, select, update
@@ -20,7 +21,7 @@ from node.protocol.reasons import Reason, Refusal
 log = logging.getLogger(__name__)
 
 OFFER_SECONDS: Final = 300
-"""How long an offer may be taken up; an upload that was begun in time may take longer."""
+"""Validity of a presigned URL; an upload begun in time may take longer."""
 
 SWEPT_AFTER_SECONDS: Final = 3600.0
 SWEPT_AT_ONCE: Final = 100
@@ -33,12 +34,11 @@ _SUBMITTED = update(uploads).where(uploads.c.lease == bindparam("of_lease")).val
 
 
 def announce(connection: Connection, upload: Upload, *, now: float) -> None:
-    """Note what the holder of a lease is about to upload; raises Refusal for a second body of the same lease."""
+    """Record what the holder of a lease will upload; raises Refusal for a second body of the same lease."""
     connection.execute(_LOCK, {"of_lease": upload.lease})
     known = of_lease(connection, upload.lease)
     if known is None:
-        values = {"lease": upload.lease, "body": upload.body, "sha256": upload.sha256, "body_bytes": upload.body_bytes}
-        connection.execute(insert(uploads).values(**values, asked_at=now))
+        connection.execute(insert(uploads).values(asdict(upload) | {"asked_at": now}))
         return
     if known != upload:
         raise Refusal(Reason.BODY_MISMATCH, f"Another body was announced for lease {upload.lease[:16]}….")
@@ -46,37 +46,37 @@ def announce(connection: Connection, upload: Upload, *, now: float) -> None:
 
 
 def of_lease(connection: Connection, lease: str) -> Upload | None:
-    """What was announced for a lease."""
+    """Return the upload announced for a lease, None if there is none."""
     row = connection.execute(_OF_LEASE, {"of_lease": lease}).first()
     return None if row is None else Upload(*row)
 
 
 def submitted(connection: Connection, upload: Upload, submission: str) -> None:
-    """From now on the upload is evidence, until the submission is judged."""
+    """Link the upload to its submission, which keeps it from being swept until the verdict."""
     connection.execute(_SUBMITTED, {"of_lease": upload.lease, "taken": submission})
 
 
 def of_submissions(connection: Connection, names: Iterable[str]) -> dict[str, Upload]:
-    """The uploads of those submissions whose body has no name yet, by submission."""
+    """Return the uploads, by submission, of those whose body is not yet a blob."""
     query = select(uploads.c.submission, *_COLUMNS).where(uploads.c.submission.in_(list(names)))
     return {row[0]: Upload(*row[1:]) for row in connection.execute(query)}
 
 
 def forget(connection: Connection, upload: Upload) -> None:
-    """The upload is removed."""
+    """Delete the row of an upload."""
     connection.execute(delete(uploads).where(uploads.c.lease == upload.lease))
 
 
 def forget_all(connection: Connection) -> None:
-    """Forget every upload: those of a store that the run has left."""
+    """Delete all rows, for a run restored into another store."""
     connection.execute(delete(uploads))
 
 
 def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWEPT_AT_ONCE) -> int:
-    """Remove at most `most` uploads that nobody will look at any more; how many. Any process may, at any time.
+    """Remove at most `most` abandoned or judged uploads and return how many; safe to run concurrently.
 
-    What waits for a verdict stays, however long. What is uploaded after its removal, by an offer that was taken up in
-    time and took an hour, is left to a rule of the bucket (docs/operating.md).
+    Uploads waiting for a verdict stay. One that completes after its removal is left to the bucket's lifecycle rule
+    (docs/operating.md).
     """
     ended = or_(
         leases.c.state.in_([LeaseState.EXPIRED, LeaseState.RETURNED]), leases.c.expires_at <= now - OFFER_SECONDS
@@ -99,5 +99,5 @@ def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWE
         with database.write(durable=False) as connection:
             forget(connection, upload)
     if found:
-        log.info("removed %d uploads that came to nothing", len(found))
+        log.info("removed %d abandoned uploads", len(found))
     return len(found)

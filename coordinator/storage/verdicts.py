@@ -1,4 +1,4 @@
-"""The verifiers' queue, and what a verdict changes, in one transaction with its log entry."""
+"""The verifiers' queue, and the effects of a verdict, in one transaction with its log entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coordinator.storage.schema import (
     slots,
     submissions,
 )
-from coordinator.storage.tallies import Kind
+from coordinator.storage.tallies import VerdictKind
 from coordinator.storage.work import progress
 from node.protocol.admission import Outcome, Verdict, has_signal, judge_drift
 from node.protocol.evidence import Drift, follow
@@ -31,17 +31,14 @@ from node.protocol.standing import Standing
 from shardcast.wire import decode, encode
 
 MAX_ATTEMPTS = 3
-"""How often a verification that could not decide is tried before the slot is given out anew."""
+"""Attempts to verify a submission before it is indeterminate."""
 
 MAX_DRIFT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """A submission that this verifier is to judge; `full` as `Claim` says.
-
-    Of one that is a `recheck`, a verdict is wanted until `recheck_by`.
-    """
+class QueueItem:
+    """A submission claimed by a verifier; `full`: measure all rows. A `recheck` is retried until `recheck_by`."""
 
     submission: str
     node: str
@@ -66,10 +63,10 @@ def claim(
     now: float,
     seconds: float,
     most: int = 1,
-) -> list[Claimed]:
-    """Take the oldest submissions that nobody works on, or that this verifier left when it died: at most `most`.
+) -> list[QueueItem]:
+    """Claim at most `most` submissions: queued, expired, or left by an earlier process of this verifier.
 
-    They are this verifier's for `seconds` each. Second verdicts come first, of them those that training waits for.
+    Claims last `seconds` times their number. Rechecks that training waits for come first, then others, then by arrival.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -77,7 +74,7 @@ def claim(
             submissions.c.state == SubmissionState.VERIFYING,
             or_(
                 submissions.c.claimed_until <= now,
-                # Nobody claims for so long: it was claimed while this machine's clock was ahead.
+                # Longer than any claim: made while this machine's clock was ahead.
                 submissions.c.claimed_until > now + seconds * most,
                 submissions.c.verifier == verifier,
             ),
@@ -123,25 +120,25 @@ def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
         .join(policies, policies.c.version == slots.c.version)
         .join(nodes, nodes.c.node == submissions.c.node)
         .where(free)
-        .order_by(not_(standing.is_waited_for()), submissions.c.recheck.is_(None), submissions.c.received_at)
+        .order_by(not_(standing.blocks_training()), submissions.c.recheck.is_(None), submissions.c.received_at)
         .limit(most)
         .with_for_update(of=submissions, skip_locked=True)
     )
 
 
-def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool) -> Claimed:
-    """A row of `_oldest`; once the run is `over`, nothing is measured in part."""
+def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool) -> QueueItem:
+    """Convert a row of `_oldest`; once the run is `over`, all rows are measured."""
     values = row._asdict()
     recheck = values.pop("recheck") == RECHECK_DUE
     held = Standing(verified=values.pop("verified"), strikes=values.pop("strikes"))
     staked = stakes.held(connection, row.node) if spec.standing.stake else 0
     full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
     values["recheck_by"] = values["recheck_by"] or 0.0
-    return Claimed(**values, full=full or recheck or over, recheck=recheck)
+    return QueueItem(**values, full=full or recheck or over, recheck=recheck)
 
 
-def defer(connection: Connection, claimed: Claimed, *, until: float) -> None:
-    """Leave a claimed submission alone until then, for any verifier to claim again; counts as no attempt."""
+def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:
+    """Release a claimed submission, for any verifier to claim after `until`; does not count as an attempt."""
     held = and_(submissions.c.submission == claimed.submission, submissions.c.state == SubmissionState.VERIFYING)
     connection.execute(
         update(submissions).where(held).values(verifier=None, claimed_until=until, attempts=claimed.attempts)
@@ -150,7 +147,7 @@ def defer(connection: Connection, claimed: Claimed, *, until: float) -> None:
 
 def record(
     connection: Connection,
-    claimed: Claimed,
+    claimed: QueueItem,
     verdict: Verdict,
     *,
     spec: RunSpec,
@@ -158,43 +155,36 @@ def record(
     group: str | None = None,
     evidence: str | None = None,
 ) -> bool:
-    """Store a verdict once; False if another verifier was faster. One that does not decide may be queued again.
+    """Store a verdict, or requeue an indeterminate one; return False if another verifier was faster.
 
-    `group` names the blob of an admitted group, `evidence` that of what was measured (`coordinator.verifier.evidence`).
+    `group` and `evidence` name the blobs of the admitted group and of the measurements
+    (`coordinator.verifier.evidence`).
     """
     locks.deciding(connection)
     query = select(submissions.c.state, submissions.c.recheck, submissions.c.received_at)
     state, recheck, received_at = connection.execute(query.where(submissions.c.submission == claimed.submission)).one()
-    # A first verdict that comes late may find its submission waiting for the second.
+    # A late first verdict may find its submission waiting for the second.
     if state != SubmissionState.VERIFYING or (recheck == RECHECK_DUE) != claimed.recheck:
         return False
-    if _is_to_be_tried_again(connection, claimed, verdict, spec=spec, now=now):
+    if _requeue(connection, claimed, verdict, spec=spec, now=now):
         return True
     if claimed.recheck:
         _record_recheck(connection, claimed, verdict, spec=spec, now=now, evidence=evidence)
     else:
         verdict = _after_drift(connection, claimed, verdict, limits=spec.limits)
         _record_first(connection, claimed, verdict, spec=spec, now=now, group=group, evidence=evidence)
-        kind = Kind.FULL if verdict.spot is None else Kind.SPOT
-        tallies.count_verdict(
-            connection,
-            kind,
-            verdict.outcome,
-            verdict.reason,
-            tokens=verdict.tokens,
-            waited_seconds=now - received_at,
-            now=now,
-        )
+        kind = VerdictKind.FULL if verdict.spot is None else VerdictKind.SPOT
+        tallies.count_verdict(connection, kind, verdict, waited_seconds=now - received_at, now=now)
     if verdict.outcome is Outcome.REJECTED:
-        standing.punish(connection, claimed.node, submission=claimed.submission, spec=spec, now=now)
+        standing.penalise(connection, claimed.node, submission=claimed.submission, spec=spec, now=now)
     return True
 
 
-def _is_to_be_tried_again(
-    connection: Connection, claimed: Claimed, verdict: Verdict, *, spec: RunSpec, now: float
-) -> bool:
-    """Queue it once more where nothing was decided, or where one row is no longer enough: the node has been caught
-    meanwhile, or nothing vests any more."""
+def _requeue(connection: Connection, claimed: QueueItem, verdict: Verdict, *, spec: RunSpec, now: float) -> bool:
+    """Requeue a submission that is undecided, or of which one row no longer suffices (node rejected, run over).
+
+    Return whether it was requeued.
+    """
     if verdict.outcome is Outcome.INDETERMINATE:
         again = claimed.attempts + 1 < MAX_ATTEMPTS and (not claimed.recheck or now < claimed.recheck_by)
     else:
@@ -208,7 +198,7 @@ def _is_to_be_tried_again(
 
 def _record_first(
     connection: Connection,
-    claimed: Claimed,
+    claimed: QueueItem,
     verdict: Verdict,
     *,
     spec: RunSpec,
@@ -221,7 +211,7 @@ def _record_first(
         connection,
         claimed,
         state=SubmissionState.DONE,
-        body=claimed.body,  # by its true name, where another was signed
+        body=claimed.body,  # the true digest, where another was signed
         outcome=verdict.outcome,
         reason=verdict.reason,
         detail=verdict.detail,
@@ -246,7 +236,7 @@ def _record_first(
             slot_id=claimed.slot_id, submission=claimed.submission, blob=group, reward_mean=mean
         )
         connection.execute(row)
-    standing.follow(
+    standing.apply_verdict(
         connection,
         claimed.node,
         verdict.outcome,
@@ -258,19 +248,20 @@ def _record_first(
 
 
 def _record_recheck(
-    connection: Connection, claimed: Claimed, verdict: Verdict, *, spec: RunSpec, now: float, evidence: str | None
+    connection: Connection,
+    claimed: QueueItem,
+    verdict: Verdict,
+    *,
+    spec: RunSpec,
+    now: float,
+    evidence: str | None,
 ) -> None:
-    """The second verdict on a group; one that does not bear the first out is taken back, unless training has used it.
-
-    The log tells then which step it touched.
-    """
-    # A verdict that could not even read the file counted none.
+    """Record a second verdict. If it does not confirm the first, drop the group unless a step has used it."""
+    # A verdict that could not read the file has counted no tokens.
     tokens = select(submissions.c.tokens).where(submissions.c.submission == claimed.submission)
     verdict = replace(verdict, tokens=connection.execute(tokens).scalar_one())
     index = log.append(connection, _entry(claimed, verdict, now=now))
-    tallies.count_verdict(
-        connection, Kind.SECOND, verdict.outcome, verdict.reason, tokens=verdict.tokens, waited_seconds=0.0, now=now
-    )
+    tallies.count_verdict(connection, VerdictKind.SECOND, verdict, waited_seconds=0.0, now=now)
     changed = {"state": SubmissionState.DONE, "recheck": verdict.outcome, "recheck_index": index}
     _update_submission(connection, claimed, **changed, **({"evidence": evidence} if evidence else {}))
     if verdict.outcome is Outcome.ADMITTED:
@@ -279,13 +270,13 @@ def _record_recheck(
     if connection.execute(unused).rowcount:
         stale = claimed.version < progress(connection).floor(spec.batch)
         _update_slot(connection, claimed, SlotState.STALE if stale else SlotState.OPEN)
-    standing.take_back(connection, claimed.node, verdict.outcome, tokens=verdict.tokens, spec=spec, now=now)
+    standing.revoke_admission(connection, claimed.node, verdict.outcome, tokens=verdict.tokens, spec=spec, now=now)
 
 
-def _after_drift(connection: Connection, claimed: Claimed, verdict: Verdict, *, limits: LimitsSpec) -> Verdict:
-    """The verdict, once what the node's slots show together is known: in the order of the log, as nobody else can.
+def _after_drift(connection: Connection, claimed: QueueItem, verdict: Verdict, *, limits: LimitsSpec) -> Verdict:
+    """Add the slot to its node's drift, in log order, and return the verdict, rejected if drift is over its limit.
 
-    A slot that is rejected for what it shows itself does not count: one bad slot must not cost the good ones after it.
+    A slot rejected by itself does not count, so that it does not affect the good ones after it.
     """
     if verdict.totals is None or verdict.outcome is not Outcome.ADMITTED:
         return verdict
@@ -307,7 +298,7 @@ def _after_drift(connection: Connection, claimed: Claimed, verdict: Verdict, *, 
     )
 
 
-def _entry(claimed: Claimed, verdict: Verdict, *, now: float) -> VerdictEntry:
+def _entry(claimed: QueueItem, verdict: Verdict, *, now: float) -> VerdictEntry:
     return VerdictEntry(
         submission=claimed.submission,
         node=claimed.node,
@@ -323,15 +314,15 @@ def _entry(claimed: Claimed, verdict: Verdict, *, now: float) -> VerdictEntry:
     )
 
 
-def _update_submission(connection: Connection, claimed: Claimed, **values: object) -> None:
+def _update_submission(connection: Connection, claimed: QueueItem, **values: object) -> None:
     row = update(submissions).where(submissions.c.submission == claimed.submission)
     connection.execute(row.values(**values))
 
 
-def _update_slot(connection: Connection, claimed: Claimed, state: SlotState) -> None:
+def _update_slot(connection: Connection, claimed: QueueItem, state: SlotState) -> None:
     connection.execute(update(slots).where(slots.c.id == claimed.slot_id).values(state=state))
 
 
 def clock() -> float:
-    """Seconds since 1970; the one place where the operator's processes read the time."""
+    """Return the time in Unix seconds; the operator's processes read it here only."""
     return time.time()

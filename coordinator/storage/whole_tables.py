@@ -1,4 +1,4 @@
-"""Whole tables, as a backup writes and restores them, whatever the schema's revision."""
+"""Whole tables of any schema revision, for backup and restore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEQUENCE: Final = "SELECT pg_get_serial_sequence(:table, :column)"
 
 
 class WholeTable:
-    """One table of a database as it is: `kinds` are the Python types of its columns."""
+    """A reflected table; `kinds` are the Python types of its columns by name."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -27,7 +27,7 @@ class WholeTable:
         self.kinds: dict[str, type] = {str(column.name): column.type.python_type for column in table.columns}
 
     def rows(self, connection: Connection) -> Iterator[Sequence[Any]]:
-        """Yield all rows in the order of the primary key, a few at a time however many there are."""
+        """Yield all rows in the order of the primary key, in bounded memory."""
         at_once = _LARGE_ROWS_AT_ONCE if bytes in self.kinds.values() else _ROWS_AT_ONCE
         query = select(self._table).order_by(*self._table.primary_key)
         yield from connection.execute(query.execution_options(yield_per=at_once))
@@ -39,32 +39,29 @@ class WholeTable:
 
 
 def whole_tables(connection: Connection, *, newest: bool) -> list[WholeTable]:
-    """Return the database's tables, each after those that it refers to.
-
-    With `newest` only those of this release's schema and Alembic's, whatever else shares the database.
-    """
+    """Return the database's tables, each after those that it references; `newest`: this release's schema only."""
     schema = MetaData()
     schema.reflect(connection, only=lambda name, _: not newest or name in newest_schema.tables or name == VERSION_TABLE)
     return [WholeTable(table) for table in schema.sorted_tables]
 
 
 def table_names(connection: Connection) -> list[str]:
-    """Return the names of all tables in the database, of whomever."""
+    """Return the names of all tables in the database, other applications' included."""
     return inspect(connection).get_table_names()
 
 
 def revision(connection: Connection) -> str:
-    """Return the schema's revision, "None" where no run was begun."""
+    """Return the schema's revision, "None" in an empty database."""
     return str(MigrationContext.configure(connection).get_current_revision())
 
 
 def known_revisions() -> frozenset[str]:
-    """Return the revisions of the schema that this release knows."""
+    """Return the schema revisions that this release can migrate."""
     return frozenset(step.revision for step in ScriptDirectory.from_config(migrations()).walk_revisions())
 
 
 def continue_sequences(connection: Connection) -> None:
-    """Have PostgreSQL count on from the rows that were inserted; SQLite does so by itself."""
+    """Set PostgreSQL's sequences behind the inserted rows; SQLite does so itself."""
     if connection.dialect.name != "postgresql":
         return
     for table in newest_schema.sorted_tables:
@@ -78,5 +75,5 @@ def continue_sequences(connection: Connection) -> None:
 
 
 def keeps_nul(connection: Connection) -> bool:
-    """Return whether text may have NUL characters, which PostgreSQL's may not."""
+    """Return whether text columns accept NUL characters, which PostgreSQL's do not."""
     return connection.dialect.name != "postgresql"

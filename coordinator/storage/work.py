@@ -1,15 +1,15 @@
-"""Slots, leases and submissions: who works on what (docs/protocol.md, sections 5 and 6).
+"""Slots, leases and submissions (docs/protocol.md, sections 5 and 6).
 
-Every function takes a write transaction, a clock reading and the run's spec, and keeps these invariants:
+Every function takes a write transaction, the time and the run's spec, and keeps these invariants:
 
 - A slot is leased to one node at a time, and never again to a node whose submission for it was rejected.
 - A new node gets one slot at a time, and one more with each fully measured and admitted group, until one is rejected;
-  nodes without standing hold at most half of all slots in flight together, those of one address so many leases.
-- A banned node gets nothing.
+  unproven nodes together hold at most half of all slots in flight, and nodes of one address a fixed number of leases.
+- A banned node gets no lease.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
-  before a step can take it; and as many more as are open, where else the next step would lack groups.
+  before a step can use it; and as many more as are open, where the next step would otherwise lack groups.
 - Once the last step has its groups, nothing is leased.
-- A slot whose version no coming step may train on is stale; nothing of it is leased or accepted.
+- A slot whose version no later step may train on is stale; it is neither leased nor accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sqlalchemy import Connection, Select
 from coordinator.storage import locks, pools
 from coordinator.storage import work_statements as statements
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
-from coordinator.storage.standing import make_wait, most_slots, wait_seconds
+from coordinator.storage.standing import backoff_seconds, most_slots, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import BatchSpec, RunSpec
@@ -33,27 +33,27 @@ from shardcast.wire import is_digest
 
 IDLE_RETRY_SECONDS = 0.25
 CLOCK_STEP_SECONDS = 5.0
-"""By less, a clock that is set right may go back without anybody losing a lease."""
+"""A clock correction by less than this ends no lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the run is: the newest policy (-1 before the first) and the next step that has no batch yet."""
+    """The newest policy version (-1 before the first) and the first step without a batch."""
 
     head: int
     next_step: int
 
     def floor(self, batch: BatchSpec) -> int:
-        """The oldest policy version that a coming step may still train on."""
+        """Return the oldest policy version that a later step may still train on."""
         return max(0, self.next_step - batch.max_async)
 
     def is_over(self, spec: RunSpec) -> bool:
-        """Whether the last step has its groups."""
+        """Return whether the last step has its groups."""
         return self.next_step >= spec.training.steps
 
 
 def progress(connection: Connection) -> Progress:
-    """Read where the run is."""
+    """Read the run's progress."""
     return _progress(*connection.execute(statements.PROGRESS).one())
 
 
@@ -62,8 +62,8 @@ def _progress(head: int | None, last_step: int | None) -> Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Where a request comes from, and how many leases all nodes there may hold together (0: any number)."""
+class AddressQuota:
+    """A requester's network address, and how many leases all its nodes together may hold (0: unlimited)."""
 
     address: str = ""
     most_leases: int = 0
@@ -76,62 +76,62 @@ def lease(
     request: LeaseRequest,
     spec: RunSpec,
     now: float,
-    caller: Caller = Caller(),
+    quota: AddressQuota = AddressQuota(),
 ) -> LeaseReply:
-    """Lease up to `request.slots` slots of one policy version that the node holds, which asks from `caller`.
+    """Lease up to `request.slots` slots of one policy version that the node holds, within the limits.
 
-    Raises Refusal for an unknown or a banned node.
+    Raises Refusal for an unknown or banned node. An empty reply says when to retry.
     """
     locks.leasing(connection)
     expire_leases(connection, spec=spec, now=now)
     head, last_step, manifest, unfinished = connection.execute(statements.SITUATION, {"node": node}).one()
     at = _progress(head, last_step)
-    standing = _standing(connection, node=node, address=caller.address, now=now)
+    standing = _standing(connection, node=node, address=quota.address, now=now)
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
-    wait = wait_seconds(standing.not_before, batch=spec.batch, now=now)
+    wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
     most = most_slots(standing.of_slots, batch=spec.batch) - unfinished
-    if caller.most_leases:
-        most = min(most, caller.most_leases - _held_at(connection, caller.address))
+    if quota.most_leases:
+        most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
     if not standing.proven:
-        most = min(most, _room_for_the_unproven(connection, at, spec=spec))
-    quota = min(request.slots, most)
-    if wait > 0 or quota <= 0 or at.head < 0 or at.is_over(spec):
+        most = min(most, _unproven_capacity(connection, at, spec=spec))
+    wanted = min(request.slots, most)
+    if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
     last_chance = at.next_step - spec.batch.max_async
     usable = [v for v in request.held_versions if at.floor(spec.batch) <= v <= at.head]
-    # Once the next step has its groups, it only waits for verdicts of its last chances: no more are given out.
-    if last_chance in usable and _batch_is_ready(connection, spec=spec):
-        usable = [v for v in usable if v != last_chance]
-    chosen = _reopened(connection, node=node, proven=standing.proven, versions=usable, most=quota)
-    if at.head in usable and len(chosen) < quota and all(row.version == at.head for row in chosen):
-        chosen += _open_new(connection, at=at, manifest=manifest, most=quota - len(chosen), spec=spec, now=now)
-    granted = tuple(_grant(connection, row, node=node, spec=spec, now=now) for row in chosen)
+    # The oldest usable version delays the next step until its verdicts: not leased once that step has its groups.
+    if last_chance in usable and _count(connection, statements.GROUPS_WAITING) >= spec.batch.groups_per_step:
+        usable.remove(last_chance)
+    chosen = _take_open(connection, node=node, proven=standing.proven, versions=usable, most=wanted)
+    if at.head in usable and len(chosen) < wanted and all(row.version == at.head for row in chosen):
+        chosen += _open_new(connection, at=at, manifest=manifest, most=wanted - len(chosen), spec=spec, now=now)
+    granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
 
 
 def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
-    """End the leases whose time is over; their slots go to whoever asks next, their nodes wait as if rejected.
+    """Expire overdue leases: reopen their slots, and start a backoff of their nodes as for a rejection.
 
-    So end those of a time to come, given while this machine's clock was ahead: their holders may be gone for good.
+    Leases issued while this machine's clock was ahead expire, too.
     """
-    # Every lease is as long as the next, so that its end says when it was given; of its end there is an index.
+    # All leases have one length, so that the indexed end tells when a lease was issued.
     too_late = now + CLOCK_STEP_SECONDS + spec.batch.lease_seconds
     for name, node in connection.execute(statements.OVERDUE, {"now": now, "too_late": too_late}).all():
         _end_lease(connection, name, LeaseState.EXPIRED)
-        make_wait(connection, node, batch=spec.batch, now=now)
+        start_backoff(connection, node, batch=spec.batch, now=now)
 
 
-def give_back(connection: Connection, *, node: str, lease_id: str, now: float) -> None:
-    """A node hands a lease back; the slot goes on unchanged. Raises Refusal."""
+def return_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> None:
+    """End a lease on its holder's request and reopen the slot; raises Refusal."""
     locks.submitting(connection)
     _active_lease(connection, node=node, lease_id=lease_id, now=now)
     _end_lease(connection, lease_id, LeaseState.RETURNED)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A submission whose body is stored: the blobs of its signed request and of the submitted file."""
+class StoredSubmission:
+    """A submission whose blobs are stored: its signed request and the submitted file."""
 
     submission: str
     request: str
@@ -140,7 +140,7 @@ class Arrival:
 
 
 def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> int:
-    """The slot (by id) that `node` may submit under `lease_id`. Raises Refusal."""
+    """Return the id of the slot that `node` may submit under `lease_id`; raises Refusal."""
     row = _active_lease(connection, node=node, lease_id=lease_id, now=now)
     floor = row.at.floor(spec.batch)
     if row.version < floor:
@@ -148,8 +148,10 @@ def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSp
     return row.slot_id
 
 
-def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
-    """Put a stored submission into the verifiers' queue. Raises Refusal."""
+def submit(
+    connection: Connection, arrival: StoredSubmission, *, node: str, lease_id: str, spec: RunSpec, now: float
+) -> None:
+    """Queue a stored submission for verification; raises Refusal."""
     locks.submitting(connection)
     slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
     earlier = connection.execute(statements.KNOWN_BODY, {"body": arrival.body, "slot": slot_id}).first()
@@ -169,14 +171,14 @@ def submit(connection: Connection, arrival: Arrival, *, node: str, lease_id: str
         "received_at": now,
         "state": SubmissionState.QUEUED,
         "attempts": 0,
-        # Drawn once, where no verifier that dies and nobody who asks again can have it drawn anew.
+        # Drawn once: neither a verifier's crash nor a repeated request may draw again.
         "draw": secrets.SystemRandom().random(),
     }
     connection.execute(statements.NEW_SUBMISSION, values)
 
 
 def _active_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> _LeaseRow:
-    # Whatever stands in a path: PostgreSQL takes no text with a NUL.
+    # `lease_id` is any text from a URL; PostgreSQL refuses NUL characters.
     row = connection.execute(statements.LEASE, {"lease": lease_id}).first() if is_digest(lease_id) else None
     if row is None:
         raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
@@ -216,7 +218,7 @@ def _end_lease(connection: Connection, name: str, state: LeaseState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What a node has shown so far. It is proven while its last submission was admitted."""
+    """A node's record; it is proven while its last submission was admitted."""
 
     admitted: int
     rejected_streak: int
@@ -229,7 +231,7 @@ class _Standing:
 
 
 def _standing(connection: Connection, *, node: str, address: str, now: float) -> _Standing:
-    """A node's standing; raises Refusal for an unknown node."""
+    """Read a node's standing and update when and where it was seen; raises Refusal for an unknown node."""
     seen = {"of_node": node, "now": now, "from_address": address}
     row = connection.execute(statements.NODE_SEEN, seen).first()
     if row is None:
@@ -238,14 +240,8 @@ def _standing(connection: Connection, *, node: str, address: str, now: float) ->
     return _Standing(row.admitted, row.rejected_streak, row.not_before, of_slots)
 
 
-def _held_at(connection: Connection, address: str) -> int:
-    """Leases of all nodes that were last seen at this address."""
-    return _count(connection, statements.HELD_AT, address=address)
-
-
-def _room_for_the_unproven(connection: Connection, at: Progress, *, spec: RunSpec) -> int:
-    """Slots that nodes without standing may still take: together they hold at most half, so that new keys,
-    which cost nothing, cannot keep the proven from working."""
+def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec) -> int:
+    """Return how many more slots unproven nodes may take: half of all, so that free keys cannot crowd out others."""
     held = _count(connection, statements.HELD_BY_UNPROVEN)
     waiting = _count(connection, statements.UNJUDGED_OF_UNPROVEN)
     return max(1, _capacity(at, spec=spec) // 2) - held - waiting
@@ -255,31 +251,26 @@ def _count(connection: Connection, statement: Select[Any], **values: str) -> int
     return int(connection.execute(statement, values).scalar_one())
 
 
-def _batch_is_ready(connection: Connection, *, spec: RunSpec) -> bool:
-    """Whether enough is admitted for the next step."""
-    return _count(connection, statements.GROUPS_WAITING) >= spec.batch.groups_per_step
-
-
 def _capacity(at: Progress, *, spec: RunSpec) -> int:
-    """How many slots may be in flight."""
+    """Return how many slots may be in flight."""
     return (min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step) * spec.batch.groups_per_step
 
 
 def held_leases(connection: Connection, node: str) -> int:
-    """Leases that the node holds."""
+    """Return the number of the node's active leases."""
     return _count(connection, statements.HELD, node=node)
 
 
 def unjudged(connection: Connection, node: str) -> int:
-    """The node's submissions without a verdict."""
+    """Return the number of the node's submissions without a verdict."""
     return _count(connection, statements.UNJUDGED, node=node)
 
 
-def _reopened(connection: Connection, *, node: str, proven: bool, versions: list[int], most: int) -> list[_SlotRow]:
-    """Take open slots that wait for another try, oldest first, all of one version.
+def _take_open(connection: Connection, *, node: str, proven: bool, versions: list[int], most: int) -> list[_SlotRow]:
+    """Take reopened slots, oldest first, all of one version.
 
-    What failed a few times goes to the proven only: near a run's end few slots are left, and keys that cost nothing
-    could fail each of them again and again.
+    Slots that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
+    few remaining slots again and again.
     """
     query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
     found = connection.execute(query, {"node": node, "versions": versions, "most": most})
@@ -293,10 +284,10 @@ def _reopened(connection: Connection, *, node: str, proven: bool, versions: list
 def _open_new(
     connection: Connection, *, at: Progress, manifest: str, most: int, spec: RunSpec, now: float
 ) -> list[_SlotRow]:
-    """Take new slots of the newest policy, whose digest is `manifest`, as many as the coming steps can take in time.
+    """Open and take new slots of the newest policy, whose digest is `manifest`, within the capacity.
 
-    What is open already is not for this node: it does not hold the policy, or failed. Should nobody else come for it,
-    the next step must get its groups all the same. Once a later policy is there, no more of this one's are opened.
+    Slots already open are not for this node: it lacks the policy or failed them. They do not count where the next step
+    would lack groups if no other node took them. Stops if a newer policy is recorded meanwhile.
     """
     capacity = _capacity(at, spec=spec)
     under_way, waiting, last = connection.execute(statements.SLOTS_NOW, {"version": at.head}).one()
@@ -314,8 +305,8 @@ def _open_new(
     return taken
 
 
-def _grant(connection: Connection, row: _SlotRow, *, node: str, spec: RunSpec, now: float) -> Lease:
-    """Lease a slot that is taken already."""
+def _issue_lease(connection: Connection, row: _SlotRow, *, node: str, spec: RunSpec, now: float) -> Lease:
+    """Lease a slot that `_take_open` or `_open_new` took."""
     name = secrets.token_hex(32)
     expires_at = now + spec.batch.lease_seconds
     held = {"lease": name, "slot_id": row.id, "node": node, "state": LeaseState.ACTIVE}

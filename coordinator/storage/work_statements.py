@@ -1,7 +1,7 @@
-"""The statements of `work`, built once: SQLAlchemy takes three times as long to build one as to run it.
+"""The statements of `work`, built once: building one in SQLAlchemy takes three times as long as running it.
 
-Their parameters are named. A column that is one of a few constants is compared by `or_`, and not by `in_`, whose list
-is written anew for each execution; and by what it is, not by what it is not, for which no index is of use.
+A column is compared with constants by `or_`, since `in_` is expanded at each execution, and never by inequality, which
+uses no index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from node.protocol.admission import DRIFT, Outcome
 from node.protocol.reasons import Reason
 
 MOST_FAILURES = 2
-"""After so many a slot is not for nodes that have shown nothing, nor for the one that let it lapse so often."""
+"""Failures of a slot after which unproven nodes, and a node that let it lapse so often, do not get it."""
 
 
 def _one_of(column: Column[str], *values: str) -> ColumnElement[bool]:
@@ -67,7 +67,7 @@ _WITHOUT_VERDICT = (
     _one_of(submissions.c.state, SubmissionState.QUEUED, SubmissionState.VERIFYING),
     submissions.c.outcome.is_(None),
 )
-"""Not those that wait for a second one: else a node that is caught would keep others from working."""
+"""Rechecks do not count: a rejected node's would take capacity from others."""
 
 HELD = _how_many(leases.c.node == bindparam("node"), _ACTIVE)
 HELD_AT = _how_many(_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address"))
@@ -81,7 +81,7 @@ SITUATION = select(
     select(policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1).scalar_subquery(),
     HELD.scalar_subquery() + UNJUDGED.scalar_subquery(),
 )
-"""Where the run is, the newest policy's manifest, and what `node` has not finished."""
+"""Newest policy, last step, the newest policy's manifest, and `node`'s leases and submissions without a verdict."""
 
 LEASE = (
     select(
@@ -101,7 +101,7 @@ LEASE = (
 OVERDUE = (
     select(leases.c.lease, leases.c.node)
     .where(_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
-    # One that is being submitted at this moment is in time.
+    # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)
 )
 NEW_LEASE = insert(leases)
@@ -113,7 +113,7 @@ SLOTS_NOW = select(
     _how_many(slots.c.state == SlotState.OPEN).scalar_subquery(),
     select(func.max(slots.c.number)).where(slots.c.version == bindparam("version")).scalar_subquery(),
 )
-"""How many are under way, and open, and the last one's number of a version."""
+"""How many slots are in flight, how many are open, and the highest number of a version."""
 
 NEW_SLOT = insert(slots).returning(slots.c.id)
 SLOT_STATE = update(slots).where(slots.c.id == bindparam("slot")).values(state=bindparam("new_state"))
@@ -128,8 +128,10 @@ REOPEN_SLOT = (
 
 
 def _open_slots(*, with_failures: bool) -> Select[Any]:
-    """Oldest first; not those in which `node` failed, or which it let lapse twice: an answer may be lost, but a problem
-    that it cannot do would take it up for good. Without those in which others failed a few times.
+    """Select open slots, oldest first, that `node` neither failed nor let lapse twice.
+
+    One lapse may be a lost reply; a problem that the node cannot solve must not occupy it for good. Without
+    `with_failures`, also not those with MOST_FAILURES failures of any node.
     """
     failed_here = select(submissions.c.slot_id).where(
         submissions.c.node == bindparam("node"),
@@ -138,7 +140,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
     lapsed_here = _how_many(
         leases.c.slot_id == slots.c.id, leases.c.node == bindparam("node"), leases.c.state == LeaseState.EXPIRED
     )
-    # A slot that is open now was let lapse so often, or submitted without being admitted.
+    # Of an open slot, every expired or submitted lease is a failure.
     failed = _one_of(leases.c.state, LeaseState.EXPIRED, LeaseState.SUBMITTED)
     failures = _how_many(leases.c.slot_id == slots.c.id, failed).scalar_subquery()
     return (
@@ -159,13 +161,13 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
 
 OPEN_SLOTS, OPEN_SLOTS_FOR_UNPROVEN = _open_slots(with_failures=True), _open_slots(with_failures=False)
 
-# Honest nodes generate the same bytes for a slot, so a file counts as known only where it is right (it was
-# admitted) or was judged or waits (for this slot). Otherwise a copy under another slot would bar its author, and
-# a node that was stopped for its earlier slots, its successor.
+# Honest nodes generate the same bytes for a slot, so a file is a duplicate only if it was admitted anywhere, or was
+# rejected or is queued for this slot. Otherwise a copy submitted for another slot would block its author, and a node
+# rejected for drift would block its successor.
 KNOWN_BODY = select(submissions.c.submission, submissions.c.node).where(
     submissions.c.body == bindparam("body"),
     or_(
-        # What a second verdict left undecided may come again: nobody said that it is wrong.
+        # An indeterminate second verdict does not say that the file is wrong.
         and_(
             submissions.c.outcome == Outcome.ADMITTED,
             submissions.c.recheck.is_distinct_from(Outcome.INDETERMINATE),
@@ -176,7 +178,7 @@ KNOWN_BODY = select(submissions.c.submission, submissions.c.node).where(
                 submissions.c.outcome.is_(None),
                 and_(
                     submissions.c.outcome == Outcome.REJECTED,
-                    # Whoever signs for two files at once says nothing of either.
+                    # The body differed from the signed digest, so it was not judged.
                     submissions.c.reason.is_distinct_from(Reason.WRONG_BODY),
                     or_(
                         submissions.c.figure.is_(None),

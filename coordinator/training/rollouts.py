@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from coordinator.errors import StorageFault
 from coordinator.run.home import Home
-from coordinator.storage.rollouts import Judged, judged
+from coordinator.storage.rollouts import JudgedRow, judged
 from coordinator.training.export import written_folder
 from coordinator.training.group_size import max_group_bytes
 from coordinator.training.groups import decode_group
@@ -92,7 +92,7 @@ def export_rollouts(
     return done
 
 
-def _rows(home: Home, one: Judged) -> Iterator[Row]:
+def _rows(home: Home, one: JudgedRow) -> Iterator[Row]:
     """Yield one row per completion. Raises StorageFault, Refusal."""
     known: Row = {
         "submission": one.submission,
@@ -109,7 +109,7 @@ def _rows(home: Home, one: Judged) -> Iterator[Row]:
         yield known | {"sample": sample} | row
 
 
-def _admitted(home: Home, one: Judged, blob: str) -> Iterator[Row]:
+def _admitted(home: Home, one: JudgedRow, blob: str) -> Iterator[Row]:
     """Yield what the trainer gets: with rewards, and the verifier's log-probabilities where it measured any."""
     group = decode_group(home.blobs.get(blob, max_bytes=max_group_bytes(home.spec)))
     for reward, rollout in zip(group.rewards, group.rollouts, strict=True):
@@ -124,7 +124,7 @@ def _admitted(home: Home, one: Judged, blob: str) -> Iterator[Row]:
         }
 
 
-def _submitted(home: Home, one: Judged) -> Iterator[Row]:
+def _submitted(home: Home, one: JudgedRow) -> Iterator[Row]:
     """Yield what the worker sent, of which nothing is known to be true."""
     body = home.blobs.get(one.body, max_bytes=home.spec.limits.max_submission_bytes)
     for rollout in read_rollouts(body, spec=home.spec):

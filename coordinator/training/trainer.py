@@ -23,7 +23,7 @@ from coordinator.metrics.roles import TrainerMetrics
 from coordinator.run.home import Home
 from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from coordinator.storage.verdicts import clock
 from coordinator.training.distributed_learner import Learner, Team
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
@@ -145,7 +145,7 @@ class Trainer:
                 leftover.unlink()  # left by a trainer killed while saving a policy
         if not self._team.first_policy.exists():
             with self._home.database.read() as connection:
-                if training.recorded(connection):
+                if training.result_digests(connection):
                     raise BadConfiguration(
                         f"the run in {self._home.folder} has policies already, and {self._state} is not its trainer's "
                         "folder; name the right --state, or restore it from a backup"
@@ -164,7 +164,7 @@ class Trainer:
         Raises BadConfiguration unless the run's newest policy is this trainer's, or the one it is about to record.
         """
         with self._home.database.read() as connection:
-            known = training.recorded(connection)
+            known = training.result_digests(connection)
             # The policy published next was trained on a batch, which is logged before any training.
             ahead = learner.step == 0 or training.has_batch(connection, learner.step - 1)
         newest = max(known, default=-1)
@@ -216,7 +216,7 @@ class Trainer:
         started = time.monotonic()
 
         def record(signed: SignedManifest) -> None:
-            policy = Published(
+            policy = PolicyRecord(
                 version=learner.step,
                 manifest_digest=signed.digest,
                 result_digest=signed.manifest.result_digest,

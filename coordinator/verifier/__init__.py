@@ -1,1 +1,1 @@
-"""The verifier daemon: measure queued submissions, keep evidence."""
+"""The verifier daemon: measures queued submissions, records verdicts, keeps evidence."""

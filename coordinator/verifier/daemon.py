@@ -1,7 +1,7 @@
-"""The verifier process: takes submissions from the queue, judges them, and writes verdicts.
+"""The verifier process: claims submissions from the queue, judges them, and records verdicts.
 
-It holds no key. Policies come through SHARDCAST like everybody's, so that it can run on another machine than
-the trainer. Any number of verifiers share one queue; one that dies loses nothing but its claim.
+It holds no key, and fetches policies by SHARDCAST, so that it can run on another machine than the trainer. Any number
+of verifiers share one queue; the claims of one that dies expire.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.home import Home
 from coordinator.storage import locks, training, verdicts
 from coordinator.storage.faults import DatabaseAway
-from coordinator.storage.verdicts import Claimed
+from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import Group, Sample, encode_group
-from coordinator.verifier.bodies import bodies_of
+from coordinator.verifier.bodies import body_reader
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits, encode_evidence, kept_tokens
-from coordinator.verifier.policy_cache import PolicyShelf
+from coordinator.verifier.policy_cache import PolicyCache
 from node.environments import load_environment
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
-from node.protocol.submission import Rollout
 from node.runtime.logs import bound
 from node.verification.judge import JudgedClaim
-from node.verification.measure import PolicyAway
+from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Claim, Rules
 from node.verification.readings import MakePrefills, make_prefills, transformers_prefills
 from node.verification.verify import decide_many, read, undecided
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
 CLAIM_SECONDS = 60.0
-"""After so long a submission is another verifier's; each of those that are claimed together adds as much."""
+"""Validity of a claim, per submission claimed together."""
 
 SUBMISSIONS_AT_ONCE = 8
 RETRY_SECONDS = 1.0
@@ -51,7 +50,7 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """How this process works; what it checks is the run's."""
+    """Settings of one verifier process; the checks are the run's."""
 
     name: str
     state: Path
@@ -62,7 +61,7 @@ class VerifierSettings:
 
 
 class Verifier:
-    """Judges one submission after another until it is stopped."""
+    """Judges submissions in batches until it is stopped."""
 
     def __init__(self, home: Home, settings: VerifierSettings, metrics: VerifierMetrics | None = None) -> None:
         self._home = home
@@ -70,10 +69,10 @@ class Verifier:
         self._metrics = metrics or VerifierMetrics()
         environments = [load_environment(environment) for environment in home.spec.environments]
         self._rules = Rules(home.run_id, home.spec, environments)
-        self._bodies = bodies_of(home)
+        self._bodies = body_reader(home)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set; a database or a policy that is away is waited for."""
+        """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
         torch.set_num_threads(self._settings.threads)
         async with Client(
             run_id=self._home.run_id,
@@ -83,45 +82,45 @@ class Verifier:
             keep=self._home.spec.broadcast.keep_versions,
         ) as client:
             prefills = make_prefills(self._home.spec, self._settings.make_prefills)
-            shelf = PolicyShelf(self._home, client, prefills, self._metrics)
+            cache = PolicyCache(self._home, client, prefills, self._metrics)
             log.info("verifying for run %s as %s", self._home.run_id[:16], self._settings.name)
-            ahead = asyncio.create_task(shelf.prefetch())
+            prefetching = asyncio.create_task(cache.prefetch())
             try:
-                await self._work_until(stop, shelf)
+                await self._work_until(stop, cache)
             finally:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
-                await shelf.close()
+                prefetching.cancel()
+                await asyncio.gather(prefetching, return_exceptions=True)
+                await cache.close()
                 await prefills.close()
 
-    async def _work_until(self, stop: asyncio.Event, shelf: PolicyShelf) -> None:
+    async def _work_until(self, stop: asyncio.Event, cache: PolicyCache) -> None:
         while not stop.is_set():
             try:
-                pause = 0.0 if await self._work(shelf) else IDLE_SECONDS
+                pause = 0.0 if await self._verify_batch(cache) else IDLE_SECONDS
             except (DatabaseAway, OSError) as error:
                 self._metrics.outages.inc()
-                log.warning("the database or the disk is away, trying again: %s", error)
+                log.warning("database or disk unavailable, retrying in %.0f s: %s", RETRY_SECONDS, error)
                 pause = RETRY_SECONDS
             if pause:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), pause)
 
-    async def _work(self, shelf: PolicyShelf) -> bool:
-        """Judge the submissions that wait, a few at a time: they share forward passes."""
+    async def _verify_batch(self, cache: PolicyCache) -> bool:
+        """Claim a batch, whose forward passes are shared, and judge it; return whether there was any submission."""
         claimed = await asyncio.to_thread(self._claim)
         if claimed:
             self._metrics.claims.inc(len(claimed))
             self._metrics.batch_submissions.observe(len(claimed))
             with self._metrics.batch_seconds.time():
                 try:
-                    await self._handle(claimed, shelf)
+                    await self._judge(claimed, cache)
                 except StoreAway as error:
-                    log.warning("cannot verify %d submissions now: %s", len(claimed), error)
+                    log.warning("%d submissions deferred, object store unavailable: %s", len(claimed), error)
                     for one in claimed:
                         await asyncio.to_thread(self._defer, one)
         return bool(claimed)
 
-    def _claim(self) -> list[Claimed]:
+    def _claim(self) -> list[QueueItem]:
         with self._home.database.write() as connection:
             return verdicts.claim(
                 connection,
@@ -132,30 +131,31 @@ class Verifier:
                 most=SUBMISSIONS_AT_ONCE,
             )
 
-    async def _handle(self, claimed: Sequence[Claimed], shelf: PolicyShelf) -> None:
-        await asyncio.to_thread(self._bodies.find, claimed)
+    async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
+        await asyncio.to_thread(self._bodies.load_uploads, claimed)
         published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
-        for one, found in zip(claimed, await self._verify(claimed, shelf, published), strict=True):
-            if isinstance(found, PolicyAway):
-                with _about(one):
-                    log.warning("cannot verify %s now: %s", one.submission[:16], found)
+        for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
+            if isinstance(found, PolicyUnavailable):
+                with _log_context(one):
+                    log.warning("submission %s… deferred, its policy is unavailable: %s", one.submission[:16], found)
                 if not one.recheck or verdicts.clock() < one.recheck_by:
                     await asyncio.to_thread(self._defer, one)
                     continue
-                found = JudgedClaim(verdict=undecided(found))  # noqa: PLW2901  (training does not wait for ever)
-            evidence = await self._evidence(one, found, shelf)
-            one = await asyncio.to_thread(self._bodies.keep, one)  # noqa: PLW2901  (under the name of what it is)
+                found = JudgedClaim(verdict=undecided(found))  # noqa: PLW2901  (training waits for a recheck)
+            evidence = await self._evidence(one, found, cache)
+            one = await asyncio.to_thread(self._bodies.keep, one)  # noqa: PLW2901  (by its actual digest)
             await asyncio.to_thread(self._record, one, found, evidence, published)
             await asyncio.to_thread(self._bodies.release, one)
 
     async def _verify(
-        self, claimed: Sequence[Claimed], shelf: PolicyShelf, published: Mapping[int, str]
-    ) -> list[JudgedClaim | PolicyAway]:
-        """Judge each, and return what was found in their order."""
-        found: dict[str, JudgedClaim | PolicyAway] = {}
+        self, claimed: Sequence[QueueItem], cache: PolicyCache, published: Mapping[int, str]
+    ) -> list[JudgedClaim | PolicyUnavailable]:
+        """Return the judgement of each submission in order, PolicyUnavailable where its policy is."""
+        found: dict[str, JudgedClaim | PolicyUnavailable] = {}
         claims: dict[str, Claim] = {}
         for one in claimed:
-            rollouts = await self._read(one)
+            body = await asyncio.to_thread(self._bodies.read, one)
+            rollouts = body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
             if isinstance(rollouts, Verdict):
                 found[one.submission] = JudgedClaim(verdict=rollouts)
             else:
@@ -167,19 +167,21 @@ class Verifier:
                     rollouts=rollouts,
                     full=one.full,
                 )
-        decided = await decide_many(list(claims.values()), policies=shelf, published=published, rules=self._rules)
+        decided = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
         found |= dict(zip(claims, decided, strict=True))
         return [found[one.submission] for one in claimed]
 
-    async def _evidence(self, claimed: Claimed, judgement: JudgedClaim, shelf: PolicyShelf) -> bytes | None:
-        """Encode what people may look at beside the verdict, which does not depend on it."""
+    async def _evidence(self, claimed: QueueItem, judgement: JudgedClaim, cache: PolicyCache) -> bytes | None:
+        """Encode the measurements for the submission's page; None if there are none. The verdict ignores them."""
         if not judgement.rollouts or judgement.verdict.outcome is Outcome.INDETERMINATE:
             return None
         try:
-            blueprint = await shelf.blueprint(claimed.version)
+            blueprint = await cache.blueprint(claimed.version)
             return await asyncio.to_thread(self._encode_evidence, judgement, blueprint)
-        except (PolicyAway, PolicyError) as error:
-            log.warning("no evidence is kept of %s: %s", claimed.submission[:16], error)
+        except (PolicyUnavailable, PolicyError) as error:
+            log.warning(
+                "no evidence kept of submission %s…, its policy is unusable: %s", claimed.submission[:16], error
+            )
             return None
 
     def _encode_evidence(self, judgement: JudgedClaim, blueprint: Blueprint) -> bytes | None:
@@ -198,55 +200,51 @@ class Verifier:
             limits=limits,
         )
 
-    async def _read(self, claimed: Claimed) -> list[Rollout] | Verdict:
-        body = await asyncio.to_thread(self._bodies.read, claimed)
-        return body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
-
     def _published(self, version: int) -> Mapping[int, str]:
-        """What the run has published from about `version` on; whatever is in here is in the log before the verdict.
+        """Return the manifest digests, by version, of the policies published from about `version` on.
 
-        A policy is in the log before any worker can hear of it, and this is read after the submission came: whatever
-        an honest worker names is in here.
+        A policy is logged before any worker can learn of it, and this is read after the submission arrived, so it has
+        every policy that an honest worker may name.
         """
         with self._home.database.read() as connection:
             return training.published_since(connection, version)
 
-    def _defer(self, claimed: Claimed) -> None:
+    def _defer(self, claimed: QueueItem) -> None:
         self._metrics.deferred.inc()
         with self._home.database.write() as connection:
             verdicts.defer(connection, claimed, until=verdicts.clock() + RETRY_SECONDS)
 
     def _record(
-        self, claimed: Claimed, judgement: JudgedClaim, evidence: bytes | None, published: Mapping[int, str]
+        self, claimed: QueueItem, judgement: JudgedClaim, evidence: bytes | None, published: Mapping[int, str]
     ) -> None:
         verdict, blobs = judgement.verdict, self._home.blobs
         is_group = verdict.outcome is Outcome.ADMITTED and not claimed.recheck
         group = blobs.put(encode_group(_group(claimed, judgement))) if is_group else None
-        seen = None if evidence is None else blobs.put(evidence)
+        evidence_name = None if evidence is None else blobs.put(evidence)
         now = verdicts.clock()
         with self._home.database.write() as connection:
             if verdict.reason is Reason.WRONG_SEGMENTS:
-                # Had a policy been logged meanwhile, an auditor would count it as published and find another verdict.
+                # An auditor would count a policy logged meanwhile as published, and reach another verdict.
                 locks.deciding(connection)
-                if training.newest(connection) != max(published, default=None):
+                if training.newest_version(connection) != max(published, default=None):
                     verdicts.defer(connection, claimed, until=now)
                     return
             stored = verdicts.record(
-                connection, claimed, verdict, spec=self._home.spec, now=now, group=group, evidence=seen
+                connection, claimed, verdict, spec=self._home.spec, now=now, group=group, evidence=evidence_name
             )
         self._metrics.decided(verdict, in_time=stored)
         if stored:
             why = f" ({verdict.reason}: {verdict.detail})" if verdict.reason else ""
             where, again = f"{claimed.version}/{claimed.slot}", " again" if claimed.recheck else ""
-            with _about(claimed):
+            with _log_context(claimed):
                 log.info("slot %s of %s… %s%s%s", where, claimed.node[:8], verdict.outcome, again, why)
 
 
-def _about(claimed: Claimed) -> contextlib.AbstractContextManager[None]:
+def _log_context(claimed: QueueItem) -> contextlib.AbstractContextManager[None]:
     return bound(submission=claimed.submission, node=claimed.node, policy=claimed.version, slot=claimed.slot)
 
 
-def _group(claimed: Claimed, judgement: JudgedClaim) -> Group:
+def _group(claimed: QueueItem, judgement: JudgedClaim) -> Group:
     samples = tuple(
         Sample(
             prompt_ids=tuple(rollout.prompt_ids),

@@ -1,8 +1,8 @@
-"""What a verifier saw in a submission, kept beside its verdict: for people who want to know why.
+"""Measurements of a submission, kept beside its verdict for the submission's page.
 
-Nothing follows from it. An auditor measures again, and training has its groups; so it may be bounded, rounded and
-missing. A blob is zstd over MessagePack, with numbers of each token in float16. What does not fit `EvidenceLimits` is
-left out from the end of each completion, and the page says how much that is.
+Informative only: neither auditors nor training use them, so they may be truncated, rounded or missing. A blob is zstd
+over MessagePack, with per-token values in float16. What exceeds `EvidenceLimits` is cut from the end of each
+completion.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ _LEVEL: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceLimits:
-    """How much is kept of one submission: tokens of all its completions together, and bytes of the blob.
-
-    0 tokens keep nothing at all.
-    """
+    """Limits of one submission's evidence: tokens of all completions together (0: keep none), and bytes of the blob."""
 
     tokens: int = 16_384
     bytes: int = 256 * 1024
@@ -52,7 +49,7 @@ DEFAULT_EVIDENCE_LIMITS = EvidenceLimits()
 
 
 class ChunkEvidence(msgspec.Struct, frozen=True, array_like=True):
-    """One proof chunk of `tokens` tokens from `start` on: its distances, null where the run's scheme has no such."""
+    """The distances of one proof chunk, `tokens` tokens from `start` on; None if the run's proofs lack the kind."""
 
     start: int
     tokens: int
@@ -65,10 +62,9 @@ class ChunkEvidence(msgspec.Struct, frozen=True, array_like=True):
 class RowEvidence(msgspec.Struct, frozen=True):
     """One completion of `tokens` tokens, of which the first len(pieces) are kept.
 
-    `ids` are their numbers (uint32), `pieces` their text. Of a row that was measured `margins` and `errors`, float16,
-    say by how much each token lost against the forced one and by how much its log-probability differs, and `chunks`
-    are its proofs; of others all three are empty. `segments` are (version, tokens). `replies` are what the environment
-    said, (completion tokens before it, text), cut if it is long.
+    `ids` (uint32) and `pieces` (text) are per token, and so, if the row was measured, `margins` and `errors` of the
+    log-probability (float16); `chunks` are its proofs. Otherwise these three are empty. `segments` are (version,
+    tokens); `replies` the environment's, (completion tokens before it, truncated text).
     """
 
     tokens: int
@@ -86,7 +82,7 @@ class RowEvidence(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, tag_field="v", tag=1):
-    """What is kept of one submission; `prompt` is the text of its `prompt_tokens` first tokens, cut if it is long."""
+    """The evidence of one submission; `prompt` is the text of its `prompt_tokens` tokens, truncated."""
 
     prompt: str
     prompt_tokens: int
@@ -103,9 +99,11 @@ def encode_evidence(
     chunk_tokens: int,
     limits: EvidenceLimits = DEFAULT_EVIDENCE_LIMITS,
 ) -> bytes | None:
-    """The blob, or None if nothing is to be kept. `pieces` are each completion's tokens as text, as many as there are
-    or as will be kept; `replies` what the environment said in each, () if nothing is known of that; `deviations` what
-    was measured, by row."""
+    """Encode a blob within `limits`, or return None if they keep nothing.
+
+    `deviations` are the measurements by row, `pieces` each completion's tokens as text (at least those kept), and
+    `replies` the environment's replies in each completion, () if unknown.
+    """
     tokens = limits.tokens
     while tokens >= len(rollouts) > 0:
         most = tokens // len(rollouts)
@@ -130,14 +128,14 @@ def encode_evidence(
 
 
 def kept_tokens(limits: EvidenceLimits, *, rows: int) -> int:
-    """How many tokens of each of `rows` completions are kept at most."""
+    """Return how many tokens are kept at most of each of `rows` completions."""
     return limits.tokens // max(1, rows)
 
 
 def decode_evidence(blob: bytes) -> Evidence:
-    """What `encode_evidence` wrote. Raises StorageFault for anything else, before it takes more memory than allowed."""
+    """Decode a blob of `encode_evidence` within bounded memory; raises StorageFault."""
     if len(blob) > MAX_BLOB_BYTES:
-        raise StorageFault("evidence is larger than any that was written")
+        raise StorageFault(f"evidence exceeds {MAX_BLOB_BYTES} bytes")
     try:
         data = zstandard.ZstdDecompressor().decompress(blob, max_output_size=MAX_DECODED_BYTES)
         return msgspec.msgpack.decode(data, type=Evidence)
@@ -146,12 +144,12 @@ def decode_evidence(blob: bytes) -> Evidence:
 
 
 def halves(data: bytes) -> list[float]:
-    """The values of a column of `RowEvidence`."""
+    """Unpack float16 values, as in `RowEvidence.margins`."""
     return list(struct.unpack(f"<{len(data) // 2}e", data[: len(data) // 2 * 2]))
 
 
 def token_ids(data: bytes) -> list[int]:
-    """The values of `RowEvidence.ids`."""
+    """Unpack `RowEvidence.ids`."""
     return list(struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4]))
 
 
@@ -173,14 +171,14 @@ def _row(
         margins=b"" if measured is None else _halves(measured.margins[:kept]),
         errors=b"" if measured is None else _halves(measured.errors[:kept]),
         chunks=[] if measured is None else _chunks(rollout, measured, replies, chunk_tokens)[: MAX_CHUNKS // rows],
-        # Of a submission that was refused they may be anything.
+        # Unvalidated in a rejected submission, so their lengths may differ.
         segments=list(zip(rollout.segment_versions, rollout.segment_tokens, strict=False))[:MAX_SEGMENTS],
         replies=[(before, said[:MAX_REPLY_CHARACTERS]) for before, said in replies if before < kept],
     )
 
 
 def _halves(values: Sequence[float]) -> bytes:
-    # What float16 does not hold is infinite, and beyond every limit.
+    # Values beyond float16 exceed every limit.
     return struct.pack(f"<{len(values)}e", *(value if abs(value) <= MAX_HALF else math.inf for value in values))
 
 
@@ -206,7 +204,7 @@ def _chunks(
 
 
 def _typical(distances: Sequence[float]) -> float:
-    """As `Figures.sketch_distance`, of one chunk."""
+    """Return the typical sketch distance of one chunk, as `Figures.sketch_distance` is of a row."""
     return math.exp(sum(map(sketch_value, distances)) / len(distances))
 
 

@@ -1,4 +1,4 @@
-"""The verifier's policies: named by the run's own records, brought by SHARDCAST, the recent ones kept in memory."""
+"""The verifier's policies: resolved by the database, fetched by SHARDCAST, cached in memory (LRU)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, inspect_policy
-from node.verification.measure import PolicyAway
+from node.verification.measure import PolicyUnavailable
 from node.verification.prefill import Prefill, Prefills
 from node.verification.readings import reads_twice
 from shardcast import Client
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 600.0
 PATIENCE_SECONDS = 5.0
-"""How long a submission waits for its policy's file before others are judged; it is fetched on meanwhile."""
+"""How long a submission waits for its policy before it is deferred; the fetch continues."""
 
 PREFETCH_SECONDS = 1.0
 POLICIES_IN_MEMORY = 4
@@ -39,43 +39,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Fetching:
-    """A file on its way."""
+    """A running fetch, and until when (monotonic) submissions wait for it."""
 
     task: asyncio.Task[Path]
-    waited_for_until: float
+    wait_until: float
 
 
-class PolicyShelf:
-    """The `Policies` of one run: a version is what its database, and so its log, says that it is."""
+class PolicyCache:
+    """The `Policies` of one run; a version's manifest digest is the one in the database, as in the log."""
 
     def __init__(self, home: Home, client: Client, prefills: Prefills, metrics: VerifierMetrics | None = None) -> None:
         self._home = home
         self._client = client
-        self._making = prefills
+        self._make_prefills = prefills
         self._metrics = metrics or VerifierMetrics()
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._prefills: OrderedDict[int, Prefill] = OrderedDict()
-        # Read twice, each is held in two dtypes.
+        # Two readings need each policy in two dtypes.
         self._most = POLICIES_IN_MEMORY // 2 if reads_twice(home.spec) else POLICIES_IN_MEMORY
         self._fetching: dict[int, _Fetching] = {}
 
     async def blueprint(self, version: int) -> Blueprint:
-        """Policy `version` without its weights, which are looked at but not kept; raises PolicyAway."""
+        """Return policy `version` without its weights; raises PolicyUnavailable."""
         if version in self._prefills:
             return self._prefills[version].blueprint
         if version not in self._blueprints:
             self._blueprints[version] = await self._read(version, _inspect)
-        return _used(self._blueprints, version, most=BLUEPRINTS_IN_MEMORY)
+        return _touch(self._blueprints, version, most=BLUEPRINTS_IN_MEMORY)
 
     async def prefill(self, version: int) -> Prefill:
-        """Policy `version`, ready to measure; raises PolicyAway."""
+        """Return policy `version`, loaded for prefills; raises PolicyUnavailable."""
         if version not in self._prefills:
-            self._prefills[version] = await self._read(version, partial(self._making.prefill, version=version))
-        return _used(self._prefills, version, most=self._most)
+            self._prefills[version] = await self._read(version, partial(self._make_prefills.prefill, version=version))
+        return _touch(self._prefills, version, most=self._most)
 
     async def prefetch(self) -> None:
-        """Have each new policy's file on disk before the first submission needs it; never ends."""
+        """Fetch each new policy before a submission needs it, until cancelled."""
         held: int | None = None
         while True:
             try:
@@ -83,12 +83,12 @@ class PolicyShelf:
                 if newest is not None and newest != held:
                     await self._fetch(newest)
                     held = newest
-            except (PolicyAway, DatabaseAway, OSError) as error:
-                log.debug("not fetched ahead of its use: %s", error)
+            except (PolicyUnavailable, DatabaseAway, OSError) as error:
+                log.debug("policy not prefetched, retrying: %s", error)
             await asyncio.sleep(PREFETCH_SECONDS)
 
     async def close(self) -> None:
-        """Fetch nothing any more."""
+        """Cancel all fetches."""
         tasks = [fetching.task for fetching in self._fetching.values()]
         for task in tasks:
             task.cancel()
@@ -97,14 +97,14 @@ class PolicyShelf:
 
     def _newest(self) -> int | None:
         with self._home.database.read() as connection:
-            return training.newest(connection)
+            return training.newest_version(connection)
 
     async def _read(self, version: int, read: Callable[[Path], Awaitable[T]]) -> T:
         path = await self._fetch(version)
         try:
             return await read(path)
         except (PolicyError, MemoryError) as error:
-            raise PolicyAway(f"policy {version}: {error}") from error
+            raise PolicyUnavailable(f"policy {version}: {error}") from error
 
     async def _fetch(self, version: int) -> Path:
         manifest_digest = await self._manifest(version)
@@ -112,15 +112,15 @@ class PolicyShelf:
             fetch = asyncio.create_task(self._fetch_timed(version, manifest_digest))
             self._fetching[version] = _Fetching(fetch, time.monotonic() + PATIENCE_SECONDS)
         fetching = self._fetching[version]
-        await asyncio.wait({fetching.task}, timeout=max(0.0, fetching.waited_for_until - time.monotonic()))
+        await asyncio.wait({fetching.task}, timeout=max(0.0, fetching.wait_until - time.monotonic()))
         if not fetching.task.done():
-            raise PolicyAway(f"policy {version} is on its way")
+            raise PolicyUnavailable(f"policy {version} is being fetched")
         self._fetching.pop(version, None)
         try:
             return fetching.task.result()
         except ShardcastError as error:
             self._metrics.policy_failures.inc()
-            raise PolicyAway(f"policy {version}: {error}") from error
+            raise PolicyUnavailable(f"policy {version}: {error}") from error
 
     async def _fetch_timed(self, version: int, manifest_digest: str) -> Path:
         started = time.monotonic()
@@ -132,7 +132,7 @@ class PolicyShelf:
         if version not in self._manifests:
             self._manifests |= await asyncio.to_thread(self._published_since, version)
         if version not in self._manifests:
-            raise PolicyAway(f"policy {version} is not published")
+            raise PolicyUnavailable(f"policy {version} is not published")
         return self._manifests[version]
 
     def _published_since(self, version: int) -> dict[int, str]:
@@ -144,9 +144,9 @@ async def _inspect(path: Path) -> Blueprint:
     return await asyncio.to_thread(inspect_policy, path)
 
 
-def _used(shelf: OrderedDict[int, T], version: int, *, most: int) -> T:
-    """`version`, as the most recently used of at most `most`."""
-    shelf.move_to_end(version)
-    while len(shelf) > most:
-        shelf.popitem(last=False)
-    return shelf[version]
+def _touch(cache: OrderedDict[int, T], version: int, *, most: int) -> T:
+    """Mark `version` as the most recently used, evict beyond `most`, and return it."""
+    cache.move_to_end(version)
+    while len(cache) > most:
+        cache.popitem(last=False)
+    return cache[version]

@@ -1,9 +1,8 @@
 """`swarmproof audit`: anyone checks what the coordinator decided (docs/protocol.md, section 8.4).
 
-The coordinator is asked for data and believed in nothing: its log must extend what this auditor saw before and
-keep the invariants, and sampled verdicts must follow from their evidence. Which verdicts are sampled is drawn
-here, after the checkpoint is signed, so nobody can prepare for it. What an audit does not show is that every
-submission was logged: for that, workers compare their receipts with the log.
+The coordinator is untrusted: its log must extend the checkpoint seen before and keep its invariants, and sampled
+verdicts must follow from their evidence. The sample is drawn here after the checkpoint is signed, so nobody can prepare
+for it. An audit does not show that every submission was logged: for that, workers compare their receipts with the log.
 
 `--json` prints one object with the keys
 
@@ -102,7 +101,7 @@ async def run_audit(
 
 
 class CheckpointMemory:
-    """The last checkpoint of a run that this auditor found consistent, and evidence against its operator."""
+    """Storage of the last consistent checkpoint of a run, and of evidence against its operator."""
 
     def __init__(self, folder: Path, *, run_id: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,7 @@ class CheckpointMemory:
         self._path = folder / f"{run_id}.checkpoint"
 
     def load(self) -> bytes | None:
-        """The remembered envelope; raises StateError rather than forget one that cannot be read."""
+        """Return the stored envelope, None without one; raises StateError if it is unreadable."""
         try:
             return read_bounded(self._path, max_bytes=LOG_CHECKPOINT.max_reply_bytes)
         except FileNotFoundError:
@@ -119,11 +118,11 @@ class CheckpointMemory:
             raise StateError(f"{self._path} cannot be read ({error}); restore it, or use another --state.") from error
 
     def keep(self, envelope: bytes) -> None:
-        """Remember this one from now on."""
+        """Replace the stored envelope."""
         write_atomically(self._path, envelope)
 
     def keep_evidence(self, first: bytes, second: bytes) -> Path:
-        """Store two checkpoints that cannot both be honest, in a folder that nothing overwrites."""
+        """Store two contradictory checkpoints in a folder of their own, and return it."""
         folder = self._folder / f"evidence-{digest(first + second)[:16]}"
         folder.mkdir(exist_ok=True)
         write_atomically(folder / "first.checkpoint", first)
@@ -132,7 +131,7 @@ class CheckpointMemory:
 
 
 class _Auditor:
-    """One audit; everything it finds goes into the report at once."""
+    """One audit, which fills its report as it goes."""
 
     def __init__(
         self, coordinator: CoordinatorClient, report: Report, *, state_dir: Path, sources: Sequence[str]
@@ -180,7 +179,7 @@ class _Auditor:
     async def _check_history(
         self, memory: CheckpointMemory, remembered: bytes, envelope: bytes, checkpoint: Checkpoint
     ) -> bool:
-        """Whether the log extends the one seen before; if not, both checkpoints are kept as evidence."""
+        """Return whether the log extends the stored checkpoint; if not, keep both as evidence."""
         try:
             before = self._report.previous = self._open_checkpoint(remembered)
         except PeerFault as error:
@@ -207,7 +206,7 @@ class _Auditor:
         return True
 
     async def _fetch_leaves(self, checkpoint: Checkpoint) -> list[bytes] | None:
-        """Every entry's exact bytes; None, with a problem, unless they are what the checkpoint signs."""
+        """Fetch every entry's exact bytes; None, with a problem, if they do not match the checkpoint's root."""
         if checkpoint.size > MAX_LOG_ENTRIES:
             raise BadReply(f"The log has {checkpoint.size} entries; {MAX_LOG_ENTRIES} can be audited here.")
         leaves: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Whether what a log says of a submission is what this machine finds, as far as machines round alike."""
+"""Comparison of logged and derived verdicts, with tolerances for rounding between machines."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from node.verification.deviations import RowMeasured
 from node.verification.judge import JudgedClaim, find_excess
 
 BORDERLINE_FACTOR: Final = 1.25
-"""Machines round differently: a figure may be over its limit on one and not on another within this factor."""
+"""A figure within this factor of its limit may be over it on one machine and not on another."""
 
 TOTALS_APART: Final = 1.0
-"""Standard deviations of one value by which the mean of a group's may differ between machines, at most."""
+"""Maximum difference between machines of a group's mean, in standard deviations of one value."""
 
 FAR_TOKENS_APART: Final = 2.0
-"""So many tokens may be far from their sketches on one machine and not on another: a few of a group decide."""
+"""Maximum difference between machines of the number of far tokens, of which a few decide."""
 
 FAR_FACTOR: Final = 4.0
-"""As `BORDERLINE_FACTOR`, for what far tokens show: one more of them is many nats."""
+"""`BORDERLINE_FACTOR` of far tokens' evidence, where one token is many nats."""
 
 
 def is_borderline(entry: VerdictEntry, derived: Verdict, *, limits: LimitsSpec) -> bool:
-    """Whether rounding alone explains that one measurement of a group is over limits.
+    """Return whether rounding alone explains that only one of two measurements is over limits.
 
-    So it is if there are figures that are over in only one, and each is near its limit in both.
+    True if some figures are over in only one, and each of these is near its limit in both.
     """
     ours, theirs = _figures(derived.figures, derived.totals, limits), _figures(entry.figures, entry.totals, limits)
     disputed = [
@@ -44,7 +44,7 @@ def is_borderline(entry: VerdictEntry, derived: Verdict, *, limits: LimitsSpec) 
 
 
 def _figures(figures: Figures | None, totals: Totals | None, limits: LimitsSpec) -> dict[tuple[str, str], float]:
-    """The worst of each row's figures, and those of all rows together; nothing where nothing was measured."""
+    """Return the worst row figures and the group's evidences, by scope and name; {} if nothing was measured."""
     if figures is None or totals is None:
         return {}
     rows = {("row", name): getattr(figures, name) for name in Figures.__struct_fields__}
@@ -57,7 +57,7 @@ def _near(figure: str, limit: float, *values: float) -> bool:
 
 
 def compare(entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec) -> tuple[AuditResult, str]:
-    """How a logged verdict compares with the derived one, for which every row was measured, and why."""
+    """Compare a logged verdict with a derived one with all rows measured; return the result and a reason."""
     derived = judgement.verdict
     if derived.outcome is Outcome.INDETERMINATE:
         return AuditResult.UNAVAILABLE, f"This machine could not verify it: {derived.detail}"
@@ -99,7 +99,7 @@ def _compare_outcomes(entry: VerdictEntry, derived: Verdict, *, spec: RunSpec) -
 def _compare_spot(
     spot: int, entry: VerdictEntry, judgement: JudgedClaim, *, limits: LimitsSpec
 ) -> tuple[AuditResult, str]:
-    """Whether the row that was measured is as the log says; then, what the others are like."""
+    """Compare the measured row, then judge the others."""
     derived, row = judgement.verdict, judgement.rows.get(spot)
     if row is None or entry.figures is None or entry.totals is None:
         return AuditResult.DISAGREE, "What was measured was not logged, or the row does not exist."
@@ -117,7 +117,7 @@ def _compare_spot(
 def _compare_finding(
     finding: Finding, entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec
 ) -> tuple[AuditResult, str]:
-    """Whether what a rejection names is over the limit here too; any row may be named that is."""
+    """Compare a rejection's finding with this machine's measurement; any row over its limit may be named."""
     if (entry.outcome, entry.reason) != (Outcome.REJECTED, finding.reason) or not is_finding(finding, spec=spec):
         return AuditResult.DISAGREE, "What the log says was found is nothing that leads to its verdict."
     derived, rows = judgement.verdict, judgement.rows
@@ -135,7 +135,7 @@ def _compare_finding(
 
 
 def _compare_gain(finding: Finding, derived: Verdict) -> tuple[AuditResult, str]:
-    """Whether a second look finds the same here; the group may as well be over another limit on this machine."""
+    """Compare a second look's gain; on this machine the group may be over another limit instead."""
     if derived.outcome is Outcome.REJECTED:
         return AuditResult.AGREE, ""
     detail = f"No {finding.figure} over {finding.limit:g} was derived, the log says {finding.value:.6g}"
@@ -162,9 +162,9 @@ def _compare_excess(
 
 
 def _compare_totals(theirs: Totals, ours: Totals, *, limits: LimitsSpec) -> tuple[AuditResult, str]:
-    """Whether what a group's rows sum up to is what the log says, as far as two machines round alike.
+    """Compare a group's totals within the rounding tolerances.
 
-    A run judges a node by these sums, so a coordinator that inflates them could drive honest nodes out.
+    Drift is computed from these sums, so inflated ones could expel honest nodes.
     """
     for name in STATISTICS:
         level, own, logged = getattr(limits.honest, name), getattr(ours, name), getattr(theirs, name)

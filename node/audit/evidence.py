@@ -1,7 +1,7 @@
-"""Deriving logged verdicts again from their evidence, as an auditor who trusts nobody.
+"""Re-derivation of logged verdicts from their evidence.
 
-Evidence is addressed by digest, so whoever serves it can only withhold it: that is `unavailable`, which is not
-the same as a disagreement. Only what the run signed, or what follows from it, convicts.
+Evidence is content-addressed, so its server can only withhold it: `unavailable`, which is no disagreement. Only what
+the run signed, or what follows from it, is a problem.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from node.audit.compare import compare
@@ -26,22 +25,14 @@ from node.errors import BadReply, Refused
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint
 from node.protocol.admission import GAIN, Outcome, Verdict
-from node.protocol.endpoints import BLOB, LOG_INCLUSION, SUBMIT
+from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, SUBMIT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
-from node.protocol.messages import (
-    MAX_CLAIM_BYTES,
-    Checkpoint,
-    LogEntry,
-    PolicyEntry,
-    RequestClaim,
-    VerdictEntry,
-    candidate_of,
-)
+from node.protocol.messages import Checkpoint, LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, RunSpec
 from node.verification.judge import JudgedClaim
-from node.verification.measure import PolicyAway
+from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Rules, always, measure_all, never
 from node.verification.prefill import Prefill
 from node.verification.readings import read_by_transformers
@@ -51,17 +42,16 @@ from shardcast.errors import ShardcastError
 from shardcast.wire import digest, encode
 
 POLICIES_IN_MEMORY: Final = 2
-"""Verdicts come in policy order: theirs, and the next where a completion went on under it."""
+"""Verdicts come in policy order; a completion may continue under the next policy."""
 
 POLICY_SECONDS: Final = 900.0
 PATIENCE_SECONDS: Final = 30.0
-MAX_REQUEST_BYTES: Final = MAX_CLAIM_BYTES + 512
 _SUBMISSION_PATH: Final = re.compile(SUBMIT.at(lease_id="[0-9a-f]{64}") + "(?:/([0-9a-f]{64}))?")
-"""With the SHA-256 of a body that the node put into the run's object store."""
+"""The optional last part is the SHA-256 of a body in the run's object store."""
 
 
 class Disagreement(Exception):
-    """What the run signed does not bear out what its log says; `code` is the problem's."""
+    """The log contradicts what the run signed; `code` is the problem's."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -69,7 +59,7 @@ class Disagreement(Exception):
 
 
 class Unobtainable(Exception):
-    """Evidence or a policy that nobody serves, or that this machine cannot use."""
+    """Evidence or a policy that is not served, or that this machine cannot use."""
 
 
 class EvidenceAuditor:
@@ -100,20 +90,18 @@ class EvidenceAuditor:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self._archive.close()
 
     async def check(self, verdict: LoggedVerdict) -> tuple[Checked, AuditProblem | None]:
-        """One verdict, derived again. Raises Unavailable when the coordinator is gone."""
+        """Derive one verdict again and compare; raises Unavailable when the coordinator is unreachable."""
         try:
             await self._check_inclusion(verdict)
             derived = await self._derive(verdict)
         except Disagreement as error:
             checked = Checked(verdict, AuditResult.DISAGREE, str(error))
             return checked, AuditProblem(error.code, str(error), verdict.log_index)
-        except (Unobtainable, PolicyAway, Refused, BadReply) as error:
+        except (Unobtainable, PolicyUnavailable, Refused, BadReply) as error:
             return Checked(verdict, AuditResult.UNAVAILABLE, str(error)), None
         result, detail = compare(verdict.entry, derived, spec=self._spec)
         problem = AuditProblem("verdict_differs", detail, verdict.log_index) if result is AuditResult.DISAGREE else None
@@ -158,11 +146,11 @@ class EvidenceAuditor:
         )
 
     async def _signed_claim(self, entry: VerdictEntry) -> tuple[RequestClaim, str | None]:
-        """What the node signed for this submission, if it did; the SHA-256 that it named in the path, if it did."""
+        """Return the signed claim of a submission and the SHA-256 in its path, if any; raises Disagreement."""
         if entry.request != entry.submission:
             raise Disagreement("evidence_mismatch", "The submission's id is not its request's digest.")
         try:
-            signer, claim = open_claim(await self._blob(entry.request, max_bytes=MAX_REQUEST_BYTES))
+            signer, claim = open_claim(await self._blob(entry.request, max_bytes=MAX_REQUEST_ENVELOPE_BYTES))
         except Refusal as refusal:
             raise Disagreement("evidence_signature", refusal.detail) from refusal
         if signer.hex() != entry.node:
@@ -185,28 +173,28 @@ class EvidenceAuditor:
 
 
 class _Archive:
-    """Policies by manifest digest; the last few are held, and failures to get one too."""
+    """LRU cache of policies by manifest digest, including failures."""
 
     def __init__(self, broadcast: Client, *, spec: RunSpec) -> None:
         self._broadcast = broadcast
         self._spec = spec
-        self._held: OrderedDict[str, tuple[str, Prefill] | PolicyAway] = OrderedDict()
+        self._held: OrderedDict[str, tuple[str, Prefill] | PolicyUnavailable] = OrderedDict()
 
     async def close(self) -> None:
         await self._broadcast.close()
 
     async def get(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
-        """The digest of the policy's file, and the policy; raises PolicyAway."""
+        """Return the digest of the policy's file, and the policy; raises PolicyUnavailable."""
         if manifest_digest not in self._held:
             try:
                 self._held[manifest_digest] = await self._load(version, manifest_digest)
-            except PolicyAway as error:
+            except PolicyUnavailable as error:
                 self._held[manifest_digest] = error
             while len(self._held) > POLICIES_IN_MEMORY:
                 self._held.popitem(last=False)
         self._held.move_to_end(manifest_digest)
         held = self._held[manifest_digest]
-        if isinstance(held, PolicyAway):
+        if isinstance(held, PolicyUnavailable):
             raise held
         return held
 
@@ -218,7 +206,7 @@ class _Archive:
             result_digest, _ = await asyncio.to_thread(measure_body, path)
             prefill = await asyncio.to_thread(read_by_transformers, path, spec=self._spec)
         except (ShardcastError, PolicyError) as error:
-            raise PolicyAway(f"Policy {version}: {error}") from error
+            raise PolicyUnavailable(f"Policy {version}: {error}") from error
         return result_digest, prefill
 
 
@@ -241,7 +229,7 @@ class _Logged:
         elif logged is not None:
             manifest_digest = logged.manifest_digest
         else:
-            raise PolicyAway(f"Policy {version} is not in the log.")
+            raise PolicyUnavailable(f"Policy {version} is not in the log.")
         result_digest, prefill = await self.archive.get(version, manifest_digest)
         if logged is not None and logged.result_digest != result_digest:
             raise Disagreement("policy_differs", f"Policy {version} is not the file that the log names.")

@@ -1,6 +1,6 @@
-"""What an auditor can tell from the log alone, without any policy (docs/protocol.md, section 8).
+"""Checks of the log alone, without any policy (docs/protocol.md, section 8).
 
-Pure: entries in, problems out. A problem is something that no honest coordinator's log contains.
+Pure: entries in, problems out. An honest coordinator's log has none.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _ENTRY: Any = LogEntry  # a union, which type checkers do not take for a type
 
 
 FALSE_ALARMS = 1e-9
-"""So rarely is an honest coordinator said to measure too few slots in full."""
+"""False positive rate of `too_little_measured`."""
 
 SAME = 1e-9
-"""Relative difference of two machines' logarithms, with much to spare."""
+"""Relative tolerance between two machines' logarithms, generous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LoggedVerdict:
 
 
 class LeafTree:
-    """The Merkle tree of a growing log, for its root alone: two hashes for each leaf."""
+    """In-memory Merkle tree of a growing log; two hashes per leaf."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -80,7 +80,7 @@ class LeafTree:
         self.size += 1
 
     def root(self) -> bytes:
-        """The root of everything appended so far."""
+        """Return the root of everything appended so far."""
         return root(self.size, self._node)
 
     def _node(self, level: int, index: int) -> bytes:
@@ -88,7 +88,7 @@ class LeafTree:
 
 
 def read_entries(leaves: Iterable[bytes]) -> tuple[list[LogEntry | None], list[AuditProblem]]:
-    """Every leaf as an entry, None where it is none; that is a problem, because the run signed it."""
+    """Decode every leaf; None, with a problem, for a malformed one."""
     entries: list[LogEntry | None] = []
     problems: list[AuditProblem] = []
     for index, leaf in enumerate(leaves):
@@ -122,9 +122,9 @@ def read_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) 
 
 
 def choose_verdicts(verdicts: Sequence[LoggedVerdict], *, count: int | None, rng: random.Random) -> list[LoggedVerdict]:
-    """`count` decided verdicts, half of them rejections where there are enough of either kind; all for None.
+    """Draw `count` decided verdicts (None: all), half of them rejections if there are enough of either kind.
 
-    Indeterminate ones are not drawn: the coordinator claims nothing about them.
+    Indeterminate ones claim nothing and are not drawn.
     """
     admitted = [verdict for verdict in verdicts if verdict.entry.outcome is Outcome.ADMITTED]
     rejected = [verdict for verdict in verdicts if verdict.entry.outcome is Outcome.REJECTED]
@@ -211,7 +211,7 @@ class _Checker:
                 self._dull.add(entry.submission)
 
     def _check_recheck(self, index: int, entry: VerdictEntry) -> None:
-        """A second verdict follows a first that left rows unmeasured, and takes back what it does not bear out."""
+        """Check that a recheck follows a spot verdict; a rejection revokes the admission."""
         first = self._spots.pop(entry.submission, None)
         same = ("node", "version", "manifest_digest", "slot", "candidate", "request", "body", "tokens")
         if first is None or any(getattr(first, name) != getattr(entry, name) for name in same):
@@ -228,7 +228,7 @@ class _Checker:
             self._taken.discard((entry.version, entry.slot))
 
     def _follow(self, index: int, entry: VerdictEntry) -> None:
-        """The node's standing: whether it allowed what was not measured, and what has to be measured now."""
+        """Return the node's standing: whether it allowed what was not measured, and what has to be measured now."""
         rules = self._spec.standing
         account = self.reading.accounts.setdefault(entry.node, Account())
         if entry.spot is not None and account.standing.full_rate(rules) >= 1.0:
@@ -239,7 +239,7 @@ class _Checker:
         self._owed |= dict.fromkeys(sorted(account.follow(entry, rules=rules) & self._spots.keys()), index)
 
     def _check_ban(self, index: int, entry: VerdictEntry, account: Account) -> None:
-        """A banned node gets no leases; what it held may still be judged."""
+        """Check that a banned node got no further leases; what it held may still be judged."""
         if not account.standing.is_banned(self._spec.standing):
             self._since_ban[entry.node] = 0
             return
@@ -248,7 +248,7 @@ class _Checker:
             self._note(index, "banned_node_served", f"Node {entry.node[:16]}… was banned, and went on to get work.")
 
     def end(self) -> LogReading:
-        """What the log as a whole shows."""
+        """Finish the checks that need the whole log, and return the result."""
         self._check_shares()
         used = self._used
         self.reading.reached_training += [(at, name, used[name]) for name, at in self._owed.items() if name in used]
@@ -269,7 +269,7 @@ class _Checker:
             self.reading.problems.append(AuditProblem("too_little_measured", detail))
 
     def _drift_contradiction(self, entry: VerdictEntry) -> str | None:
-        """Whether the node's slots so far bear out what the verdict says of them."""
+        """Describe how the verdict contradicts the node's drift so far; None if it does not."""
         claimed = entry.finding if entry.finding is not None and entry.finding.figure.endswith(DRIFT) else None
         if entry.totals is None:
             return None
@@ -308,7 +308,7 @@ class _Checker:
 
 
 def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
-    """In what a verdict contradicts itself, if it does."""
+    """Describe how a verdict contradicts itself; None if it does not."""
     drifted = entry.finding is not None and entry.finding.figure.endswith(DRIFT)
     enough = not entry.recheck and (entry.outcome is Outcome.ADMITTED or drifted)
     if entry.spot is not None and (not enough or entry.spot >= spec.sampling.group_size):
@@ -325,7 +325,7 @@ def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
 
 
 def _finding_contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
-    """The finding may be any figure over its limit, of any row or of all together; the rest is at least as bad."""
+    """Describe how a finding contradicts figures or totals; None if it does not."""
     figures, totals, finding = entry.figures, entry.totals, entry.finding
     if figures is None or totals is None or finding is None:
         return "Figures or totals without a finding, or a finding without them."
@@ -341,7 +341,7 @@ def _finding_contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:
 
 
 def _is_possible(totals: Totals, *, limits: LimitsSpec) -> bool:
-    """Whether so many values, each cut to the largest of its level, can sum up to so much."""
+    """Return whether each sum is at most its count times the level's largest value."""
     for name in STATISTICS:
         level, seen = getattr(limits.honest, name), getattr(totals, name)
         if level is None:
@@ -353,7 +353,7 @@ def _is_possible(totals: Totals, *, limits: LimitsSpec) -> bool:
 
 
 def is_finding(finding: Finding, *, spec: RunSpec) -> bool:
-    """Whether this row can exist, and this value of this figure is over this limit for this reason."""
+    """Return whether a finding is well-formed: valid row, figure, reason and limit, with the value above it."""
     if finding.row is None:
         if not finding.figure.endswith((EVIDENCE, DRIFT, GAIN)):
             return False
@@ -367,7 +367,7 @@ def is_finding(finding: Finding, *, spec: RunSpec) -> bool:
 
 
 def same_finding(ours: Finding, theirs: Finding) -> bool:
-    """Whether two findings from the same totals are one: logarithms differ in the last place between machines."""
+    """Return whether two findings are equal up to `SAME` in their value."""
     return msgspec.structs.replace(ours, value=theirs.value) == theirs and math.isclose(
         ours.value, theirs.value, rel_tol=SAME
     )

@@ -1,4 +1,4 @@
-"""Whether every slot was for the candidate that its run's pools ask for (docs/protocol.md, section 5.1)."""
+"""Check that every slot had the candidate that the run's pools determine (docs/protocol.md, section 5.1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from node.protocol.slots import slot_problem
 
 
 class PoolChecker:
-    """Follows the pools through the verdicts of a log, in its order."""
+    """Replays the pools along the verdicts of a log."""
 
     def __init__(self, *, run_id: str, spec: RunSpec) -> None:
         self._run_id = run_id
@@ -19,7 +19,7 @@ class PoolChecker:
         self._history = PoolHistory()
 
     def contradiction(self, entry: VerdictEntry) -> str | None:
-        """In what a verdict is on a problem that its slot is not for, if it is."""
+        """Describe how a verdict is on the wrong candidate; None if it is not."""
         named = not isinstance(entry.candidate, UnsetType)
         if named != isinstance(self._spec.batch.pools, PoolsSpec):
             return "It names a candidate in a run without pools." if named else "It names no candidate."
@@ -37,7 +37,7 @@ class PoolChecker:
         return f"Slot {entry.version}/{entry.slot} is for candidate {wanted}, and {entry.candidate} was given out."
 
     def follow(self, entry: VerdictEntry, *, head: int) -> None:
-        """Take in a group that was admitted while `head` was the newest policy."""
+        """Record a group that was admitted while `head` was the newest policy."""
         if not isinstance(self._spec.batch.pools, PoolsSpec) or not entry.rewards:
             return
         if not all(0 <= reward <= 1 for reward in entry.rewards):

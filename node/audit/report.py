@@ -1,6 +1,6 @@
-"""What an audit found: as JSON for programs, as tables for people.
+"""Report of an audit, as JSON or tables.
 
-Text that the coordinator or a worker wrote is made harmless before it is shown.
+Text of the coordinator or a worker is made printable.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_SHOWN = 50
 
 
 class AuditResult(StrEnum):
-    """How one verdict compares with its derivation.
+    """How a logged verdict compares with the derived one.
 
-    `unseen`: what the log says holds, of the one row that was measured; another is not right.
+    `unseen`: the one measured row is right, another row is not.
     """
 
     AGREE = "agree"
@@ -50,7 +50,7 @@ class Checked:
 
 @dataclass(slots=True)
 class Report:
-    """Filled as the audit goes on; what it says holds at any moment."""
+    """Findings of an audit, valid at any moment while it runs."""
 
     url: str
     run_id: str
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 the audit agrees, 1 it disagrees, 2 it could not check all that it was asked to."""
+        """0: agree, 1: disagree, 2: incomplete."""
         if self.problems:
             return DISAGREE
         missing = any(check.result is AuditResult.UNAVAILABLE for check in self.checked)
@@ -80,11 +80,11 @@ class Report:
         return ("agree", "disagree", "incomplete")[self.exit_code]
 
     def count(self, result: AuditResult) -> int:
-        """How many of the checked verdicts ended so."""
+        """Return the number of checked verdicts with this result."""
         return sum(check.result is result for check in self.checked)
 
     def describe_log(self, entries: list[LogEntry | None]) -> None:
-        """Take the log's figures."""
+        """Set the log's counts."""
         verdicts = [(i, entry) for i, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
         self.counts = {
             "entries": len(entries),
@@ -96,7 +96,7 @@ class Report:
 
 
 def render_json(report: Report) -> str:
-    """One JSON object on one line; `node.audit.auditor` documents its keys."""
+    """Render one line of JSON; `node.audit.auditor` documents its keys."""
     value = {
         "run_id": report.run_id,
         "url": report.url,
@@ -193,7 +193,7 @@ def _results(report: Report) -> Table:
 
 
 def _accounts(report: Report) -> Table:
-    """Who has earned what, by the log alone: the largest first."""
+    """Render credit and standing of each node by the log, largest credit first."""
     table = Table(title="credit in tokens, and standing")
     for column in ("node", "credit", "pending", "void", "verified", "strikes", "next slot"):
         table.add_column(column, justify="left" if column in ("node", "next slot") else "right")

@@ -1,1 +1,1 @@
-"""SHARDCAST alone: `swarmproof publish` and `swarmproof fetch`, for any large file and without a coordinator."""
+"""`swarmproof publish` and `swarmproof fetch`: SHARDCAST for any large file, without a coordinator."""

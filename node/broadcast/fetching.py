@@ -1,7 +1,6 @@
-"""What `swarmproof fetch` does: the newest version from sources that nobody trusts, and its file where it is wanted.
+"""`swarmproof fetch`: fetch the newest version from untrusted sources, and place its file.
 
-The state folder keeps the last version, so that the next is a delta where there is one, and remembers how far a
-fetch came and which version is the newest that was ever seen.
+The state folder keeps the last version for deltas, partial downloads, and the newest version ever seen.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ log = logging.getLogger(__name__)
 KEEP_VERSIONS = 1
 ANSWER_SECONDS = 5.0
 SECOND_LOOK_SECONDS = 0.5
-"""How long the other sources get to show a version that is newer than that of the first one to answer."""
+"""Extra time for the other sources to announce a newer version than the first answer's."""
 FOLLOW_SECONDS = 10.0
 FOLLOW_BACKOFF = Backoff()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchSettings:
-    """One publisher's newest version. `output` None leaves its file in the state folder."""
+    """Settings of a fetch; `output` None leaves the file in the state folder."""
 
     sources: tuple[str, ...]
     run_id: str
@@ -49,7 +48,7 @@ class FetchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedVersion:
-    """A version that is here. `way` says how it was got: from what was here already, by deltas, or in full."""
+    """A fetched version; `way` says whether it was held already, or fetched by deltas or in full."""
 
     version: int
     manifest_digest: str
@@ -61,13 +60,13 @@ class FetchedVersion:
 
 
 class View(Protocol):
-    """Who is told what happens (`node.broadcast.view`)."""
+    """Observer of fetches (`node.broadcast.view`)."""
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
         """Context manager around one fetch; yields its progress callback."""
 
     def here(self, result: FetchedVersion) -> None:
-        """Report that a version is in its place."""
+        """Report a version that is in place."""
 
 
 async def run_fetch(settings: FetchSettings, *, view: View, stop: asyncio.Event) -> None:
@@ -97,7 +96,7 @@ async def _newest(client: Client, settings: FetchSettings) -> Head:
 
 
 async def _follow(client: Client, settings: FetchSettings, view: View, stop: asyncio.Event) -> None:
-    """Fetch every new version; after the first one, retry whatever may pass by itself."""
+    """Fetch every new version; after the first one, retry transient faults and invalid data."""
     newest, failures = -1, 0
     while True:
         try:
@@ -120,7 +119,7 @@ async def _get(client: Client, head: Head, settings: FetchSettings, view: View, 
     with view.fetching(head.version) as report:
         path = await race(client.fetch(head, progress=report), stop)
     if settings.output is not None:
-        # Whole or not at all, so not given up half way: Ctrl-C waits for it.
+        # Not cancellable, so that the output is whole or untouched.
         await asyncio.to_thread(place, path, settings.output)
     after = client.fetched
     view.here(
@@ -137,10 +136,10 @@ async def _get(client: Client, head: Head, settings: FetchSettings, view: View, 
 
 
 def place(source: Path, target: Path) -> None:
-    """Put a copy of `source` in the place of `target`, whole or not at all; raises LocalFault.
+    """Replace `target` atomically with a copy of `source`; raises LocalFault.
 
-    A copy and not a hard link: who edits the file must not edit what the state folder holds, nor must that be
-    repaired under his hands. Filesystems that can share blocks until then.
+    A copy and not a hard link, so that edits of the output do not reach the state folder. Filesystems with
+    reflinks share the blocks.
     """
     temporary = target.with_name(f".{target.name[:32]}.{secrets.token_hex(4)}")
     try:

@@ -1,7 +1,6 @@
-"""How far fetches are, for people: a line for each on a terminal, rewritten while it changes; log lines elsewhere.
+"""Progress of fetches on stderr: bars on a terminal, log lines elsewhere.
 
-It goes to stderr, for `swarmproof fetch` and `relay`; on a terminal a worker has a view of its own
-(`node.worker.view`).
+For `swarmproof fetch` and `relay`; a worker on a terminal has its own view (`node.worker.view`).
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ BAR_WIDTH = 24
 
 
 class FetchProgress:
-    """Any number of fetches at once, of one event loop.
-
-    `say` writes a line where stderr is no terminal, or without `bars`; None writes none.
-    """
+    """Progress of concurrent fetches in one event loop; `say` writes a line where there are no bars (None: nothing)."""
 
     def __init__(self, say: Callable[[str], None] | None = log.info, *, bars: bool = True) -> None:
         self._say = say

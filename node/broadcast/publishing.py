@@ -1,4 +1,4 @@
-"""What `swarmproof publish` does: an origin that signs the versions of one file, and serves them until it is stopped.
+"""`swarmproof publish`: sign and serve the versions of one file until stopped.
 
 <state>/key       the publisher's key, unless --key names another
 <state>/origin/   the versions (`shardcast.store.versions`)
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 MANIFEST_LIFETIME_SECONDS = 10 * 365 * 86400
-"""A file may stay the newest for years. That nobody holds a newer one back is shown by the head, within a minute."""
+"""A file may stay the newest for years; freshness is shown by the short-lived head."""
 
 LARGE_BYTES = 10**9
-"""From here on reading a file takes long enough to be announced."""
+"""From here on, reading the file is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSettings:
-    """One file and its publisher. `version` None takes the next; `keep` counts versions that stay whole."""
+    """Settings of a publisher; `version` None takes the next, `keep` counts the full versions kept."""
 
     file: Path
     state: Path
@@ -140,13 +140,13 @@ async def _watch(
             continue
         published = last
         try:
-            # Not given up when it is time to stop: the store must be at rest before it is closed.
+            # Not cancelled on stop: the store must be idle before it is closed.
             say(_published(file, await asyncio.to_thread(publish)))
         except (LocalFault, OSError) as error:
             log.warning("%s not published (%s); retrying when it changes", file, error)
 
 
-# -- what a person is told
+# -- messages
 
 
 def _published(file: Path, manifest: Manifest) -> str:
@@ -158,7 +158,7 @@ def _published(file: Path, manifest: Manifest) -> str:
 
 
 def _invitation(settings: PublishSettings, url: str, public_key: bytes) -> str:
-    """Format the command for the other side, in lines of less than 80 columns."""
+    """Format the `swarmproof fetch` command for others, within 80 columns."""
     again = "; when it is replaced, it is published again" if settings.watch else ""
     who = "On this machine alone (--host 0.0.0.0 is for others)" if _is_loopback(settings.host) else "Elsewhere"
     return (
@@ -172,7 +172,7 @@ def _invitation(settings: PublishSettings, url: str, public_key: bytes) -> str:
 
 
 def _reachable(host: str, port: int) -> str:
-    """Return a URL for others; for a wildcard address, with the one that this machine's packets leave from."""
+    """Return a URL for others, with this machine's source address in place of a wildcard address."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
             host = _own_address(host)

@@ -1,4 +1,4 @@
-"""What a person sees of `swarmproof fetch`: its progress and a line for each version that is here; JSON for programs.
+"""Output of `swarmproof fetch`: progress and a line for each version, or JSON.
 
 Progress goes to stderr, results to stdout.
 """
@@ -19,7 +19,7 @@ from shardcast import Report
 
 
 class FetchView:
-    """For a terminal if stderr is one, else for a log; with `as_json` for a program, which sees results only."""
+    """Output on a terminal or a log; with `as_json`, results only, as JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json

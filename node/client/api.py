@@ -1,8 +1,8 @@
-"""The coordinator's HTTP API as a node sees it: signed requests, bounded replies, typed errors.
+"""Client of the coordinator's HTTP API: signed requests, bounded replies, typed errors.
 
 The coordinator is trusted for nothing that is checked here or later: the run's descriptor and receipts must
 carry the run's own signature, and its text is made harmless before it can reach a terminal. A run may have several
-coordinators: each call goes to one that answers (`node.client.calls`). One line is logged when a coordinator
+coordinators; each call fails over (`node.client.calls`). One line is logged when a coordinator
 goes away and one when it is back.
 """
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.client.calls import CoordinatorReply, CoordinatorTransport, decoded, request_to
-from node.client.http import Backoff, ExchangeLimits, printable, sound_urls
-from node.client.submit import Submitting
+from node.client.http import Backoff, ExchangeLimits, printable, valid_urls
+from node.client.submit import SubmissionUploader
 from node.errors import BadReply, ConfigError
 from node.keys.identity import node_id
 from node.protocol import endpoints
@@ -39,6 +38,9 @@ from node.protocol.run import Descriptor, open_descriptor
 from shardcast.envelope import open_envelope
 from shardcast.errors import PeerFault
 from shardcast.wire import decode
+
+FOREVER: Final = float("inf")
+"""As `patience_seconds`: retry until it succeeds or is refused."""
 
 DEFAULT_LIMITS: Final = ExchangeLimits()
 DEFAULT_BACKOFF: Final = Backoff()
@@ -69,77 +71,74 @@ class CoordinatorClient:
         self._key = key
         self._clock = clock
         self._caller = CoordinatorTransport(urls, run_id=run_id, key=key, limits=limits, backoff=backoff, clock=clock)
-        self._submitting = Submitting(self._caller, limits=limits, backoff=backoff)
+        self._submitting = SubmissionUploader(self._caller, limits=limits, backoff=backoff)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self._caller.close()
 
     @property
     def url(self) -> str:
-        """The coordinator in use."""
+        """URL of the coordinator in use."""
         return self._caller.endpoints.current
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """All that may be asked: the one in use, then the others in the order in which they would be tried."""
+        """URLs in failover order: the one in use first."""
         return self._caller.endpoints.urls
 
     def set_urls(self, urls: Iterable[str]) -> None:
-        """Ask these from now on: the one in use as long as it is among them, without what is no URL, at most 16.
+        """Replace the URLs, dropping invalid ones and those after the 16th; the one in use stays in use if listed.
 
-        A list of which nothing is left changes nothing.
+        Without a valid URL, nothing changes.
         """
         self._caller.set_urls(urls)
 
     def prefer(self, url: str) -> None:
-        """Ask this one next, if it is among `urls`; the others where it does not answer."""
+        """Use `url` next, if it is among `urls`; others remain as fallback."""
         self._caller.endpoints.prefer(url)
 
     @property
     def away(self) -> bool:
-        """Whether no coordinator answers: each failed since one answered last, for a reason that time may heal."""
+        """Whether every coordinator has failed since the last answer."""
         return self._caller.endpoints.away
 
     def now(self) -> float:
-        """The time of the coordinator in use as far as it is known, in Unix seconds."""
+        """Return the estimated clock of the coordinator in use, in Unix seconds."""
         return self._caller.now()
 
     async def descriptor(
         self, *, after: int | None = None, wait_seconds: float = 0.0, patience_seconds: float = 60.0
     ) -> Descriptor:
-        """The run's descriptor, checked against the run's id and this machine's clock.
+        """Fetch the run's descriptor, verified against the run id and this machine's clock.
 
-        Keeps the run's key, and the envelope that the descriptor came in. With `after` the coordinator is asked to
-        wait for a newer version than that one for up to `wait_seconds`.
+        Sets `run_key` and `descriptor_envelope`. With `after`, long-poll up to `wait_seconds` for a newer version.
         """
         query = None if after is None else {"after": str(after), "wait": f"{wait_seconds:g}"}
         request = request_to(endpoints.RUN, query=query, wait_seconds=wait_seconds)
         return await self._caller.call(request, self._open_descriptor, patience_seconds=patience_seconds)
 
     async def relays(self, *, patience_seconds: float = 60.0) -> RelayList:
-        """Relays that announced themselves lately and whom of them to ask, without URLs that are none."""
+        """Fetch the announced relays and the fetch plan, without invalid URLs."""
         request = request_to(endpoints.RELAYS, query=None if self._key is None else {"node": node_id(self._key)})
         return await self._caller.call(request, _relay_list, patience_seconds=patience_seconds)
 
     async def register(self, registration: Registration, *, patience_seconds: float = 60.0) -> None:
-        """Introduce this node, under its key."""
+        """Register this node's key."""
         await self._caller.call(
             request_to(endpoints.REGISTER, body=registration), _nothing, patience_seconds=patience_seconds
         )
 
     async def announce(self, announcement: RelayAnnouncement, *, patience_seconds: float = 60.0) -> RelayList:
-        """Say where this relay serves, worth a minute; whom it should fetch from itself."""
+        """Announce this relay for a minute; return the relays that it should fetch from."""
         return await self._caller.call(
             request_to(endpoints.ANNOUNCE_RELAY, body=announcement), _relay_list, patience_seconds=patience_seconds
         )
 
     async def lease(self, request: LeaseRequest, *, patience_seconds: float = 60.0) -> LeaseReply:
-        """Ask for work; more leases than were asked for are a BadReply."""
+        """Request leases; raises BadReply if more are granted than requested."""
 
         def granted(answer: CoordinatorReply) -> LeaseReply:
             reply = decoded(endpoints.LEASE, answer)
@@ -152,23 +151,22 @@ class CoordinatorClient:
         )
 
     async def return_lease(self, lease_id: str, *, patience_seconds: float = 60.0) -> None:
-        """Give a slot back, so that the next worker gets it at once."""
+        """Return a lease early, so that its slot can be leased again at once."""
         request = request_to(endpoints.RETURN_LEASE, names={"lease_id": lease_id})
         await self._caller.call(request, _nothing, patience_seconds=patience_seconds)
 
     async def submit(self, lease_id: str, body: Path, *, patience_seconds: float = 60.0) -> str:
-        """Submit a slot's file, by the run's object store if it has one, and return the submission's id.
+        """Submit a slot's file, through the run's object store if it has one; return the submission's id.
 
-        Every attempt is signed anew and so has another id. An attempt whose answer is lost may have been
-        stored: the next one, at whichever coordinator of the run, is then Refused as `duplicate_submission`, with the
-        stored one's id.
+        Every attempt is signed anew and so has another id. If the reply to a stored attempt is lost, the next
+        one is Refused as `duplicate_submission`, with the stored one's id.
         """
         return await self._submitting.submit(lease_id, body, patience_seconds=patience_seconds)
 
     async def receipt(
         self, submission: str, *, wait_seconds: float, patience_seconds: float = 60.0
     ) -> tuple[Receipt, bytes] | None:
-        """The receipt and the envelope it came in, or None if there is no verdict after `wait_seconds`."""
+        """Return the receipt and its envelope; None without a verdict after `wait_seconds`."""
         names, query = {"submission": submission}, {"wait": f"{wait_seconds:g}"}
         request = request_to(endpoints.RECEIPT, names=names, query=query, wait_seconds=wait_seconds)
 
@@ -178,7 +176,7 @@ class CoordinatorClient:
         return await self._caller.call(request, opened, patience_seconds=patience_seconds)
 
     async def standing(self, node: str, *, patience_seconds: float = 60.0) -> NodeStanding:
-        """Return what the run says about `node` (its public key); somebody else's standing is a BadReply."""
+        """Return the standing of `node` (hexadecimal public key); raises BadReply for another node's."""
 
         def own(answer: CoordinatorReply) -> NodeStanding:
             standing = decoded(endpoints.STANDING, answer)
@@ -192,7 +190,7 @@ class CoordinatorClient:
     async def log_proof(
         self, endpoint: Endpoint[None, LogProof], query: Mapping[str, str], *, patience_seconds: float = 60.0
     ) -> list[bytes]:
-        """Return the hashes of the inclusion or consistency proof for `query`; they are the caller's to check."""
+        """Return the unverified hashes of the inclusion or consistency proof for `query`."""
         proof = await self._caller.call(
             request_to(endpoint, query=query),
             lambda answer: decoded(endpoint, answer),
@@ -210,9 +208,9 @@ class CoordinatorClient:
         wait_seconds: float = 0.0,
         patience_seconds: float = 60.0,
     ) -> bytes:
-        """Return the body of an unsigned GET unchecked: at most `max_bytes`, or what the endpoint allows.
+        """Return the unverified body of an unsigned GET: at most `max_bytes`, or the endpoint's limit.
 
-        `wait_seconds` is how long `query` asks the coordinator to wait for something new.
+        `wait_seconds` is the long-poll time that `query` asks for; it extends the deadline.
         """
         request = request_to(endpoint, names=names, query=query, max_reply_bytes=max_bytes, wait_seconds=wait_seconds)
         return await self._caller.call(request, lambda answer: answer.body, patience_seconds=patience_seconds)
@@ -250,11 +248,11 @@ class CoordinatorClient:
 
 
 def _nothing(_answer: CoordinatorReply) -> None:
-    """For a request whose success says all."""
+    """Parse nothing: the HTTP status is the answer."""
 
 
 def _relay_list(answer: CoordinatorReply) -> RelayList:
-    """The advice without what is no URL; a stripe that is left without candidates leaves none."""
+    """Drop invalid URLs; drop all stripes if one is left without candidates."""
     advice = decoded(endpoints.RELAYS, answer)
-    stripes = tuple(sound_urls(each) for each in advice.stripes)
-    return RelayList(relays=sound_urls(advice.relays), stripes=stripes if all(stripes) else ())
+    stripes = tuple(valid_urls(each) for each in advice.stripes)
+    return RelayList(relays=valid_urls(advice.relays), stripes=stripes if all(stripes) else ())

@@ -1,9 +1,8 @@
-"""One call to whichever coordinator of a run answers: signing, retries, failing over, the clock, and what is logged.
+"""Calls to a run's coordinators: signing, retries with backoff, failover and clock correction.
 
-Only faults that time can heal are retried: the network, 5xx, 429. One that is the endpoint's own (the network, 5xx, a
-reply that no coordinator of this run sends) has the next endpoint asked at once; the pause comes when all have failed
-in a row. A 429 is a limit on this node, and asking elsewhere would be to evade it. Every attempt is signed anew, and
-so is good wherever it goes.
+Only transient faults are retried: network errors, 5xx, 429. For a fault of the endpoint itself (network, 5xx, a reply
+that no coordinator of this run sends) the next endpoint is tried at once, and the backoff starts when all have failed.
+A 429 limits this node, so failing over would evade it. Every attempt is signed anew, so it is valid at any endpoint.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ T = TypeVar("T")
 
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 _NO_REASON: Final = "http_"
-_OF_OTHERS: Final = frozenset({Reason.WRONG_RUN, Reason.CLOCK_SKEW})
+_FOREIGN_REASONS: Final = frozenset({Reason.WRONG_RUN, Reason.CLOCK_SKEW})
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorReply:
-    """A reply of success: who gave it, and the id of the signed request that it answers ("" for an unsigned one)."""
+    """A 2xx reply. `request_id` is the digest of the signed request that it answers, "" for an unsigned one."""
 
     url: str
     status: int
@@ -52,10 +51,9 @@ class CoordinatorReply:
 
 
 class CoordinatorTransport:
-    """Calls to the coordinators of one run, under one key. Without a key only unsigned ones are possible.
+    """Transport to the coordinators of one run under one key; without a key, unsigned requests only.
 
-    `endpoints` says which are asked, and in which order. Each has its own connections, opened by the first request to
-    it, and its own clock.
+    `endpoints` holds the URLs in failover order. Each has its own connection pool and clock offset.
     """
 
     def __init__(
@@ -80,33 +78,33 @@ class CoordinatorTransport:
         self._outage_logged = False
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         for exchange in list(self._exchanges.values()):
             await exchange.close()
 
     def now(self) -> float:
-        """The time of the coordinator in use as far as it is known, in Unix seconds."""
+        """Return the estimated clock of the coordinator in use, in Unix seconds."""
         return self._now_at(self.endpoints.current)
 
     def reach(self, url: str) -> Reach:
-        """How far away the coordinator at `url` is; the farthest where that is not known any more."""
+        """Return the reach of the coordinator at `url`; INTERNET if it is no longer connected."""
         return self._exchanges[url].reach if url in self._exchanges else Reach.INTERNET
 
     def set_urls(self, urls: Iterable[str]) -> None:
-        """Ask these from now on, see `Endpoints.replace`; what is under way at others ends there."""
+        """Replace the endpoints (`Endpoints.replace`); requests in flight complete where they are."""
         self.endpoints.replace(urls)
 
     async def call(self, request: Request, parse: Callable[[CoordinatorReply], T], *, patience_seconds: float) -> T:
-        """Send until it succeeds, is refused, or patience ends; what `parse` makes of the answer.
+        """Send with retries for up to `patience_seconds`; return what `parse` makes of the reply.
 
-        `parse` raises BadReply for what no coordinator of this run answers; others are then asked too, unless the
-        request was signed and so may have had its effect.
+        `parse` raises BadReply for an invalid reply; an unsigned request then fails over, while a signed one
+        may already have taken effect. Raises Unavailable, Refused or BadReply.
         """
         await self._close_unused()
         measured = await asyncio.to_thread(measure_body, request.body) if request.signed else None
         started = time.monotonic()
         give_up_at = started + patience_seconds
-        turn_until = max(give_up_at, started + self._limits.connect_seconds)  # asking elsewhere is no second try
+        failover_until = max(give_up_at, started + self._limits.connect_seconds)  # failover is not a retry
         attempts, corrected = _Attempts(self.endpoints, signed=request.signed), set[str]()
         failures = 0
         while True:
@@ -119,7 +117,7 @@ class CoordinatorTransport:
                     continue
                 self._note(url, error)
                 fault = error
-            if attempts.go_on_after(url, fault) and time.monotonic() < turn_until:
+            if attempts.should_fail_over(url, fault) and time.monotonic() < failover_until:
                 continue
             failures += 1
             delay = max(self._backoff.delay(failures), attempts.take_pause(fault))
@@ -143,10 +141,10 @@ class CoordinatorTransport:
         return parsed
 
     async def _close_unused(self) -> None:
-        """End the connections to endpoints that are on the list no more, once nothing is under way there."""
+        """Close connections to endpoints that were removed, once nothing is in flight there."""
         known = self.endpoints.urls
         urls = [url for url, each in self._exchanges.items() if url not in known and not each.in_flight]
-        unused = [self._exchanges.pop(url) for url in urls]  # at once: another call may look while this one waits
+        unused = [self._exchanges.pop(url) for url in urls]  # before the first await: calls run concurrently
         for exchange in unused:
             self._clock_offsets.pop(exchange.url, None)
             await exchange.close()
@@ -179,32 +177,32 @@ class CoordinatorTransport:
         return self._clock() + self._clock_offsets.get(url, 0.0)
 
     def _correct_clock(self, url: str, fault: CoordinatorFault) -> bool:
-        """Take a coordinator's time for what is signed to it, if it complains; only for that."""
+        """Adopt the coordinator's clock for requests to it after a `clock_skew` refusal; return whether it did."""
         if not isinstance(fault, Refused) or fault.code != Reason.CLOCK_SKEW or fault.server_time is None:
             return False
         self._clock_offsets[url] = fault.server_time - self._clock()
         log.warning(
-            "this machine's clock is %.0f s away from the coordinator's; set it (NTP). Signing by theirs for now",
+            "this machine's clock is %.0f s off the coordinator's; set it (NTP). Signing by the coordinator's clock",
             abs(self._clock_offsets[url]),
         )
         return True
 
-    # -- who answers
+    # -- availability
 
     def _note(self, url: str, fault: CoordinatorFault) -> None:
         if isinstance(fault, Unavailable):
             self._note_failure(url, "away", fault)
-        elif not _is_of_others(fault):
+        elif not _is_foreign(fault):
             self._note_answer(url)
-        elif len(self.endpoints.urls) > 1:  # alone, it is its caller's to complain of: there is nobody to turn to
-            self._note_failure(url, "of no use", fault)
+        elif len(self.endpoints.urls) > 1:  # a lone endpoint's fault is reported by the caller
+            self._note_failure(url, "unusable", fault)
 
     def _note_failure(self, url: str, state: str, fault: CoordinatorFault) -> None:
-        """The first failure of a lone endpoint may be an idle connection that was closed; the next is an outage."""
+        """Log failovers and outages. A lone endpoint's first failure may be a closed idle connection: not logged."""
         was_away, urls = self.endpoints.away, self.endpoints.urls
-        turned_to = self.endpoints.note_failure(url)
-        if turned_to is not None:
-            log.warning("the coordinator %s is %s (%s); going on with %s", url, state, fault, turned_to)
+        fallback = self.endpoints.note_failure(url)
+        if fallback is not None:
+            log.warning("the coordinator %s is %s (%s); failing over to %s", url, state, fault, fallback)
         if not self.endpoints.away:
             return
         self._away_since = self._away_since or time.monotonic()
@@ -212,9 +210,9 @@ class CoordinatorTransport:
             return
         self._outage_logged = True
         if len(urls) == 1:
-            log.warning("the coordinator %s is %s (%s); trying until it answers", url, state, fault)
+            log.warning("the coordinator %s is %s (%s); retrying until it answers", url, state, fault)
         else:
-            log.warning("the coordinators %s are away (%s); trying until one answers", ", ".join(urls), fault)
+            log.warning("the coordinators %s are away (%s); retrying until one answers", ", ".join(urls), fault)
 
     def _note_answer(self, url: str) -> None:
         if self._outage_logged and self._away_since is not None:
@@ -224,7 +222,7 @@ class CoordinatorTransport:
 
 
 class _Attempts:
-    """Which endpoints one call has asked since its last pause, and what they said."""
+    """Endpoints that one call has tried since its last backoff, with their faults."""
 
     def __init__(self, endpoints: Endpoints, *, signed: bool) -> None:
         self._endpoints = endpoints
@@ -232,11 +230,11 @@ class _Attempts:
         self._faults: dict[str, CoordinatorFault] = {}
 
     def next(self) -> str:
-        """Whom to ask."""
+        """Return the endpoint to try next."""
         return self._endpoints.next(self._faults) or self._endpoints.current
 
-    def go_on_after(self, url: str, fault: CoordinatorFault) -> bool:
-        """Whether another endpoint is to be asked at once, rather than after a pause; raises what ends the call."""
+    def should_fail_over(self, url: str, fault: CoordinatorFault) -> bool:
+        """Return whether to try another endpoint at once rather than back off; raises a fault that is final."""
         if isinstance(fault, Refused) and fault.status == 429:
             return False
         self._faults[url] = fault
@@ -245,30 +243,30 @@ class _Attempts:
         if self._endpoints.next(self._faults) is not None:
             return True
         for said in self._faults.values():
-            if isinstance(said, Refused) and not _is_of_others(said):
+            if isinstance(said, Refused) and not _is_foreign(said):
                 raise said
         if not any(isinstance(said, Unavailable) for said in self._faults.values()):
             raise fault
         return False
 
     def take_pause(self, fault: CoordinatorFault) -> float:
-        """For how many seconds all asked to be left alone, of those that may answer then; all are asked again."""
+        """Return the shortest Retry-After of the endpoints worth retrying, and reset the tried ones."""
         limited = [fault] if isinstance(fault, Refused) else []
         away = [said for said in self._faults.values() if isinstance(said, Unavailable)]
         self._faults.clear()
         return min((said.retry_after_seconds or 0.0 for said in limited or away), default=0.0)
 
     def _is_final(self, fault: CoordinatorFault) -> bool:
-        """Whether others need not be asked: they would say the same, or a signed request may have had its effect."""
+        """Return whether failover is useless or unsafe: a signed request may already have taken effect."""
         if isinstance(fault, Refused):
-            return self._signed and not _is_of_others(fault)
+            return self._signed and not _is_foreign(fault)
         return self._signed and isinstance(fault, BadReply)
 
 
-def _is_of_others(fault: CoordinatorFault) -> bool:
-    """Whether this is what no coordinator of this run says by whose clock was signed: a portal's, another run's."""
+def _is_foreign(fault: CoordinatorFault) -> bool:
+    """Return whether the reply is not from a coordinator of this run: a captive portal, another run."""
     if isinstance(fault, Refused):
-        return fault.status != 429 and (fault.code in _OF_OTHERS or fault.code.startswith(_NO_REASON))
+        return fault.status != 429 and (fault.code in _FOREIGN_REASONS or fault.code.startswith(_NO_REASON))
     return isinstance(fault, BadReply)
 
 
@@ -282,9 +280,9 @@ def request_to(
     max_reply_bytes: int | None = None,
     elsewhere: bool = False,
 ) -> Request:
-    """Return the request to a declared endpoint; `names` fill in the variable parts of its path.
+    """Build the request to a declared endpoint; `names` fill in the path parameters.
 
-    `max_reply_bytes` replaces the endpoint's own limit; see `Request` for `wait_seconds` and `elsewhere`.
+    `max_reply_bytes` overrides the endpoint's limit; see `Request` for `wait_seconds` and `elsewhere`.
     """
     return Request(
         method=endpoint.method,
@@ -299,7 +297,7 @@ def request_to(
 
 
 def decoded(endpoint: Endpoint[Any, T], answer: CoordinatorReply) -> T:
-    """Return the reply of `endpoint` that an answer holds; raises BadReply."""
+    """Decode a reply of `endpoint`; raises BadReply."""
     try:
         return decode(endpoint.reply, answer.body, max_bytes=endpoint.max_reply_bytes)
     except PeerFault as error:
@@ -327,7 +325,7 @@ def _raise_for_status(url: str, reply: Reply) -> None:
 
 
 def _error_reply(reply: Reply) -> ErrorReply:
-    """What the coordinator, or a proxy before it, says is wrong; safe to print."""
+    """Parse the error of a coordinator or a proxy in front of it; the text is safe to print."""
     fallback = ErrorReply(code=f"{_NO_REASON}{reply.status}", message=f"it answers HTTP {reply.status}", server_time=0)
     try:
         said = decode(ErrorReply, reply.body, max_bytes=MAX_MESSAGE_BYTES)

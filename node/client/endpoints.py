@@ -1,8 +1,8 @@
-"""Which of a run's coordinators a node asks: the one that answered last, for as long as it answers.
+"""Failover order of a run's coordinators: sticky to the one that answered last.
 
-No network and no clock: what happened is told to it. One that fails goes behind all others, so that whoever
-accepts requests and never answers them costs a node its deadline once, not once a call; and nobody goes back to
-the first of the list before the one in use fails, so that two that come and go do not make a node flap.
+Without IO or clock. A failed endpoint moves to the back, so that one which accepts requests and never answers costs a
+node its deadline once, not once a call; and there is no failback before the current one fails, so that two flapping
+endpoints do not make a node flap.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
-from node.client.http import checked_url, sound_urls
+from node.client.http import checked_url, valid_urls
 from node.errors import ConfigError
 
 MAX_ENDPOINTS: Final = 16
 
 
 class Endpoints:
-    """URLs of one run's coordinators. Raises ConfigError for none, more than MAX_ENDPOINTS, or what is no URL."""
+    """URLs of one run's coordinators; raises ConfigError for none, more than MAX_ENDPOINTS, or an invalid URL."""
 
     def __init__(self, urls: str | Sequence[str]) -> None:
         given = (urls,) if isinstance(urls, str) else urls
@@ -28,27 +28,27 @@ class Endpoints:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """All of them, in the order in which they would be asked; the first is the one in use."""
+        """All URLs in failover order; the first is in use."""
         return tuple(self._order)
 
     @property
     def current(self) -> str:
-        """The one in use."""
+        """The URL in use."""
         return self._order[0]
 
     @property
     def away(self) -> bool:
-        """Whether each of them has failed since one answered last."""
+        """Whether every URL has failed since the last answer."""
         return self._failing.issuperset(self._order)
 
     def next(self, tried: Container[str]) -> str | None:
-        """The first that is not in `tried`, or None."""
+        """Return the first URL that is not in `tried`, or None."""
         return next((url for url in self._order if url not in tried), None)
 
     def note_failure(self, url: str) -> str | None:
-        """Put `url` behind the others, if it is in use; returns the one that is now, unless that failed as well.
+        """Move `url` to the back if it is in use; return the new one in use, None if that has failed as well.
 
-        Requests that were under way when their endpoint fell behind fail late; that is no news.
+        Late failures of requests in flight at a former endpoint change nothing.
         """
         if url != self.current:
             return None
@@ -57,25 +57,25 @@ class Endpoints:
         return None if self.current in self._failing else self.current
 
     def note_answer(self, url: str) -> None:
-        """`url` answered: it is in use from now on, if the one in use did not; and the others get another chance."""
+        """Use `url` from now on if the one in use had failed; forget all failures."""
         if self.current in self._failing and url in self._order:
             self._order.remove(url)
             self._order.insert(0, url)
         self._failing.clear()
 
     def prefer(self, url: str) -> None:
-        """Ask `url` next, if it is one of them."""
+        """Use `url` next, if it is known."""
         if url in self._order:
             self._order.remove(url)
             self._order.insert(0, url)
             self._failing.discard(url)
 
     def replace(self, urls: Iterable[str]) -> None:
-        """Ask these from now on; the one in use stays so if it is among them.
+        """Replace the URLs, dropping invalid ones and those after MAX_ENDPOINTS; the one in use stays in use if listed.
 
-        At most MAX_ENDPOINTS are taken, without what is no URL. A list of which nothing is left changes nothing.
+        Without a valid URL, nothing changes.
         """
-        sound = list(sound_urls(urls))
+        sound = list(valid_urls(urls))
         if self.current in sound:
             sound.remove(self.current)
             sound.insert(0, self.current)

@@ -1,8 +1,7 @@
-"""One bounded HTTP exchange with a server that nobody vouches for.
+"""Bounded HTTP exchanges with an untrusted server.
 
-A reply has a size and a time in which it must arrive; nothing is decompressed, redirected or kept in a
-cookie. What the network did is Unavailable, what the server did wrong is BadReply; whether to try again is
-the caller's decision.
+Replies have a size limit and a deadline; nothing is decompressed, redirected or kept in a cookie. Network faults are
+Unavailable, protocol violations BadReply; retrying is the caller's decision.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
 
-from node.client.ssrf import Reach, RememberingResolver, reach_of
+from node.client.ssrf import Reach, SsrfGuardResolver, reach_of
 from node.errors import BadReply, ConfigError, Unavailable
 
 MAX_PRINTED: Final = 300
@@ -29,7 +28,7 @@ _PIECE_BYTES: Final = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeLimits:
-    """Deadlines of one exchange. An upload gets `reply_seconds`, and its size over the least rate on top."""
+    """Deadlines of one exchange; an upload gets its size over the least rate on top of `reply_seconds`."""
 
     connect_seconds: float = 10.0
     reply_seconds: float = 30.0
@@ -39,23 +38,23 @@ class ExchangeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Exponential with jitter, so that a thousand workers do not return in the same second."""
+    """Exponential backoff with jitter."""
 
     first_seconds: float = 0.25
     max_seconds: float = 15.0
 
     def delay(self, failures: int) -> float:
-        """Seconds to wait after `failures` failures in a row (1 for the first)."""
+        """Return the seconds to wait after `failures` consecutive failures (1 for the first)."""
         ceiling = min(self.max_seconds, self.first_seconds * 2.0 ** min(failures - 1, 32))
         return ceiling * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to send; `wait_seconds` is how long the server was asked to hold the answer back.
+    """An HTTP request; `wait_seconds` is the long-poll time that the server was asked for.
 
-    A body that is `elsewhere` is signed for, and not sent: the run's object store has it. Whoever sends
-    it signs what is `signed`.
+    A body that is `elsewhere` (in the run's object store) is signed and not sent. `signed` asks for an
+    Authorization header.
     """
 
     method: Literal["GET", "POST", "PUT"]
@@ -70,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. `retry_after_seconds` is None unless the server gave a number of seconds."""
+    """An HTTP reply; `retry_after_seconds` is None unless Retry-After gave a number."""
 
     status: int
     body: bytes
@@ -78,31 +77,30 @@ class Reply:
 
 
 class Exchange:
-    """HTTP with one server, from the first request until `close`. `in_flight` counts the requests under way."""
+    """HTTP client of one server; `in_flight` counts its open requests."""
 
     def __init__(self, url: str, *, limits: ExchangeLimits) -> None:
         self.url = checked_url(url)
         self.limits = limits
         self.in_flight = 0
         self._session: aiohttp.ClientSession | None = None
-        self._resolver: RememberingResolver | None = None
+        self._resolver = SsrfGuardResolver()
 
     @property
     def reach(self) -> Reach:
-        """How far away the server is, or seemed to be once."""
+        """The farthest reach that the server's host has resolved to; INTERNET if unknown."""
         literal = reach_of(urlsplit(self.url).hostname or "")
         if literal is not None:
             return literal
-        farthest = self._resolver.farthest if self._resolver is not None else None
-        return Reach.INTERNET if farthest is None else farthest
+        return Reach.INTERNET if self._resolver.farthest is None else self._resolver.farthest
 
     async def close(self) -> None:
-        """End its connections; nothing can be sent any more."""
+        """Close the connections; nothing can be sent afterwards."""
         if self._session is not None:
             await self._session.close()
 
     async def send(self, request: Request, *, body_bytes: int, headers: Mapping[str, str]) -> Reply:
-        """One attempt, no more; raises Unavailable or BadReply."""
+        """Send once, without retries; raises Unavailable or BadReply."""
         seconds = self.limits.reply_seconds + request.wait_seconds
         seconds += body_bytes / self.limits.least_upload_bytes_per_second
         self.in_flight += 1
@@ -118,15 +116,14 @@ class Exchange:
 
     async def _send(self, request: Request, body_bytes: int, headers: Mapping[str, str]) -> Reply:
         if self._session is None:
-            self._resolver = RememberingResolver()
-            self._session = _session(self.limits, self._resolver)
+            self._session = new_session(self.limits, self._resolver)
         async with self._session.request(
             request.method,
             self.url + request.path,
             params=request.query,
             data=_pieces(request.body) if body_bytes else None,
             headers={**headers, "Content-Length": str(body_bytes)} if body_bytes else headers,
-            # A refusal then arrives before a body that nobody would read, instead of a reset connection.
+            # A refusal then arrives before the body is sent, instead of a reset connection.
             expect100=body_bytes > 0 and request.method == "PUT",
             allow_redirects=False,
         ) as response:
@@ -148,7 +145,8 @@ class Exchange:
         return min(float(text[:9]), self.limits.max_retry_after_seconds)
 
 
-def _session(limits: ExchangeLimits, resolver: RememberingResolver) -> aiohttp.ClientSession:
+def new_session(limits: ExchangeLimits, resolver: SsrfGuardResolver) -> aiohttp.ClientSession:
+    """Open a session without cookies, decompression or a total timeout; requests carry their own deadlines."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(resolver=resolver),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_seconds),
@@ -159,7 +157,7 @@ def _session(limits: ExchangeLimits, resolver: RememberingResolver) -> aiohttp.C
 
 
 def checked_url(url: str) -> str:
-    """`url` without a slash at its end, if it is one that a node may call; raises ConfigError."""
+    """Return `url` without a trailing slash; raises ConfigError unless it is a plain http(s) URL."""
     try:
         parts = urlsplit(url)
         sound = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and url.isprintable()
@@ -170,8 +168,8 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def sound_urls(urls: Iterable[str]) -> tuple[str, ...]:
-    """Those of `urls` that may be called: one bad entry in a stranger's list must not spoil the others."""
+def valid_urls(urls: Iterable[str]) -> tuple[str, ...]:
+    """Return the valid ones of an untrusted list of URLs, without duplicates."""
     sound = []
     for url in urls:
         with contextlib.suppress(ConfigError):
@@ -180,12 +178,12 @@ def sound_urls(urls: Iterable[str]) -> tuple[str, ...]:
 
 
 def printable(text: str) -> str:
-    """A peer's text without control characters, so that it cannot drive the reader's terminal."""
+    """Return up to MAX_PRINTED characters of untrusted text, control characters replaced by "?"."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_PRINTED])
 
 
 def measure_body(body: bytes | Path) -> tuple[str, int]:
-    """BLAKE3 (hexadecimal) and length in bytes of what is to be sent."""
+    """Return the BLAKE3 (hexadecimal) and the length in bytes of a body."""
     hasher = blake3(body) if isinstance(body, bytes) else blake3().update_mmap(body)
     return hasher.hexdigest(), len(body) if isinstance(body, bytes) else body.stat().st_size
 
@@ -194,16 +192,19 @@ async def _pieces(body: bytes | Path) -> AsyncIterator[bytes]:
     if isinstance(body, bytes):
         yield body
         return
-    file = await asyncio.to_thread(body.open, "rb")
-    try:
-        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+    with await asyncio.to_thread(body.open, "rb") as file:
+        async for piece in read_pieces(file):
             yield piece
-    finally:
-        file.close()
+
+
+async def read_pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+    """Yield a file's content in pieces, read outside the event loop."""
+    while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+        yield piece
 
 
 def describe(error: Exception) -> str:
-    """What the network did, in a few words."""
+    """Describe a network error in a few words, safe to print."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno).lower()

@@ -1,37 +1,32 @@
-"""Putting a file into the object store of a run, at a URL that its coordinator named.
+"""Upload of a file to the run's object store, at a presigned URL from its coordinator.
 
-The request is always the same: one PUT of one file, with its length and its SHA-256 in headers. It goes only where
-`node.client.ssrf` lets it, no redirect is followed, nothing of the answer is used but its status, and no URL is logged
-or put into an error: its query is as good as a password.
+One PUT with length and SHA-256 in headers, only where the SSRF guard (`node.client.ssrf`) allows, without redirects;
+only the status of the answer is used. No URL is logged or quoted in an error: its query is a credential.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
 
-from node.client.http import ExchangeLimits, describe, printable
-from node.client.ssrf import FarResolver, Reach, TooNear, reach_of
-from node.errors import BadReply, UploadStoreAway
+from node.client.http import ExchangeLimits, describe, new_session, printable, read_pieces
+from node.client.ssrf import Reach, SsrfBlocked, SsrfGuardResolver, reach_of
+from node.errors import BadReply, StoreUnavailable
 
 MAX_ANSWER_BYTES: Final = 64 * 1024
-_PIECE_BYTES: Final = 256 * 1024
 _WHO: Final = "The run's object store"
 
 
-async def put_into_store(
-    url: str, body: Path, *, body_bytes: int, sha256: str, least: Reach, limits: ExchangeLimits
-) -> None:
-    """One attempt; raises UploadStoreAway, and BadReply for a URL that is not to be called.
+async def put_file(url: str, body: Path, *, body_bytes: int, sha256: str, least: Reach, limits: ExchangeLimits) -> None:
+    """Upload once, within an upload's deadline; raises StoreUnavailable, or BadReply for a forbidden URL.
 
-    `sha256` is hexadecimal; `least` is how far the store has to be away. The deadline is that of an upload.
+    `sha256` is hexadecimal; `least` is the nearest reach allowed.
     """
     target = _checked(url, least=least)
     seconds = limits.reply_seconds + body_bytes / limits.least_upload_bytes_per_second
@@ -39,18 +34,18 @@ async def put_into_store(
         async with asyncio.timeout(seconds):
             status = await _put(target, body, body_bytes, sha256, least=least, limits=limits)
     except TimeoutError as error:
-        raise UploadStoreAway(f"{_WHO} did not take the file within {seconds:.0f} s.") from error
-    except TooNear as error:
+        raise StoreUnavailable(f"{_WHO} did not take the file within {seconds:.0f} s.") from error
+    except SsrfBlocked as error:
         raise _too_near(str(error)) from error
     except aiohttp.InvalidURL:
         raise _no_url() from None
     except (aiohttp.ClientError, OSError) as error:
-        # aiohttp's own errors quote the URL, and whoever logs a traceback would log it.
+        # aiohttp's errors quote the URL, which a logged traceback would leak: hence `from None`.
         of_network = isinstance(error, aiohttp.ClientConnectorError) or not isinstance(error, aiohttp.ClientError)
         why = describe(error) if of_network else type(error).__name__
-        raise UploadStoreAway(f"{_WHO} cannot be reached: {why}.") from None
+        raise StoreUnavailable(f"{_WHO} cannot be reached: {why}.") from None
     if not 200 <= status < 300:
-        raise UploadStoreAway(f"{_WHO} does not take the file (HTTP {status}).")
+        raise StoreUnavailable(f"{_WHO} does not take the file (HTTP {status}).")
 
 
 async def _put(url: URL, body: Path, body_bytes: int, sha256: str, *, least: Reach, limits: ExchangeLimits) -> int:
@@ -59,31 +54,19 @@ async def _put(url: URL, body: Path, body_bytes: int, sha256: str, *, least: Rea
         "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
         "x-amz-sdk-checksum-algorithm": "SHA256",
     }
-    connector = aiohttp.TCPConnector(resolver=FarResolver(least), use_dns_cache=False)
-    file = await asyncio.to_thread(body.open, "rb")
-    try:
+    with await asyncio.to_thread(body.open, "rb") as file:  # closed here: aiohttp does not close an aborted generator
         async with (
-            aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_seconds),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                headers={"Accept-Encoding": "identity", "User-Agent": "swarmproof"},
-                skip_auto_headers=("Content-Type",),
-            ) as session,
+            new_session(limits, SsrfGuardResolver(least)) as session,
             session.put(
-                url, data=_pieces(file) if body_bytes else None, headers=headers, allow_redirects=False
+                url,
+                data=read_pieces(file) if body_bytes else None,
+                headers=headers,
+                skip_auto_headers=("Content-Type",),
+                allow_redirects=False,
             ) as response,
         ):
             await response.content.read(MAX_ANSWER_BYTES)
             return response.status
-    finally:
-        file.close()
-
-
-async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-        yield piece
 
 
 def _checked(url: str, *, least: Reach) -> URL:
@@ -100,9 +83,9 @@ def _checked(url: str, *, least: Reach) -> URL:
     ):
         raise _no_url()
     reach = reach_of(host)
-    if reach is not None and reach < least:  # a name is looked at when it is resolved
+    if reach is not None and reach < least:  # names are checked by the resolver
         raise _too_near(host)
-    return URL(url, encoded=True)  # as it was signed
+    return URL(url, encoded=True)  # re-encoding would invalidate its signature
 
 
 def _no_url() -> BadReply:

@@ -1,9 +1,8 @@
-"""How far from this machine the addresses are that somebody else has named, and names that resolve to near ones.
+"""SSRF guard: a URL from a server may not be nearer to this machine than the server itself.
 
-A hostile server would like this machine to call others for it: a service that listens on loopback, the address at which
-a cloud tells its machines their secrets. What it names is therefore called only where that is as far away as it is
-itself: a server on the Internet names nothing on this network, one on this network nothing on this machine. What
-counts is what was called, not what a name resolves to later, which its owner decides.
+A hostile server could otherwise have this machine call services on loopback or a cloud's metadata address. A server on
+the Internet may name nothing on this network, one on this network nothing on this machine. The addresses connected to
+count, not what a name resolves to later (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from aiohttp.resolver import DefaultResolver
 
 
 class Reach(enum.IntEnum):
-    """From the nearest to the farthest."""
+    """Distance classes of addresses, nearest first."""
 
     NOWHERE = 0
     THIS_MACHINE = 1
@@ -26,12 +25,12 @@ class Reach(enum.IntEnum):
     INTERNET = 4
 
 
-class TooNear(Exception):
-    """A host has no address that is far enough away; says which."""
+class SsrfBlocked(Exception):
+    """No address of the named host is far enough away."""
 
 
 def reach_of(host: str) -> Reach | None:
-    """The reach of an IP address; None for a name."""
+    """Return the reach of an IP address; None for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -47,30 +46,11 @@ def reach_of(host: str) -> Reach | None:
     return Reach.INTERNET if address.is_global else Reach.THIS_NETWORK
 
 
-class RememberingResolver(AbstractResolver):
-    """Resolves names as usual; `farthest` is the farthest address that it gave, of which one may have been called."""
+class SsrfGuardResolver(AbstractResolver):
+    """Resolver of addresses at `least` or farther, else SsrfBlocked; `farthest` is the farthest one returned so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: Reach = Reach.NOWHERE) -> None:
         self.farthest: Reach | None = None
-        self._resolver = DefaultResolver()
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        found = await self._resolver.resolve(host, port, family)
-        for each in found:
-            reach = reach_of(each["host"]) or Reach.NOWHERE
-            self.farthest = reach if self.farthest is None else max(self.farthest, reach)
-        return found
-
-    async def close(self) -> None:
-        await self._resolver.close()
-
-
-class FarResolver(AbstractResolver):
-    """Gives only those addresses that are `least` away or farther; raises TooNear where there is none."""
-
-    def __init__(self, least: Reach) -> None:
         self._least = least
         self._resolver = DefaultResolver()
 
@@ -78,10 +58,15 @@ class FarResolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
         found = await self._resolver.resolve(host, port, family)
-        far = [each for each in found if (reach_of(each["host"]) or Reach.NOWHERE) >= self._least]
-        if not far:
-            raise TooNear(host)
-        return far
+        allowed = []
+        for each in found:
+            reach = reach_of(each["host"]) or Reach.NOWHERE
+            if reach >= self._least:
+                allowed.append(each)
+                self.farthest = reach if self.farthest is None else max(self.farthest, reach)
+        if not allowed:
+            raise SsrfBlocked(host)
+        return allowed
 
     async def close(self) -> None:
         await self._resolver.close()

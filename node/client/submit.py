@@ -1,8 +1,8 @@
-"""Submitting a slot, to the coordinator or by the run's object store: the coordinator's first answer tells which.
+"""Submission upload, directly or through the run's object store: the coordinator's first reply tells which.
 
-With a store the worker announces the file, puts it where the coordinator's offer says, and submits; the file's two
-digests are signed for in each step, so that nobody on the way can put other bytes into the worker's mouth. Every step
-may be done again, and after a failure of the store all of them are: an offer is good for minutes.
+With a store: announce the file, PUT it to the presigned URL, submit. Both digests of the file are signed in each step,
+so that nobody can substitute other bytes. Every step is idempotent, and a store failure repeats all: URLs expire within
+minutes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final
 
 from node.client.calls import CoordinatorReply, CoordinatorTransport, decoded, request_to
 from node.client.http import Backoff, ExchangeLimits, measure_body
-from node.client.object_store import put_into_store
-from node.errors import BadReply, CoordinatorFault, Refused, UploadStoreAway
+from node.client.object_store import put_file
+from node.errors import BadReply, CoordinatorFault, Refused, StoreUnavailable
 from node.protocol import endpoints
 from node.protocol.messages import UploadRequest
 from node.protocol.reasons import Reason
@@ -25,11 +25,11 @@ from node.protocol.reasons import Reason
 log = logging.getLogger(__name__)
 
 _FREE_TURNS: Final = 1
-"""After the first refusal of one way the other is tried at once."""
+"""Retries without backoff, right after switching between the two ways."""
 
 
-class Submitting:
-    """Submits the slots of one node; remembers from one to the next whether the run has an object store."""
+class SubmissionUploader:
+    """Uploader of one node's submissions; remembers whether the run has an object store."""
 
     def __init__(self, caller: CoordinatorTransport, *, limits: ExchangeLimits, backoff: Backoff) -> None:
         self._caller = caller
@@ -39,7 +39,7 @@ class Submitting:
         self._store_is_away = False
 
     async def submit(self, lease_id: str, body: Path, *, patience_seconds: float) -> str:
-        """The submission's id, see `CoordinatorClient.submit`; what the store's failures end in is UploadStoreAway."""
+        """Upload and return the submission's id (`CoordinatorClient.submit`); raises StoreUnavailable, too."""
         give_up_at = time.monotonic() + patience_seconds
         failures = 0
         while True:
@@ -54,7 +54,7 @@ class Submitting:
                     raise
                 self._by_store = not no_store_here
                 fault: CoordinatorFault = error
-            except UploadStoreAway as error:
+            except StoreUnavailable as error:
                 self._note_away(error)
                 fault = error
             failures += 1
@@ -76,7 +76,7 @@ class Submitting:
         request = request_to(endpoints.ANNOUNCE_UPLOAD, names={"lease_id": lease_id}, body=asked)
         url, coordinator = await self._caller.call(request, _offer, patience_seconds=patience_seconds)
         least = self._caller.reach(coordinator)
-        await put_into_store(url, body, body_bytes=body_bytes, sha256=sha256, least=least, limits=self._limits)
+        await put_file(url, body, body_bytes=body_bytes, sha256=sha256, least=least, limits=self._limits)
         if self._store_is_away:
             self._store_is_away = False
             log.warning("the run's object store is back")
@@ -84,9 +84,9 @@ class Submitting:
         request = request_to(endpoints.SUBMIT_UPLOAD, names=names, body=body, elsewhere=True)
         return await self._caller.call(request, _acknowledged, patience_seconds=patience_seconds)
 
-    def _note_away(self, error: UploadStoreAway) -> None:
+    def _note_away(self, error: StoreUnavailable) -> None:
         if not self._store_is_away:
-            log.warning("%s Trying until it does", error)
+            log.warning("%s Retrying until it does", error)
         self._store_is_away = True
 
 

@@ -1,1 +1,1 @@
-"""The command line: one module a command, and shared options."""
+"""The command line: one module per command, and shared options."""

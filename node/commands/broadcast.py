@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from node.client.http import printable
-from node.commands.click_ext import CouldNotRun, explained
+from node.commands.click_ext import CouldNotRun, reported
 from node.commands.options import EXISTING_FILE, FILE, json_option, key_option, listen_options, state_option
 from node.commands.serving_options import server_limits, serving_options
 from node.keys.identity import load_or_create_key
@@ -155,7 +155,7 @@ def fetch(
     async def get() -> None:
         await run_fetch(settings, view=FetchView(as_json=as_json), stop=stop_on_signals())
 
-    with explained(CouldNotRun):
+    with reported(CouldNotRun):
         try:
             with _rephrased():
                 asyncio.run(get())
@@ -189,5 +189,5 @@ def _rephrased() -> Iterator[None]:
         said = type(error)(f"{what}.", code=error.code)
         if not isinstance(error, PeerFault):
             raise said from error
-        with explained():
+        with reported():
             raise said from error

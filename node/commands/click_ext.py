@@ -1,6 +1,6 @@
-"""What the command line adds to click: commands of other packages, and failures that say what to do.
+"""Extensions of click: commands by entry point, and errors with hints.
 
-A failure is what is wrong in one line and, in a second one that begins with `hint:`, what to do
+An error is one line that says what is wrong, and one that begins with `hint:` and says what to do
 (`node.commands.hints`).
 """
 
@@ -30,7 +30,7 @@ UNFORESEEN = 70
 
 
 class Failed(click.ClickException):
-    """A failure as a person should see it; as a line of the log, where programs read that."""
+    """An error with a hint, printed as text or logged as JSON."""
 
     exit_code = 1
 
@@ -44,19 +44,19 @@ class Failed(click.ClickException):
 
 
 class CouldNotRun(Failed):
-    """A failure of a command whose exit code 1 is an answer."""
+    """An error of a command whose exit code 1 is an answer."""
 
     exit_code = 2
 
 
 class Defect(Failed):
-    """A failure that nobody foresaw."""
+    """An unexpected error."""
 
     exit_code = UNFORESEEN
 
 
 class WrongCommandLine(click.UsageError):
-    """What click says of a command line, with the help that explains it."""
+    """A usage error of click, with a pointer to --help."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it on stderr."""
@@ -78,8 +78,8 @@ def _show(said: str, hint: str, file: IO[Any] | None) -> None:
 
 
 @contextlib.contextmanager
-def explained(failure: type[Failed] = Failed) -> Iterator[None]:
-    """Turn whatever goes wrong inside into one sentence and what to do, unless --debug was given."""
+def reported(failure: type[Failed] = Failed) -> Iterator[None]:
+    """Turn exceptions of the block into `failure` with a hint, unless --debug was given."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -97,7 +97,7 @@ def explained(failure: type[Failed] = Failed) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str | None:
-    """Return what an error of this project or the system says of itself; None for a defect."""
+    """Return the message of an error of this project or the system; None for a defect."""
     if isinstance(getattr(error, "code", None), str) or isinstance(error, Refusal):
         return str(error)
     if isinstance(error, OSError):
@@ -107,7 +107,7 @@ def _sentence(error: Exception) -> str | None:
 
 @contextlib.contextmanager
 def _reworded() -> Iterator[None]:
-    """Have click's complaints about the command line end with what to do."""
+    """Turn click's usage errors into WrongCommandLine."""
     try:
         yield
     except (WrongCommandLine, click.exceptions.NoArgsIsHelpError):
@@ -117,7 +117,7 @@ def _reworded() -> Iterator[None]:
 
 
 class Commands(click.Group):
-    """The built-in commands, and those of other packages by entry point."""
+    """The built-in commands and those of other packages, by entry point."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,7 +129,7 @@ class Commands(click.Group):
         return sorted({*super().list_commands(ctx), *self._load_others()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command; other packages are imported only when it is none of ours."""
+        """Return the command; other packages are imported only if it is not built in."""
         command = super().get_command(ctx, cmd_name) or self._load_others().get(cmd_name)
         if command is not None:
             name_variables(command, prefix=f"{ENVIRONMENT}_{cmd_name}")
@@ -138,7 +138,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve as click does; a command that is missing because its package does not load says so."""
+        """Resolve as click does; if a package failed to load, the error says so."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -150,13 +150,13 @@ class Commands(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Make the context as click does; what is wrong with the command line ends with what to do."""
+        """Make the context as click does, with hints in usage errors."""
         with _reworded():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; its failure is one sentence, and one that says what to do."""
-        with _reworded(), explained():
+        """Run a command, turning exceptions into errors with hints."""
+        with _reworded(), reported():
             return super().invoke(ctx)
 
     def _load_others(self) -> dict[str, click.Command]:

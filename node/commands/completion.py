@@ -1,4 +1,4 @@
-"""`swarmproof completion`: the script by which a shell completes commands, options and their values."""
+"""`swarmproof completion`: shell completion scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class
 
 PROGRAM = "swarmproof"
 VARIABLE = "_SWARMPROOF_COMPLETE"
-"""Where click looks for the shell's question, under the program's usual name."""
+"""The environment variable of click's completion protocol."""
 
 
 @click.command()

@@ -1,11 +1,11 @@
-"""Where a command's settings come from: flags over the environment over a TOML file over defaults.
+"""Settings of commands: flags, then the environment, then a TOML file, then defaults.
 
     [worker]                       # a table per command
     coordinator = "http://..."     # a key per flag, with - or _
     slots = 8
 
-The environment's names are SWARMPROOF_<COMMAND>_<FLAG>. A key that no flag has is an error that names the
-nearest one: a typo must not become a default.
+Environment variables are SWARMPROOF_<COMMAND>_<FLAG>. An unknown key is an error that names the nearest one, so that a
+typo does not become a default.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def name_variables(command: click.Command, *, prefix: str) -> None:
 
 
 def flag_name(option: click.Parameter) -> str:
-    """Return what a person calls a setting: its flag without dashes in front, `_` for `-`."""
+    """Return a setting's key: its flag without leading dashes, `_` for `-`."""
     flags = [flag for flag in option.opts if flag.startswith("--")]
     return flags[0][2:].replace("-", "_") if flags else str(option.name)
 
@@ -95,13 +95,13 @@ def _known(name: str, names: Iterable[str], what: str, *, table: str) -> str:
 
 
 def _checked(value: Any, option: click.Parameter, *, where: str) -> Any:
-    """Return `value` in the form in which it would stand on the command line, so that click judges both alike."""
+    """Convert `value` to its command-line form, so that click validates both alike."""
     if isinstance(option, click.Option) and option.is_flag:
         if not isinstance(value, bool):
             raise ConfigError(f"{where} must be true or false.", code="bad_setting")
         return value
     if option.multiple or option.nargs != 1:
-        items = value if isinstance(value, list) else [value]  # one may stand for itself, as on the command line
+        items = value if isinstance(value, list) else [value]
         return [_scalar(item, where=where) for item in items]
     return _scalar(value, where=where)
 

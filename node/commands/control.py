@@ -1,4 +1,4 @@
-"""`swarmproof authority` and `swarmproof control`: a right to ask nodes, made by the run, and asking them."""
+"""`swarmproof authority` and `swarmproof control`: grant control rights, and send control requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import base64
 import binascii
 import dataclasses
 import functools
+import inspect
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -20,7 +22,7 @@ from node.commands.joining_options import calling_options
 from node.commands.options import FILE, F, all_of, json_option, key_option, state_option
 from node.control.report import challenge_lines, lines_of
 from node.errors import ConfigError, NodeError
-from node.joining.way import Way
+from node.joining.options import JoinOptions
 from node.keys.identity import load_key
 from node.protocol.control import (
     FREE_PURPOSES,
@@ -53,7 +55,7 @@ MAX_GRANT_BYTES: Final = 2 * MAX_AUTHORITY_BYTES
 NOTHING: Final = "nothing"
 
 
-def _node(_ctx: click.Context, _param: click.Parameter, value: str | None) -> bytes | None:
+def _parse_node(_ctx: click.Context, _param: click.Parameter, value: str | None) -> bytes | None:
     """Return a node's public key, from its id or its PeerId; raises BadParameter."""
     if value is None:
         return None
@@ -64,7 +66,7 @@ def _node(_ctx: click.Context, _param: click.Parameter, value: str | None) -> by
 
 
 def control_options(command: F) -> F:
-    """Give a worker's command the option that says what the run's operator may ask of it, as `control`."""
+    """Add `--allow-control` to a worker's command, passed as the set `control`."""
 
     @functools.wraps(command)
     def run(*, allow_control: tuple[str, ...], **given: Any) -> Any:
@@ -85,7 +87,9 @@ def control_options(command: F) -> F:
 
 @click.command()
 @key_option("The run's key file: only the run gives authority.", required=True)
-@click.option("--node", metavar="NODE", required=True, callback=_node, help="Who may ask: the id of the asker's key.")
+@click.option(
+    "--node", metavar="NODE", required=True, callback=_parse_node, help="Who may ask: the id of the asker's key."
+)
 @click.option(
     "--purpose", "purposes", multiple=True, required=True, type=click.Choice(PURPOSES), help="For what; repeatable."
 )
@@ -95,7 +99,9 @@ def control_options(command: F) -> F:
     required=True,
     help="For how long.",
 )
-@click.option("--subject", metavar="NODE", callback=_node, help="Only of this node.  [default: of any node of the run]")
+@click.option(
+    "--subject", metavar="NODE", callback=_parse_node, help="Only of this node.  [default: of any node of the run]"
+)
 def authority(*, key: Path, node: bytes, purposes: tuple[Purpose, ...], hours: float, subject: bytes | None) -> None:
     """Let somebody ask the run's nodes, for named purposes and a while.
 
@@ -120,11 +126,11 @@ def authority(*, key: Path, node: bytes, purposes: tuple[Purpose, ...], hours: f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asking:
-    """Whom to ask, how, and how to show the answer."""
+class _Target:
+    """The node to ask, how to reach it, and how to print its reply."""
 
     node: bytes
-    way: Way
+    join: JoinOptions
     key: Path
     authority: Path | None
     state: Path | None
@@ -133,8 +139,8 @@ class _Asking:
     as_json: bool
 
 
-_ASKING = all_of(
-    click.argument("node", metavar="NODE", callback=_node),
+_TARGET_OPTIONS = all_of(
+    click.argument("node", metavar="NODE", callback=_parse_node),
     key_option("The asker's key file: the one that the authority was given to, or the run's own.", required=True),
     click.option(
         "--authority",
@@ -154,11 +160,21 @@ _ASKING = all_of(
 )
 
 
-def _asking(command: F) -> F:
-    """Give a command what all that ask have, as `asking`."""
+def _purpose(name: Purpose) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a function the subcommand `name`, with the options of `_Target` as `target` and an example in its help."""
+    example = "swarmproof://5f3c... --key operator.key --authority grant"
 
+    def make(function: Callable[..., None]) -> click.Command:
+        usage = f"\b\nExample:\n  swarmproof control {name} 8c1f... \\\n    --join {example}"
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{usage}"
+        return control.command(name)(_target_options(function))
+
+    return make
+
+
+def _target_options(command: F) -> F:
     @functools.wraps(command)
-    def run(*, way: Way, address: str | None, **given: Any) -> Any:
+    def run(*, join: JoinOptions, address: str | None, **given: Any) -> Any:
         try:
             at = None if address is None else parse_address(address)
         except Malformed as error:
@@ -167,9 +183,9 @@ def _asking(command: F) -> F:
         said = {name: given.pop(name) for name in names}
         if at is not None and at.node != said["node"]:
             raise click.BadParameter("that is the address of another node.", param_hint="--address")
-        return command(asking=_Asking(way=way, address=at, **said), **given)
+        return command(target=_Target(join=join, address=at, **said), **given)
 
-    return calling_options(_ASKING(cast("F", run)))
+    return calling_options(_TARGET_OPTIONS(cast("F", run)))
 
 
 @click.group()
@@ -184,74 +200,39 @@ def control() -> None:
     """
 
 
-@control.command("status")
-@_asking
-def ask_status(*, asking: _Asking) -> None:
-    """Say what a worker is doing.
-
-    \b
-    Example:
-      swarmproof control status 8c1f... \\
-        --join swarmproof://5f3c... --key operator.key --authority grant
-    """
-    _show(asking, AskStatus())
+@_purpose("status")
+def ask_status(*, target: _Target) -> None:
+    """Print what a worker is doing."""
+    _show(target, AskStatus())
 
 
-@control.command("invite")
+@_purpose("invite")
 @click.option("--endpoint", metavar="URL", help="A coordinator that the run names.  [default: the one in use]")
-@_asking
-def ask_invite(*, asking: _Asking, endpoint: str | None) -> None:
-    """Tell a worker that there is work: it asks its coordinator now, and is not drained any more.
-
-    \b
-    Example:
-      swarmproof control invite 8c1f... \\
-        --join swarmproof://5f3c... --key operator.key --authority grant
-    """
-    _show(asking, AskInvite(endpoint=None if endpoint is None else checked_url(endpoint)))
+def ask_invite(*, target: _Target, endpoint: str | None) -> None:
+    """Have a worker ask for work now, and end its drain."""
+    _show(target, AskInvite(endpoint=None if endpoint is None else checked_url(endpoint)))
 
 
-@control.command("drain")
-@_asking
-def ask_drain(*, asking: _Asking) -> None:
-    """Let a worker finish its slots and take no more, until it is invited or started again.
-
-    \b
-    Example:
-      swarmproof control drain 8c1f... \\
-        --join swarmproof://5f3c... --key operator.key --authority grant
-    """
-    _show(asking, AskDrain())
+@_purpose("drain")
+def ask_drain(*, target: _Target) -> None:
+    """Let a worker finish its slots and take no more, until it is invited or started again."""
+    _show(target, AskDrain())
 
 
-@control.command("restart")
-@_asking
-def ask_restart(*, asking: _Asking) -> None:
-    """Have a worker hand its slots back and start its engine anew.
-
-    \b
-    Example:
-      swarmproof control restart 8c1f... \\
-        --join swarmproof://5f3c... --key operator.key --authority grant
-    """
-    _show(asking, AskRestart())
+@_purpose("restart")
+def ask_restart(*, target: _Target) -> None:
+    """Have a worker return its leases and restart its engine."""
+    _show(target, AskRestart())
 
 
-@control.command("logs")
+@_purpose("logs")
 @click.option("--lines", type=click.IntRange(1, MAX_LOG_LINES), default=50, show_default=True, help="How many.")
-@_asking
-def ask_logs(*, asking: _Asking, lines: int) -> None:
-    """Print the last lines of a worker's log, if its owner shows it.
-
-    \b
-    Example:
-      swarmproof control logs 8c1f... \\
-        --join swarmproof://5f3c... --key operator.key --authority grant
-    """
-    _show(asking, AskLogs(lines=lines))
+def ask_logs(*, target: _Target, lines: int) -> None:
+    """Print the last lines of a worker's log, if its owner allows it."""
+    _show(target, AskLogs(lines=lines))
 
 
-@control.command("challenge")
+@_purpose("challenge")
 @click.option(
     "--samples",
     type=click.IntRange(1, MAX_SAMPLES),
@@ -271,42 +252,36 @@ def ask_logs(*, asking: _Asking, lines: int) -> None:
     type=FILE,
     help="The policy file that the worker has loaded, to check the answer as a verifier does.",
 )
-@_asking
-def ask_challenge(*, asking: _Asking, samples: int, tokens: int, policy: Path | None) -> None:
-    """Time a measured sample of work: what hardware the node has at its command.
-
-    \b
-    Example:
-      swarmproof control challenge 8c1f... \\
-        --join swarmproof://5f3c... --key operator.key --authority grant
+def ask_challenge(*, target: _Target, samples: int, tokens: int, policy: Path | None) -> None:
+    """Time a sample of work, to measure the hardware at the node's command.
 
     Drain it first for its whole speed. Without --policy only the answer's form is checked.
     """
-    _show(asking, AskChallenge(samples=samples, max_tokens=tokens), policy=policy)
+    _show(target, AskChallenge(samples=samples, max_tokens=tokens), policy=policy)
 
 
-def _show(asking: _Asking, ask: Ask, *, policy: Path | None = None) -> None:
-    """Ask, and print the answer."""
-    lines, raw = asyncio.run(_ask(asking, ask, policy))
-    if asking.as_json:
+def _show(target: _Target, ask: Ask, *, policy: Path | None = None) -> None:
+    """Send the request and print the reply."""
+    lines, raw = asyncio.run(_ask(target, ask, policy))
+    if target.as_json:
         click.echo(msgspec.json.encode(raw).decode())
     else:
         click.echo("\n".join(lines))
 
 
-async def _ask(asking: _Asking, ask: Ask, policy: Path | None) -> tuple[list[str], Any]:
-    from node.control.caller import calling, explain_fault
+async def _ask(target: _Target, ask: Ask, policy: Path | None) -> tuple[list[str], Any]:
+    from node.control.caller import control_client, explain_fault
 
-    key = load_key(asking.key)
-    state = asking.state or Path.home() / ".swarmproof" / asking.way.run_id[:16] / "control"
-    grant = None if asking.authority is None else _read_grant(asking.authority)
-    async with calling(asking.way, key=key, authority=grant, state=state) as caller:
+    key = load_key(target.key)
+    state = target.state or Path.home() / ".swarmproof" / target.join.run_id[:16] / "control"
+    grant = None if target.authority is None else _read_grant(target.authority)
+    async with control_client(target.join, key=key, authority=grant, state=state) as caller:
         # Before the clock runs: what measures the answer has to know the run.
-        spec = await caller.spec(seconds=asking.seconds) if isinstance(ask, AskChallenge) else None
+        spec = await caller.spec(seconds=target.seconds) if isinstance(ask, AskChallenge) else None
         try:
-            answered = await caller.ask(asking.node, ask, address=asking.address, find_seconds=asking.seconds)
+            answered = await caller.ask(target.node, ask, address=target.address, find_seconds=target.seconds)
         except PeerFault as error:
-            raise NodeError(explain_fault(error, asking.node), code=error.code) from error
+            raise NodeError(explain_fault(error, target.node), code=error.code) from error
     if isinstance(answered.body, ChallengeBody) and isinstance(ask, AskChallenge) and spec is not None:
         from node.control.challenge import appraise_challenge
         from node.verification.readings import read_by_transformers
@@ -317,8 +292,8 @@ async def _ask(asking: _Asking, ask: Ask, policy: Path | None) -> tuple[list[str
             answered.body,
             ask,
             spec=spec,
-            run_id=asking.way.run_id,
-            node=asking.node,
+            run_id=target.join.run_id,
+            node=target.node,
             nonce=answered.nonce,
             seconds=answered.seconds,
             prefill=prefill,

@@ -1,4 +1,4 @@
-"""What `swarmproof worker` and `verifier` let a person say about the engine, and the engine that follows from it."""
+"""Engine options of `swarmproof worker` and `verifier`, and the engine made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from node.commands.options import all_of, threads_option
 from node.errors import ConfigError
 
-if TYPE_CHECKING:  # which import torch: seconds that --help should not take
+if TYPE_CHECKING:  # these import torch, which takes seconds
     from node.engines.base import Engine
     from node.protocol.run import RunSpec
     from node.verification.prefill import Prefills
@@ -88,7 +88,7 @@ def check_engine(engine: str) -> None:
 
 
 def engine_maker(engine: str, *, threads: int | None, state: Path, **settings: Any) -> Callable[[RunSpec], Engine]:
-    """Return the engine's factory, called once the run is known; raises ConfigError where it is not installed."""
+    """Return the engine's factory, called once the run is known; raises ConfigError if it is not installed."""
     check_engine(engine)
     if engine == "torch":
         from node.engines.torch import TorchEngine
@@ -102,7 +102,7 @@ def engine_maker(engine: str, *, threads: int | None, state: Path, **settings: A
 
 
 def prefills_maker(engine: str, *, threads: int | None, state: Path, **settings: Any) -> MakePrefills:
-    """Return the factory of a verifier's prefills, as `engine_maker`; `torch` is transformers in its own process."""
+    """Return the factory of a verifier's prefills, as `engine_maker`; `torch` is transformers in this process."""
     check_engine(engine)
     if engine == "torch":
         from node.verification.readings import transformers_prefills

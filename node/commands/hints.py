@@ -1,8 +1,7 @@
-"""What to do about an error: one sentence for each `code`, shown below the error's own as `hint:`.
+"""What to do about an error, by its `code` or its class, shown below its message as `hint:`.
 
-An error's sentence says what is wrong; its hint says where to go on. A class of errors has a hint, and its codes may
-have their own. Errors of every package are in one table, because whoever reads them has one command line. What to do
-about a refusal is in its reason's row (node.protocol.reasons, node.protocol.control).
+One table for the errors of every package; a refusal's hint is in its reason's row (node.protocol.reasons,
+node.protocol.control).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from node.protocol.reasons import Refusal, reason_of
 DOCTOR: Final = "`swarmproof doctor` looks at this machine and says what to mend."
 REPORT: Final = "Run it again with --debug (or SWARMPROOF_DEBUG=1) for the traceback, and report that."
 _ADDRESS: Final = "Compare the address and the run's id with what the run's operator gave you."
+_REACH: Final = "See whether the address is right and the network is up (`swarmproof doctor --coordinator URL`)."
 _UPDATE: Final = "Update swarmproof here; if it stays, tell whoever runs the other side."
 _OTHER_SOURCE: Final = "Try again, or name another source: nothing of what was sent was used."
 _ASK: Final = "Ask the run's operator; `swarmproof audit` checks what the run says of itself."
@@ -41,12 +41,9 @@ HINTS: Final[dict[str, str]] = {
     "network_down": "See whether this machine reaches the internet, and ask the operator for a newer --join string; "
     "--coordinator and --run-id work without peers.",
     "coordinator_fault": _ADDRESS,
-    "unavailable": "See whether the address is right and the network is up; `swarmproof doctor --coordinator URL` asks "
-    "it, and compares clocks.",
-    "timeout": "See whether the address is right and the network is up; `swarmproof doctor --coordinator URL` asks it, "
-    "and compares clocks.",
+    "unavailable": _REACH,
+    "timeout": _REACH,
     "refused": f"{_ADDRESS} `swarmproof status` says where this node stands.",
-    "bad_reply": _ADDRESS,
     # node's parts
     "environment_fault": f"{_UPDATE} The run says which environments it needs.",
     "unknown_environment": "Install its package where swarmproof is installed; the run's operator knows which.",
@@ -69,20 +66,16 @@ HINTS: Final[dict[str, str]] = {
     "engine_error": DOCTOR,
     "no_policy": "Start again: the engine was asked for tokens before it had a policy.",
     "broken_policy": "Nothing on this machine is at fault: the operator has to publish another policy.",
-    "engine_died": DOCTOR,
     "interrupted": "Start again: what was drawn so far is not used.",
     # shardcast.errors
     "shardcast_error": _LOGS,
     "peer_fault": _OTHER_SOURCE,
-    "malformed": _OTHER_SOURCE,
     "bad_signature": f"{_OTHER_SOURCE} {_ADDRESS}",
     "wrong_run": _ADDRESS,
     "wrong_signer": _ADDRESS,
     "stale": "Try again, or another source: this one is behind. Compare clocks.",
-    "expired": "Try again, or another source: this one is behind. Compare clocks.",
     "rollback": "Try again, or another source: this one is behind.",
     "equivocation": f"Keep the state folder: it has the proof that two policies were signed as one. {_ASK}",
-    "corrupt_chunk": _OTHER_SOURCE,
     "network_fault": "Try again when the network is up, or name another source.",
     "unreachable": "See whether the other side runs, and whether its address can be reached from here.",
     "not_served": "Ask a source that still has it: the origin keeps every version, relays only the last ones.",
@@ -103,11 +96,8 @@ HINTS: Final[dict[str, str]] = {
     "fetch:wrong_run": _PRINTED,
     "fetch:wrong_signer": _PRINTED,
     # toploc.errors
-    "toploc_error": REPORT,
     "bad_proof": _OTHER_SOURCE,
-    "caller_fault": REPORT,
     "bad_activations": DOCTOR,
-    "bad_argument": REPORT,
     # coordinator.errors
     "coordinator_error": _LOGS,
     "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
@@ -124,14 +114,14 @@ HINTS: Final[dict[str, str]] = {
     "coordinator:too_slow": f"Leave the machine to the demonstration, and start it anew. {DOCTOR}",
     "keeps_dying": f"Read the end of that process's log. {DOCTOR}",
 }
-"""Hints by code. An error whose code is missing takes its class's code, then its bases'.
+"""Hints by code; a missing code falls back to its class's code, then to its bases'.
 
 `COMMAND:` or `PACKAGE:` before a code restricts the hint to that command, or to that package's errors.
 """
 
 
 def hint_for(error: BaseException, command: str | None = None) -> str:
-    """Return what to do about `error`, with which `command` ended: by its reason, else by its code or its class."""
+    """Return what to do about `error`, which ended `command`: by its reason, else by its code or class."""
     if isinstance(error, Refusal):
         return error.reason.todo
     if isinstance(error, ControlRefusal):

@@ -1,4 +1,4 @@
-"""What `swarmproof worker`, `relay`, `status` and `peer` let a person say about the way to a run, and what follows."""
+"""Options of joining a run, for `swarmproof worker`, `relay`, `status` and `peer`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import click
 from node.client.endpoints import MAX_ENDPOINTS
 from node.client.http import checked_url
 from node.commands.options import F, Option, all_of
-from node.joining.way import Way, host_and_port
+from node.joining.options import JoinOptions, host_and_port
 from node.protocol.peers import JOIN_SCHEME, Address, parse_address, parse_join
 from shardcast.errors import Malformed
 from shardcast.wire import is_digest
 
 INTRODUCING: Final = "0.0.0.0:8701"
-"""Where a peer listens that others shall find; the coordinator's own has the same port."""
+"""Default of a bootstrap peer; the coordinator's own has the same port."""
 
 _ANY: Final = "0.0.0.0:0"
 
 
 def check_run_id(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    """Return a run's id, or None; raises BadParameter."""
+    """Validate a run id or None; raises BadParameter."""
     if value is not None and not is_digest(value):
         raise click.BadParameter("a run's id has 64 hexadecimal digits; copy it from whoever told you of the run.")
     return value
@@ -74,39 +74,39 @@ def _listen_options(default: str) -> tuple[Option, ...]:
 
 
 def joining_options(command: F) -> F:
-    """Give a command the options of a node that peers may call, and the argument `way` that they amount to."""
+    """Add the options of a node that accepts peer connections, passed as `join` (JoinOptions)."""
     return _with_way(command, (*_OPTIONS, *_listen_options(_ANY)))
 
 
 def introducing_options(command: F) -> F:
-    """Give a command the options of a bootstrap peer, which keeps its port, as `joining_options` does."""
+    """Add the options of a bootstrap peer, with a fixed port, as `joining_options` does."""
     return _with_way(command, (*_OPTIONS, *_listen_options(INTRODUCING)))
 
 
 def calling_options(command: F) -> F:
-    """Give a command the options of a client that nobody dials, as `joining_options` does."""
+    """Add the options of a client without inbound connections, as `joining_options` does."""
     return _with_way(command, _OPTIONS)
 
 
 def _with_way(command: F, options: tuple[Option, ...]) -> F:
     @functools.wraps(command)
     def run(**given: Any) -> Any:
-        names = inspect.signature(way_of).parameters
+        names = inspect.signature(parse_join_options).parameters
         said = {name: given.pop(name) for name in names if name in given}
-        return command(way=way_of(**said), **given)
+        return command(join=parse_join_options(**said), **given)
 
     return all_of(*options)(cast("F", run))
 
 
-def way_of(
+def parse_join_options(
     *,
     joins: tuple[str, ...],
     coordinators: tuple[str, ...],
     run_id: str | None,
     peer_listen: str = _ANY,
     peer_addresses: tuple[str, ...] = (),
-) -> Way:
-    """Return which run, and through whom; raises UsageError and BadParameter."""
+) -> JoinOptions:
+    """Parse the options; raises UsageError and BadParameter."""
     peers: list[Address] = []
     run_ids = set() if run_id is None else {run_id}
     for text in map(str.strip, joins):
@@ -127,7 +127,7 @@ def way_of(
         raise click.UsageError(f"Give at most {MAX_ENDPOINTS} coordinators.")
     if not peers and not coordinators:
         raise click.UsageError("Say who knows the run: --join, or --coordinator URL.")
-    return Way(
+    return JoinOptions(
         run_id=run_ids.pop(),
         coordinators=tuple(map(checked_url, coordinators)),
         peers=tuple(dict.fromkeys(peers)),
@@ -137,7 +137,7 @@ def way_of(
 
 
 def _listening(text: str) -> tuple[str, int]:
-    """Return the IP address and port to listen on; a name is refused, as it may be several addresses."""
+    """Parse the IP address and port to listen on; a name is refused, as it may have several addresses."""
     host, port = host_and_port(text, hint="--peer-listen")
     try:
         return str(ipaddress.ip_address(host)), port

@@ -1,6 +1,6 @@
-"""Options that several commands share, and how a command is given them.
+"""Options that several commands share.
 
-Only click is imported here: `--help` has to answer at once.
+Only click is imported here, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(Protocol):
-    """What adds an option to a command."""
+    """A decorator that adds an option to a command."""
 
     def __call__(self, command: F, /) -> F:
         """Return `command` with the option."""

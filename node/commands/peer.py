@@ -1,4 +1,4 @@
-"""`swarmproof peer`: introduce peers to each other and to the run."""
+"""`swarmproof peer`: run a bootstrap peer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from node.commands.joining_options import introducing_options
 from node.commands.options import key_option, metrics_options, state_option
-from node.joining.way import Way
+from node.joining.options import JoinOptions
 from node.keys.identity import load_or_create_key, node_id
 from node.runtime.logs import name_process
 from node.runtime.signals import stop_on_signals
@@ -23,7 +23,7 @@ from node.runtime.signals import stop_on_signals
 @metrics_options
 def peer(
     *,
-    way: Way,
+    join: JoinOptions,
     key: Path | None,
     state: Path | None,
     until_parent_ends: bool,
@@ -39,18 +39,18 @@ def peer(
     It prints the string by which others join. It holds no key of the run, and nobody has to trust it: what it passes
     on is signed by the run. Start as many as you like; those who joined find each other without any of them.
     """
-    from node.joining.metrics import PEER, Latest
-    from node.joining.peer import PeerDaemon, run_peer
+    from node.joining.metrics import PEER, LatestStatus
+    from node.joining.peer import PeerDaemonSettings, run_peer
     from node.joining.peer import until_parent_ends as parent_ends
-    from node.runtime.metrics import StatusFigures, process_registry, serving_metrics
+    from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
 
-    folder = state or Path.home() / ".swarmproof" / way.run_id[:16] / "peer"
+    folder = state or Path.home() / ".swarmproof" / join.run_id[:16] / "peer"
     node_key = load_or_create_key(key or folder / "key")
-    latest = Latest()
-    settings = PeerDaemon(entry=way.entry(node_key), state=folder, watch=latest.note)
-    name_process(run=way.run_id, node=node_id(node_key))
+    latest = LatestStatus()
+    settings = PeerDaemonSettings(join=join.settings(node_key), state=folder, watch=latest.note)
+    name_process(run=join.run_id, node=node_id(node_key))
     registry = process_registry("peer", folders={"state": folder})
-    registry.register(StatusFigures(PEER, latest))
+    registry.register(StatusCollector(PEER, latest))
 
     async def serve() -> None:
         stop = stop_on_signals()

@@ -1,4 +1,4 @@
-"""What `swarmproof publish`, `relay` and `worker` let a person say about the server of policies, and what follows."""
+"""Serving options of `swarmproof publish`, `relay` and `worker`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from node.relay.advice import Serving, serving_url
 from shardcast import ServerLimits
 
 LEAST_MB_PER_S = 0.1
-"""A chunk of 4 MiB then takes 42 s, and readers end what takes 120."""
+"""At this rate a chunk of 4 MiB takes 42 s; readers time out after 120 s."""
 
 
 def _check_finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
@@ -48,11 +48,11 @@ worker_serving_options = all_of(
     click.option("--public-url", metavar="URL", help="Where others find what --serve serves, if not at HOST:PORT."),
     serving_options,
 )
-"""The options that `serving` and `server_limits` take: of a node that serves only if it is told to."""
+"""The options that `serving` and `server_limits` take: serving is off by default."""
 
 
 def server_limits(*, max_rate: float | None, connections_per_address: int) -> ServerLimits:
-    """Return the server's limits from MB/s and connections; 0 connections is any number."""
+    """Return the server's limits; `max_rate` in MB/s, 0 connections for unlimited."""
     return ServerLimits(
         max_bytes_per_s=None if max_rate is None else max_rate * 1e6,
         max_connections_per_address=connections_per_address or None,

@@ -1,4 +1,4 @@
-"""`swarmproof status`: whether a node is trusted, new or banned, and why, so that nobody has to guess."""
+"""`swarmproof status`: a node's standing, its reasons, and its local worker."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.console import Console
 
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff
-from node.commands.joining_options import way_of
+from node.commands.joining_options import parse_join_options
 from node.commands.options import json_option, key_option, state_option
 from node.commands.status_report import LocalWorker, StatusLine, deciding, line_of, lines_of, show
 from node.errors import CoordinatorFault, NetworkDown
-from node.joining.entrance import entered
-from node.joining.way import Way
+from node.joining.options import JoinOptions
+from node.joining.session import join_run
 from node.keys.identity import load_key, node_id
 from node.protocol.messages import NodeStanding
 from node.protocol.run import RunSpec
@@ -32,12 +32,12 @@ from shardcast.wire import is_digest
 MAX_STATUS_BYTES: Final = 4 * 1024 * 1024
 SECONDS: Final = 20.0
 _ONCE: Final = Backoff(first_seconds=2 * SECONDS + 1, max_seconds=2 * SECONDS + 1)
-"""Each coordinator is asked once: a person would rather hear at once that none answers, and ask again."""
+"""No retries within SECONDS: each coordinator is tried once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
-    """A worker's state folder, and its status.json if it has one: for the screen, and as it is."""
+    """A worker's state folder with its status.json, parsed and raw, if any."""
 
     folder: Path | None
     worker: LocalWorker | None = None
@@ -87,7 +87,7 @@ def status(
     """
     _check(run_id=run_id, node=node, key=key)
     if joins:
-        coordinators, run_id = _introduced(way_of(joins=joins, coordinators=coordinators, run_id=run_id))
+        coordinators, run_id = _introduced(parse_join_options(joins=joins, coordinators=coordinators, run_id=run_id))
     local = _local(state, run_id)
     urls, run_id = _where(coordinators, run_id, local)
     if node is None:
@@ -119,8 +119,8 @@ def _check(*, run_id: str | None, node: str | None, key: Path | None) -> None:
         raise click.UsageError("Give --node or --key, not both.")
 
 
-def _introduced(way: Way) -> tuple[tuple[str, ...], str]:
-    """Return the coordinators that the run's peers name, asked by nobody in particular; raises NetworkDown."""
+def _introduced(join: JoinOptions) -> tuple[tuple[str, ...], str]:
+    """Ask the run's peers, under a throwaway key, for the coordinators and the run id; raises NetworkDown."""
 
     async def ask() -> tuple[str, ...]:
         nobody = Ed25519PrivateKey.generate()
@@ -128,7 +128,7 @@ def _introduced(way: Way) -> tuple[tuple[str, ...], str]:
             try:
                 async with (
                     asyncio.timeout(SECONDS),
-                    entered(way.entry(nobody), key=nobody, state=Path(folder)) as at,
+                    join_run(join.settings(nobody), key=nobody, state=Path(folder)) as at,
                 ):
                     return at.client.urls
             except TimeoutError as error:
@@ -137,11 +137,11 @@ def _introduced(way: Way) -> tuple[tuple[str, ...], str]:
                     code="not_found",
                 ) from error
 
-    return asyncio.run(ask()), way.run_id
+    return asyncio.run(ask()), join.run_id
 
 
 def _where(coordinators: tuple[str, ...], run_id: str | None, local: _Local) -> tuple[tuple[str, ...], str]:
-    """Return whom to ask, and about which run: from the flags, else from the local worker."""
+    """Return coordinators and run id from the options, else from the local worker."""
     if local.worker is not None:
         run_id = run_id or local.worker.run_id
         coordinators = coordinators or (local.worker.coordinator,)
@@ -154,7 +154,7 @@ def _where(coordinators: tuple[str, ...], run_id: str | None, local: _Local) -> 
 
 
 def _known_folders() -> str:
-    """List the folders of this machine's workers, for whoever has to choose."""
+    """List the state folders of this machine's workers, for the error message."""
     found = sorted(str(status.parent) for status in (Path.home() / ".swarmproof").glob("*/worker/status.json"))
     return f". On this machine there are {', '.join(found)}" if len(found) > 1 else ""
 
@@ -166,7 +166,7 @@ def _key_file(key: Path | None, local: _Local) -> Path:
 
 
 def _local(state: Path | None, run_id: str | None) -> _Local:
-    """Return the state folder that was named, or the run's usual one, or the only one there is."""
+    """Find the state folder: the given one, the run's default, or the only one there is."""
     base = Path.home() / ".swarmproof"
     if state is None and run_id is not None:
         state = base / run_id[:16] / "worker"
@@ -184,7 +184,7 @@ def _local(state: Path | None, run_id: str | None) -> _Local:
 
 
 async def _ask(urls: tuple[str, ...], run_id: str, node: str) -> tuple[NodeStanding, RunSpec, str]:
-    """The node's standing, the run's rules, and the coordinator's URL, which proves to be the run's.
+    """Return the node's standing, the run's rules, and the coordinator's URL, which proves to be the run's.
 
     Raises CoordinatorFault.
     """

@@ -1,4 +1,4 @@
-"""A node's standing in words: what it is, why, and what the coordinator will do next."""
+"""Rendering of a node's standing: its state, the reasons, and what happens next."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from node.protocol.messages import NodeStanding, Rejection
 from node.protocol.run import StandingSpec
 
 FRESH_SECONDS = 15.0
-"""A worker writes its state every second, but not while its engine starts."""
+"""A worker writes its status every second, but not while its engine starts."""
 
 
 class LocalWorker(msgspec.Struct, frozen=True):
-    """What is shown of a worker's status.json, which has more."""
+    """The fields of a worker's status.json that are shown."""
 
     run_id: str
     coordinator: str
@@ -36,12 +36,12 @@ class LocalWorker(msgspec.Struct, frozen=True):
 
 
 ENDED = "ended"
-"""What a worker is doing that has ended in order."""
+"""`doing` of a worker that ended cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusLine:
-    """One thing that is known, under its name."""
+    """A labelled line."""
 
     name: str
     said: str
@@ -49,7 +49,7 @@ class StatusLine:
 
 
 def lines_of(standing: NodeStanding, rules: StandingSpec) -> list[StatusLine]:
-    """Render everything about the node but its rejections, in the order in which a person wants to know it."""
+    """Render everything about the node but its rejections."""
     said = [StatusLine("node", standing.node), StatusLine("standing", _standing(standing), _style(standing))]
     if standing.known:
         said += [StatusLine("credit", _credit(standing)), StatusLine("verdicts", _verdicts(standing))]
@@ -59,7 +59,7 @@ def lines_of(standing: NodeStanding, rules: StandingSpec) -> list[StatusLine]:
 
 
 def line_of(worker: LocalWorker, *, now: float) -> StatusLine:
-    """Render what the worker of this machine's state folder is doing."""
+    """Render the local worker's activity."""
     if worker.dismissed is not None:
         return StatusLine("worker here", f"Ended: {worker.dismissed}", "yellow")
     age = max(0.0, now - worker.updated_at)
@@ -73,7 +73,7 @@ def line_of(worker: LocalWorker, *, now: float) -> StatusLine:
 
 
 def deciding(standing: NodeStanding) -> Sequence[Rejection]:
-    """Return the rejections that banned the node, if they are among the last; else the last ones."""
+    """Return the rejections that led to a ban, if they are among the last ones; else the last ones."""
     after = standing.strikes - standing.ban_after
     if standing.banned and after >= 0 and standing.strikes <= len(standing.rejections):
         return standing.rejections[after : standing.strikes]
@@ -81,7 +81,7 @@ def deciding(standing: NodeStanding) -> Sequence[Rejection]:
 
 
 def show(lines: Sequence[StatusLine], rejections: Sequence[Rejection], console: Console) -> None:
-    """Print what is known, each rejection, and what their reasons mean and ask for."""
+    """Print the lines, each rejection, and their reasons' meaning and advice."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -164,7 +164,7 @@ def _rejections(rejections: Sequence[Rejection]) -> Table:
 
 
 def _reasons(rejections: Sequence[Rejection]) -> Table:
-    """Render each reason once, in plain words."""
+    """Render each reason once, with meaning and advice."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -174,7 +174,7 @@ def _reasons(rejections: Sequence[Rejection]) -> Table:
 
 
 def _moment(at: float) -> str:
-    """Format seconds since 1970 for a person; what a coordinator invents may be no time at all."""
+    """Format Unix seconds; an untrusted value may be out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
     except (ValueError, OverflowError, OSError):

@@ -1,8 +1,7 @@
-"""Who is let in to control a node: every check of a request, in the order of docs/protocol.md, section 14.2.
+"""Authorisation of control requests: every check, in the order of docs/protocol.md, section 14.2.
 
-No network and no thread: bytes and the peer that brought them in, a request or a refusal out. Strangers cost one
-signature check each, and no more of them are looked at than a fixed number a second, so that they can neither wear the
-node out nor fill the table of nonces, nor keep those out who were let in before.
+Without IO. An unknown peer costs one signature check, and all of them together are rate limited, so that they can
+neither exhaust the node, nor fill the nonce table, nor lock out known peers.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ MAX_NONCES: Final = 4096
 NONCE_SECONDS: Final = 2 * MAX_CLOCK_SKEW_SECONDS + 1
 
 
-class ControlDoor:
-    """The door of one node. `revoked` gives the keys that the run's current descriptor revokes, or None without one.
+class ControlAuthorizer:
+    """Authorisation of one node's control requests, with rate limits and replay protection.
 
-    `allowed` are the purposes that the node's owner lets the run's operator use. `clock` is Unix time.
+    `allowed` are the purposes that the node's owner permits. `revoked` returns the keys that the current descriptor
+    revokes; None without a descriptor. `clock` is Unix time.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ControlDoor:
         self._nonces: dict[tuple[bytes, str], float] = {}
 
     def let_in(self, peer: bytes, data: bytes) -> ControlRequest:
-        """Return the request in `data`, which `peer` (the public key of the channel) brought; raises ControlRefusal."""
+        """Return the request in `data` from `peer` (the channel's public key); raises ControlRefusal."""
         self._count(peer)
         signer, request = open_control(data)
         now = self._clock()
@@ -78,16 +78,16 @@ class ControlDoor:
         if not known and not self._strangers.try_take(now):
             raise ControlRefusal(ControlReason.TOO_MANY_REQUESTS)
         bucket = self._peers.pop(peer, None) or TokenBucket(rate=PEER_PER_SECOND, burst=PEER_BURST, now=now)
-        self._peers[peer] = bucket  # the last to be forgotten
+        self._peers[peer] = bucket  # most recently used
         while len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
         if not bucket.try_take(now):
             raise ControlRefusal(ControlReason.TOO_MANY_REQUESTS)
 
     def _remember(self, signer: bytes, nonce: str) -> None:
-        """Remember a nonce; raises ControlRefusal where it was seen or the table is full.
+        """Record a nonce; raises ControlRefusal if it was seen or the table is full.
 
-        Only nonces of those who may ask are kept, so that strangers cannot push anybody's out.
+        Only authorised signers' nonces are kept, so that others cannot evict any.
         """
         now = self._monotonic()
         while self._nonces and next(iter(self._nonces.values())) <= now:

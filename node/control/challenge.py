@@ -1,8 +1,7 @@
-"""What the answer to a challenge shows of the node that gave it.
+"""Evaluation of a challenge's answer: speed and correctness of the node.
 
-The answer is held to what a verifier holds a submission to, so that tokens a second are those of the run's own policy,
-drawn as the run wants them. That the node's own machine drew them, nobody can tell: it is what the node can have done
-in that time, by whatever means.
+The answer must pass a submission's checks, so tokens per second are those of the run's policy under forced sampling. It
+does not prove that the node's own machine generated them, only that the node could have it done in that time.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from node.protocol.slots import group_seeds
 from node.protocol.submission import Expected, Rollout, check_rollouts
 from node.submission.reader import read_rollouts
 from node.verification.judge import find_excess
-from node.verification.measure import Measuring
+from node.verification.measure import Measurement
 from node.verification.prefill import Prefill
 
 ANY_VOCABULARY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What an answer shows. `measured` says whether a policy was there to compare it with.
+class ChallengeResult:
+    """Result of a challenge. `measured` says whether it was checked against a policy; `fault` is the first
 
-    `fault` is the first thing that is wrong with it, None if there is none.
+    thing wrong with the answer, or None.
     """
 
     version: int
@@ -55,8 +54,8 @@ def appraise_challenge(
     nonce: str,
     seconds: float,
     prefill: Prefill | None = None,
-) -> Shown:
-    """Check an answer that took `seconds`, with a policy ready to measure or, without one, its form alone; blocks.
+) -> ChallengeResult:
+    """Check an answer that took `seconds`: against `prefill`'s policy, or only its form without one; blocks.
 
     Raises VerifierFailed for faults of this side.
     """
@@ -82,11 +81,11 @@ def appraise_challenge(
             _measure(rollouts, prefill, rules, version=body.version)
     except Refusal as refusal:
         fault = f"{refusal.reason}: {refusal.detail}"
-    return Shown(body.version, ask.samples, tokens, seconds, prefill is not None, fault)
+    return ChallengeResult(body.version, ask.samples, tokens, seconds, prefill is not None, fault)
 
 
 def _formal(rollouts: Sequence[Rollout], rules: RunSpec, *, version: int, seeds: Sequence[bytes]) -> Expected:
-    """Return what can be expected without a policy: prompt and end-of-sequence tokens are taken from the answer."""
+    """Return the expectation without a policy: prompt and end-of-sequence tokens are taken from the answer."""
     cap = rules.sampling.max_new_tokens
     short = [rollout.completion_ids for rollout in rollouts if 0 < len(rollout.completion_ids) < cap]
     return Expected(
@@ -100,8 +99,8 @@ def _formal(rollouts: Sequence[Rollout], rules: RunSpec, *, version: int, seeds:
 
 
 def _measure(rollouts: Sequence[Rollout], prefill: Prefill, rules: RunSpec, *, version: int) -> None:
-    """Raise the Refusal that a verifier would give."""
-    measuring = Measuring([rollouts], spec=rules)
+    """Measure and judge as a verifier does; raises Refusal."""
+    measuring = Measurement([rollouts], spec=rules)
     measuring.measure(prefill, version)
     finding = find_excess(measuring.result(0), limits=rules.limits)
     if finding is not None:

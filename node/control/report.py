@@ -1,4 +1,4 @@
-"""What nodes answer to control requests, for a person to read. Whatever a node said is made printable first."""
+"""Replies to control requests as text; everything from the node is made printable."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from node.client.http import printable
 from node.protocol.control import Body, DrainBody, InviteBody, LogsBody, RestartBody, StatusBody
 
 if TYPE_CHECKING:
-    from node.control.challenge import Shown
+    from node.control.challenge import ChallengeResult
 
 
 def lines_of(body: Body) -> list[str]:
-    """Render a reply, line by line; a challenge's needs more context (`challenge_lines`)."""
+    """Render a reply; for a challenge's see `challenge_lines`."""
     match body:
         case StatusBody():
             return _status_lines(body)
@@ -24,7 +24,7 @@ def lines_of(body: Body) -> list[str]:
             return [f"It hands {slots} slots back and starts its engine anew."]
         case LogsBody(lines=lines):
             return [printable(line) for line in lines] or ["It has logged nothing yet."]
-    raise TypeError(f"no words for {type(body).__name__}")
+    raise TypeError(f"no rendering for {type(body).__name__}")
 
 
 def _status_lines(body: StatusBody) -> list[str]:
@@ -50,8 +50,8 @@ def _status_lines(body: StatusBody) -> list[str]:
     return [f"{name:<9} {said}" for name, said in rows]
 
 
-def challenge_lines(shown: Shown) -> list[str]:
-    """Render what the reply to a challenge shows."""
+def challenge_lines(shown: ChallengeResult) -> list[str]:
+    """Render the result of a challenge."""
     speed = f"{shown.tokens} tokens in {shown.seconds:.2f} s: {shown.tokens_per_second:.1f} tokens/s"
     said = [f"{shown.rows} completions of policy {shown.version}, {speed}."]
     if shown.fault is not None:

@@ -1,4 +1,4 @@
-"""By which addresses others may reach what listens here, and whether anything else does."""
+"""This machine's reachable addresses, and free ports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 from node.errors import ConfigError
 
 _FAR: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Documentation addresses (RFC 5737, RFC 3849): what is asked is the route, and nothing is sent."""
+"""Documentation addresses (RFC 5737, RFC 3849), to look up the route; nothing is sent."""
 
 
 def reachable_hosts(listening: str) -> tuple[str, ...]:
-    """Return the host that is listened on; for "any", the addresses by which this machine calls others."""
+    """Return `listening`; for a wildcard address, this machine's source addresses for outbound traffic."""
     if listening not in {"0.0.0.0", "::"}:  # noqa: S104
         return (listening,)
     found = []
@@ -31,9 +31,9 @@ def reachable_hosts(listening: str) -> tuple[str, ...]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigError where `port` (0: any) cannot be listened on at the IP address `host`.
+    """Raise ConfigError unless `port` (0: any) is free at the IP address `host`.
 
-    libp2p listens with SO_REUSEPORT: a second process at one port would start, and get half of the other's calls.
+    libp2p listens with SO_REUSEPORT: a second process at one port would get half of the other's connections.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,7 +46,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches itself by this name or address."""
+    """Return whether a name or address is this machine's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

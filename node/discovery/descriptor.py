@@ -1,7 +1,7 @@
-"""The newest descriptor of a run that this node has seen, from wherever it came: a coordinator, a peer, the disk.
+"""The newest descriptor of a run seen by this node, from a coordinator, a peer or the disk.
 
-Nobody who brings one is believed. The run's signature and the version decide: what is older than what was ever seen
-here is stale, and two descriptors of one version are kept as the proof that they are. Safe to use from any thread.
+Sources are untrusted: signature and version decide. An older version is stale (rollback protection), and two of one
+version are kept as proof of equivocation. Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Final
 
 from node.client.http import printable
-from node.discovery.equivocation import Witness
-from node.protocol.run import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
+from node.discovery.equivocation import MAX_ENVELOPE_BYTES, EquivocationStore
+from node.protocol.run import Descriptor, open_descriptor
 from shardcast.errors import LocalFault, PeerFault
 from shardcast.files import read_bounded, write_atomically
 from shardcast.wire import digest
 
 log = logging.getLogger(__name__)
 
-MAX_ENVELOPE_BYTES: Final = MAX_DESCRIPTOR_BYTES + 512
 FILE: Final = "descriptor.bin"
 
 
-class News(StrEnum):
-    """What an envelope was worth."""
+class OfferResult(StrEnum):
+    """Outcome of `DescriptorStore.offer`."""
 
     NEWER = "newer"
     KNOWN = "known"
@@ -39,7 +38,7 @@ class News(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class VerifiedDescriptor:
     """A verified descriptor: the exact envelope, and the run's public key (32 bytes), which signed it."""
 
     descriptor: Descriptor
@@ -48,86 +47,86 @@ class Posted:
     digest: str
 
 
-class Board:
-    """One run's newest descriptor. With `state`, what was seen survives a restart of the node."""
+class DescriptorStore:
+    """One run's newest descriptor; with `state`, it survives restarts."""
 
     def __init__(self, run_id: str, *, state: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self.run_id = run_id
         self._clock = clock
         self._path = None if state is None else state / FILE
-        self._witness = Witness(state)
+        self._equivocations = EquivocationStore(state)
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._newest: Posted | None = None
-        self._listeners: list[Callable[[Posted], None]] = []
+        self._newest: VerifiedDescriptor | None = None
+        self._listeners: list[Callable[[VerifiedDescriptor], None]] = []
         self._restore()
 
     @property
-    def newest(self) -> Posted | None:
-        """Return the newest descriptor that has not expired, if any."""
+    def newest(self) -> VerifiedDescriptor | None:
+        """The newest descriptor, if it has not expired."""
         newest = self._newest
         return None if newest is None or self._clock() >= newest.descriptor.expires_at else newest
 
     @property
-    def last(self) -> Posted | None:
-        """Return the newest descriptor, even if it has expired: whom it names may still be asked for a fresh one."""
+    def last(self) -> VerifiedDescriptor | None:
+        """The newest descriptor, even if expired: the endpoints in it may still serve a newer one."""
         return self._newest
 
-    def listen(self, listener: Callable[[Posted], None]) -> None:
+    def listen(self, listener: Callable[[VerifiedDescriptor], None]) -> None:
         """Call `listener` with every newer descriptor, in the thread that brought it."""
         self._listeners.append(listener)
 
-    def offer(self, envelope: bytes, *, source: str) -> News:
-        """Take an envelope that `source` sent, if it is the run's and newer; raises PeerFault for what is not good."""
+    def offer(self, envelope: bytes, *, source: str) -> OfferResult:
+        """Verify an envelope from `source` and keep it if newer; raises PeerFault."""
         known = self._newest
         if known is not None and known.envelope == envelope:
-            return News.KNOWN
+            return OfferResult.KNOWN
         descriptor, run_key = open_descriptor(envelope, run_id=self.run_id, now=self._clock())
-        posted = Posted(descriptor, bytes(envelope), run_key, digest(envelope))
+        verified = VerifiedDescriptor(descriptor, bytes(envelope), run_key, digest(envelope))
         with self._lock:
             before = self._newest
-            news = self._compare(posted)
-            if news is News.NEWER:
-                self._newest = posted
-        if news is News.NEWER:
+            news = self._compare(verified)
+            if news is OfferResult.NEWER:
+                self._newest = verified
+        if news is OfferResult.NEWER:
             log.debug("descriptor %d from %s", descriptor.version, printable(source))
             for listener in self._listeners:
-                listener(posted)
-            self._keep(posted)
-        elif news is News.EQUIVOCAL and before is not None:
-            self._witness.keep(before.envelope, posted.envelope, version=descriptor.version)
+                listener(verified)
+            self._keep(verified)
+        elif news is OfferResult.EQUIVOCAL and before is not None:
+            self._equivocations.keep(before.envelope, verified.envelope, version=descriptor.version)
         return news
 
-    def _compare(self, posted: Posted) -> News:
-        known, version = self._newest, posted.descriptor.version
+    def _compare(self, verified: VerifiedDescriptor) -> OfferResult:
+        known, version = self._newest, verified.descriptor.version
         if known is None:
-            return News.NEWER
+            return OfferResult.NEWER
         if version == known.descriptor.version:
-            return News.KNOWN if known.envelope == posted.envelope else News.EQUIVOCAL
-        if known.descriptor.spec != posted.descriptor.spec:
-            return News.OTHER_RULES
-        return News.NEWER if version > known.descriptor.version else News.OLDER
+            return OfferResult.KNOWN if known.envelope == verified.envelope else OfferResult.EQUIVOCAL
+        if known.descriptor.spec != verified.descriptor.spec:
+            return OfferResult.OTHER_RULES
+        return OfferResult.NEWER if version > known.descriptor.version else OfferResult.OLDER
 
     def _restore(self) -> None:
         if self._path is None:
             return
         try:
             envelope = read_bounded(self._path, max_bytes=MAX_ENVELOPE_BYTES)
-            # It was good when it was written, and may have expired since: whom it names is worth asking.
+            # It was valid when written and may have expired: its endpoints are still worth trying.
             descriptor, run_key = open_descriptor(envelope, run_id=self.run_id, now=0)
         except FileNotFoundError:
             return
         except (OSError, PeerFault) as error:
             log.warning("not using %s: %s", self._path, error)
             return
-        self._newest = Posted(descriptor, envelope, run_key, digest(envelope))
+        self._newest = VerifiedDescriptor(descriptor, envelope, run_key, digest(envelope))
 
-    def _keep(self, posted: Posted) -> None:
+    def _keep(self, verified: VerifiedDescriptor) -> None:
         if self._path is None:
             return
         try:
             with self._writing:
-                if posted is self._newest:
+                if verified is self._newest:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(self._path, posted.envelope)
+                    write_atomically(self._path, verified.envelope)
         except (OSError, LocalFault) as error:
             log.warning("the newest descriptor is not kept: %s", error)

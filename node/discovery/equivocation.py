@@ -1,4 +1,4 @@
-"""Keeping what convicts a run's key: two different descriptors of one version, as they came."""
+"""Storage of equivocation proofs: two different descriptors of one version, byte for byte."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from node.protocol.endpoints import ENVELOPE_OVERHEAD_BYTES
 from node.protocol.equivocation import EquivocationProof, find_equivocation
 from node.protocol.run import MAX_DESCRIPTOR_BYTES
 from shardcast.errors import LocalFault, Malformed
@@ -17,14 +18,13 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "evidence"
 MAX_PAIRS: Final = 16
-_MAX_ENVELOPE_BYTES: Final = MAX_DESCRIPTOR_BYTES + 512
+MAX_ENVELOPE_BYTES: Final = MAX_DESCRIPTOR_BYTES + ENVELOPE_OVERHEAD_BYTES
 
 
-class Witness:
-    """Says once of each equivocation what it means, and keeps it in `state`/evidence, if there is a state folder.
+class EquivocationStore:
+    """Logs each equivocation once, and keeps it in `state`/evidence if there is a state folder. Thread-safe.
 
-    At most MAX_PAIRS are kept and spoken of: a hostile key can sign as many as it likes, and one convicts it. Safe to
-    use from any thread.
+    At most MAX_PAIRS are kept and logged: a hostile key can sign any number, and one is proof.
     """
 
     def __init__(self, state: Path | None) -> None:
@@ -33,9 +33,9 @@ class Witness:
         self._lock = threading.Lock()
 
     def keep(self, first: bytes, second: bytes, *, version: int) -> None:
-        """Take two descriptors that say to be `version`, if they are an equivocation.
+        """Keep two descriptors of `version` if they are an equivocation; raises PeerFault for unsigned ones.
 
-        A disk that takes nothing is said too, not raised. Raises PeerFault for what the run's key did not sign.
+        Disk failures are logged, not raised.
         """
         found = find_equivocation(first, second)
         pair = frozenset((digest(first), digest(second)))
@@ -53,7 +53,7 @@ class Witness:
         )
 
     def _store(self, found: EquivocationProof) -> str:
-        """Store both and return what became of them, for the log."""
+        """Store both and describe the outcome, for the log."""
         if self._folder is None:
             return "Nothing is kept: this node has no state folder"
         try:
@@ -72,7 +72,7 @@ class Witness:
 
 
 def _path(folder: Path, envelope: bytes, *, version: int, beside: Path | None = None) -> Path:
-    """Return a file named by 12 digits of the digest; by all of it where an attacker found a collision."""
+    """Return a path named by 12 digits of the digest, by all of it on a collision."""
     name = digest(envelope)
     short = folder / f"descriptor-{version}-{name[:12]}.bin"
     free = short != beside and (not short.exists() or _holds(short, envelope))
@@ -81,6 +81,6 @@ def _path(folder: Path, envelope: bytes, *, version: int, beside: Path | None = 
 
 def _holds(path: Path, envelope: bytes) -> bool:
     try:
-        return read_bounded(path, max_bytes=_MAX_ENVELOPE_BYTES) == envelope
+        return read_bounded(path, max_bytes=MAX_ENVELOPE_BYTES) == envelope
     except Malformed:
         return False

@@ -1,7 +1,6 @@
-"""The peers that a node has heard of: bounded, spread over networks, and passed on only where they were seen to answer.
+"""The peer book: known peer records, bounded per network and source; only verified-reachable ones are passed on.
 
-What a peer says about others is hearsay until this node has reached them itself. Otherwise one liar could fill
-everybody's book with addresses that are its own, or with victims to be called by thousands.
+Otherwise one attacker could fill every book with its own addresses (eclipse) or with victims (amplification).
 """
 
 from __future__ import annotations
@@ -13,17 +12,18 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from node.client.ssrf import Reach, reach_of
 from node.protocol.peers import Address, Peer
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_PEERS: Final = 256
-MOST_PER_NETWORK: Final = 16
-"""Of the book's peers, in one /16 of IPv4 or one /32 of IPv6: who owns one network must not own the book."""
+MAX_PER_NETWORK: Final = 16
+"""Peers in one IPv4 /16 or IPv6 /32: whoever owns a network must not own the book."""
 
-MOST_PER_TELLER: Final = 48
-"""Of those who never answered: whoever makes up peers pushes out those that it has made up before."""
+MAX_PER_SOURCE: Final = 48
+"""Unreached peers from one source: invented records evict only records of the same source."""
 
 FIRST_WAIT_SECONDS: Final = 1.0
 MAX_WAIT_SECONDS: Final = 120.0
@@ -34,7 +34,7 @@ MAX_FAILURES: Final = 6
 @dataclass(slots=True)
 class _Known:
     peer: Peer
-    teller: str
+    source: str
     answered: bool = False
 
 
@@ -45,7 +45,7 @@ class _Try:
 
 
 class PeerBook:
-    """Checked records (`open_peer`) by node, and whom to call when. `clock` is Unix time."""
+    """Verified records (`open_peer`) by node, with dial backoff. `clock` is Unix time."""
 
     def __init__(self, own: bytes, *, clock: Callable[[], float], max_peers: int = MAX_PEERS) -> None:
         self._own, self._clock, self._max = own, clock, max_peers
@@ -56,8 +56,8 @@ class PeerBook:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, peer: Peer, *, teller: str = "") -> bool:
-        """Remember a record if there is room for it; True if it is news. `teller` is the network that it came from."""
+    def add(self, peer: Peer, *, source: str = "") -> bool:
+        """Add a record if there is room; return whether it is new. `source` is the subnet that it came from."""
         if peer.node == self._own or not peer.addresses or self.is_shunned(peer.node):
             return False
         known = self._known.get(peer.node)
@@ -68,20 +68,20 @@ class PeerBook:
             known.peer = peer
             return True
         self._forget_expired()
-        if not self._has_room(peer, teller):
+        if not self._has_room(peer, source):
             return False
-        self._known[peer.node] = _Known(peer, teller)
+        self._known[peer.node] = _Known(peer, source)
         return True
 
     def answered(self, node: bytes) -> None:
-        """Mark it reached: it may be passed on, and is called again without backoff."""
+        """Mark it reached: it may be passed on, and its backoff is reset."""
         self._tries.pop(node, None)
         if node in self._known:
             self._tries.pop(_place_of(self._known[node].peer.addresses[0]), None)
             self._known[node].answered = True
 
     def calling(self, node: bytes, *, seconds: float) -> None:
-        """Mark it as being dialled: nobody else at the same place, for so long or until it has answered or failed."""
+        """Mark it as being dialled: no other dial to its host for `seconds` or until it answers or fails."""
         if node in self._known:
             place = _place_of(self._known[node].peer.addresses[0])
             failures = self._tries[place].failures if place in self._tries else 0
@@ -92,7 +92,7 @@ class PeerBook:
         """Mark it unreachable: back off, and forget it after several failures."""
         known = self._known.get(node)
         if known is not None:
-            # Else a thousand keys that name one host would have it called a thousand times.
+            # Otherwise a thousand keys that name one host would cause a thousand dials to it.
             self._put_off(_place_of(known.peer.addresses[0]))
         if self._put_off(node) >= MAX_FAILURES and known is not None:
             del self._known[node], self._tries[node]
@@ -108,44 +108,41 @@ class PeerBook:
         return self._shunned.get(node, 0.0) > self._clock()
 
     def may_call(self, node: bytes) -> bool:
-        """Return whether backoff allows dialling it, and the place where it says that it is."""
+        """Return whether backoff allows dialling the node and its host."""
         known, now = self._known.get(node), self._clock()
         place = "" if known is None else _place_of(known.peer.addresses[0])
         waits = [self._tries[each].not_before for each in (node, place) if each in self._tries]
         return not self.is_shunned(node) and all(not_before <= now for not_before in waits)
 
     def addresses(self, node: bytes) -> tuple[Address, ...]:
-        """Return the addresses that a peer announced; none of an unknown one."""
+        """Return the addresses that a peer announced; () if unknown."""
         known = self._known.get(node)
         return () if known is None else known.peer.addresses
 
     def sample(self, count: int, *, without: Collection[bytes] = ()) -> list[bytes]:
-        """Draw the envelopes of at most `count` peers that have answered, to be passed on."""
+        """Draw the envelopes of at most `count` reached peers, for gossip."""
         self._forget_expired()
         fit = [known.peer.envelope for node, known in self._known.items() if known.answered and node not in without]
         return random.sample(fit, min(count, len(fit)))
 
     def to_call(self, count: int, *, without: Collection[bytes], networks: Iterable[str]) -> list[Peer]:
-        """Choose at most `count` peers to dial, those first whose network is not among `networks` or chosen already.
-
-        Whoever is reached through a relay says that nobody can call it.
-        """
+        """Choose at most `count` directly reachable peers to dial, preferring networks least used so far."""
         self._forget_expired()
         fit = [known.peer for node, known in self._known.items() if node not in without and self.may_call(node)]
         fit = [peer for peer in fit if all(address.relay is None for address in peer.addresses)]
         random.shuffle(fit)
-        crowd = Counter(networks)
+        subnet = Counter(networks)
         chosen: list[Peer] = []
         while fit and len(chosen) < count:
-            best = min(fit, key=lambda peer: crowd[network_of(peer.addresses[0])])
+            best = min(fit, key=lambda peer: subnet[network_of(peer.addresses[0])])
             place = _place_of(best.addresses[0])
             fit = [peer for peer in fit if _place_of(peer.addresses[0]) != place]
-            crowd[network_of(best.addresses[0])] += 1
+            subnet[network_of(best.addresses[0])] += 1
             chosen.append(best)
         return chosen
 
     def envelopes(self) -> list[bytes]:
-        """Return all known envelopes, those first that have answered: what a restart begins with."""
+        """Return all known envelopes, reached peers first, for persistence."""
         return [known.peer.envelope for known in sorted(self._known.values(), key=lambda known: not known.answered)]
 
     def _put_off(self, whom: bytes | str) -> int:
@@ -156,14 +153,14 @@ class PeerBook:
         self._bound(self._tries)
         return failures
 
-    def _has_room(self, peer: Peer, teller: str) -> bool:
+    def _has_room(self, peer: Peer, source: str) -> bool:
         """Return whether it fits, after evicting one that never answered if need be."""
-        told = [n for n, known in self._known.items() if known.teller == teller and not known.answered]
-        if teller and len(told) >= MOST_PER_TELLER:
+        told = [n for n, known in self._known.items() if known.source == source and not known.answered]
+        if source and len(told) >= MAX_PER_SOURCE:
             return self._make_way(told)
         network = network_of(peer.addresses[0])
         crowded = [n for n, known in self._known.items() if network_of(known.peer.addresses[0]) == network]
-        if len(crowded) >= MOST_PER_NETWORK:
+        if len(crowded) >= MAX_PER_NETWORK:
             return self._make_way(crowded)
         return len(self._known) < self._max or self._make_way(self._known)
 
@@ -184,45 +181,38 @@ class PeerBook:
 
 
 def network_of(address: Address) -> str:
-    """Return the network whose addresses count as one owner's: a /16 of IPv4, a /32 of IPv6, two labels of a name.
+    """Return the network that counts as one owner: an IPv4 /16, an IPv6 /32, a name's last two labels.
 
-    On loopback and in private networks every host is its own, since those are somebody's own machines.
+    On loopback and in private networks every host and port counts by itself.
     """
     if address.kind not in {"ip4", "ip6"}:
         return ".".join(address.host.lower().split(".")[-2:])
-    crowd = crowd_of(address.host)
-    return f"{crowd}:{address.port}" if crowd == address.host else crowd
+    subnet = subnet_of(address.host)
+    return f"{subnet}:{address.port}" if subnet == address.host else subnet
 
 
-def crowd_of(host: str) -> str:
-    """Return the network of a caller's IP address; on loopback and in private networks the host itself."""
+def subnet_of(host: str) -> str:
+    """Return the IPv4 /16 or IPv6 /32 of an IP address; on loopback and in private networks the host itself."""
     ip = ipaddress.ip_address(host)
     if ip.is_loopback or ip.is_private:
         return host
     return str(ipaddress.ip_network((ip, 16 if ip.version == 4 else 32), strict=False))
 
 
-def reach_of(host: str) -> int:
-    """Return from how far an IP address can be called: 0 this machine, 1 its network, 2 anywhere, -1 not at all."""
-    ip = ipaddress.ip_address(host)
-    if ip.is_unspecified or ip.is_multicast:
-        return -1
-    return 0 if ip.is_loopback else 2 if ip.is_global else 1
+def is_plausible(peer: Peer, *, source: str) -> bool:
+    """Return whether a neighbour at `source` (an IP address, or "" if unknown) may name the peer: the SSRF guard.
 
-
-def is_plausible(peer: Peer, *, teller: str) -> bool:
-    """Return whether somebody who called from `teller`, an IP address or unknown, can know the peer there.
-
-    Who is far away has nothing to say of this machine's own network, where its word would have strangers' doors tried.
-    Whoever is reached through a relay is called by nobody who was not told to.
+    A remote neighbour may not name addresses in this machine's network. Relayed addresses are never dialled on hearsay.
     """
     if any(address.relay is not None for address in peer.addresses):
         return True
-    near = reach_of(teller) if teller else 2
-    return all(each.kind not in {"ip4", "ip6"} or reach_of(each.host) >= near for each in peer.addresses)
+    found = reach_of(source)
+    least = Reach.INTERNET if found is None else found
+    reaches = (reach_of(each.host) for each in peer.addresses)
+    return all(reach is None or reach >= least for reach in reaches)
 
 
 def _place_of(address: Address) -> str:
-    """Return the host; on loopback and in private networks with its port, where one host has many nodes."""
+    """Return the dialled host; with its port on loopback and in private networks, where a host has many nodes."""
     network = network_of(address)
     return address.host if "/" in network else network

@@ -1,7 +1,7 @@
-"""`swarmproof doctor`: looks at this machine before a worker or a relay starts, and says what to do.
+"""`swarmproof doctor`: checks of this machine before a worker or a relay starts.
 
-Nothing is changed, and nothing that may be broken is imported: see `node.doctor.packages`. A check whose flag was
-not given is left out.
+Nothing is changed, and nothing that may be broken is imported (`node.doctor.packages`). Checks whose option was not
+given are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What the machine is meant to do; what is None is not looked at, or estimated."""
+    """The machine's intended use; None means not checked, or estimated."""
 
     engine: Literal["torch", "vllm"] = "torch"
     state: Path
@@ -46,7 +46,7 @@ class DoctorSettings:
 
 
 def run_doctor(settings: DoctorSettings, *, as_json: bool, console: Console | None = None) -> int:
-    """Look at everything, print what was found, and return the exit code: 1 if there is a problem, else 0."""
+    """Run and print all checks; return the exit code: 1 if there is a problem, else 0."""
     spec = None if settings.run_file is None else _read_run(settings.run_file)
     if as_json:
         checks = list(examine(settings, spec))
@@ -63,7 +63,7 @@ def run_doctor(settings: DoctorSettings, *, as_json: bool, console: Console | No
 
 
 def _left_out(settings: DoctorSettings) -> list[str]:
-    """List what flags that were not given would have checked."""
+    """List the checks whose options were not given."""
     wanted = {
         "the coordinator and the clock (--coordinator URL)": settings.coordinator,
         "whether a policy fits (--policy FILE)": settings.policy,
@@ -74,11 +74,11 @@ def _left_out(settings: DoctorSettings) -> list[str]:
 
 
 def examine(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:
-    """Run every check, in the order in which problems are worth mending."""
+    """Run every check, in the order in which problems should be fixed."""
     footprint, complaint = _read_policy(settings.policy)
     if complaint is not None:
         yield complaint
-    installed = packages.look_around()
+    installed = packages.list_installed()
     yield packages.check_python()
     torch, cuda = packages.check_torch(installed)
     yield torch
@@ -105,7 +105,7 @@ def _examine_for_vllm(
     installed: packages.Installed, cuda: str | None, footprint: Footprint | None, spec: RunSpec | None
 ) -> Generator[Check, None, bool]:
     """Run the checks that only vLLM needs; return whether the weights go to a GPU."""
-    gpus = packages.Probed(answer=[]) if cuda is None else packages.find_gpus()
+    gpus = packages.ProbeResult(answer=[]) if cuda is None else packages.find_gpus()
     yield packages.check_gpu(installed, cuda=cuda, gpus=gpus, driver=packages.has_nvidia_driver())
     yield packages.check_triton(installed)
     on_gpu = not installed.cpu_build and bool(gpus.answer)

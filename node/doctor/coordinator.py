@@ -1,16 +1,15 @@
-"""Whether the coordinator answers, and whether this machine's clock agrees with its Date header (RFC 9110, 6.6.1)."""
+"""Checks of the coordinator's health, and of this machine's clock against its Date header (RFC 9110, 6.6.1)."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from node.client.http import checked_url, printable
+from node.client.http import checked_url, describe
 from node.doctor.report import Check, fine, problem, warning
 from node.errors import ConfigError
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
@@ -20,7 +19,7 @@ HEALTH_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class HealthReply:
-    """What `GET /health` brought. `skew_seconds` is how far this clock is ahead; None where no Date was sent."""
+    """Reply to `GET /health`; `skew_seconds` is how far this clock is ahead, None without a Date header."""
 
     status: int
     skew_seconds: float | None
@@ -36,7 +35,7 @@ def check_coordinator(url: str, *, seconds: float = HEALTH_SECONDS) -> list[Chec
     except TimeoutError:
         return [problem("coordinator", f"{url} does not answer within {seconds:.0f} s.", advice=advice)]
     except (aiohttp.ClientError, OSError) as error:
-        return [problem("coordinator", f"{url} cannot be reached: {_describe(error)}.", advice=advice)]
+        return [problem("coordinator", f"{url} cannot be reached: {describe(error)}.", advice=advice)]
     if answer.status != 200:
         said = f"{url} answers HTTP {answer.status} where a coordinator says that it is well."
         return [problem("coordinator", said, advice=advice), check_clock(answer.skew_seconds)]
@@ -44,7 +43,7 @@ def check_coordinator(url: str, *, seconds: float = HEALTH_SECONDS) -> list[Chec
 
 
 def check_clock(skew_seconds: float | None, *, limit: float = MAX_CLOCK_SKEW_SECONDS) -> Check:
-    """Check whether requests that are signed by this clock will be taken; `skew_seconds` is how far it is ahead."""
+    """Check that this clock is within the limit for signed requests; `skew_seconds` is how far it is ahead."""
     if skew_seconds is None:
         said = "The coordinator did not say what time it is."
         return warning("clock", said, advice="See that this machine sets its clock by NTP: timedatectl.")
@@ -65,18 +64,12 @@ async def _ask(url: str, seconds: float) -> HealthReply:
         aiohttp.ClientSession(timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()) as session,
         session.get(f"{url}/health", allow_redirects=False) as response,
     ):
-        # The body is not read: the status says all, and a stranger's answer may have no end.
+        # The body is not read: an untrusted answer may be endless.
         return HealthReply(response.status, _skew(response.headers.get("Date"), now=time.time()))
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno).lower()
-    return printable(str(error)) or type(error).__name__
-
-
 def _skew(date: str | None, *, now: float) -> float | None:
-    """Return how far `now` is ahead of an HTTP date, which has whole seconds; None for what is no date."""
+    """Return how far `now` is ahead of an HTTP date, which has whole seconds; None if it is invalid."""
     try:
         said = parsedate_to_datetime(date or "").timestamp()
     except (ValueError, TypeError, OverflowError):

@@ -1,6 +1,6 @@
-"""What the machine has left: memory, disk, shared memory, open files, and a port.
+"""Checks of this machine's resources: memory, disk, shared memory, open files, key file and port.
 
-Needs are estimates from below: a machine that has less cannot work, one that has more may still be slow.
+Needs are lower bounds: a machine with less cannot work, one with more may still be slow.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         lines = (cgroup / "memory.stat").read_text().splitlines()
-        # What was read from files and not used lately is counted, and given back when it is wanted.
+        # The inactive page cache counts as used, but is reclaimable.
         reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
         free = min(free, max(0, limit - used + reclaimable))
     return free
@@ -71,7 +71,7 @@ def check_gpu_memory(need: int, *, free: int) -> Check:
 
 
 def check_swap(used: int, *, limit: int = SWAP_BYTES) -> Check:
-    """Check that programs are not swapped out: a worker there misses its leases."""
+    """Check that little swap is in use: a swapping worker misses its leases."""
     if used > limit:
         said = f"{size(used)} of swap are in use: this machine is short of memory, and slow."
         return warning("swap", said, advice="Close other programs, or lease fewer slots (--slots).")
@@ -79,7 +79,7 @@ def check_swap(used: int, *, limit: int = SWAP_BYTES) -> Check:
 
 
 def check_shared_memory(free: int | None, *, need: int, certain: bool) -> Check:
-    """Check that vLLM's processes can talk; `certain` where they always do it through /dev/shm."""
+    """Check /dev/shm for vLLM's processes; `certain` if they always use it."""
     if free is None:
         return warning("shared_memory", "There is no /dev/shm.", advice="Mount a tmpfs there; vLLM's processes use it.")
     said = f"Of shared memory (/dev/shm) {size(free)} are free; vLLM's processes want {size(need)}."
@@ -97,7 +97,7 @@ def free_shared_memory(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: 
 
 
 def check_disk(state: Path, *, need: int, what: str) -> Check:
-    """Check that the state folder, or where it will be made, takes `need` bytes more."""
+    """Check that the state folder (or its nearest existing parent) is writable with `need` bytes free."""
     folder = next(path for path in (state.absolute(), *state.absolute().parents) if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         said = f"{folder} is no folder that you can write to."
@@ -120,7 +120,7 @@ def check_open_files(soft: int | None = None) -> Check:
 
 
 def check_key(path: Path) -> Check:
-    """Check that the node's key, and the folder it is in, are whole and its owner's alone."""
+    """Check that the key file is valid, and that only its owner can read or replace it."""
     try:
         load_key(path)
     except IdentityError as error:
@@ -144,7 +144,7 @@ _KEY_FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Who listens on a port, as far as this user may know."""
+    """The process that listens on a port; None for unknown."""
 
     pid: int | None
     name: str | None
@@ -170,7 +170,7 @@ def check_port(host: str, port: int) -> Check:
 
 
 def _bind(host: str, port: int) -> None:
-    """Listen for a moment, as the relay would."""
+    """Bind and listen as the relay does, then close."""
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     ):
@@ -183,7 +183,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def occupant(port: int) -> Occupant:
-    """Return who listens on `port`; processes of other users stay unknown."""
+    """Return the process that listens on `port`; those of other users stay unknown."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             # An address is (host, port); psutil's own type allows an empty one.

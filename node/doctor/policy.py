@@ -1,6 +1,6 @@
-"""How much a policy weighs, from its file's header: the weights are not read, and torch is not needed.
+"""A policy's memory footprint from its file's header, without torch or its weights.
 
-Only sizes are taken from it. Whether it is a policy that can be built is for `node.policy.file`.
+Whether the policy can be built is checked by `node.policy.file`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Footprint:
     token_bytes: int = 0
 
     def weight_bytes(self, item_bytes: int | None = None) -> int:
-        """Return the weights' bytes in memory, in a dtype of `item_bytes`; without it in the file's own."""
+        """Return the weights' bytes in memory, in a dtype of `item_bytes` (default: the file's)."""
         return self.parameters * (item_bytes or self.item_bytes)
 
     def sequence_bytes(self, tokens: int, item_bytes: int | None = None) -> int:
-        """Return the bytes kept of one sequence of `tokens`, or of the longest that the model takes."""
+        """Return the cache bytes of one sequence of `tokens`, capped at the model's maximum."""
         each = self.token_numbers * (item_bytes or self.item_bytes) + self.token_bytes
         return self.state_bytes + min(tokens, self.max_tokens) * each
 

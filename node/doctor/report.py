@@ -1,4 +1,4 @@
-"""What the doctor found: one check's answer, all of them as a table for people, and as JSON for programs."""
+"""Results of the doctor's checks, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from node.client.http import printable
 
 
 class Level(StrEnum):
-    """How one check ended. A warning works, but worse than it could; a problem does not work."""
+    """Result of a check: a warning works, but badly; a problem does not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -29,7 +29,7 @@ _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at: `sentence` says what is, `advice` what to do; a check that is ok has none."""
+    """One check: `sentence` says what was found, `advice` what to do ("" if ok)."""
 
     name: str
     level: Level
@@ -38,17 +38,17 @@ class Check:
 
 
 def fine(name: str, sentence: str) -> Check:
-    """Return a check that found nothing to do."""
+    """Return a passed check."""
     return Check(name, Level.OK, sentence)
 
 
 def warning(name: str, sentence: str, *, advice: str) -> Check:
-    """Return a check of what works, but worse than it could, or not for long."""
+    """Return a check with a warning."""
     return Check(name, Level.WARNING, sentence, advice)
 
 
 def problem(name: str, sentence: str, *, advice: str) -> Check:
-    """Return a check of what cannot work."""
+    """Return a check with a problem."""
     return Check(name, Level.PROBLEM, sentence, advice)
 
 
@@ -63,7 +63,7 @@ def render_json(checks: Sequence[Check]) -> str:
 
 
 def show(checks: Sequence[Check], console: Console, *, left_out: Sequence[str] = ()) -> None:
-    """Print the checks, each with what to do below it, how many went wrong, and what was not looked at."""
+    """Print the checks with their advice, a summary, and what was left out."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)

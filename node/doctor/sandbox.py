@@ -1,4 +1,4 @@
-"""Whether rewards that come from running code can be computed here. Who neither verifies nor audits needs none."""
+"""Check of the sandbox for rewards from running code, which only verifiers and auditors need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from node.sandbox import Sandbox
 
 
 def check_sandbox(environments: Sequence[EnvironmentSpec]) -> Check:
-    """Check the sandbox, and what else the run's `environments` want; none are given where no run is known."""
+    """Check the sandbox and the reward requirements of the run's `environments` (empty if unknown)."""
     executing = [spec for spec in environments if spec.name == Code.name]
     try:
         if executing:

@@ -1,1 +1,1 @@
-"""Find a run's coordinator from the string its operator gave out."""
+"""Joining a run by a coordinator's URL or through peers."""

@@ -1,7 +1,7 @@
-"""A peer that only introduces others: it knows the run's newest descriptor, and who else is there.
+"""The bootstrap peer: gossips the run's newest descriptor and peer records.
 
-It holds no key of the run and is trusted for nothing. With a coordinator's URL it waits there for each new descriptor
-and is the first to pass it on; without one it is one more peer of the network.
+It holds no key of the run and is trusted for nothing. With a coordinator's URL it long-polls there for each new
+descriptor; without one it is an ordinary peer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.api import CoordinatorClient
+from node.client.api import FOREVER, CoordinatorClient
 from node.client.http import Backoff
 from node.discovery.addresses import check_port
-from node.discovery.descriptor import Board, News
+from node.discovery.descriptor import DescriptorStore, OfferResult
 from node.errors import ConfigError, CoordinatorFault, NetworkDown
-from node.joining.entrance import INSTALL, Entry, endpoints_of
+from node.joining.session import INSTALL, JoinSettings, endpoints_of
 from node.protocol.endpoints import RUN
 from node.protocol.peers import Invitation
 from node.runtime.signals import Stopped, race
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 25.0
 PAUSE_SECONDS = 1.0
-"""Before a coordinator is asked again that answers without news and does not wait for any."""
+"""Pause before polling again a coordinator that does not long-poll."""
 
 STATUS_SECONDS = 1.0
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=5.0)
@@ -47,89 +47,89 @@ MOST_NEIGHBOURS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerDaemon:
-    """One introducing peer: how it gets to its run, and its folder. `watch` gets its account of itself each second."""
+class PeerDaemonSettings:
+    """Settings of one bootstrap peer; `watch` gets its status each second."""
 
-    entry: Entry
+    join: JoinSettings
     state: Path
     watch: Callable[[dict[str, Any]], None] = lambda _status: None
 
 
-async def run_peer(settings: PeerDaemon, *, key: Ed25519PrivateKey, stop: asyncio.Event) -> None:
-    """Introduce others until `stop` is set. Prints how to join as soon as others can.
+async def run_peer(settings: PeerDaemonSettings, *, key: Ed25519PrivateKey, stop: asyncio.Event) -> None:
+    """Run a bootstrap peer until `stop` is set; print the join string once it is reachable.
 
-    Raises ConfigError, LocalFault where another peer uses the folder, and NetworkDown.
+    Raises ConfigError, NetworkDown, and LocalFault if another process uses the folder.
     """
     try:
         from node.p2p import HostLimits, LinkLimits, PeerNetwork, PeerSettings, RelayLimits  # noqa: PLC0415  (optional)
     except ImportError as error:
         raise ConfigError(INSTALL, code="no_libp2p") from error
-    entry = settings.entry
-    check_port(entry.host, entry.port)
+    join = settings.join
+    check_port(join.host, join.port)
     lock = FolderLock(settings.state)
-    board = Board(entry.run_id, state=settings.state)
+    store = DescriptorStore(join.run_id, state=settings.state)
     chosen = PeerSettings(
-        bootstrap=entry.peers,
+        bootstrap=join.peers,
         state=settings.state / "peers",
-        host=entry.host,
-        port=entry.port,
-        addresses=entry.addresses,
+        host=join.host,
+        port=join.port,
+        addresses=join.addresses,
         links=LinkLimits(most=MOST_NEIGHBOURS),
         limits=HostLimits(connections=2 * MOST_NEIGHBOURS),
         relay=RelayLimits(),
     )
     try:
-        async with PeerNetwork(chosen, key=key, board=board) as network:
+        async with PeerNetwork(chosen, key=key, store=store) as network:
             with contextlib.suppress(Stopped):
-                await _introduce(settings, network, board, stop)
+                await _introduce(settings, network, store, stop)
     finally:
         lock.release()
 
 
-async def _introduce(settings: PeerDaemon, network: PeerNetwork, board: Board, stop: asyncio.Event) -> None:
-    """Introduce until `stop` is set; raises Stopped and NetworkDown."""
+async def _introduce(
+    settings: PeerDaemonSettings, network: PeerNetwork, store: DescriptorStore, stop: asyncio.Event
+) -> None:
+    """Serve until `stop` is set; raises Stopped and NetworkDown."""
     try:
         addresses = await race(network.ready(), stop)
     except TimeoutError as error:
         raise NetworkDown("The peer-to-peer network does not start; --verbose says more.") from error
-    print(Invitation(settings.entry.run_id, addresses), flush=True)  # noqa: T201  (what this command is for)
+    print(Invitation(settings.join.run_id, addresses), flush=True)  # noqa: T201  (what this command is for)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_write_status(settings, board, network))]
-        if settings.entry.coordinators:
-            tasks.append(group.create_task(_follow(settings.entry, board)))
+        tasks = [group.create_task(_write_status(settings, store, network))]
+        if settings.join.coordinators:
+            tasks.append(group.create_task(_follow(settings.join, store)))
         await stop.wait()
         for task in tasks:
             task.cancel()
 
 
-async def _follow(entry: Entry, board: Board) -> None:
+async def _follow(join: JoinSettings, store: DescriptorStore) -> None:
     """Long-poll a coordinator for each new descriptor."""
     failures = 0
-    async with CoordinatorClient(entry.coordinators, run_id=entry.run_id) as client:
+    async with CoordinatorClient(join.coordinators, run_id=join.run_id) as client:
         while True:
-            last, asked = board.last, time.monotonic()
-            client.set_urls((*entry.coordinators, *endpoints_of(board)))
+            last, asked = store.last, time.monotonic()
+            client.set_urls((*join.coordinators, *endpoints_of(store)))
             try:
                 query = {} if last is None else {"after": str(last.descriptor.version), "wait": f"{WAIT_SECONDS:g}"}
-                envelope = await client.fetch(
-                    RUN, query=query, wait_seconds=WAIT_SECONDS, patience_seconds=float("inf")
-                )
-                news, failures = board.offer(envelope, source=client.url), 0
+                envelope = await client.fetch(RUN, query=query, wait_seconds=WAIT_SECONDS, patience_seconds=FOREVER)
+                news, failures = store.offer(envelope, source=client.url), 0
             except (CoordinatorFault, PeerFault) as error:
                 failures += 1
                 log.warning("no descriptor from %s: %s", client.url, error)
                 await asyncio.sleep(BACKOFF.delay(failures))
             else:
-                if news is not News.NEWER and time.monotonic() - asked < PAUSE_SECONDS:
+                if news is not OfferResult.NEWER and time.monotonic() - asked < PAUSE_SECONDS:
                     await asyncio.sleep(PAUSE_SECONDS)
 
 
-async def _write_status(settings: PeerDaemon, board: Board, network: PeerNetwork) -> None:
+async def _write_status(settings: PeerDaemonSettings, store: DescriptorStore, network: PeerNetwork) -> None:
     path = settings.state / "status.json"
     await asyncio.to_thread(settings.state.mkdir, parents=True, exist_ok=True)
     while True:
-        last = board.last
-        status: dict[str, Any] = {"run_id": board.run_id, "network": network.status()}
+        last = store.last
+        status: dict[str, Any] = {"run_id": store.run_id, "network": network.status()}
         status["descriptor_version"] = -1 if last is None else last.descriptor.version
         settings.watch(status)
         temporary = path.with_suffix(".json.tmp")
@@ -140,7 +140,7 @@ async def _write_status(settings: PeerDaemon, board: Board, network: PeerNetwork
 
 
 async def until_parent_ends(stop: asyncio.Event) -> None:
-    """Set `stop` when whoever started this process, and holds its standard input, has gone."""
+    """Set `stop` when standard input closes: the parent process has ended."""
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
     descriptor = sys.stdin.fileno()

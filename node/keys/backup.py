@@ -1,8 +1,7 @@
-"""A key on paper: 24 words that are its 32-byte seed (BIP-39, English), and no file.
+"""Paper backup of a key: its 32-byte seed as 24 words (BIP-39, English).
 
-BIP-39 appends the first 8 bits of the seed's SHA-256, so 255 of 256 slips of the pen are refused. The one that is not
-gives another key: compare the node's id that is printed with the one that was backed up. No message quotes a word, and
-no error has one in its chain of causes.
+BIP-39's 8-bit checksum detects 255 of 256 slips. The remaining one gives another key: compare the node ids. No message
+quotes a word, and no error has one in its chain of causes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def key_of(phrase: str) -> Ed25519PrivateKey:
 
 
 def decode_phrase(data: bytes) -> str:
-    """Return the text of a phrase file or pipe; raises IdentityError, `bad_phrase`, for what is too long or no text."""
+    """Decode the content of a phrase file; raises IdentityError, `bad_phrase`, if it is too long or not UTF-8."""
     try:
         if len(data) <= MAX_PHRASE_BYTES:
             return data.decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""A node's identity: one Ed25519 key (RFC 8032) in a file that nobody else can read.
+"""A node's identity: one Ed25519 key (RFC 8032) in a file that only its owner can read.
 
 The file holds the 32-byte seed in hexadecimal and a newline. A node's id is its public key in hexadecimal; a
 run's id is a digest of the run's public key (`node.protocol.run.run_id_of`).
@@ -21,11 +21,11 @@ _MAX_FILE_BYTES = 128
 _SEED = re.compile(rb"([0-9a-f]{64})\n?")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_OF_A_CREDENTIAL = stat.S_IWGRP | stat.S_IXGRP | stat.S_IRWXO
-"""The service reads it by an access control list, whose mask stands in the place of the group's rights."""
+"""The service reads it through an ACL, whose mask appears as the group's permissions."""
 
 
 def load_or_create_key(path: Path) -> Ed25519PrivateKey:
-    """Return the key in `path`, made first if there is none; raises IdentityError."""
+    """Return the key in `path`, created if missing; raises IdentityError."""
     try:
         return load_key(path)
     except IdentityError as error:
@@ -40,22 +40,19 @@ def load_or_create_key(path: Path) -> Ed25519PrivateKey:
 
 
 def create_key(path: Path) -> Ed25519PrivateKey:
-    """Make a new key in `path`, as `write_key` does, and return it."""
+    """Create a key in `path` as `write_key` does, and return it."""
     key = Ed25519PrivateKey.generate()
     write_key(path, key)
     return key
 
 
 def write_key(path: Path, key: Ed25519PrivateKey) -> None:
-    """Write `key` to `path`, mode 0600; raises IdentityError, `key_exists` rather than replace one.
-
-    The file appears complete or not at all: two processes that start at once agree on one key.
-    """
+    """Write `key` to `path`, mode 0600, atomically; raises IdentityError, `key_exists` if there is one already."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _write_new(temporary, key.private_bytes_raw().hex().encode() + b"\n")
+            write_private(temporary, key.private_bytes_raw().hex().encode() + b"\n")
             _link_new(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -65,7 +62,7 @@ def write_key(path: Path, key: Ed25519PrivateKey) -> None:
 
 
 def check_absent(path: Path) -> None:
-    """Raise IdentityError, `key_exists`, if something is in the place of the key file `path`."""
+    """Raise IdentityError, `key_exists`, if `path` exists."""
     if os.path.lexists(path):
         raise _exists(path)
 
@@ -92,7 +89,8 @@ def _is_credential(path: Path) -> bool:
     return folder is not None and path.parent == Path(folder)
 
 
-def _write_new(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes) -> None:
+    """Create `path` with mode 0600 and sync it to disk; raises OSError, also if it exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         file.flush()
@@ -111,7 +109,7 @@ def _exists(path: Path) -> IdentityError:
 
 
 def _read_private(path: Path) -> bytes:
-    """Return the file's content, if it is a regular file that only its owner can reach; raises IdentityError."""
+    """Return the content of a regular file without access for others; raises IdentityError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError as error:

@@ -14,14 +14,14 @@ from typing import Final
 
 import trio
 
-from node.discovery.peer_book import crowd_of
+from node.discovery.peer_book import subnet_of
 from node.p2p.transport import TrioTokenBucket
 
 MAX_HANDSHAKES: Final = 64
-MAX_HANDSHAKES_PER_CROWD: Final = 16
+MAX_HANDSHAKES_PER_SUBNET: Final = 16
 HANDSHAKES_PER_SECOND: Final = 8.0
 BURST_HANDSHAKES: Final = 128
-"""Per crowd (`crowd_of`). A handshake takes about 10 ms of a core, so a crowd gets a tenth of one in the long run."""
+"""Per subnet (`subnet_of`). A handshake takes about 10 ms of a core, so a subnet gets a tenth of one on average."""
 
 MAX_BUCKETS: Final = 4096
 
@@ -30,7 +30,7 @@ MAX_BUCKETS: Final = 4096
 class InboundConnection:
     """One inbound connection: cancel `scope` to close it; `busy` returns whether it carries any stream."""
 
-    crowd: str
+    subnet: str
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     opened_at: float = field(default_factory=trio.current_time)
     handshaken: bool = False
@@ -50,13 +50,13 @@ class AdmissionControl:
 
     def admit(self, host: str) -> InboundConnection | None:
         """Register a connection from `host`; None if it is not admitted."""
-        crowd = crowd_of(host)
-        waiting = [connection.crowd for connection in self._connections if not connection.handshaken]
-        if len(waiting) >= MAX_HANDSHAKES or waiting.count(crowd) >= MAX_HANDSHAKES_PER_CROWD:
+        subnet = subnet_of(host)
+        waiting = [connection.subnet for connection in self._connections if not connection.handshaken]
+        if len(waiting) >= MAX_HANDSHAKES or waiting.count(subnet) >= MAX_HANDSHAKES_PER_SUBNET:
             return None
-        if not self._bucket(crowd).try_acquire() or not self._make_room(crowd):
+        if not self._bucket(subnet).try_acquire() or not self._make_room(subnet):
             return None
-        connection = InboundConnection(crowd)
+        connection = InboundConnection(subnet)
         self._connections.add(connection)
         return connection
 
@@ -64,17 +64,17 @@ class AdmissionControl:
         """Unregister a closed connection."""
         self._connections.discard(connection)
 
-    def _make_room(self, crowd: str) -> bool:
+    def _make_room(self, subnet: str) -> bool:
         """Return whether a connection fits, after evicting another one if need be."""
         if len(self._connections) < self._capacity:
             return True
-        crowds = Counter(connection.crowd for connection in self._connections)
-        largest = max(crowds.values())
-        among = [connection for connection in self._connections if crowds[connection.crowd] == largest]
+        subnets = Counter(connection.subnet for connection in self._connections)
+        largest = max(subnets.values())
+        among = [connection for connection in self._connections if subnets[connection.subnet] == largest]
         idle = [connection for connection in among if not connection.busy()]
         if idle:
             evicted = min(idle, key=lambda connection: connection.opened_at)
-        elif crowds[crowd] < largest:
+        elif subnets[subnet] < largest:
             evicted = random.choice(among)
         else:
             return False
@@ -82,9 +82,9 @@ class AdmissionControl:
         evicted.scope.cancel()
         return True
 
-    def _bucket(self, crowd: str) -> TrioTokenBucket:
-        bucket = self._buckets.pop(crowd, None) or TrioTokenBucket(rate=HANDSHAKES_PER_SECOND, burst=BURST_HANDSHAKES)
-        self._buckets[crowd] = bucket
+    def _bucket(self, subnet: str) -> TrioTokenBucket:
+        bucket = self._buckets.pop(subnet, None) or TrioTokenBucket(rate=HANDSHAKES_PER_SECOND, burst=BURST_HANDSHAKES)
+        self._buckets[subnet] = bucket
         if len(self._buckets) > MAX_BUCKETS:
             del self._buckets[next(iter(self._buckets))]
         return bucket

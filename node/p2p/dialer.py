@@ -12,7 +12,7 @@ import trio
 from libp2p.abc import IHost
 from libp2p.custom_types import TProtocol
 
-from node.discovery.descriptor import Board
+from node.discovery.descriptor import DescriptorStore
 from node.discovery.peer_book import PeerBook, network_of
 from node.p2p.host import HostLimits, PeerUnreachable, connect, peer_of
 from node.p2p.links import PROTOCOL, Links, PeerLink
@@ -54,13 +54,13 @@ class Dialer:
         host: IHost,
         links: Links,
         book: PeerBook,
-        board: Board,
+        store: DescriptorStore,
         *,
         bootstrap: Sequence[Address],
         wanted: int,
         limits: HostLimits,
     ) -> None:
-        self._host, self._links, self._book, self._board = host, links, book, board
+        self._host, self._links, self._book, self._store = host, links, book, store
         self._bootstrap, self._wanted, self._limits = tuple(bootstrap), wanted, limits
         self._dialing: set[bytes] = set()
         self._failures: dict[Address, _DialFailure] = {}
@@ -100,7 +100,7 @@ class Dialer:
         """Return how many outbound dials to start. Half of the slots are outbound-only, against eclipse attacks."""
         outbound = len(self._links.networks)
         wanted = max(self._wanted - len(self._links), self._wanted // 2 - outbound)
-        if self._board.newest is None:
+        if self._store.newest is None:
             # Neighbours that do not know the run, or do not say, do not count.
             wanted = 4 * self._wanted - outbound
         return min(wanted, MAX_CONCURRENT_DIALS) - len(self._dialing)
@@ -109,9 +109,9 @@ class Dialer:
         """Return the bootstrap peers and those named by the descriptor, without relayed addresses (too short-lived for
         a link).
         """
-        posted = self._board.last
+        verified = self._store.last
         named = []
-        for text in () if posted is None else posted.descriptor.peers:
+        for text in () if verified is None else verified.descriptor.peers:
             try:
                 named.append(parse_address(text))
             except Malformed as error:

@@ -21,8 +21,9 @@ import trio
 from libp2p.abc import INetStream
 
 from node.client.http import printable
-from node.discovery.descriptor import MAX_ENVELOPE_BYTES, Board, News
-from node.discovery.peer_book import PeerBook, crowd_of, is_plausible
+from node.discovery.descriptor import DescriptorStore, OfferResult
+from node.discovery.equivocation import MAX_ENVELOPE_BYTES
+from node.discovery.peer_book import PeerBook, is_plausible, subnet_of
 from node.p2p.frames import FRAME_SECONDS, read_frame, write_frame
 from node.p2p.host import node_of, reset
 from node.p2p.thread import describe
@@ -91,9 +92,9 @@ class PeerLink:
         return "" if remote is None else remote[0]
 
     @property
-    def crowd(self) -> str:
-        """Address group of the neighbour (`crowd_of`)."""
-        return crowd_of(self.host) if self.host else ""
+    def subnet(self) -> str:
+        """Address group of the neighbour (`subnet_of`)."""
+        return subnet_of(self.host) if self.host else ""
 
     def tell(self, record: bytes) -> None:
         """Queue a peer's record, unless too many are waiting."""
@@ -110,7 +111,7 @@ class Links:
 
     def __init__(
         self,
-        board: Board,
+        store: DescriptorStore,
         book: PeerBook,
         *,
         own: bytes,
@@ -121,7 +122,7 @@ class Links:
     ) -> None:
         self.changed = trio.Event()
         self.frames = {"received": 0, "sent": 0, "refused": 0}
-        self._board, self._book, self._own, self._limits = board, book, own, limits
+        self._store, self._book, self._own, self._limits = store, book, own, limits
         self._own_record, self._on_record, self._clock = own_record, on_record, clock
         self._links: dict[bytes, PeerLink] = {}
         self._greetings: dict[bytes, TrioTokenBucket] = {}
@@ -202,11 +203,11 @@ class Links:
     def _evict_for(self, link: PeerLink) -> bool:
         """Evict a link of the most crowded network if this one's is less crowded; never an outbound one."""
         inbound = [each for each in self._links.values() if each.network is None]
-        crowds = Counter(each.crowd for each in inbound)
-        largest = max(crowds.values(), default=0)
-        if crowds[link.crowd] + 1 >= largest:
+        subnets = Counter(each.subnet for each in inbound)
+        largest = max(subnets.values(), default=0)
+        if subnets[link.subnet] + 1 >= largest:
             return False
-        random.choice([each for each in inbound if crowds[each.crowd] == largest]).scope.cancel()
+        random.choice([each for each in inbound if subnets[each.subnet] == largest]).scope.cancel()
         return True
 
     async def _greet_only(self, link: PeerLink) -> None:
@@ -242,11 +243,11 @@ class Links:
                 await self._write(link, b"")
 
     async def _send_descriptor(self, link: PeerLink) -> bool:
-        posted = self._board.newest
-        if posted is None or posted.descriptor.version <= link.knows:
+        verified = self._store.newest
+        if verified is None or verified.descriptor.version <= link.knows:
             return False
-        link.knows = posted.descriptor.version
-        await self._write(link, posted.envelope)
+        link.knows = verified.descriptor.version
+        await self._write(link, verified.envelope)
         return True
 
     async def _write(self, link: PeerLink, frame: bytes) -> None:
@@ -291,21 +292,21 @@ class Links:
         log.log(level, "peer %s sent data that is not the run's (%s); shunned", where, printable(str(error)))
 
     def _process_descriptor(self, link: PeerLink, frame: bytes) -> None:
-        news = self._board.offer(frame, source=peer_id_of(link.node))
-        posted = self._board.newest
-        if posted is not None and news in {News.NEWER, News.KNOWN}:
-            link.knows = max(link.knows, posted.descriptor.version)
-        elif news is News.OLDER:
+        news = self._store.offer(frame, source=peer_id_of(link.node))
+        verified = self._store.newest
+        if verified is not None and news in {OfferResult.NEWER, OfferResult.KNOWN}:
+            link.knows = max(link.knows, verified.descriptor.version)
+        elif news is OfferResult.OLDER:
             link.wake.set()
 
     def _process_record(self, link: PeerLink, frame: bytes) -> None:
-        peer = open_peer(frame, run_id=self._board.run_id, now=self._clock())
+        peer = open_peer(frame, run_id=self._store.run_id, now=self._clock())
         if peer.node == link.node:
             if link.own_records.try_acquire():
                 self._on_record(peer, link.host)
         elif peer.node == self._own:
             self._on_record(peer, "")
-        elif is_plausible(peer, teller=link.host) and self._book.add(peer, teller=link.crowd):
+        elif is_plausible(peer, source=link.host) and self._book.add(peer, source=link.subnet):
             self._note_change()
 
     def _opener(self, link: PeerLink) -> bytes:
@@ -313,8 +314,8 @@ class Links:
 
     def is_unwanted(self, node: bytes) -> bool:
         """Return whether to refuse a node: revoked, shunned, or this node itself."""
-        posted = self._board.newest
-        revoked = posted is not None and node.hex() in posted.descriptor.revoked
+        verified = self._store.newest
+        revoked = verified is not None and node.hex() in verified.descriptor.revoked
         return revoked or node == self._own or self._book.is_shunned(node)
 
     def _drop_revoked(self) -> None:

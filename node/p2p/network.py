@@ -1,7 +1,7 @@
 """A node's membership in a run's peer-to-peer network, for the asyncio side.
 
 It keeps a few neighbours (`node.p2p.links`), finds others through them, and feeds their descriptors to the node's
-`Board`. It needs one bootstrap peer the first time only: known peers are kept in the state folder.
+`DescriptorStore`. It needs one bootstrap peer the first time only: known peers are kept in the state folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import IHost, INetStream
 from libp2p.custom_types import TProtocol
 
+from node.client.ssrf import Reach, reach_of
 from node.discovery.addresses import is_loopback, reachable_hosts
-from node.discovery.descriptor import Board, Posted
-from node.discovery.peer_book import PeerBook, crowd_of, is_plausible, reach_of
+from node.discovery.descriptor import DescriptorStore, VerifiedDescriptor
+from node.discovery.peer_book import PeerBook, is_plausible, subnet_of
 from node.errors import NetworkDown
 from node.p2p.circuits import HOP, STOP, is_relayed
 from node.p2p.control import PROTOCOL as CONTROL
@@ -72,8 +73,8 @@ class PeerSettings:
 class PeerNetwork:
     """The peer-to-peer network; use as an async context manager. It restarts itself after any failure."""
 
-    def __init__(self, settings: PeerSettings, *, key: Ed25519PrivateKey, board: Board) -> None:
-        self._settings, self._key, self._board = settings, key, board
+    def __init__(self, settings: PeerSettings, *, key: Ed25519PrivateKey, store: DescriptorStore) -> None:
+        self._settings, self._key, self._store = settings, key, store
         self.node = key.public_key().public_bytes_raw()
         self.book = PeerBook(self.node, clock=time.time)
         self._thread = TrioThread(self._main, name="p2p")
@@ -91,12 +92,12 @@ class PeerNetwork:
         self._probing = 0
         self._control = ControlServer()
         self._remembered: list[Address] = []
-        for peer in load_peers(settings.state, run_id=board.run_id, now=time.time()):
+        for peer in load_peers(settings.state, run_id=store.run_id, now=time.time()):
             if peer.expires_at > time.time():
                 self.book.add(peer)
             elif len(self._remembered) < MAX_REMEMBERED:
                 self._remembered += peer.addresses[:1]
-        board.listen(self._on_descriptor)
+        store.listen(self._on_descriptor)
 
     async def __aenter__(self) -> Self:
         self._thread.start()
@@ -171,7 +172,7 @@ class PeerNetwork:
         async with running_host(self._key, listen, settings.limits) as host, trio.open_nursery() as nursery:
             self._host, self._port = host, listening_port(host)
             links = Links(
-                self._board,
+                self._store,
                 self.book,
                 own=self.node,
                 limits=settings.links,
@@ -183,7 +184,7 @@ class PeerNetwork:
                 host,
                 links,
                 self.book,
-                self._board,
+                self._store,
                 bootstrap=(*settings.bootstrap, *self._remembered),
                 wanted=settings.links.wanted,
                 limits=settings.limits,
@@ -214,7 +215,7 @@ class PeerNetwork:
             await reset(stream)
             return
         remote = stream.get_remote_address()
-        self._was_dialled = self._was_dialled or (remote is not None and reach_of(remote[0]) == 2)
+        self._was_dialled = self._was_dialled or (remote is not None and reach_of(remote[0]) is Reach.INTERNET)
         await links.serve(stream)
 
     def _needs_relay(self) -> bool:
@@ -231,7 +232,7 @@ class PeerNetwork:
         if own is not None:
             links.spread(own)
 
-    def _on_descriptor(self, _on_descriptor: Posted) -> None:
+    def _on_descriptor(self, _on_descriptor: VerifiedDescriptor) -> None:
         """Pass on a newer descriptor; called on any thread."""
         self._thread.soon(lambda: None if self._links is None else self._links.news())
 
@@ -253,7 +254,7 @@ class PeerNetwork:
             # The later record wins, and two may be made within a second.
             self._issued_at = issued_at = max(int(now), self._issued_at + 1)
             record = PeerRecord(
-                run_id=self._board.run_id,
+                run_id=self._store.run_id,
                 addresses=tuple(map(str, addresses)),
                 issued_at=issued_at,
                 expires_at=issued_at + RECORD_SECONDS,
@@ -266,7 +267,7 @@ class PeerNetwork:
         if peer.node == self.node:
             self._warn_duplicate_key(peer)
             return
-        news = is_plausible(peer, teller=remote) and self.book.add(peer, teller=crowd_of(remote) if remote else "")
+        news = is_plausible(peer, source=remote) and self.book.add(peer, source=subnet_of(remote) if remote else "")
         if news and self._probing < MAX_PROBES:
             self._probing += 1
             nursery.start_soon(self._probe, peer, remote)

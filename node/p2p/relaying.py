@@ -21,7 +21,7 @@ import trio
 from libp2p.abc import IHost, INetStream
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, Reservation, Status, StopMessage
 
-from node.discovery.peer_book import crowd_of
+from node.discovery.peer_book import subnet_of
 from node.p2p.circuits import (
     MESSAGE_SECONDS,
     STOP,
@@ -45,13 +45,13 @@ PIECE_BYTES: Final = 2**14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """Limits of a relay: in total, per crowd (`crowd_of`) and per peer; a request counts while its stream is open.
+    """Limits of a relay: in total, per subnet (`subnet_of`) and per peer; a request counts while its stream is open.
 
     A circuit ends after `circuit_seconds`, or `circuit_bytes` of both directions together, whichever is first.
     """
 
     reservations: int = 64
-    reservations_per_crowd: int = 16
+    reservations_per_subnet: int = 16
     reservation_seconds: int = 1800
     circuits: int = 16
     circuits_per_peer: int = 4
@@ -64,7 +64,7 @@ class RelayLimits:
 @dataclass(frozen=True, slots=True)
 class _ReservationEntry:
     ends_at: int
-    crowd: str
+    subnet: str
 
 
 class CircuitRelay:
@@ -114,12 +114,12 @@ class CircuitRelay:
         """Grant or renew a reservation of the authenticated peer, whatever name the message carries."""
         self._drop_lapsed()
         remote = stream.get_remote_address()
-        crowd, limits = "" if remote is None else crowd_of(remote[0]), self._limits
-        others = [each.crowd for node, each in self._reserved.items() if node != source]
-        if len(others) >= limits.reservations or others.count(crowd) >= limits.reservations_per_crowd:
+        subnet, limits = "" if remote is None else subnet_of(remote[0]), self._limits
+        others = [each.subnet for node, each in self._reserved.items() if node != source]
+        if len(others) >= limits.reservations or others.count(subnet) >= limits.reservations_per_subnet:
             return _status(Status.RESERVATION_REFUSED)
         ends_at = int(time.time()) + limits.reservation_seconds
-        self._reserved[source] = _ReservationEntry(ends_at, crowd)
+        self._reserved[source] = _ReservationEntry(ends_at, subnet)
         reply = _status(Status.OK, self._limit())
         reply.reservation.CopyFrom(Reservation(expire=ends_at))
         return reply

@@ -1,7 +1,6 @@
-"""From measured figures to a verdict (docs/protocol.md, section 7).
+"""Judgement of measured figures (docs/protocol.md, section 7).
 
-Measuring needs the policy and a forward pass and lives elsewhere; judging is pure, so that an auditor who
-measures the same figures comes to the same verdict.
+Pure, so that an auditor who measures the same figures reaches the same verdict; measuring is in `node.verification`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Outcome(StrEnum):
 
 
 NOT_FINITE = 1e308
-"""Stands for a figure that is NaN or infinite: no limit admits it."""
+"""Replaces NaN and infinity, above every limit."""
 
 _LIMITS = {
     "exponent_mismatches": (Reason.PROOF_MISMATCH, "exponent_mismatches"),
@@ -87,7 +86,7 @@ class Finding(Wire, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """Whose figure is over which limit, for people."""
+        """The finding as an English sentence."""
         if self.figure.endswith(DRIFT):
             whose = "The node's slots"
         else:
@@ -115,17 +114,17 @@ class Verdict(Wire, frozen=True):
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether a group teaches anything: where its rewards are all equal, so are its advantages, and zero (8.1)."""
+    """Return whether rewards differ; if all are equal, all advantages are zero (section 8.1)."""
     return bool(rewards) and min(rewards) != max(rewards)
 
 
 def worst(figures: Sequence[Figures]) -> Figures:
-    """The largest of each figure over a group: what the log records as a verdict's evidence."""
+    """Return the largest of each figure over a group: what the log records as a verdict's evidence."""
     return Figures(**{name: max(finite(getattr(f, name)) for f in figures) for name in Figures.__struct_fields__})
 
 
 def limit_of(figure: str, limits: LimitsSpec) -> tuple[Reason, float]:
-    """What a figure over its limit means, and the limit. Raises KeyError for what is no figure."""
+    """Return the reason and the limit of a figure; raises KeyError for an unknown one."""
     if figure in _LIMITS:
         reason, limit = _LIMITS[figure]
         value: float = getattr(limits, limit)
@@ -154,12 +153,12 @@ def judge_rows(rows: Mapping[int, Figures], *, limits: LimitsSpec) -> Finding | 
 
 
 def judge_group(totals: Totals, *, limits: LimitsSpec) -> Finding | None:
-    """The first statistic of which a group's rows together show too much."""
+    """Return a finding for the first statistic of a group over its limit, or None."""
     return _judge_values(evidences(totals, limits=limits), suffix=EVIDENCE, limits=limits)
 
 
 def judge_drift(drift: Drift, *, limits: LimitsSpec) -> Finding | None:
-    """The first statistic by which a node's slots have drifted too far, the last one included."""
+    """Return a finding for the first statistic of a node's drift over its limit, or None."""
     return _judge_values(drifts(drift), suffix=DRIFT, limits=limits)
 
 

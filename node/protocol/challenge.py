@@ -1,4 +1,4 @@
-"""The work that a challenge asks for: never that of a slot (docs/protocol.md, section 14.4).
+"""Derivation of a challenge's work, distinct from every slot's (docs/protocol.md, section 14.4).
 
 A challenge is slot 0 of a policy that no run has: of one whose manifest would have a digest that is derived from the
 node's key and from a nonce that the asker has just made. So nobody can have the answer beforehand, and what a challenge
@@ -22,13 +22,13 @@ _FILE_BYTES: Final = 32 * 1024
 
 
 def challenge_manifest(*, run_id: str, manifest_digest: str, node: bytes, nonce: str) -> str:
-    """What stands for the manifest's digest in a challenge of the node with this public key (32 bytes)."""
+    """Return the pseudo manifest digest of a challenge to the node with this public key (32 bytes)."""
     parts = bytes.fromhex(run_id), bytes.fromhex(manifest_digest), node, bytes.fromhex(nonce)
     return derive("swarmproof/1 challenge", *parts).hex()
 
 
 def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:
-    """The run's rules for a challenge: as many rows and tokens as it asks for, in one turn, all drawn by one policy."""
+    """Return the run's rules with a challenge's rows and tokens, one turn and one policy."""
     sampling = msgspec.structs.replace(
         spec.sampling,
         group_size=ask.samples,
@@ -41,7 +41,7 @@ def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:
 
 
 def fits(spec: RunSpec, *, samples: int, prompt_tokens: int) -> bool:
-    """Whether the answer to a challenge of rules `spec` (`challenge_spec`) cannot exceed MAX_CHALLENGE_BYTES."""
+    """Return whether an answer under `spec` (`challenge_spec`) fits into MAX_CHALLENGE_BYTES."""
     tokens, proofs = spec.sampling.max_new_tokens, spec.proofs
     chunks = chunk_count([tokens], chunk_tokens=proofs.chunk_tokens)
     proved = chunks * (4 + proof_bytes(proofs, tokens=min(proofs.chunk_tokens, tokens)))

@@ -1,8 +1,8 @@
-"""Control: what an operator asks of a node, by which right, and what it answers (docs/protocol.md, section 14).
+"""Control: authorities, requests to nodes and their replies (docs/protocol.md, section 14).
 
-A right is an `Authority` that the run's key signed: for one key, for purposes, for a while. A request is for one node,
-one purpose and one minute, and its signer is the peer that brings it; a reply is to one request. So nothing that is
-signed here is worth anything elsewhere, later, or in somebody else's hands. Pure: the clock is passed in.
+An `Authority`, signed by the run's key, grants one key purposes for a time. A request is for one node, one purpose and
+one minute, and must come from its signer; a reply is bound to one request. Nothing signed here can be replayed
+elsewhere, later or by others. Pure: the clock is passed in.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MAX_CHALLENGE_BYTES: Final = 512 * 1024
 Purpose: TypeAlias = Literal["status", "invite", "challenge", "drain", "restart", "logs"]
 PURPOSES: Final[tuple[Purpose, ...]] = get_args(Purpose)
 FREE_PURPOSES: Final[frozenset[Purpose]] = frozenset({"status", "invite"})
-"""What costs a contributor nothing, and tells nothing about the machine: answered unless it says otherwise."""
+"""Purposes that cost a contributor nothing and reveal nothing about the machine; allowed by default."""
 
 _ENVELOPE_BYTES: Final = 512
 """More than what an envelope adds to its payload."""
 
 
 class ControlReason(StrEnum):
-    """Why a request came to nothing: a stable code and `advice` for the asker, in the order of the checks."""
+    """Stable codes of refused requests with `advice` for the requester, in the order of the checks."""
 
     advice: str
 
@@ -84,7 +84,7 @@ class ControlReason(StrEnum):
     REVOKED = "revoked", "The run's operator has revoked this key; use another."
     REPLAYED_REQUEST = "replayed_request", "This signed request was seen before; sign every request anew."
     NOT_ALLOWED = "not_allowed", "The contributor does not allow this; they would have to give --allow-control."
-    # By an asker who may ask, of a node that would do it.
+    # Refusals of authorised requests.
     BUSY = "busy", "The node has no room for it now; ask again later, or drain it first."
     UNAVAILABLE = "unavailable", "The node has nothing to do it with yet; ask again once it holds a policy."
     UNKNOWN_ENDPOINT = "unknown_endpoint", "The run's descriptor does not name that coordinator; name one that it does."
@@ -92,7 +92,7 @@ class ControlReason(StrEnum):
 
 
 class ControlRefusal(Exception):
-    """A request came to nothing for a stable reason; `detail` says what was seen, without secrets."""
+    """A control request refused for a stable reason; `detail` says what was seen, without secrets."""
 
     def __init__(self, reason: ControlReason, detail: str = "") -> None:
         super().__init__(" ".join(filter(None, (f"{reason.value}:", detail, reason.advice))))
@@ -110,43 +110,43 @@ class Authority(Wire, frozen=True):
     expires_at: Count
 
     def __post_init__(self) -> None:
-        """Refuse what no operator means; msgspec turns the ValueError into its own error."""
+        """Refuse invalid values; msgspec turns the ValueError into its own error."""
         if len(set(self.purposes)) < len(self.purposes):
             raise ValueError("a purpose is named twice")
         if not self.issued_at < self.expires_at <= self.issued_at + MAX_AUTHORITY_SECONDS:
             raise ValueError("it must end after it began, and within 30 days")
 
 
-# -- what is asked; the tag is the purpose
+# -- requests; the tag is the purpose
 
 
 class AskStatus(Wire, frozen=True, tag_field="purpose", tag="status"):
-    """How are you?"""
+    """Report the status."""
 
 
 class AskInvite(Wire, frozen=True, tag_field="purpose", tag="invite"):
-    """There is work: ask the coordinator `endpoint`, or the one in use, now. What work it is, the coordinator says."""
+    """Request leases now, from the coordinator `endpoint` or the one in use; ends a drain."""
 
     endpoint: Url | None
 
 
 class AskChallenge(Wire, frozen=True, tag_field="purpose", tag="challenge"):
-    """Draw so many completions of at most so many tokens, of a problem that the request's nonce decides."""
+    """Generate completions for a problem derived from the request's nonce."""
 
     samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_SAMPLE_TOKENS)]
 
 
 class AskDrain(Wire, frozen=True, tag_field="purpose", tag="drain"):
-    """Finish what is under way, take no more work, and stay."""
+    """Finish the active slots and lease no more."""
 
 
 class AskRestart(Wire, frozen=True, tag_field="purpose", tag="restart"):
-    """Hand back what is under way, and start the engine anew."""
+    """Return the leases and restart the engine."""
 
 
 class AskLogs(Wire, frozen=True, tag_field="purpose", tag="logs"):
-    """The last lines of the log."""
+    """Return the last lines of the log."""
 
     lines: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)]
 
@@ -168,7 +168,7 @@ class ControlRequest(Wire, frozen=True):
     authority: Annotated[bytes, Meta(max_length=MAX_AUTHORITY_BYTES + _ENVELOPE_BYTES)] | None
 
 
-# -- what is answered
+# -- replies
 
 LogLine = Annotated[str, Meta(max_length=MAX_LOG_LINE, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 
@@ -208,13 +208,13 @@ class StatusBody(Wire, frozen=True, tag_field="purpose", tag="status"):
 
 
 class InviteBody(Wire, frozen=True, tag_field="purpose", tag="invite"):
-    """It asks for work next, if it has `room` for slots."""
+    """The worker requests leases if it has `room` for slots."""
 
     room: Count
 
 
 class ChallengeBody(Wire, frozen=True, tag_field="purpose", tag="challenge"):
-    """What it drew, as a submission's file (section 6.1), with the policy `version` of that manifest."""
+    """The completions as a submission's file (section 6.1), and the policy that generated them."""
 
     version: Count
     manifest_digest: Digest
@@ -222,20 +222,20 @@ class ChallengeBody(Wire, frozen=True, tag_field="purpose", tag="challenge"):
 
 
 class DrainBody(Wire, frozen=True, tag_field="purpose", tag="drain"):
-    """It takes no more work; `slots` are still under way, `undelivered` have no receipt yet."""
+    """The worker leases no more; `slots` are active, `undelivered` have no receipt yet."""
 
     slots: Count
     undelivered: Count
 
 
 class RestartBody(Wire, frozen=True, tag_field="purpose", tag="restart"):
-    """It hands back `slots` slots, and starts its engine anew."""
+    """The worker returns `slots` leases and restarts its engine."""
 
     slots: Count
 
 
 class LogsBody(Wire, frozen=True, tag_field="purpose", tag="logs"):
-    """The last lines, the oldest first."""
+    """The last log lines, oldest first."""
 
     lines: Annotated[tuple[LogLine, ...], Meta(max_length=MAX_LOG_LINES)]
 
@@ -257,13 +257,13 @@ class ControlReply(Wire, frozen=True):
     body: Body | None
 
     def __post_init__(self) -> None:
-        """Refuse an answer that says yes and no."""
+        """Refuse a reply with both or neither."""
         if (self.reason is None) == (self.body is None):
             raise ValueError("a reply has a reason or a body, and never both")
 
 
 def purpose_of(value: Ask | Body) -> Purpose:
-    """What it is for."""
+    """Return the purpose of a request or a reply."""
     purpose: Purpose = value.__struct_config__.tag  # type: ignore[assignment]
     return purpose
 
@@ -272,12 +272,12 @@ def purpose_of(value: Ask | Body) -> Purpose:
 
 
 def sign_authority(authority: Authority, *, key: Ed25519PrivateKey) -> bytes:
-    """The authority in an envelope of the run's key."""
+    """Seal an authority with the run's key."""
     return seal(encode(authority), domain=AUTHORITY_DOMAIN, version=CONTROL_VERSION, key=key)
 
 
 def open_authority(data: bytes) -> tuple[bytes, Authority]:
-    """Who signed an authority, and what it says; raises PeerFault. Whether it holds is for `check_authority`."""
+    """Return the signer (public key) and the authority; raises PeerFault. See `check_authority` for its validity."""
     opened = open_envelope(
         data, domain=AUTHORITY_DOMAIN, versions=(CONTROL_VERSION,), max_payload_bytes=MAX_AUTHORITY_BYTES
     )
@@ -285,12 +285,12 @@ def open_authority(data: bytes) -> tuple[bytes, Authority]:
 
 
 def sign_control(request: ControlRequest, *, key: Ed25519PrivateKey) -> bytes:
-    """The request in an envelope of the asker's key."""
+    """Seal a request with the requester's key."""
     return seal(encode(request), domain=CONTROL_DOMAIN, version=CONTROL_VERSION, key=key)
 
 
 def open_control(data: bytes) -> tuple[bytes, ControlRequest]:
-    """Who signed a request, and what it asks; raises ControlRefusal."""
+    """Return the signer (public key) and the request; raises ControlRefusal."""
     limit = MAX_REQUEST_BYTES - _ENVELOPE_BYTES
     try:
         opened = open_envelope(data, domain=CONTROL_DOMAIN, versions=(CONTROL_VERSION,), max_payload_bytes=limit)
@@ -302,14 +302,14 @@ def open_control(data: bytes) -> tuple[bytes, ControlRequest]:
 
 
 def sign_reply(reply: ControlReply, *, key: Ed25519PrivateKey) -> bytes:
-    """The reply in an envelope of the node's key."""
+    """Seal a reply with the node's key."""
     return seal(encode(reply), domain=REPLY_DOMAIN, version=CONTROL_VERSION, key=key)
 
 
 def open_reply(data: bytes, *, node: bytes, run_id: str, request: str, purpose: Purpose) -> Body:
-    """What `node` (its public key) answers to the request with that digest.
+    """Verify and return the reply of `node` (public key) to the request with that digest.
 
-    Raises PeerFault for what is no such answer, ControlRefusal for a no.
+    Raises PeerFault for an invalid reply, ControlRefusal for a refusal.
     """
     limit = MAX_REPLY_BYTES - _ENVELOPE_BYTES
     opened = open_envelope(data, domain=REPLY_DOMAIN, versions=(CONTROL_VERSION,), max_payload_bytes=limit, signer=node)
@@ -329,7 +329,7 @@ def open_reply(data: bytes, *, node: bytes, run_id: str, request: str, purpose: 
 
 
 def check_request(request: ControlRequest, *, signer: bytes, peer: bytes, node: bytes, run_id: str, now: float) -> None:
-    """Raise ControlRefusal unless `peer`, with whom Noise shook hands, asks this node, of this run, this minute."""
+    """Raise ControlRefusal unless the authenticated `peer` signed it for this node, run and minute."""
     if signer != peer:
         raise ControlRefusal(ControlReason.WRONG_PEER, f"Signed by {signer.hex()[:16]}….")
     if request.to != node.hex():
@@ -349,9 +349,9 @@ def check_authority(
     now: float,
     revoked: Collection[str] | None,
 ) -> None:
-    """Raise ControlRefusal unless the run lets the signer ask this.
+    """Raise ControlRefusal unless the signer is authorised for this request.
 
-    `revoked` are the keys of the run's current descriptor; None where the node has none, and so cannot know.
+    `revoked` are the current descriptor's revoked keys; None without a current descriptor.
     """
     if signer == run_key:
         return

@@ -65,7 +65,7 @@ _LEASED: Final = (
 
 
 class Empty(Wire, frozen=True):
-    """The reply of a request whose success says everything."""
+    """An empty reply."""
 
 
 class LogProof(Wire, frozen=True):
@@ -86,7 +86,7 @@ ReplyT = TypeVar("ReplyT")
 
 @dataclass(frozen=True, kw_only=True)  # slots would make Endpoint[...](...) raise TypeError
 class Endpoint(Generic[BodyT, ReplyT]):
-    """One method of one path, and everything that its two sides have to agree on.
+    """One method of one path, and everything that client and server must agree on.
 
     `body` and `reply` are `Wire` types, or `bytes` for what is not one canonical value. A `max_body_bytes` of None
     stands for the run's `limits.max_submission_bytes`. `max_reply_bytes` is how much a node reads unless its caller

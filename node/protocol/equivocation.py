@@ -1,4 +1,4 @@
-"""Two descriptors of one version: the proof that whoever has the run's key says different things to different nodes.
+"""Equivocation proofs: two different descriptors of one version, signed by the run's key.
 
 The run's key signs each version once (docs/protocol.md, section 2), so two that differ convict it, wherever they came
 from and whenever they are shown.
@@ -17,7 +17,7 @@ _BEFORE_ALL_DATES = -1.0
 
 @dataclass(frozen=True, slots=True)
 class EquivocationProof:
-    """What the key of run `run_id` signed twice: the version, and the two envelopes exactly as they came."""
+    """A version that the run's key signed twice, with both envelopes byte for byte."""
 
     run_id: str
     version: int
@@ -26,10 +26,10 @@ class EquivocationProof:
 
 
 def find_equivocation(first: bytes, second: bytes) -> EquivocationProof | None:
-    """The equivocation that two descriptor envelopes are, or None if one honest key can have signed both.
+    """Return the proof if two descriptor envelopes are an equivocation, else None.
 
-    The same content under two signatures is none. That one has expired is no excuse. Raises PeerFault where they are
-    not descriptors of one run, each signed by its key: then they say nothing.
+    The same content under two signatures is none; expiry does not matter. Raises PeerFault unless both are
+    descriptors of one run, signed by its key.
     """
     opened = open_envelope(
         first, domain=DESCRIPTOR_DOMAIN, versions=(DESCRIPTOR_VERSION,), max_payload_bytes=MAX_DESCRIPTOR_BYTES

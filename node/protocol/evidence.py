@@ -1,4 +1,4 @@
-"""What many small deviations say together (docs/protocol.md, section 7.3).
+"""Evidence of many small deviations together, and its drift along a node's slots (docs/protocol.md, section 7.3).
 
 A chunk, or a token, of an honest worker deviates from the verifier's own numbers by rounding. One of them shows
 little. `evidence` says what n of them show, in nats: honest values whose level the run knows (`LevelSpec`) sum up to so
@@ -29,7 +29,7 @@ STATISTICS = {
     "margin": Reason.WRONG_TOKEN,
     "logprob": Reason.WRONG_LOGPROB,
 }
-"""What is summed up, in the order in which it is judged, and what too much of it means."""
+"""The statistics in the order in which they are judged, with the reason of a rejection."""
 
 FAR_STEPS = 3.0
 """A token begins to be far from its sketch at so many steps, and is one step later: of unrelated states 97 % begin to
@@ -42,7 +42,7 @@ large one, or a few tokens that are far out. By what a field of `Drift` is calle
 """
 
 DRIFT_MEMORY = 1.25
-"""A drift is remembered up to so many times its limit, so that a node which mends its ways is believed again."""
+"""Cap of a drift in units of its limit, so that a repaired node recovers."""
 
 
 class Total(Wire, frozen=True):
@@ -85,17 +85,17 @@ class Drift(Wire, frozen=True):
 
 
 def sketch_value(distance: float) -> float:
-    """What a token's sketch distance counts: its logarithm, so that one token cannot speak for all."""
+    """Return a token's sketch statistic: the logarithm of its distance, so that outliers do not dominate."""
     return math.log(distance + 0.3)
 
 
 def far_value(distance: float) -> float:
-    """What part of a far token a sketch distance counts as: 0 .. 1, without a jump that machines disagree about."""
+    """Return a token's `far` statistic in [0, 1]; continuous, so that rounding cannot flip it."""
     return min(1.0, max(0.0, distance - FAR_STEPS))
 
 
 def total(values: Iterable[float], level: LevelSpec | None) -> Total:
-    """The sum of `values`; one that is not a number counts as the largest."""
+    """Return count and sum of `values`, each cut to the level's largest, NaN included."""
     if level is None:
         return Total()
     # In this order: `min` takes its first argument where the second is NaN.
@@ -104,7 +104,7 @@ def total(values: Iterable[float], level: LevelSpec | None) -> Total:
 
 
 def add(totals: Iterable[Totals]) -> Totals:
-    """The totals of several rollouts together."""
+    """Return the sum of several rollouts' totals."""
     each = list(totals)
     return Totals(
         **{
@@ -118,11 +118,11 @@ def add(totals: Iterable[Totals]) -> Totals:
 
 
 SMALL_RATIO = 1e-4
-"""Up to here three terms of a series are exact to 14 digits."""
+"""Below this ratio, three terms of the series are exact to 14 digits."""
 
 
 def evidence(seen: Total, level: LevelSpec | None) -> float:
-    """How unlikely it is that honest values sum up to so much, in nats; 0.0 where they are not above the mean."""
+    """Return -log of the bound on honest values' summing up to so much (nats); 0.0 at or below their mean."""
     if level is None or seen.count == 0:
         return 0.0
     reach = level.largest - level.mean
@@ -134,43 +134,43 @@ def evidence(seen: Total, level: LevelSpec | None) -> float:
 
 
 def _bennett(ratio: float) -> float:
-    """(1 + ratio) log(1 + ratio) - ratio, of a ratio from 0 on."""
+    """Return (1 + ratio) log(1 + ratio) - ratio, for ratio >= 0."""
     if ratio < SMALL_RATIO:
-        # The terms of the other form are nearly equal there, and their difference has lost its digits.
+        # The closed form cancels catastrophically there.
         return ratio * ratio * (1 / 2 - ratio / 6 + ratio * ratio / 12)
-    # Written so that a sum beyond all bounds gives infinity and not NaN.
+    # In this form an infinite ratio gives infinity and not NaN.
     return math.log1p(ratio) + ratio * (math.log1p(ratio) - 1)
 
 
 def _variance(seen: Total, level: LevelSpec) -> float:
-    """That of the sum, for each value: what the values share does not average out within a group."""
+    """Return the sum's variance per value; the shared part does not average out within a group."""
     return level.variance + seen.count * level.shared_variance
 
 
 def evidences(totals: Totals, *, limits: LimitsSpec) -> Iterator[tuple[str, float]]:
-    """Each statistic with its evidence."""
+    """Yield each statistic with its evidence in nats."""
     for name in STATISTICS:
         yield name, evidence(getattr(totals, name), getattr(limits.honest, name))
 
 
 def evidence_limit(limits: LimitsSpec) -> float:
-    """The evidence, in nats, that honest work exceeds with at most the run's probability."""
+    """Return the evidence, in nats, that honest work exceeds with at most the run's probability."""
     return -math.log(limits.false_rejections)
 
 
 def drift_limit(limits: LimitsSpec) -> float:
-    """Likewise of a drift: any of the statistics may stop a node, by any of its fields."""
+    """Return the limit of a drift in nats, with a union bound over all fields of `Drift`."""
     return evidence_limit(limits) + math.log(len(STATISTICS) * len(DRIFT_SPREADS))
 
 
 def drifts(drift: Drift) -> Iterator[tuple[str, float]]:
-    """Each statistic with how far it has drifted."""
+    """Yield each statistic with its drift in nats."""
     for name in STATISTICS:
         yield name, max(getattr(drift, name + suffix) for suffix in DRIFT_SPREADS)
 
 
 def follow(drift: Drift, totals: Totals, *, limits: LimitsSpec) -> Drift:
-    """A node's drift after one more of its slots."""
+    """Return a node's drift after one more slot."""
     most = DRIFT_MEMORY * drift_limit(limits)
     values = {}
     for name in STATISTICS:
@@ -182,7 +182,7 @@ def follow(drift: Drift, totals: Totals, *, limits: LimitsSpec) -> Drift:
 
 
 def _gain(seen: Total, level: LevelSpec | None, *, spreads: float) -> float:
-    """The logarithm of one slot's factor in the martingale, whose mean is at most 1 for an honest node."""
+    """Return the log of one slot's factor in the martingale, whose mean is at most 1 for an honest node."""
     if level is None:
         return 0.0
     reach, variance = level.largest - level.mean, _variance(seen, level)

@@ -20,17 +20,17 @@ class ProofInvalid(Exception):
 
 
 def leaf_hash(leaf: bytes) -> bytes:
-    """SHA-256(0x00 || leaf)."""
+    """Return SHA-256(0x00 || leaf)."""
     return hashlib.sha256(b"\x00" + leaf).digest()
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
-    """SHA-256(0x01 || left || right)."""
+    """Return SHA-256(0x01 || left || right)."""
     return hashlib.sha256(b"\x01" + left + right).digest()
 
 
 def completed_nodes(index: int, leaf: bytes, node: NodeStore) -> list[tuple[int, int, bytes]]:
-    """The (level, index, hash) entries that appending leaf hash `leaf` at `index` adds to the store."""
+    """Return the (level, index, hash) entries that appending leaf hash `leaf` at `index` adds to the store."""
     added = [(0, index, leaf)]
     level = 0
     while index & 1:
@@ -41,19 +41,19 @@ def completed_nodes(index: int, leaf: bytes, node: NodeStore) -> list[tuple[int,
 
 
 def root(size: int, node: NodeStore) -> bytes:
-    """The root of the first `size` leaves."""
+    """Return the root of the first `size` leaves."""
     return _range_hash(0, size, node) if size else EMPTY_ROOT
 
 
 def inclusion_proof(index: int, size: int, node: NodeStore) -> list[bytes]:
-    """The audit path of leaf `index` in the tree of `size` leaves."""
+    """Return the audit path of leaf `index` in the tree of `size` leaves."""
     if not 0 <= index < size:
         raise ValueError(f"no leaf {index} in a tree of {size}")
     return _path(index, 0, size, node)
 
 
 def consistency_proof(first: int, second: int, node: NodeStore) -> list[bytes]:
-    """The proof that the tree of `first` leaves is a prefix of the tree of `second`."""
+    """Return the proof that the tree of `first` leaves is a prefix of the tree of `second`."""
     if not 0 <= first <= second:
         raise ValueError(f"no consistency from {first} to {second}")
     if first in (0, second):
@@ -114,7 +114,7 @@ def verify_consistency(
 
 
 def _split(count: int) -> int:
-    """The largest power of two below `count`."""
+    """Return the largest power of two below `count`."""
     return 1 << ((count - 1).bit_length() - 1)
 
 

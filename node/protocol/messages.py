@@ -1,4 +1,4 @@
-"""What travels between a node and the coordinator, and what the log holds (docs/protocol.md, sections 3 and 8)."""
+"""Messages between nodes and the coordinator, and the log's entries (docs/protocol.md, sections 3 and 8)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PlainUrl = Annotated[
 """A web address without user name, query or fragment."""
 
 UploadUrl = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]{1,4000}\Z")]
-"""A web address with a query, which is as good as a password."""
+"""A web address whose query is a credential."""
 
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Candidate = Annotated[int, Meta(ge=0, lt=MOST_CANDIDATES)]
@@ -43,7 +43,7 @@ Candidate = Annotated[int, Meta(ge=0, lt=MOST_CANDIDATES)]
 
 
 class RequestClaim(Wire, frozen=True):
-    """What a node signs for one HTTP request; its envelope is the Authorization header."""
+    """The signed claim of one HTTP request; its envelope is the Authorization header."""
 
     run_id: Digest
     method: Literal["GET", "POST", "PUT"]
@@ -55,9 +55,9 @@ class RequestClaim(Wire, frozen=True):
 
 
 class Registration(Wire, frozen=True):
-    """A node introduces itself; its key is the request's signer.
+    """Registration of a node; its key is the request's signer.
 
-    `instance` tells the machines apart that may have the key, `name` is what people call this one.
+    `instance` distinguishes machines with the same key, `name` is this machine's host name.
     """
 
     software: Text
@@ -74,9 +74,9 @@ class ReceivedFrom(Wire, frozen=True):
 
 
 class RelayAnnouncement(Wire, frozen=True):
-    """A relay says where it serves, and how fast others served it; anybody may, since nothing served is trusted.
+    """Announcement of a relay's URL and of its measured sources; open to all, since nothing served is trusted.
 
-    `version`: the newest policy of which it has everything, null before the first.
+    `version` is the newest complete policy, null before the first.
     """
 
     url: PlainUrl
@@ -85,10 +85,10 @@ class RelayAnnouncement(Wire, frozen=True):
 
 
 class RelayList(Wire, frozen=True):
-    """Where relays say they serve, and for each stripe of chunks those to ask, the first one first.
+    """Announced relays, and the candidates of each stripe in order of preference.
 
     Chunk i is of stripe i mod the number of stripes (`shardcast.tree`); without stripes anybody may be asked for any
-    chunk. All of it is advice: each relay is as untrusted as this list.
+    chunk. Relays and list are untrusted.
     """
 
     relays: Annotated[tuple[Url, ...], Meta(max_length=256)]
@@ -96,7 +96,7 @@ class RelayList(Wire, frozen=True):
 
 
 class LeaseRequest(Wire, frozen=True):
-    """A worker asks for work: which policies it holds (verified, on disk), and how many slots it wants.
+    """Request for up to `slots` leases on one of the held (verified, on disk) policies.
 
     `instance` is that of its last Registration.
     """
@@ -169,7 +169,7 @@ class NodeStanding(Wire, frozen=True):
 
 
 class UploadRequest(Wire, frozen=True):
-    """The holder of a lease announces what it is about to put into the run's object store, by its digests."""
+    """Announcement of an upload to the run's object store, by its digests."""
 
     body: Digest
     body_bytes: Count
@@ -177,7 +177,7 @@ class UploadRequest(Wire, frozen=True):
 
 
 class UploadReply(Wire, frozen=True):
-    """Where these bytes, and no others, may be PUT until `expires_at`; a secret between the store and the node."""
+    """A presigned URL for exactly these bytes, until `expires_at`; a credential."""
 
     url: UploadUrl
     expires_at: Count
@@ -190,7 +190,7 @@ class SubmissionReply(Wire, frozen=True):
 
 
 class ErrorReply(Wire, frozen=True):
-    """A refusal at the door.
+    """The reply to a refused request.
 
     `server_time` lets a node correct its clock. `submission` names the node's own earlier submission when a
     duplicate is refused, so that a worker whose answer was lost finds its receipt.
@@ -203,7 +203,7 @@ class ErrorReply(Wire, frozen=True):
 
 
 class Receipt(Wire, frozen=True):
-    """The coordinator's signed word about a submission, and where the log has it."""
+    """The coordinator's signed statement of a verdict, with its place in the log."""
 
     run_id: Digest
     submission: Digest
@@ -286,5 +286,5 @@ LogEntry = RunEntry | PolicyEntry | VerdictEntry | BatchEntry
 
 
 def candidate_of(named: Lease | VerdictEntry) -> int:
-    """The candidate that a lease or a verdict names; the first, and only one, where the run has no pools."""
+    """Return the candidate of a lease or a verdict; 0 in a run without pools."""
     return 0 if isinstance(named.candidate, UnsetType) else named.candidate

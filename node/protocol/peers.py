@@ -1,6 +1,6 @@
-"""Peers: their names, where they are reached, what they say about themselves (docs/protocol.md, section 13).
+"""Peers: ids, addresses, join strings and signed records (docs/protocol.md, section 13).
 
-Pure and free of libp2p: a coordinator prints how to join without loading it.
+Pure and without libp2p, so that a coordinator can print a join string without loading it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = re.compile(rf"(?=.{{1,253}}\Z)(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """The libp2p PeerId of a raw Ed25519 public key (32 bytes), in base58 (libp2p specs, peer-ids)."""
+    """Return the libp2p PeerId of a raw Ed25519 public key (32 bytes), in base58 (libp2p specs, peer-ids)."""
     number = int.from_bytes(_IDENTITY + public_key)
     text = ""
     while number:
@@ -51,7 +51,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def public_key_of(peer_id: str) -> bytes:
-    """The raw Ed25519 public key (32 bytes) in a PeerId; raises Malformed for every other kind of PeerId."""
+    """Return the raw Ed25519 public key (32 bytes) in a PeerId; raises Malformed for every other kind of PeerId."""
     if len(peer_id) != _ID_CHARACTERS or peer_id[0] != "1" or not set(peer_id) <= set(_BASE58):
         raise Malformed("not the PeerId of an Ed25519 key", code="bad_peer_id")
     number = 0
@@ -67,7 +67,7 @@ def public_key_of(peer_id: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a peer is reached: TCP at `host`, or through the peer `relay`, which is reached there.
+    """Address of a peer: TCP at `host`, or a circuit through the peer `relay` at `host`.
 
     `kind` is the multiaddr protocol of the host: "ip4", "ip6" or "dns", "dns4", "dns6".
     """
@@ -79,7 +79,7 @@ class Address:
     relay: bytes | None = None
 
     def __str__(self) -> str:
-        """The multiaddr."""
+        """Return the multiaddr."""
         at = f"/{self.kind}/{self.host}/tcp/{self.port}/p2p/"
         if self.relay is None:
             return at + peer_id_of(self.node)
@@ -106,7 +106,7 @@ def parse_address(text: str) -> Address:
 
 
 def _is_host(kind: str, host: str) -> bool:
-    """Whether somebody may be there: in its one spelling, and no address of all, of many, or of the other family."""
+    """Return whether the host is canonical and dialable: not unspecified, multicast, mapped or scoped."""
     if kind in {"dns", "dns4", "dns6"}:
         return _NAME.fullmatch(host) is not None
     try:
@@ -124,13 +124,13 @@ def _is_host(kind: str, host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What one has to be told to take part: the run, and peers to begin with."""
+    """A join string: the run id and bootstrap peers."""
 
     run_id: str
     peers: tuple[Address, ...]
 
     def __str__(self) -> str:
-        """The string that `parse_join` reads."""
+        """Return the string that `parse_join` reads."""
         return f"{JOIN_SCHEME}{self.run_id}{','.join(map(str, self.peers))}"
 
 
@@ -148,7 +148,7 @@ def parse_join(text: str) -> Invitation:
 
 
 class PeerRecord(Wire, frozen=True):
-    """What a peer says about itself, signed by its own key: where it is reached, for a while."""
+    """A peer's self-signed, expiring record of its addresses."""
 
     run_id: Digest
     addresses: Annotated[tuple[PeerAddress, ...], Meta(max_length=MAX_ADDRESSES)]
@@ -158,7 +158,7 @@ class PeerRecord(Wire, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A checked record: `node` is the raw public key that signed it, `envelope` the exact bytes to pass on."""
+    """A verified record: `node` is the raw public key that signed it, `envelope` the exact bytes to pass on."""
 
     node: bytes
     addresses: tuple[Address, ...]
@@ -168,14 +168,14 @@ class Peer:
 
 
 def sign_peer(record: PeerRecord, *, key: Ed25519PrivateKey) -> bytes:
-    """The record in an envelope of the node's own key."""
+    """Seal a record with the node's key."""
     return seal(encode(record), domain=PEER_DOMAIN, version=PEER_VERSION, key=key)
 
 
 def open_peer(data: bytes, *, run_id: str, now: float, expired_too: bool = False) -> Peer:
-    """The peer in `data`, if it speaks for itself, of this run, and now; raises PeerFault.
+    """Verify and return the peer record in `data`, of this run and not expired; raises PeerFault.
 
-    `expired_too` is for what this node has kept itself: where a peer was an hour ago is worth a call.
+    `expired_too` accepts expired records of this node's own storage, which are still worth a dial.
     """
     opened = open_envelope(data, domain=PEER_DOMAIN, versions=(PEER_VERSION,), max_payload_bytes=MAX_PEER_BYTES)
     record = decode(PeerRecord, opened.payload, max_bytes=MAX_PEER_BYTES)

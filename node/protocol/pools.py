@@ -1,4 +1,4 @@
-"""Pools of problems by difficulty: which of its candidates a slot is for (docs/protocol.md, section 5.1).
+"""Pools of problems by difficulty, and the candidate of a slot (docs/protocol.md, section 5.1).
 
 A slot's seed draws a pool, by the run's shares, and candidates, one after the other; the slot is for the first that
 lies in the pool. A problem's pool at a policy follows from the log entries before that policy's own. So the operator
@@ -28,12 +28,12 @@ class Pool(StrEnum):
 
 
 def group_mean(rewards: Sequence[float]) -> float:
-    """The mean reward of a group: the correctly rounded sum of its rewards by their number, in float64."""
+    """Return the mean reward of a group: the correctly rounded sum of its rewards by their number, in float64."""
     return math.fsum(rewards) / len(rewards)
 
 
 def pool_of(mean: float | None, rules: PoolsSpec) -> Pool:
-    """The pool of a problem whose last group earned `mean`; None where it had none yet."""
+    """Return the pool of a problem whose last group earned `mean`; None where it had none yet."""
     if mean is None:
         return Pool.NORMAL
     if mean >= rules.easy_from:
@@ -42,7 +42,7 @@ def pool_of(mean: float | None, rules: PoolsSpec) -> Pool:
 
 
 def slot_pool(rules: PoolsSpec, *, run_id: str, manifest_digest: str, slot: int) -> Pool:
-    """The pool from which `slot` is to have its problem."""
+    """Return the pool from which `slot` is to have its problem."""
     drawn = derive(
         "swarmproof/1 slot pool", bytes.fromhex(run_id), bytes.fromhex(manifest_digest), slot.to_bytes(8, "big")
     )
@@ -51,13 +51,13 @@ def slot_pool(rules: PoolsSpec, *, run_id: str, manifest_digest: str, slot: int)
 
 
 def has_pools(spec: RunSpec, environment: int) -> bool:
-    """Whether the problems of this environment of the run's list are in pools: a finite set, in a run with pools."""
+    """Return whether this environment (index) is a finite set in a run with pools."""
     finite = isinstance(spec.environments[environment].problems, ProblemsSpec)
     return finite and isinstance(spec.batch.pools, PoolsSpec)
 
 
 def candidates(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int) -> Iterator[SlotProblem]:
-    """All problems that `slot` may be for, in the order in which they are tried; some may be equal."""
+    """Yield the candidate problems of `slot` in order; some may be equal."""
     for at in range(MOST_CANDIDATES):
         tried = slot_problem(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot, candidate=at)
         yield tried
@@ -66,7 +66,7 @@ def candidates(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int) -
 
 
 def has_candidate(spec: RunSpec, lease: Lease, *, run_id: str) -> bool:
-    """Whether a lease names a problem that its slot can be for, as far as can be told without the log: one in a
+    """Return whether a lease names a problem that its slot can be for, as far as can be told without the log: one in a
     run with pools alone, and another than the first where the problem is of a finite set.
     """
     if isinstance(lease.candidate, UnsetType):
@@ -83,7 +83,7 @@ def first_candidate(
     slot: int,
     mean_of: Callable[[SlotProblem], float | None],
 ) -> int:
-    """Which of its candidates `slot` is for: the first in its pool, or the last of all where none is.
+    """Return the index of the slot's candidate: the first in its pool, or the last if none is.
 
     `mean_of` tells the mean reward of the last group on a problem that was admitted before the policy, None without.
     """
@@ -98,14 +98,14 @@ def first_candidate(
 
 
 class PoolHistory:
-    """What the log's admitted groups earned, problem by problem, so that every policy's pools can be told."""
+    """Mean rewards of the log's admitted groups by problem, from which every policy's pools follow."""
 
     def __init__(self) -> None:
         self._heads: dict[SlotProblem, list[int]] = {}
         self._means: dict[SlotProblem, list[float]] = {}
 
     def note(self, problem: SlotProblem, mean: float, *, head: int) -> None:
-        """A group on `problem` was admitted while `head` was the newest policy."""
+        """Record a group on `problem` that was admitted while `head` was the newest policy."""
         heads = self._heads.setdefault(problem, [])
         means = self._means.setdefault(problem, [])
         if heads and heads[-1] == head:
@@ -115,6 +115,6 @@ class PoolHistory:
             means.append(mean)
 
     def mean_before(self, problem: SlotProblem, version: int) -> float | None:
-        """What the last group on `problem` earned that was admitted before policy `version`; None without one."""
+        """Return the mean of the last group on `problem` admitted before policy `version`, or None."""
         at = bisect_left(self._heads.get(problem, ()), version)
         return self._means[problem][at - 1] if at else None

@@ -24,13 +24,13 @@ MAX_HEADER_BYTES = 4096
 
 
 def sign_request(claim: RequestClaim, *, key: Ed25519PrivateKey) -> tuple[str, bytes]:
-    """The Authorization header for `claim`, and the envelope inside it (a submission's id is its digest)."""
+    """Return the Authorization header for `claim`, and the envelope inside it (a submission's id is its digest)."""
     envelope = seal(encode(claim), domain=REQUEST_DOMAIN, version=MESSAGE_VERSION, key=key)
     return f"{AUTHORIZATION_SCHEME} {base64.urlsafe_b64encode(envelope).decode('ascii')}", envelope
 
 
 def read_authorization(header: str) -> bytes:
-    """The envelope inside an Authorization header; raise Refusal for anything else."""
+    """Return the envelope inside an Authorization header; raises Refusal."""
     scheme, _, text = header.partition(" ")
     if scheme != AUTHORIZATION_SCHEME or len(text) > MAX_HEADER_BYTES:
         raise Refusal(Reason.BAD_SIGNATURE, f"Authorization must be '{AUTHORIZATION_SCHEME} <envelope>'.")
@@ -44,7 +44,7 @@ def read_authorization(header: str) -> bytes:
 
 
 def open_claim(envelope: bytes) -> tuple[bytes, RequestClaim]:
-    """Who signed a request envelope, and for what; raise Refusal."""
+    """Return the signer (public key) and the claim of a request envelope; raises Refusal."""
     try:
         opened = open_envelope(
             envelope, domain=REQUEST_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=MAX_CLAIM_BYTES

@@ -1,7 +1,7 @@
-"""A run: its identity, and everything that is fixed for all who take part (docs/protocol.md, section 2).
+"""A run: its identity, rules and descriptor (docs/protocol.md, section 2).
 
-`run.toml` and the wire carry the same values; the operator signs them as a `Descriptor`. The digest of the
-spec is the log's first entry, so that limits cannot change under anybody's feet.
+`run.toml` and the wire carry the same values; the operator signs them as a `Descriptor`. The digest of the spec is the
+log's first entry, so that the rules cannot change unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DESCRIPTOR_DOMAIN = "swarmproof/run"
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 256 * 1024
 MAX_KEPT_BYTES = 96 * 1024
-"""Of all environments' bitmaps together, so that a descriptor holds them."""
+"""Limit of all environments' bitmaps together, so that a descriptor holds them."""
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
@@ -35,7 +35,7 @@ Argument = (
 
 
 class ModelSpec(Wire, frozen=True):
-    """What is trained."""
+    """The model to train."""
 
     initial: Annotated[str, Meta(min_length=1, max_length=500)] = "tiny"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -83,7 +83,7 @@ class EnvironmentSpec(Wire, frozen=True):
 
 
 class SamplingSpec(Wire, frozen=True):
-    """How completions are drawn; the noise is the protocol's, so nobody has a choice.
+    """Sampling rules; the noise is the protocol's.
 
     `max_version_lead`: how many versions past the leased one a completion may go on under, when newer policies
     arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none. `max_new_tokens` are those of
@@ -169,7 +169,7 @@ class BatchSpec(Wire, frozen=True):
 
 
 class LevelSpec(Wire, frozen=True):
-    """What one number of honest work is like: of each chunk, or of each token.
+    """Distribution of one honest deviation, per chunk or per token.
 
     `variance` is that of one value, `shared_variance` that of what all values of a group have in common (its prompt,
     and the machine that drew it). `largest`: a value above it counts as it.
@@ -201,7 +201,7 @@ class HonestSpec(Wire, frozen=True):
 
 
 class LimitsSpec(Wire, frozen=True):
-    """Where honest ends; a figure equal to its limit passes.
+    """Limits of the figures; a figure equal to its limit passes.
 
     `false_rejections` bounds the probability that honest values sum up to a rejection, for each sum that is judged.
     `suspects` are the weights that a group is compared with where its sketches show more than `suspicion` (nats),
@@ -226,7 +226,7 @@ class LimitsSpec(Wire, frozen=True):
 
 
 class StandingSpec(Wire, frozen=True):
-    """How much of a node's work is measured, and when it has to go; see `node.protocol.standing`.
+    """Probation, full rate, vesting and bans; see `node.protocol.standing`.
 
     `probation`: fully measured slots, admitted in a row, before any slot of a node is measured in part.
     `full_rate_floor`: the least share of a node's slots that is measured in full, however long it has been right.
@@ -271,7 +271,7 @@ class TrainingSpec(Wire, frozen=True):
 
 
 class BroadcastSpec(Wire, frozen=True):
-    """How policies travel."""
+    """Rules of the broadcast."""
 
     keep_versions: Positive = 8
 
@@ -315,7 +315,7 @@ class PolicyHead(Wire, frozen=True):
 
 
 class Descriptor(Wire, frozen=True):
-    """What a node learns about a run from anybody, and checks against the run's id.
+    """The signed, versioned description of a run, verified against its id.
 
     The run's key signs each `version` once: the higher one holds, and two of one version are an equivocation.
     `endpoints`: URLs of coordinators. `peers`: multiaddrs of peers to begin with, each ending in /p2p/<peer id>.
@@ -335,12 +335,12 @@ class Descriptor(Wire, frozen=True):
 
 
 def run_id_of(public_key: bytes) -> str:
-    """The run's id: a digest of the run's Ed25519 public key (32 bytes)."""
+    """Return the run's id: a digest of the run's Ed25519 public key (32 bytes)."""
     return derive("swarmproof/1 run id", public_key).hex()
 
 
 def open_descriptor(data: bytes, *, run_id: str, now: float) -> tuple[Descriptor, bytes]:
-    """The descriptor in `data` and the run's public key, if it really is run `run_id`'s and current."""
+    """Return the descriptor in `data` and the run's public key, if it really is run `run_id`'s and current."""
     opened = open_envelope(
         data, domain=DESCRIPTOR_DOMAIN, versions=(DESCRIPTOR_VERSION,), max_payload_bytes=MAX_DESCRIPTOR_BYTES
     )
@@ -366,7 +366,7 @@ def parse_run_toml(text: str) -> RunSpec:
 
 
 def _check_targets(spec: RunSpec) -> None:
-    """Not a matter of every spec: a challenge is of fewer tokens than the run that it belongs to."""
+    """Check the length targets; not in RunSpec, because a challenge's spec has fewer tokens than its run's."""
     targets = [target for one in spec.environments if one.length for target in one.length.targets]
     if max(targets, default=0) > spec.sampling.max_new_tokens:
         raise ValueError("environments.length.targets are at most sampling.max_new_tokens: no rollout is longer")

@@ -27,7 +27,7 @@ _HIGH_SHIFT = np.uint64(32)
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Philox4x32-10. `counter` [4, ...] and `key` [2, ...] hold 32-bit words; returns [4, ...] likewise."""
+    """Compute Philox4x32-10: `counter` [4, ...] and `key` [2, ...] hold 32-bit words; returns [4, ...] likewise."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -39,7 +39,7 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 
 @cache
 def gumbel_table() -> NDArray[np.float32]:
-    """Float32 standard Gumbel values, one for each bin of a 32-bit uniform; raises if this CPU's differ."""
+    """Return the float32 Gumbel table, one entry per bin; raises ArithmeticError if this CPU's differs."""
     first = np.arange(_ENTRIES, dtype=np.int64)
     octave = np.maximum((first >> _OCTAVE_BITS) - 1, 0)
     low = (first - (octave << _OCTAVE_BITS)) << octave
@@ -52,14 +52,14 @@ def gumbel_table() -> NDArray[np.float32]:
 
 
 def table_index(bits: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The table entry for each 32-bit word: r below 2**12, else its octave and its next 11 bits."""
+    """Return the table entry for each 32-bit word: r below 2**12, else its octave and its next 11 bits."""
     octave = np.maximum(np.frexp(bits.astype(np.float64))[1] - 1 - _OCTAVE_BITS, 0).astype(np.uint64)
     index: NDArray[np.int64] = ((octave << np.uint64(_OCTAVE_BITS)) + (bits >> octave)).astype(np.int64)
     return index
 
 
 def gumbel_noise(seeds: list[bytes], positions: list[int], *, vocabulary: int) -> NDArray[np.float32]:
-    """Noise [rows, vocabulary] for row r's seed (16 bytes) and completion position (0 for the first token)."""
+    """Return noise [rows, vocabulary] for each row's seed (16 bytes) and completion position (from 0)."""
     if len(seeds) != len(positions):
         raise ValueError("one position per seed")
     if any(len(seed) != SEED_BYTES for seed in seeds):

@@ -1,4 +1,4 @@
-"""Slots: which problem and which seeds (docs/protocol.md, section 5).
+"""Derivation of a slot's problem and seeds (docs/protocol.md, section 5).
 
 They depend on the run, the policy's manifest and the slot's number alone. A node has no say in them, so
 neither more identities nor abandoned leases buy a choice of work. Where a run has pools (`node.protocol.pools`), a slot
@@ -29,7 +29,7 @@ class SlotProblem:
 
 
 def slot_problem(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int, candidate: int = 0) -> SlotProblem:
-    """The problem of `slot` at the policy whose manifest has `manifest_digest`; its only one, or this candidate."""
+    """Return the problem of `slot` at the policy with `manifest_digest`: its only one, or this candidate."""
     where = bytes.fromhex(run_id), bytes.fromhex(manifest_digest), slot.to_bytes(8, "big")
     drawn = derive("swarmproof/1 slot problem", *where)
     bounds = list(accumulate(environment.weight for environment in spec.environments))
@@ -46,13 +46,13 @@ def slot_problem(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int,
 
 @lru_cache(maxsize=128)
 def kept_problems(problems: ProblemsSpec) -> array[int]:
-    """The indexes of a finite set's problems that are kept, ascending."""
+    """Return the indexes of a finite set's problems that are kept, ascending."""
     kept = problems.kept
     return array("I", (at for at in range(problems.count) if kept is None or kept[at // 8] >> (at % 8) & 1))
 
 
 def sample_seed(*, run_id: str, manifest_digest: str, slot: int, sample: int) -> bytes:
-    """The 16-byte sampling seed of one completion of a slot's group."""
+    """Return the 16-byte sampling seed of one completion of a slot's group."""
     return derive(
         "swarmproof/1 sample seed",
         bytes.fromhex(run_id),
@@ -63,7 +63,7 @@ def sample_seed(*, run_id: str, manifest_digest: str, slot: int, sample: int) ->
 
 
 def group_seeds(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int) -> list[bytes]:
-    """The seeds of all completions of a slot, in row order."""
+    """Return the seeds of all completions of a slot, in row order."""
     return [
         sample_seed(run_id=run_id, manifest_digest=manifest_digest, slot=slot, sample=sample)
         for sample in range(spec.sampling.group_size)

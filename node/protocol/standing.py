@@ -26,7 +26,7 @@ class Standing:
     strikes: int = 0
 
     def after(self, outcome: Outcome, *, full: bool, rules: StandingSpec) -> Standing:
-        """The standing after one more verdict; `full` says that all rows were measured."""
+        """Return the standing after one more verdict; `full` says that all rows were measured."""
         if outcome is Outcome.REJECTED:
             return Standing(verified=0, strikes=self.strikes + 1)
         if outcome is Outcome.ADMITTED and full:
@@ -35,11 +35,11 @@ class Standing:
         return self
 
     def is_banned(self, rules: StandingSpec) -> bool:
-        """Whether the node gets no more work."""
+        """Return whether the node gets no more work."""
         return self.strikes >= rules.ban_after
 
     def full_rate(self, rules: StandingSpec) -> float:
-        """The probability, 0 < p <= 1, with which the next slot is measured in full.
+        """Return the probability, 0 < p <= 1, with which the next slot is measured in full.
 
         1 on probation, then probation / verified: after k admitted slots in a row the share of bad ones among them is
         below 3 / k with 95 % confidence (the rule of three), so what may pass unseen stays the same while less is
@@ -64,14 +64,14 @@ class Draws:
 
     @classmethod
     def of(cls, rate: float, *, full: bool) -> Draws:
-        """One slot, measured in full with the probability `rate`."""
+        """Return the draw of one slot that is measured in full with the probability `rate`."""
         return cls(int(full), rate, rate * (1.0 - rate))
 
     def __add__(self, other: Draws) -> Draws:
         return Draws(self.full + other.full, self.expected + other.expected, self.variance + other.variance)
 
     def are_chance(self, *, false_alarms: float) -> bool:
-        """Whether an honest coin gives so few with more than about the probability `false_alarms`.
+        """Return whether honest draws give so few full measurements with probability above `false_alarms`.
 
         Freedman's inequality (Ann. Probab. 3, 1975) for the sum of expected less measured, a martingale whose steps
         are at most 1: rates may depend on earlier draws.
@@ -112,7 +112,7 @@ class Account:
         return frozenset(self._pending)
 
     def follow(self, entry: VerdictEntry, *, rules: StandingSpec) -> frozenset[str]:
-        """Take the node's next verdict, and return the submissions that have to be measured in full because of it."""
+        """Apply the node's next verdict; return the submissions that must be rechecked because of it."""
         if entry.recheck:
             return self._settle(entry, rules=rules)
         if entry.outcome is not Outcome.INDETERMINATE:

@@ -1,4 +1,4 @@
-"""What a worker returns for a slot, and every check of it that needs no model (docs/protocol.md, section 6)."""
+"""A slot's rollouts, and every check of them that needs no model (docs/protocol.md, section 6)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Segment:
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One completion: what was asked, what was sampled, and the proofs of how.
+    """One completion with its prompt, log-probabilities and proofs.
 
     `logprobs` are of the run's temperature-scaled distribution, natural logarithm, one per completion token.
     `segment_versions` and `segment_tokens` say which policy drew which tokens, in order: a policy that arrived
@@ -48,7 +48,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def segments(self) -> list[Segment]:
-        """Meaningful once `check_rollouts` has passed."""
+        """The segments; meaningful once `check_rollouts` has passed."""
         edges = pairwise(accumulate(self.segment_tokens, initial=0))
         return [
             Segment(version, start, end) for version, (start, end) in zip(self.segment_versions, edges, strict=True)
@@ -57,7 +57,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a slot's submission must contain, re-derived without asking the worker.
+    """The re-derived expectation of a slot's submission.
 
     `version` is the leased policy's: the oldest one that may have drawn a token. `published` are the versions
     of the run so far, from the leased one on; None where they are not known, as on a worker, and not checked.
@@ -74,22 +74,22 @@ class Expected:
 
 
 def chunk_count(pieces_tokens: Iterable[int], *, chunk_tokens: int) -> int:
-    """How many proofs pieces of so many tokens need: each one's last, shorter chunk counts."""
+    """Return the number of proofs of pieces with these lengths; a shorter last chunk counts."""
     return sum(-(-tokens // chunk_tokens) for tokens in pieces_tokens)
 
 
 def chunk_sizes(pieces_tokens: Iterable[int], *, chunk_tokens: int) -> list[int]:
-    """The tokens of each chunk that is proved: each piece's last one may be shorter (`node.protocol.turns.pieces`)."""
+    """Return the tokens of each chunk; a piece's last one may be shorter (`node.protocol.turns.pieces`)."""
     return [min(chunk_tokens, tokens - start) for tokens in pieces_tokens for start in range(0, tokens, chunk_tokens)]
 
 
 def toploc_bytes(proofs: ProofSpec) -> int:
-    """The size of the TOPLOC part of a proof: a modulus and `top_k` coefficients, two bytes each."""
+    """Return the size of the TOPLOC part of a proof: a modulus and `top_k` coefficients, two bytes each."""
     return 2 + 2 * proofs.top_k if proofs.has_toploc else 0
 
 
 def proof_bytes(proofs: ProofSpec, *, tokens: int) -> int:
-    """The size of the proof of a chunk of `tokens`; a sketch has four bytes for each."""
+    """Return the size of the proof of a chunk of `tokens`; a sketch has four bytes for each."""
     return toploc_bytes(proofs) + (4 * tokens if proofs.has_sketch else 0)
 
 

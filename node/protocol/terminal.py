@@ -67,16 +67,16 @@ class Terminal:
 
     @staticmethod
     def blank(rows: int, columns: int) -> Terminal:
-        """The terminal before the first token."""
+        """Return the terminal before the first token."""
         return Terminal(np.zeros((rows, columns), dtype=np.int32))
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """Row and column."""
+        """The cursor's row and column."""
         return self.row, self.column
 
     def feed(self, codepoint: int) -> None:
-        """What a token with this code point does; 0 stands for a token that is no character."""
+        """Apply a token with this code point; 0 for a token that is no character."""
         if codepoint < FIRST_VISIBLE and codepoint != LINE_FEED:
             return
         if self.phase is Phase.KEYS:
@@ -85,7 +85,7 @@ class Terminal:
             self._print(codepoint)
 
     def frame(self) -> Cells:
-        """What the policy sees, as a copy: nothing while text is printed, then the screen, with its cursor until Enter.
+        """Return a copy of what the policy sees: nothing during the text, then the screen, with its cursor until Enter.
 
         A space looks like an empty cell.
         """
@@ -114,7 +114,7 @@ class Terminal:
             self.column += 1
 
     def _begin(self) -> None:
-        """All is printed: the cursor goes where the first `@` is, which becomes a space, or else to the first cell."""
+        """Start the keys phase: the cursor goes to the first `@`, which becomes a space, or else to the first cell."""
         marks = np.flatnonzero((self.screen & CODEPOINT) == START)
         if len(marks):
             self.screen.flat[marks[0]] = SPACE | PRINTED << FOREGROUND_BIT
@@ -131,7 +131,7 @@ class Terminal:
             self.screen[self.row, self.column] = codepoint | TYPED << FOREGROUND_BIT
 
     def _move(self, row: int, column: int) -> None:
-        """To a cell that something stands in; any other leaves the cursor where it is."""
+        """Move the cursor if the target is a non-empty cell of the screen."""
         rows, columns = self.screen.shape
         if 0 <= row < rows and 0 <= column < columns and self.screen[row, column]:
             self.row, self.column = row, column

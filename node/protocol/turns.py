@@ -1,4 +1,4 @@
-"""Turns: what an environment says between the tokens of the model, re-derived by everybody (docs/protocol.md, 4.7).
+"""Turns: an environment's replies between the model's tokens, re-derived by everybody (docs/protocol.md, 4.7).
 
 A completion is the model's tokens alone. Where one of them ends the sequence a turn is over, and the environment may
 say something, over which the model goes on. A worker finds out by `Dialogue` as it draws, whoever checks its work by
@@ -15,7 +15,7 @@ from typing import Final
 from node.protocol.run import SamplingSpec
 
 MAX_REPLY_CHARACTERS: Final = 65_536
-"""A longer reply ends the rollout, and is not made tokens of."""
+"""A longer reply ends the rollout without being tokenised."""
 
 Replies = tuple[tuple[int, tuple[int, ...]], ...]
 """What the environment said in a rollout: the completion tokens before it, and its own token ids; ascending."""
@@ -29,7 +29,7 @@ Deterministic; may take a while, and raises only for faults of this machine.
 
 @dataclass(eq=False)
 class Dialogue:
-    """A rollout on its way: `after` each turn, what the environment adds to the context."""
+    """A rollout in progress: `after` returns the environment's reply to each turn."""
 
     sampling: SamplingSpec
     eos_ids: Collection[int]
@@ -43,7 +43,7 @@ class Dialogue:
         return sum(map(len, self._turns))
 
     def after(self, turn: Sequence[int]) -> tuple[int, ...] | None:
-        """What the environment says after the model's next `turn`, perhaps nothing; None where the rollout is over.
+        """Return the environment's reply to the model's next `turn`; None where the rollout is over.
 
         Raises whatever asking raises.
         """
@@ -62,7 +62,7 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the environment said in a completion, and after how many of its tokens it was over (None: it is not)."""
+    """Replies in a completion, and the number of its tokens when it ended (None: it has not)."""
 
     replies: Replies
     end: int | None
@@ -71,7 +71,7 @@ class Replay:
 def replay(
     tokens: Sequence[int], *, eos_ids: Collection[int], sampling: SamplingSpec, ask: AskReply | None = None
 ) -> Replay:
-    """Go through a completion as its worker did; `ask` is None where the environment has no turns.
+    """Replay a completion as its worker generated it; `ask` is None where the environment has no turns.
 
     It ends where the rollout is over, whatever follows there. Raises whatever asking raises.
     """
@@ -83,7 +83,7 @@ def replay(
 
 
 def turns_of(tokens: Sequence[int], eos_ids: Collection[int]) -> list[list[int]]:
-    """A completion cut after each end-of-sequence token; at least one turn, if there is a token."""
+    """Split a completion after each end-of-sequence token."""
     edges = [0, *_ends(tokens, eos_ids)]
     if edges[-1] < len(tokens):
         edges.append(len(tokens))
@@ -95,7 +95,7 @@ def _ends(tokens: Sequence[int], eos_ids: Collection[int]) -> Iterator[int]:
 
 
 def interleaved(tokens: Sequence[int], replies: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
-    """`tokens`, with each reply behind the first so many of them: what the model reads."""
+    """Return `tokens` with the replies inserted at their positions: the model's input."""
     found: list[int] = []
     at = 0
     for before, ids in replies:
@@ -106,6 +106,6 @@ def interleaved(tokens: Sequence[int], replies: Iterable[tuple[int, Sequence[int
 
 
 def pieces(segment_tokens: Iterable[int], replies: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
-    """The lengths of the runs of tokens that one policy drew in one turn: what proof chunks do not go beyond."""
+    """Return the lengths of the runs of tokens that one policy drew in one turn: what proof chunks do not go beyond."""
     edges = {0, *accumulate(segment_tokens), *(before for before, _ in replies)}
     return [end - start for start, end in pairwise(sorted(edges))]

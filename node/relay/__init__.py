@@ -1,1 +1,1 @@
-"""The relay daemon, and whom it is advised to fetch from."""
+"""The relay daemon and its announcements."""

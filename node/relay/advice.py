@@ -1,4 +1,4 @@
-"""What a node tells the registry of relays, and what it makes of the answer."""
+"""Relay announcements, and the fetch plan in the replies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ANNOUNCE_SECONDS = 15.0
 """The coordinator forgets a relay after 60 s."""
 
 SPARE_RELAYS = 3
-"""Relays to fall back on beside those that the trees name; drawn at random, so that they are not everybody's."""
+"""Fallback relays besides those of the trees, drawn at random to spread the load."""
 
 MAX_RECEIVED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Where a worker serves policies to others; `public_url` is how they reach it, if not by host and port."""
+    """Where a worker serves policies; `public_url` overrides the URL of host and port."""
 
     host: str
     port: int
@@ -33,15 +33,14 @@ class Serving:
 
 
 def announcement(url: str, sources: Iterable[Mapping[str, Any]], *, version: int | None) -> RelayAnnouncement:
-    """That this node serves at `url`, of which policy it has everything, and what it got from `sources` (rows of a
-    client's or relay's status)."""
+    """Build the announcement of this node at `url`; `sources` are the rows of a client's or relay's status."""
     known = [row for row in sources if row["bytes_per_s"] and _is_plain(row["url"])]
     received = [ReceivedFrom(url=row["url"], bytes_per_s=round(row["bytes_per_s"])) for row in known]
     return RelayAnnouncement(url=url, received=tuple(received[:MAX_RECEIVED]), version=version)
 
 
 def sources_of(advice: RelayList, *, own: str | None = None) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Whom to ask, and for each stripe whom first: with trees a few more than they name, without them everybody."""
+    """Return the sources (all relays, or a few spares beside the stripes' candidates), and each stripe's candidates."""
     others = [url for url in advice.relays if url != own]
     if not advice.stripes:
         return tuple(others), ()
@@ -51,7 +50,7 @@ def sources_of(advice: RelayList, *, own: str | None = None) -> tuple[tuple[str,
 
 
 def serving_url(host: str, port: int) -> str:
-    """Where others on this network find what listens there. Raises ConfigError for an address that is none."""
+    """Return the URL of a listening address; raises ConfigError for a wildcard address."""
     if _is_wildcard(host):
         raise ConfigError(
             f"Others cannot reach {host}; say with --public-url where they find this node.", code="no_public_url"

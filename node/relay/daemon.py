@@ -1,7 +1,7 @@
-"""A relay of a run: shardcast's relay, told by the coordinator whose policies to serve and from whom.
+"""The relay daemon: shardcast's relay, with its upstreams planned by the coordinator.
 
-It trusts neither: the run's key comes from a descriptor that matches the run's id, and every byte served is
-checked against that key's signature first. It announces itself while it serves.
+It trusts neither upstreams nor coordinator: the run's key follows from the run id, and every byte is verified against
+its signature before it is served. It announces itself while it serves.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.api import CoordinatorClient
-from node.client.http import checked_url, sound_urls
+from node.client.api import FOREVER, CoordinatorClient
+from node.client.http import checked_url, valid_urls
 from node.errors import CoordinatorFault
-from node.joining.entrance import Entrance, Entry, entered
+from node.joining.session import JoinSettings, RunSession, join_run
 from node.relay.advice import ANNOUNCE_SECONDS, announcement, serving_url, sources_of
-from node.runtime.signals import first_of
+from node.runtime.signals import root_failure
 from shardcast import Relay, ServerLimits, Watch, no_watch
 
 log = logging.getLogger(__name__)
 
-FOR_EVER = float("inf")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaySettings:
-    """One relay. Without `upstreams` it follows those that the coordinator's plan names."""
+    """Settings of one relay; without `upstreams` it follows the coordinator's plan."""
 
-    entry: Entry
+    join: JoinSettings
     state: Path
     host: str
     port: int
@@ -44,9 +42,9 @@ class RelaySettings:
 async def run_relay(
     settings: RelaySettings, *, key: Ed25519PrivateKey, stop: asyncio.Event, watch: Watch = no_watch
 ) -> None:
-    """Serve until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal.
+    """Serve until `stop` is set; raises NodeError or ShardcastError for permanent failures.
 
-    `watch` sees every version while it is fetched.
+    `watch` observes each fetch.
     """
     if settings.public_url is None:
         serving_url(settings.host, settings.port)
@@ -60,22 +58,22 @@ async def run_relay(
 
 
 async def _join(settings: RelaySettings, key: Ed25519PrivateKey, watch: Watch) -> None:
-    async with entered(settings.entry, key=key, state=settings.state) as entrance:
+    async with join_run(settings.join, key=key, state=settings.state) as session:
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(entrance.follow())
-                group.create_task(_serve(settings, entrance, watch))
+                group.create_task(session.follow())
+                group.create_task(_serve(settings, session, watch))
         except BaseExceptionGroup as failures:
-            raise first_of(failures) from failures
+            raise root_failure(failures) from failures
 
 
-async def _serve(settings: RelaySettings, entrance: Entrance, watch: Watch) -> None:
-    descriptor, client = entrance.descriptor, entrance.client
+async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> None:
+    descriptor, client = session.descriptor, session.client
     relay = Relay(
         settings.upstreams,
         store_dir=settings.state / "shardcast",
-        run_id=settings.entry.run_id,
-        publisher_key=entrance.run_key,
+        run_id=settings.join.run_id,
+        publisher_key=session.run_key,
         keep=descriptor.spec.broadcast.keep_versions,
         quota_bytes=settings.quota_bytes,
         server_limits=settings.server_limits,
@@ -84,9 +82,9 @@ async def _serve(settings: RelaySettings, entrance: Entrance, watch: Watch) -> N
     port = await relay.start(settings.host, settings.port)
     try:
         url = checked_url(settings.public_url or serving_url(settings.host, port))
-        log.info("relaying run %s… at %s", settings.entry.run_id[:16], url)
+        log.info("relaying run %s… at %s", settings.join.run_id[:16], url)
         if not settings.upstreams:
-            relay.set_upstreams(known for known in sound_urls(descriptor.relays) if known != url)
+            relay.set_upstreams(known for known in valid_urls(descriptor.relays) if known != url)
         while True:
             await _keep_in_touch(client, relay, url, take_advice=not settings.upstreams)
             await asyncio.sleep(ANNOUNCE_SECONDS)
@@ -95,10 +93,10 @@ async def _serve(settings: RelaySettings, entrance: Entrance, watch: Watch) -> N
 
 
 async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, take_advice: bool) -> None:
-    """Announce this relay, and learn whom to follow; it goes on serving whatever the coordinator says."""
+    """Announce this relay and update its upstreams; failures are logged."""
     try:
         said = announcement(url, relay.upstreams(), version=await asyncio.to_thread(relay.newest_whole))
-        advice = await client.announce(said, patience_seconds=FOR_EVER)
+        advice = await client.announce(said, patience_seconds=FOREVER)
     except CoordinatorFault as error:
         log.warning("this relay is not announced: %s", error)
         return

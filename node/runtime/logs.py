@@ -1,9 +1,8 @@
-"""What every process says on stderr: lines for people, or one JSON object a line for programs (docs/operating.md).
+"""Logging to stderr: text lines, or one JSON object a line (docs/operating.md).
 
-Half of what is logged quotes strangers. Whatever a message holds, a record is one line in JSON, and in text its first
-line is the only one that begins at the margin; nothing in it drives a terminal, and no line is so long that whoever
-collects them cuts it in two (systemd-journald does after 48 KiB, and the second half would pass for a line of its own).
-What looks like a credential is blotted out. That is the last line of defence: no code logs one knowingly.
+Log messages quote untrusted input. A record is one line in JSON, and in text only its first line begins at the margin;
+control characters are escaped, and lines stay below 48 KiB, where systemd-journald would split them. What looks like a
+credential is redacted as the last line of defence: no code logs one knowingly.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ PACKAGES: Final = ("node", "coordinator", "shardcast")
 REPEAT_SECONDS: Final = 60.0
 MAX_REMEMBERED: Final = 10_000
 MAX_TEXT_BYTES: Final = 16 * 1024
-"""Of a message, and of a traceback, as they are written."""
+"""Limit of an escaped message, and of an escaped traceback."""
 MAX_ID_BYTES: Final = 256
 _NEVER_IN_DETAIL: Final = ("boto3", "botocore", "s3transfer", "urllib3", "numba")
-"""The first ones write requests to an object store as they sign them; numba some 10,000 lines of its compiler's."""
+"""The first four log signed requests to an object store; numba some 10,000 lines of compiler output."""
 _LONGEST_ESCAPE = 12
 """A character beyond the BMP, in JSON: two surrogates of 6 characters."""
 
-_BLOTTED: Final = (
+_CREDENTIALS: Final = (
     # scheme://user:password@host
     re.compile(r"(?P<before>\w://[^\s:/@]*:)[^\s/@]+(?=@)"),
     # What signs the URL of an object, in its query (AWS's versions 4 and 2).
@@ -68,7 +67,7 @@ def bound(
     submission: str | None = None,
     step: int | None = None,
 ) -> Iterator[None]:
-    """Give what is logged inside these ids, as fields of each JSON line; tasks and threads begun inside have them."""
+    """Add these ids to every record logged in the block, also by tasks and threads started there."""
     given = _given(run=run, node=node, policy=policy, slot=slot, lease=lease, submission=submission, step=step)
     token = _BOUND.set({**_BOUND.get(), **given})
     try:
@@ -78,7 +77,7 @@ def bound(
 
 
 def name_process(*, run: str | None = None, node: str | None = None, name: str | None = None) -> None:
-    """Give every line of this process, of whichever thread, the run that it works for and who it is in it."""
+    """Add these ids to every record of this process."""
     _OF_PROCESS.update(_given(run=run, node=node, name=name))
 
 
@@ -86,15 +85,15 @@ def _given(**fields: str | int | None) -> dict[str, str | int]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def blotted(text: str) -> str:
-    """Return `text` without what looks like a credential."""
-    for pattern in _BLOTTED:
+def redacted(text: str) -> str:
+    """Return `text` with credentials replaced by ***."""
+    for pattern in _CREDENTIALS:
         text = pattern.sub(r"\g<before>***", text)
     return text
 
 
 def one_line(text: str) -> str:
-    """Return `text` with everything unprintable escaped: line breaks, a terminal's codes, reversed writing."""
+    """Return `text` with unprintable characters escaped: line breaks, terminal codes, bidi overrides."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -106,15 +105,15 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
-        said = one_line(_cut(blotted(record.getMessage())))
+        said = one_line(_cut(redacted(record.getMessage())))
         traceback = "".join(f"\n    {one_line(line)}" for line in self._traceback(record).split("\n") if line)
         return f"{moment} {record.levelname:<7} {said}{traceback}"
 
     def _traceback(self, record: logging.LogRecord) -> str:
-        """Format the traceback; of a long one its end, which says what happened."""
+        """Format the traceback; of a long one, its end."""
         if not record.exc_info or record.exc_info[1] is None:
             return ""
-        return _cut_front(blotted(self.formatException(record.exc_info)))
+        return _cut_front(redacted(self.formatException(record.exc_info)))
 
 
 class JsonLines(TextLines):
@@ -127,17 +126,17 @@ class JsonLines(TextLines):
             "time": moment.removesuffix("+00:00") + "Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": _cut(blotted(record.getMessage())),
+            "message": _cut(redacted(record.getMessage())),
         }
         for key, value in {**_OF_PROCESS, **_BOUND.get()}.items():
-            values[key] = _cut(blotted(value), most_bytes=MAX_ID_BYTES) if isinstance(value, str) else value
+            values[key] = _cut(redacted(value), most_bytes=MAX_ID_BYTES) if isinstance(value, str) else value
         if traceback := self._traceback(record):
             values["exception"] = traceback
         return json.dumps(values)
 
 
 def _cut(text: str, *, most_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Return `text`, or so much of its beginning as surely fits into `most_bytes` once it is escaped."""
+    """Return `text`, or a beginning of it that fits into `most_bytes` once escaped."""
     return text if _fits(text, most_bytes) else text[: most_bytes // _LONGEST_ESCAPE] + "..."
 
 
@@ -149,8 +148,8 @@ def _fits(text: str, most_bytes: int) -> bool:
     return len(text) <= most_bytes and len(json.dumps(text)) <= most_bytes
 
 
-class Unrepeated(logging.Filter):
-    """Lets a message through once a minute: an outage is a line, not a line per retry."""
+class RepeatFilter(logging.Filter):
+    """Filter that passes equal messages once a minute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +157,7 @@ class Unrepeated(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether `record` says something new."""
+        """Return whether `record` is no repetition."""
         now, said = time.monotonic(), record.getMessage()
         with self._lock:
             while self._said and (len(self._said) > MAX_REMEMBERED or now - self._oldest() >= REPEAT_SECONDS):
@@ -170,30 +169,30 @@ class Unrepeated(logging.Filter):
 
 
 def set_up_logging(*, level: Level = "info", log_format: Format = "text") -> None:
-    """Log this project's packages from `level` on, and of others' what is a warning; at debug everything."""
+    """Set up logging: this project's packages from `level` on, others from WARNING on (at debug, everything)."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     if level != "debug":
-        handler.addFilter(Unrepeated())
+        handler.addFilter(RepeatFilter())
     others = {"debug": logging.DEBUG, "error": logging.ERROR}.get(level, logging.WARNING)
     logging.basicConfig(level=others, handlers=[handler], force=True)
     for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
     for package in _NEVER_IN_DETAIL:
         logging.getLogger(package).setLevel(logging.WARNING)
-    # Else Python writes these to stderr itself, in lines of its own.
+    # Otherwise Python writes these to stderr as plain text.
     logging.captureWarnings(log_format == "json")
     sys.excepthook = _log_uncaught if log_format == "json" else sys.__excepthook__
     threading.excepthook = _log_lost_thread if log_format == "json" else threading.__excepthook__
 
 
 def is_json() -> bool:
-    """Return whether stderr is read by programs, so that nothing but log lines may go there."""
+    """Return whether stderr carries JSON lines, so that nothing else may go there."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 
-def as_here() -> tuple[str, str]:
-    """Return the option by which another process of the command line logs in this one's format."""
+def log_format_args() -> tuple[str, str]:
+    """Return the command-line option that makes a child process log in this one's format."""
     return "--log-format", "json" if is_json() else "text"
 
 

@@ -1,11 +1,8 @@
-"""Prometheus metrics of a process: where they are served, and what every process has.
+"""Prometheus metrics: the server, and the metrics that every process has.
 
-Names follow Prometheus' conventions: a unit at the end, `_total` for what only grows. A label's values are few and
-known beforehand: an outcome, a reason, a state, never a node or a submission, of which strangers make as many as they
-like. docs/metrics.md lists all of them, by test.
-
-The server is for the operator's own Prometheus: it is off by default, listens on loopback, and nothing protects it from
-strangers.
+Names follow Prometheus' conventions. Labels have a fixed set of values (outcome, reason, state), never ids of nodes or
+submissions, whose cardinality strangers control. docs/metrics.md lists every metric, by test. The server is off by
+default, listens on loopback, and has no authentication.
 """
 
 from __future__ import annotations
@@ -27,31 +24,28 @@ from node.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# Else each counter and histogram has as many series once more, with the time of its birth.
+# Else each counter and histogram doubles its series with creation times.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Kind = Literal["counter", "gauge"]
 
 WAIT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Seconds, for what is quick or ought to be."""
+"""Seconds, for requests."""
 WORK_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-"""Seconds, for what a model takes."""
+"""Seconds, for model computations."""
 
 
 def process_registry(role: str, *, folders: Mapping[str, Path] | None = None) -> CollectorRegistry:
-    """Return a registry with what every process has. `folders` are those on whose disks it writes, by a fixed name."""
+    """Return a registry with the process metrics and the disk usage of `folders`, by label."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_About(role, folders or {}))
+    registry.register(_ProcessInfo(role, folders or {}))
     return registry
 
 
 @contextlib.contextmanager
 def serving_metrics(registry: CollectorRegistry, host: str, port: int | None) -> Iterator[None]:
-    """Serve `registry` from a thread while the block is active, nowhere without a port.
-
-    Raises ConfigError for an address that is not free.
-    """
+    """Serve `registry` from a thread while the block is active, if a port is given; raises ConfigError."""
     if port is None:
         yield
         return
@@ -72,8 +66,8 @@ def serving_metrics(registry: CollectorRegistry, host: str, port: int | None) ->
         server.server_close()
 
 
-class _About(Collector):
-    """Which release this is, in which role, and how much room its disks have."""
+class _ProcessInfo(Collector):
+    """Build info, role and disk usage."""
 
     def __init__(self, role: str, folders: Mapping[str, Path]) -> None:
         self._role, self._folders = role, dict(folders)
@@ -95,11 +89,8 @@ class _About(Collector):
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A metric that is read from a process's status; `value` gives None while there is none.
-
-    With a `label`, `value` gives a number for each of its values.
-    """
+class StatusMetric:
+    """A metric read from a process's status. `value` returns None for no sample, with `label` a number per value."""
 
     name: str
     kind: Kind
@@ -108,9 +99,18 @@ class Figure:
     label: str | None = None
 
 
-def value_at(*keys: str) -> Callable[[Mapping[str, Any]], float | Mapping[str, float] | None]:
-    """Return what reads a figure's value from a status: the number under these keys, the length of a list, or numbers
-    by their names; None where there is none."""
+def gauge(name: str, said: str, *keys: str) -> StatusMetric:
+    """Return a gauge with the value at `keys` of the status."""
+    return StatusMetric(name, "gauge", said, _value_at(*keys))
+
+
+def counter(name: str, said: str, *keys: str, label: str | None = None) -> StatusMetric:
+    """Return a counter with the value at `keys` of the status; with `label`, that is a mapping."""
+    return StatusMetric(name, "counter", said, _value_at(*keys), label)
+
+
+def _value_at(*keys: str) -> Callable[[Mapping[str, Any]], float | Mapping[str, float] | None]:
+    """Return a function that reads the number, list length or mapping at `keys` of a status; None if absent."""
 
     def value(status: Mapping[str, Any]) -> float | Mapping[str, float] | None:
         found: Any = status
@@ -123,10 +123,10 @@ def value_at(*keys: str) -> Callable[[Mapping[str, Any]], float | Mapping[str, f
     return value
 
 
-class StatusFigures(Collector):
-    """Metrics of a process that accounts for itself in one dictionary, `status`, of which there may be none yet."""
+class StatusCollector(Collector):
+    """Collector of metrics from one status dictionary; `status` returns None while there is none."""
 
-    def __init__(self, figures: tuple[Figure, ...], status: Callable[[], Mapping[str, Any] | None]) -> None:
+    def __init__(self, figures: tuple[StatusMetric, ...], status: Callable[[], Mapping[str, Any] | None]) -> None:
         self._figures, self._status = figures, status
 
     def collect(self) -> Iterator[Metric]:
@@ -139,7 +139,7 @@ class StatusFigures(Collector):
 def family(
     kind: Kind, name: str, said: str, value: float | Mapping[str, float] | None, *, label: str | None = None
 ) -> Metric:
-    """Return one metric: without a sample where there is no value, with one per value of `label` if it has one."""
+    """Build one metric: without a sample for None, with one sample per value of `label` for a mapping."""
     labels = [] if label is None else [label]
     of_kind = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
     made = of_kind(name, said, labels=labels)

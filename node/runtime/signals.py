@@ -1,4 +1,4 @@
-"""Ending a daemon: the first signal asks, the second insists; and giving up work when an event says so."""
+"""Graceful shutdown: the first signal sets an event, the second exits; cancelling work on an event."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets; another one ends the process on the spot. Call it in the loop.
+    """Return an event that SIGTERM or SIGINT sets; a second signal exits at once. Call it in the running loop.
 
-    So does SIGHUP, unless it is ignored (nohup). A terminal that goes away may send it twice, which insists on nothing.
+    SIGHUP sets it, too, unless ignored (nohup); a closing terminal may send it twice, so it never exits.
     """
     stop = asyncio.Event()
 
@@ -40,7 +40,7 @@ def stop_on_signals() -> asyncio.Event:
 
 
 class Stopped(Exception):
-    """Work was given up, because what it was for has changed."""
+    """Work was cancelled because its stop event was set."""
 
 
 async def race(
@@ -61,7 +61,7 @@ async def race(
         await asyncio.gather(task, stopper, return_exceptions=True)
 
 
-def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the failure that the others of a task group followed from."""
+def root_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first leaf exception of a group, from which the others followed."""
     first = failures.exceptions[0]
-    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
+    return root_failure(first) if isinstance(first, BaseExceptionGroup) else first

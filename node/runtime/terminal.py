@@ -1,7 +1,7 @@
-"""A live display at the bottom of a terminal, drawn by rich.live; log lines and prints scroll away above it.
+"""A live display at the bottom of a terminal (rich.live); logs and prints scroll away above it.
 
-The cursor stays visible and no mode is set, so that a process that is killed leaves a terminal that works. A terminal
-that is gone is written to no more, and nothing here raises because of it.
+The cursor stays visible and no terminal mode is set, so that a killed process leaves a working terminal. A closed
+terminal raises nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LiveDisplay(Live):
             super().refresh()
 
     def forget(self) -> None:
-        """Leave what is shown as it is and draw below it from now on: the terminal was somebody else's meanwhile."""
+        """Draw below the present output from now on: another process used the terminal meanwhile."""
         self._cells = []
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
@@ -93,7 +93,7 @@ class LiveDisplay(Live):
 
 
 class _Console(Console):
-    """A console whose prints do not mix, whichever threads they come from, and that never hides the cursor."""
+    """A console with atomic prints across threads that never hides the cursor."""
 
     def __init__(self, stream: TextIO) -> None:
         self._whole = threading.RLock()
@@ -115,7 +115,7 @@ class _Console(Console):
 
 
 class _Stream(TextIOBase):
-    """A terminal's stream: what it cannot encode is replaced, and after the first error it swallows everything."""
+    """A terminal's stream that replaces unencodable characters, and discards everything after the first error."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -1,1 +1,1 @@
-"""What a worker hands in: writing it, and reading a stranger's."""
+"""The submission's file: writing it, and reading an untrusted one."""

@@ -1,8 +1,8 @@
-"""Read a stranger's submission: sizes first, then one zstd frame, then strictly typed MessagePack.
+"""Read an untrusted submission: sizes first, then one zstd frame, then strictly typed MessagePack.
 
-Nothing is decompressed before the frame's header has said how large it becomes, and no number is made a Python object
-before the array that holds it has been measured. What a file can cost is therefore known from the run's rules alone:
-`Bounds`. Checks 1 to 3 of docs/protocol.md, section 6.3; the values are for `node.protocol.submission.check_rollouts`.
+Nothing is decompressed before the frame header has declared its size, and no array is unpacked before its size is
+checked, so the run's rules bound the cost of any file (`Bounds`). Checks 1 to 3 of docs/protocol.md, section 6.3; the
+values are checked by `node.protocol.submission.check_rollouts`.
 
 Not guaranteed: that neither libzstd nor msgspec has a bug that a file can exploit; both run in this process.
 """
@@ -24,9 +24,9 @@ from node.protocol.submission import Rollout, chunk_count, proof_bytes
 from node.submission.writer import Row, Submission
 
 MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024
-"""What RFC 8878 recommends every decoder to support, and an honest encoder therefore stays below."""
+"""The window that RFC 8878 recommends every decoder to support."""
 MAX_EXPANSION: Final = 16
-"""By how much the content may exceed `limits.max_submission_bytes`."""
+"""Maximum ratio of the content to `limits.max_submission_bytes`."""
 
 _MAGIC = zstandard.FRAME_HEADER
 _SLACK_BYTES = 256  # a row's names, types and lengths take 128; each proof's up to 5 more
@@ -42,7 +42,7 @@ class VerifierFailed(NodeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a file may hold at most, in items per row unless said otherwise.
+    """Upper bounds of a file, in items per row unless named otherwise.
 
     Twice what the run's rules allow, and a little: a completion one token too long is a decision for
     `node.protocol.submission`, with its own reason.
@@ -58,7 +58,7 @@ class Bounds:
 
     @property
     def content_bytes(self) -> int:
-        """What the file may decompress to."""
+        """The maximum decompressed size."""
         row = 4 * self.prompt_tokens + 8 * self.completion_tokens + 12 * self.segments
         row += (5 + self.proof_bytes) * self.proofs + _SLACK_BYTES
         return min(self.rows * row + _SLACK_BYTES, MAX_EXPANSION * self.file_bytes)
@@ -111,7 +111,7 @@ def _load(body: bytes | Path, *, max_bytes: int) -> bytes:
 
 
 def _decompressed(body: bytes, *, max_bytes: int) -> bytes:
-    """Return the content of the one frame that `body` is; nothing is allocated for a header that claims too much."""
+    """Decompress the single frame in `body`; an oversized header is refused before allocation."""
     if not body.startswith(_MAGIC):  # skippable frames and formats before RFC 8878 have others
         raise Refusal(Reason.MALFORMED_SUBMISSION, f"{len(body)} bytes that are not a zstd frame.")
     try:
@@ -129,7 +129,7 @@ def _decompressed(body: bytes, *, max_bytes: int) -> bytes:
 
 
 def _rows(content: bytes) -> list[Row]:
-    # The messages of these errors may quote the file, and a refusal's detail goes into the log: they stay out of it.
+    # These errors' messages may quote the file, and a refusal's detail is logged publicly: left out.
     try:
         submission = _decode(content)
     except msgspec.ValidationError as error:

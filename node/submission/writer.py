@@ -16,13 +16,13 @@ from msgspec import Meta
 from node.protocol.submission import Rollout
 
 FORMAT: Final = "swarmproof/rollouts/3"
-"""What the file is, and the version of its rules."""
+"""Format tag and version of the file."""
 SEED_BYTES: Final = 16
 _LEVEL: Final = 1  # proofs and log-probabilities are noise: higher levels take longer and save less than 1 %
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Rollout as it travels: numbers as arrays of little-endian items, without a length of their own.
+    """A Rollout on the wire: arrays of little-endian items.
 
     Token ids and lengths are int32, log-probabilities float32, versions int64.
     """

@@ -1,6 +1,6 @@
-"""How far one rollout is from what its policies force: every number by itself, and what is judged of them.
+"""Deviations of a rollout from its policies, and the figures and totals made of them.
 
-Whatever engine computed the hidden states, the figures of docs/protocol.md, section 7.1, are made here.
+The same for every engine (docs/protocol.md, section 7.1).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toploc import distances
 
 
 class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a span's policy says of it: of each of its proofs, and of each token.
+    """Measurement of one span under its policy, per chunk and per token.
 
     `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_errors` eight of each
     token, in steps; each is empty where the run's proofs do not have it. `sketch_gaps` say of each token how far two
@@ -39,7 +39,7 @@ class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """Every number by which a rollout differs from what its policies say: of each chunk, and of each token.
+    """A rollout's deviations from its policies, per chunk and per token.
 
     `errors` are |submitted - recomputed log-probability|, `sketch_distances` root mean squares of sketch errors; the
     others as in `SpanMeasured`.
@@ -55,7 +55,7 @@ class Deviations:
 
     @staticmethod
     def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float]) -> Deviations:
-        """Join a rollout's spans, in their order, and compare with the log-probabilities that it was sent with."""
+        """Join a rollout's spans in order, and compare with its submitted log-probabilities."""
 
         def joined(name: str) -> list[Any]:
             return [value for span in spans for value in getattr(span, name)]
@@ -90,11 +90,11 @@ class Deviations:
         return [value - sketch_value(gap) / 2 for value, gap in zip(values, self.sketch_gaps, strict=True)]
 
     def totals(self, limits: LimitsSpec) -> Totals:
-        """Sum the values up under the run's levels."""
+        """Sum up the statistics under the run's levels."""
         return Totals(**{name: total(values, getattr(limits.honest, name)) for name, values in self.statistics.items()})
 
     def figures(self, limits: LimitsSpec) -> Figures:
-        """Compute what the rollout is judged by."""
+        """Compute the figures that the rollout is judged by."""
         far = [sketch_value(distance) for distance in self.sketch_distances]
         return Figures(
             exponent_mismatches=worst_of(self.exponent_mismatches or [0.0]),
@@ -110,9 +110,9 @@ class Deviations:
 
 @dataclass(frozen=True, slots=True)
 class RowMeasured:
-    """What the policies of one rollout say of it: figures and totals to judge, log-probabilities to train on.
+    """Measurement of one rollout: figures and totals to judge, log-probabilities to train on.
 
-    `deviations` are the numbers that figures and totals were made of.
+    `deviations` are the underlying values.
     """
 
     figures: Figures
@@ -122,7 +122,7 @@ class RowMeasured:
 
     @staticmethod
     def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float], *, limits: LimitsSpec) -> RowMeasured:
-        """From a rollout's spans in their order, and the log-probabilities that it was sent with."""
+        """Make the measurement from a rollout's spans in order and its submitted log-probabilities."""
         deviations = Deviations.of(spans, logprobs)
         return RowMeasured(
             figures=deviations.figures(limits),
@@ -133,11 +133,11 @@ class RowMeasured:
 
 
 def sketch_distances(errors: Sequence[Sequence[float]]) -> list[float]:
-    """Of each token's eight errors their root mean square, in steps."""
+    """Return the root mean square of each token's eight errors, in steps."""
     found: list[float] = distances(torch.tensor(errors)).tolist() if errors else []
     return found
 
 
 def worst_of(values: Iterable[float]) -> float:
-    """The largest value; NOT_FINITE if one is not (`max` alone would let a NaN hide behind its neighbours)."""
+    """Return the largest value; NOT_FINITE if one is not (`max` alone would let a NaN hide behind its neighbours)."""
     return max(finite(float(value)) for value in values)

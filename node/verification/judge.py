@@ -1,7 +1,7 @@
-"""Judge what was measured: every rule of docs/protocol.md, section 7, in its order, without IO.
+"""Judgement of measurements: every rule of docs/protocol.md, section 7, in its order, without IO.
 
-`judge_claim` is a function of a plan and of measurements, so that whoever measures the same reaches the same verdict:
-verifier, auditor, and who asked for a challenge. Where it needs more to decide, it says what.
+`judge_claim` is a function of a plan and of measurements, so verifier, auditor and challenger reach the same verdict.
+While measurements are missing, it returns which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from node.verification.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What is known of a claim so far: rows by number, the rewards of all, and by suspect the gain towards it."""
+    """Measurements of a claim so far: rows by number, rewards, and gains by suspect."""
 
     rows: Mapping[int, RowMeasured] = field(default_factory=dict)
     rewards: tuple[float, ...] | None = None
@@ -29,30 +29,30 @@ class Measurements:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsDue:
-    """These rows have to be measured."""
+class NeedsRows:
+    """These rows must be measured next."""
 
     rows: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class RewardsDue:
-    """The rewards have to be computed: nothing speaks against the group but, perhaps, a second look."""
+class NeedsRewards:
+    """The rewards must be computed next."""
 
 
 @dataclass(frozen=True, slots=True)
-class GainDue:
-    """The group has to be compared with the weights that go by the name `suspect` (section 7.4)."""
+class NeedsGain:
+    """The gain towards the weights `suspect` must be measured next (section 7.4)."""
 
     suspect: str
 
 
-Due = RowsDue | RewardsDue | GainDue
+Due = NeedsRows | NeedsRewards | NeedsGain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedClaim:
-    """A verdict, with what it is on and what it was made of.
+    """A verdict with the rollouts and measurements behind it.
 
     `rows` are the measured ones, by number; `replies` what the environment said in each rollout. Both are empty where
     a check that needs no model refused, or the verifier failed.
@@ -79,17 +79,17 @@ def judge_claim(plan: Plan, seen: Measurements) -> Verdict | Due:
     spec, rows = plan.rules.spec, dict[int, RowMeasured]()
     for stage in plan.stages:
         if any(row not in seen.rows for row in stage):
-            return RowsDue(stage)
+            return NeedsRows(stage)
         rows |= {row: seen.rows[row] for row in stage}
         finding = find_excess(rows, limits=spec.limits, complete=stage is plan.stages[-1])
         if finding is not None:
             return _rejected(plan, rows, finding)
     if seen.rewards is None:
-        return RewardsDue()
+        return NeedsRewards()
     if plan.spot is None and spec.proofs.has_sketch and plan.look(_totals(rows), spec.limits):
         for suspect in spec.limits.suspects:
             if suspect not in seen.gains:
-                return GainDue(suspect)
+                return NeedsGain(suspect)
             finding = judge_gain(suspect, seen.gains[suspect], limits=spec.limits)
             if finding is not None:
                 return _rejected(plan, rows, finding)
@@ -104,13 +104,13 @@ def judge_claim(plan: Plan, seen: Measurements) -> Verdict | Due:
 
 
 def find_excess(rows: Mapping[int, RowMeasured], *, limits: LimitsSpec, complete: bool = True) -> Finding | None:
-    """Return what is over its limit in a row or else, if no other row is to be measured, in all rows together."""
+    """Return the first finding of a row, else (if `complete`) of all rows together; None without one."""
     finding = judge_rows({number: row.figures for number, row in rows.items()}, limits=limits)
     return judge_group(_totals(rows), limits=limits) if finding is None and complete else finding
 
 
 def refused(refusal: Refusal, *, tokens: int = 0) -> Verdict:
-    """Return the rejection of what its sender is at fault for."""
+    """Return the rejection for a refusal, which is the sender's fault."""
     return Verdict(outcome=Outcome.REJECTED, reason=refusal.reason, detail=refusal.detail, tokens=tokens)
 
 

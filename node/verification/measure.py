@@ -27,23 +27,23 @@ from node.verification.spans import Span, spans_of
 logger = logging.getLogger(__name__)
 
 
-class PolicyAway(VerifierFailed):
-    """A policy that a verification needs cannot be had now: no verdict follows."""
+class PolicyUnavailable(VerifierFailed):
+    """A policy is unavailable: no verdict follows."""
 
     code = "policy_away"
 
 
 class Policies(Protocol):
-    """Source of a run's policies; both methods raise PolicyAway."""
+    """Source of a run's policies; both methods raise PolicyUnavailable."""
 
     async def blueprint(self, version: int) -> Blueprint:
-        """Policy `version` without its weights: enough for the checks that need no model."""
+        """Return policy `version` without its weights, for the checks that need no model."""
 
     async def prefill(self, version: int) -> Prefill:
-        """Policy `version`, ready to measure until the next call of this."""
+        """Return policy `version`, ready to measure until the next call."""
 
 
-class Measuring:
+class Measurement:
     """Several groups of rollouts, which passed `check_rollouts`, on their way through the policies that drew them.
 
     `rows` are those of each group that are measured, ascending; None for all. `replies` are what `check_rollouts`
@@ -73,11 +73,11 @@ class Measuring:
 
     @property
     def versions(self) -> list[int]:
-        """Those that groups still wait for, ascending; empty once nothing is left to measure."""
+        """The policies still to be measured under, ascending."""
         return sorted(version for version in self._spans if self.waiting(version))
 
     def waiting(self, version: int) -> list[int]:
-        """The groups that policy `version` is still to be asked about."""
+        """Return the groups still to be measured under policy `version`."""
         return [group for group in self._spans.get(version, {}) if group not in self._ended]
 
     def measure(self, prefill: Prefill, version: int) -> None:
@@ -97,7 +97,7 @@ class Measuring:
 
     def _measure(self, prefill: Prefill, spans: dict[int, list[Span]]) -> None:
         asked = [(group, span) for group, own in spans.items() for span in own]
-        with own_faults("the prefill"):
+        with as_verifier_failure("the prefill"):
             answers = list(zip(asked, prefill.measure([span for _, span in asked], spec=self._spec), strict=True))
         for (group, span), answer in answers:
             if isinstance(answer, Refusal):
@@ -106,11 +106,11 @@ class Measuring:
                 self._measured.setdefault((group, span.row), {})[span.position] = answer
 
     def fail(self, group: int, error: VerifierFailed) -> None:
-        """Ask no policy about this group any more: this side cannot measure it."""
+        """Give up measuring a group because of a failure on this side."""
         self._ended.setdefault(group, error)
 
     def result(self, group: int) -> Mapping[int, RowMeasured]:
-        """What the policies say of a group's rows, by number; raises the Refusal or VerifierFailed in its way."""
+        """Return a group's measurements by row; raises its Refusal or VerifierFailed."""
         if group in self._ended:
             raise self._ended[group]
         found = {}
@@ -122,9 +122,9 @@ class Measuring:
 
 async def measure_rows(
     plans: Sequence[tuple[Plan, Sequence[int]]], policies: Policies, *, spec: RunSpec, newest_first: bool
-) -> Measuring:
-    """Let the policies measure these rows of each plan's claim, one policy after the other."""
-    measuring = Measuring(
+) -> Measurement:
+    """Measure these rows of each plan's claim, one policy after the other."""
+    measuring = Measurement(
         [plan.claim.rollouts for plan, _ in plans],
         spec=spec,
         rows=[rows for _, rows in plans],
@@ -134,7 +134,7 @@ async def measure_rows(
         if waiting := measuring.waiting(version):
             try:
                 prefill = await policies.prefill(version)
-            except PolicyAway as error:
+            except PolicyUnavailable as error:
                 for group in waiting:
                     measuring.fail(group, error)
             else:
@@ -162,8 +162,8 @@ def measure_rewards(plan: Plan) -> tuple[float, ...]:
 
 
 @contextlib.contextmanager
-def own_faults(what: str) -> Iterator[None]:
-    """Let refusals pass, and turn whatever else goes wrong in the block into VerifierFailed: nobody's fault."""
+def as_verifier_failure(what: str) -> Iterator[None]:
+    """Convert exceptions of the block into VerifierFailed, except Refusal."""
     try:
         yield
     except (Refusal, VerifierFailed):

@@ -1,4 +1,4 @@
-"""Plan the verification of one submission: refuse what no model is needed to refuse, say which rows to measure.
+"""Plan the verification of one submission: run the checks that need no model, choose the rows to measure.
 
 Pure, and free of any model: rollouts and draws in, a `Plan` or a Refusal out (docs/protocol.md, sections 6.3 and 7.6).
 The environment is asked for its replies and nothing else is.
@@ -23,14 +23,14 @@ Probe = Callable[[int], int | None]
 """From a claim's number of rows to the one that is measured and judged before the others; None: all together."""
 
 Look = Callable[[Totals, LimitsSpec], bool]
-"""Whether a group with these totals, which would be admitted, gets a second look (section 7.4)."""
+"""Decides whether a group with these totals, otherwise admitted, gets a second look (section 7.4)."""
 
 
 def measure_all(rows: int) -> None:
-    """Probe of an auditor, who needs every row's figures, however bad the first of them are."""
+    """Probe of an auditor: measure every row."""
 
 
-def at_doubt(draw: float) -> Look:
+def look_if_suspicious(draw: float) -> Look:
     """Return the run's own rule: look where the sketch deviates more than most honest groups' do, else by chance.
 
     `draw` is uniform in [0, 1) and unforeseeable for the sender.
@@ -43,18 +43,18 @@ def at_doubt(draw: float) -> Look:
 
 
 def always(_totals: Totals, _limits: LimitsSpec) -> bool:
-    """Look of an auditor who checks what a second look is said to have found."""
+    """Look of an auditor for a verdict with a second look's finding."""
     return True
 
 
 def never(_totals: Totals, _limits: LimitsSpec) -> bool:
-    """Look of an auditor who checks a verdict that needed none."""
+    """Look of an auditor for any other verdict."""
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A submission that could be read, and its lease: the alleged work of `slot` of the leased policy `version`.
+    """A parsed submission with its lease: `slot` of the leased policy `version`.
 
     `full` is False where the standing of the node (`node.protocol.standing`) lets one row stand for all.
     """
@@ -89,7 +89,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A claim that passed every check without a model, and what is measured of it.
+    """A claim that passed every check without a model, and the rows to measure.
 
     `stages` are the rows to measure, one stage after the other as long as nothing is found. `replies` are what the
     environment said in each row.
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def spot(self) -> int | None:
-        """The only row that is measured; None where all are."""
+        """The only row measured; None where all are."""
         rows = [row for stage in self.stages for row in stage]
         return None if len(rows) == len(self.claim.rollouts) else rows[0]
 
@@ -112,7 +112,7 @@ class Plan:
 def plan_claim(
     claim: Claim, blueprint: Blueprint, *, rules: Rules, published: Collection[int], probe: Probe, look: Look
 ) -> Plan:
-    """Check `claim` in the order of section 6.3 and plan the rest.
+    """Run the checks of section 6.3 in their order and plan the measurements.
 
     Args: `blueprint` is the leased policy's. `published` are the versions that the run has published so far.
     Raises the first Refusal, and what the environment raises.
@@ -137,7 +137,7 @@ def plan_claim(
 
 
 def _stages(rows: int, probe: Probe, *, full: bool) -> list[list[int]]:
-    """One row, if `probe` draws one, so that garbage costs one row; then the others, unless one is enough."""
+    """Return the probed row first, so that garbage costs one row; then the others, if measured in full."""
     first = probe(rows)
     if first is None:
         return [list(range(rows))]

@@ -1,4 +1,4 @@
-"""Prefills: one policy, ready to measure the spans that it is said to have drawn.
+"""Prefills: forward passes of one policy over the spans that it is claimed to have drawn.
 
 Every span is measured by an ordinary prefill of its whole prefix under its own policy, so a completion that several
 policies drew needs nothing special (docs/protocol.md, section 7.1). `TransformersPrefill` is the reference: it shares
@@ -37,20 +37,20 @@ class Prefill(Protocol):
         """The policy without its weights."""
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        """What the policy says of each span, in their order; blocks, so it is called in a thread.
+        """Measure each span, in their order; blocks.
 
         A Refusal is for proofs that no honest prover makes of the span's tokens. Whatever else goes wrong raises.
         """
 
 
 class Prefills(Protocol):
-    """Makes policy files ready to measure, all by one engine."""
+    """Loader of policy files into one engine."""
 
     async def prefill(self, path: Path, *, version: int) -> Prefill:
-        """The policy in `path`, which is version `version`; raises PolicyError. `path` stays while it is used."""
+        """Load policy `version` from `path`, which must stay while it is used; raises PolicyError."""
 
     async def close(self) -> None:
-        """End what was started for it."""
+        """Stop the engine."""
 
 
 class TransformersPrefills:
@@ -63,7 +63,7 @@ class TransformersPrefills:
         return TransformersPrefill(await asyncio.to_thread(load_policy, path, dtype=self._dtype))
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 class TransformersPrefill:
@@ -82,7 +82,7 @@ class TransformersPrefill:
         return self._policy
 
     def states(self, spans: Sequence[Span]) -> list[Tensor]:
-        """For each span the hidden states that its tokens were chosen from, [tokens, hidden]."""
+        """Return each span's hidden states [tokens, hidden] that its tokens were predicted from."""
         found: dict[int, Tensor] = {}
         with torch.inference_mode():
             for batch in _batches(spans):
@@ -90,7 +90,7 @@ class TransformersPrefill:
         return [found[index] for index in range(len(spans))]
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        """As `Prefill.measure`, in forward passes of spans of similar length."""
+        """Measure as `Prefill.measure`, batching spans of similar length."""
         results: dict[int, SpanMeasured | Refusal] = {}
         with torch.inference_mode():
             for batch in _batches(spans):
@@ -107,7 +107,7 @@ class TransformersPrefill:
         return [results[index] for index in range(len(spans))]
 
     def _hidden_states(self, batch: Sequence[Span]) -> list[Tensor]:
-        """For each span, what feeds the output head where its tokens are predicted: [tokens, hidden].
+        """Return each span's inputs of the output head where its tokens are predicted: [tokens, hidden].
 
         Padding is on the right, and no token attends to a later one, so it needs no mask and changes nothing.
         """
@@ -123,7 +123,7 @@ class TransformersPrefill:
 
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
-    """Indices of spans for one forward pass each: of similar length, within MAX_BATCH_TOKENS."""
+    """Yield batches of span indices of similar length, within MAX_BATCH_TOKENS."""
     batch: list[int] = []
     for index in sorted(range(len(spans)), key=lambda index: spans[index].length, reverse=True):
         if batch and spans[batch[0]].length * (len(batch) + 1) > MAX_BATCH_TOKENS:

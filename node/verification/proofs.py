@@ -38,7 +38,7 @@ class Distances:
 
 
 def build_proofs(chunks: Sequence[Tensor], seeds: Sequence[bytes], *, spec: ProofSpec) -> list[bytes]:
-    """One proof for each chunk, of any number of completions; `seeds` are those of each chunk's completion.
+    """Build one proof for each chunk [tokens, hidden]; `seeds` are those of each chunk's completion.
 
     Raises toploc's CallerFault for states that cannot be proved.
     """
@@ -77,7 +77,7 @@ def check_proof_form(rollouts: Sequence[Rollout], replies: Sequence[Replies], *,
 def verify_proofs(
     chunks: Sequence[Tensor], seeds: Sequence[bytes], proofs: Sequence[bytes], *, spec: ProofSpec
 ) -> list[Distances]:
-    """The distance of each chunk from its proof.
+    """Return the distance of each chunk from its proof.
 
     Raises a BadProof, whose `index` tells the proof, for what no honest prover sends, and a CallerFault for
     states that cannot be measured.
@@ -93,7 +93,7 @@ def verify_proofs(
 
 
 def _parts(proofs: Sequence[bytes], tokens: Sequence[int], *, spec: ProofSpec) -> tuple[list[bytes], list[bytes]]:
-    """What each scheme has in each proof."""
+    """Split each proof into its TOPLOC and its sketch part; raises BadProof for wrong sizes."""
     if len(proofs) != len(tokens):
         raise WrongProofCount(f"{len(tokens)} chunks need as many proofs, not {len(proofs)}")
     for index, (proof, count) in enumerate(zip(proofs, tokens, strict=True)):

@@ -28,26 +28,26 @@ from toploc import distances
 from toploc.sketch import LEVELS
 
 MakePrefills = Callable[[RunSpec, float], Prefills]
-"""What measures in a run's dtype, with a share of the memory that its engine may take."""
+"""Makes the prefills in a run's dtype, with a share of the engine's memory."""
 
 EXACT_SHARE = 2 / 3
 """Of that memory, for the reading whose weights have twice the bytes."""
 
 
 def transformers_prefills(spec: RunSpec, share: float = 1.0) -> Prefills:  # noqa: ARG001  (it takes what it needs)
-    """The reference engine, in the run's dtype."""
+    """Return the reference engine, in the run's dtype."""
     return TransformersPrefills(dtype=spec.model.dtype)
 
 
 def make_prefills(spec: RunSpec, make: MakePrefills = transformers_prefills) -> Prefills:
-    """What measures as the run says: `make` once, or also for the same run in float32."""
+    """Make the run's prefills: one reading, or two with a second one in float32."""
     if not reads_twice(spec):
         return make(spec, 1.0)
-    return _Twice(spec, make(spec, 1 - EXACT_SHARE), make(_exact(spec), EXACT_SHARE))
+    return _TwoReadingsPrefills(spec, make(spec, 1 - EXACT_SHARE), make(_exact(spec), EXACT_SHARE))
 
 
 def read_by_transformers(path: Path, *, spec: RunSpec) -> Prefill:
-    """One policy, ready to measure as the run says, in this process; blocks. Raises PolicyError."""
+    """Load a policy into this process, with the run's number of readings; blocks. Raises PolicyError."""
     rounded = TransformersPrefill(load_policy(path, dtype=getattr(torch, spec.model.dtype)))
     return _with_exact(rounded) if reads_twice(spec) else rounded
 
@@ -58,14 +58,14 @@ def _with_exact(rounded: TransformersPrefill) -> TwoReadings:
 
 
 def policy_of(prefill: Prefill) -> Policy | None:
-    """The policy in the run's dtype, where `prefill` has it in this process."""
+    """Return the policy in the run's dtype, where `prefill` has it in this process."""
     if isinstance(prefill, TwoReadings):
         return policy_of(prefill.rounded)
     return prefill.policy if isinstance(prefill, TransformersPrefill) else None
 
 
 def reads_twice(spec: RunSpec) -> bool:
-    """Whether the run asks for a second reading that could differ from the first."""
+    """Return whether the run asks for a second reading that could differ from the first."""
     return spec.limits.readings == 2 and spec.model.dtype != "float32"
 
 
@@ -85,7 +85,7 @@ class TwoReadings:
         return self.rounded.blueprint
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        """As `Prefill.measure`. What no honest prover makes is refused if either reading says so."""
+        """Measure in both dtypes and merge; a Refusal of either reading counts."""
         first = self.rounded.measure(spans, spec=spec)
         second = self.exact.measure(spans, spec=_exact(spec))
         return [_merged(one, other) for one, other in zip(first, second, strict=True)]
@@ -113,20 +113,20 @@ def _nearer(one: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def _wrapped(errors: Tensor) -> Tensor:
-    """Errors on the sketch's grid of `LEVELS` places, which goes round."""
+    """Wrap errors around the sketch's cyclic grid of `LEVELS` levels."""
     return (errors + LEVELS / 2).remainder(LEVELS) - LEVELS / 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Twice:
-    """Makes `TwoReadings`."""
+class _TwoReadingsPrefills:
+    """Loader of policies into two engines, as `TwoReadings`."""
 
     spec: RunSpec
     rounded: Prefills
     exact: Prefills
 
     async def prefill(self, path: Path, *, version: int) -> Prefill:
-        """As `Prefills.prefill`. Raises MalformedPolicy for weights that two engines would round differently."""
+        """Load both readings; raises MalformedPolicy for weights that two engines would round differently."""
         rounded = await self.rounded.prefill(path, version=version)
         if isinstance(rounded, TransformersPrefill):
             return await asyncio.to_thread(_with_exact, rounded)

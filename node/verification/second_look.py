@@ -1,4 +1,4 @@
-"""A second look at a group that would pass: do its sketches point at other weights? (docs/protocol.md, section 7.4)
+"""The second look: do a group's sketches point at other weights? (docs/protocol.md, section 7.4)
 
 Deviations that are no larger than rounding may still have a direction. For weights that somebody may have used
 instead (`SUSPECTS`), the matched filter of `toploc.gain` says how much of the way from the policy's own hidden states
@@ -30,7 +30,7 @@ from toploc import Gain, gain, shifts, sketch_errors
 
 class _Policies(Protocol):
     async def prefill(self, version: int) -> Prefill:
-        """Raises PolicyAway."""
+        """Raises PolicyUnavailable."""
 
 
 async def suspect_gain(
@@ -48,7 +48,7 @@ async def suspect_gain(
     0.0 where these cannot be had, or are of another shape.
 
     Args: `replies` are what the environment said in each rollout, None where it says nothing. `published` are the
-    run's versions, the one before `version` among them if there is one. Raises PolicyAway.
+    run's versions, the one before `version` among them if there is one. Raises PolicyUnavailable.
     """
     own = policy_of(await policies.prefill(version))
     other = None if own is None else await _suspected(suspect, own, version, policies=policies, published=published)
@@ -60,7 +60,7 @@ async def suspect_gain(
         for drawn_by, span in spans_of(rollout, said, row=row, chunk_tokens=spec.proofs.chunk_tokens)
         if drawn_by == version
     ]
-    return certain(await asyncio.to_thread(compare_weights, own, other, spans, spec=spec))
+    return gain_lower_bound(await asyncio.to_thread(compare_weights, own, other, spans, spec=spec))
 
 
 async def _suspected(
@@ -73,8 +73,8 @@ async def _suspected(
     return before if before is not None and before.hidden == own.hidden else None
 
 
-def certain(found: Gain) -> float:
-    """What is left of the gain without `GAIN_ERRORS` standard errors: sqrt(gain^2 - error^2), at least 0.
+def gain_lower_bound(found: Gain) -> float:
+    """Return the gain less `GAIN_ERRORS` standard errors: sqrt(gain^2 - error^2), at least 0.
 
     Independent deviations add up like this: honest groups scatter whatever the error is, and by the error as well.
     """
@@ -83,7 +83,7 @@ def certain(found: Gain) -> float:
 
 
 def compare_weights(own: Policy, other: Policy, spans: Sequence[Span], *, spec: RunSpec) -> Gain:
-    """How much of the way from `own` to `other` the sketches of `spans` go."""
+    """Return how much of the way from `own` to `other` the sketches of `spans` go."""
     size, step = spec.proofs.chunk_tokens, spec.proofs.sketch_step
     cut = toploc_bytes(spec.proofs)
     sketches = [proof[cut:] for span in spans for proof in span.proofs]
@@ -102,7 +102,7 @@ def _chunks(prefill: TransformersPrefill, spans: Sequence[Span], *, size: int) -
 
 
 def quantised(policy: Policy) -> Policy:
-    """The policy with the matrices of its layers in eight bits, by `int8`; in float32."""
+    """Return the policy with the matrices of its layers in eight bits, by `int8`; in float32."""
     exact = policy.in_float32()
     with torch.no_grad():
         for name, weight in exact.model.named_parameters():
@@ -112,6 +112,6 @@ def quantised(policy: Policy) -> Policy:
 
 
 def int8(weight: Tensor) -> Tensor:
-    """A matrix [out, in] in eight bits: each row symmetric about zero, its largest magnitude 127 steps."""
+    """Quantise a matrix [out, in] symmetrically per row to int8, and dequantise."""
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
     return (weight / scale).round() * scale

@@ -1,4 +1,4 @@
-"""One segment of a completion, measured under the policy that is said to have drawn it.
+"""Spans: segments of completions, measured under the policies that are claimed to have drawn them.
 
 A `Span` holds the tokens of one segment and everything that they were drawn from. Whatever engine does the forward
 pass over it, `measure_states` compares its hidden states with the proofs and samples its tokens again
@@ -49,28 +49,28 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def input_ids(self) -> list[int]:
-        """What the model sees: the last token is only predicted."""
+        """The model's input: all but the last token, which is only predicted."""
         return [*self.context_ids, *interleaved(self.token_ids[:-1], self.replies)]
 
     @property
     def length(self) -> int:
-        """Tokens that the model sees."""
+        """The number of input tokens."""
         return len(self.context_ids) + len(self.token_ids) - 1 + sum(len(ids) for _, ids in self.replies)
 
     def predicted_from(self, states: Tensor) -> Tensor:
-        """Of the hidden states from the context's last token on, [R, hidden], those that tokens were chosen from."""
+        """Select from `states` [R, hidden] (the context's last token on) those that tokens were predicted from."""
         if not self.replies:
             return states
         said = 0
         parts = []
         for (start, _), (end, ids) in pairwise([(0, []), *self.replies, (len(self.token_ids), [])]):
-            # A turn's first token is chosen from the last thing that was said.
+            # A turn's first token is predicted from the reply's last token.
             parts.append(states[start + said : end + said])
             said += len(ids)
         return torch.cat(parts)
 
     def chunk_sizes(self, chunk_tokens: int) -> list[int]:
-        """The tokens of each chunk that is proved."""
+        """Return the tokens of each chunk that is proved."""
         return chunk_sizes(pieces([len(self.token_ids)], self.replies), chunk_tokens=chunk_tokens)
 
     @property
@@ -79,7 +79,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def spans_of(rollout: Rollout, replies: Replies = (), *, row: int, chunk_tokens: int) -> Iterator[tuple[int, Span]]:
-    """The segments of `rollout`, in which the environment said `replies`, with the versions that drew them.
+    """Return the segments of `rollout`, in which the environment said `replies`, with the versions that drew them.
 
     Proofs left over go to the last.
     """
@@ -120,7 +120,7 @@ def measure_states(
     temperature: float,
     proofs: ProofSpec,
 ) -> list[SpanMeasured | Refusal]:
-    """For each span what its hidden states say: `states` [tokens, hidden] each, that its tokens were chosen from.
+    """Measure spans by the hidden states [tokens, hidden] that their tokens were predicted from.
 
     A Refusal is for proofs that no honest prover makes of these tokens. Raises toploc's CallerFault for states
     that are not finite, ValueError for states of another shape than the spans'.
@@ -172,7 +172,7 @@ def _appraised(
 def _check_proofs(
     spans: Sequence[Span], states: Sequence[Tensor], *, proofs: ProofSpec
 ) -> list[list[Distances] | Refusal]:
-    """The distances of each span's chunks from its proofs; faults are found again span by span."""
+    """Return the distances of each span's chunks from its proofs; faults are found again span by span."""
     sizes = [span.chunk_sizes(proofs.chunk_tokens) for span in spans]
     chunks = [list(torch.split(own.bfloat16(), cut)) for own, cut in zip(states, sizes, strict=True)]
     if any(len(span.proofs) != len(own) for span, own in zip(spans, chunks, strict=True)):

@@ -1,7 +1,7 @@
 """Verify submissions: plan (`plan`), measure (`measure`) and judge (`judge`) until there is a verdict on each.
 
-Nothing here raises on what a worker sent. Whatever goes wrong on this side (out of memory, a broken policy, a bug)
-ends in an indeterminate verdict, never in a rejection. A policy that cannot be had ends in no verdict: `PolicyAway`.
+A worker's input raises nothing here. Failures on this side (out of memory, a broken policy, a bug) end in an
+indeterminate verdict, never in a rejection; a missing policy ends in no verdict (`PolicyUnavailable`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from node.protocol.submission import Rollout
 from node.submission.reader import VerifierFailed, read_rollouts
 from node.verification.judge import (
     Due,
-    GainDue,
     JudgedClaim,
     Measurements,
-    RewardsDue,
-    RowsDue,
+    NeedsGain,
+    NeedsRewards,
+    NeedsRows,
     judge_claim,
     refused,
 )
 from node.verification.measure import (
-    Measuring,
+    Measurement,
     Policies,
-    PolicyAway,
+    PolicyUnavailable,
+    as_verifier_failure,
     measure_rewards,
     measure_rows,
-    own_faults,
 )
-from node.verification.plan import Claim, Look, Plan, Probe, Rules, at_doubt, plan_claim
+from node.verification.plan import Claim, Look, Plan, Probe, Rules, look_if_suspicious, plan_claim
 from node.verification.second_look import suspect_gain
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,13 @@ async def verify(
     probe: Probe = secrets.randbelow,
     look: Look | None = None,
 ) -> JudgedClaim:
-    """Judge a submission as it arrived; arguments as of `Claim` and `decide_many`. Raises PolicyAway."""
+    """Judge a submission as it arrived; arguments as of `Claim` and `decide_many`. Raises PolicyUnavailable."""
     rollouts = await read(body, spec=rules.spec)
     if isinstance(rollouts, Verdict):
         return JudgedClaim(verdict=rollouts)
     claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, candidate=candidate, rollouts=rollouts)
     (found,) = await decide_many([claim], policies=policies, published=published, rules=rules, probe=probe, look=look)
-    if isinstance(found, PolicyAway):
+    if isinstance(found, PolicyUnavailable):
         raise found
     return found
 
@@ -74,7 +74,7 @@ async def verify(
 async def read(body: bytes | Path, *, spec: RunSpec) -> list[Rollout] | Verdict:
     """Read the rollouts of a submission as it arrived; return the verdict if it cannot be read."""
     try:
-        with own_faults("reading"):
+        with as_verifier_failure("reading"):
             return await asyncio.to_thread(read_rollouts, body, spec=spec)
     except Refusal as refusal:
         return refused(refusal)
@@ -90,7 +90,7 @@ async def decide_many(
     rules: Rules,
     probe: Probe = secrets.randbelow,
     look: Look | None = None,
-) -> list[JudgedClaim | PolicyAway]:
+) -> list[JudgedClaim | PolicyUnavailable]:
     """Judge each claim, or return the policy that it could not be measured under.
 
     `published` are the versions that the run has published so far, from the one before the oldest claim's on. Only
@@ -105,10 +105,10 @@ async def decide_many(
     """
     cases = [_Case(claim) for claim in claims]
     for case in cases:
-        own_look = at_doubt(random.SystemRandom().random()) if look is None else look
+        own_look = look_if_suspicious(random.SystemRandom().random()) if look is None else look
         await case.start(policies, partial(plan_claim, rules=rules, published=published, probe=probe, look=own_look))
     newest_first = False
-    while due := [(case, case.state.rows) for case in cases if isinstance(case.state, RowsDue)]:
+    while due := [(case, case.state.rows) for case in cases if isinstance(case.state, NeedsRows)]:
         wanted = [(case.plan, rows) for case, rows in due]
         measuring = await measure_rows(wanted, policies, spec=rules.spec, newest_first=newest_first)
         for group, (case, _) in enumerate(due):
@@ -117,11 +117,11 @@ async def decide_many(
         newest_first = not newest_first
     for case in cases:
         await case.finish(policies, published)
-    return [case.state for case in cases if isinstance(case.state, JudgedClaim | PolicyAway)]
+    return [case.state for case in cases if isinstance(case.state, JudgedClaim | PolicyUnavailable)]
 
 
 def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
-    """Log `error` and return the indeterminate verdict; it gets the kind alone, since the text may name paths."""
+    """Log `error` and return the indeterminate verdict; only the error's type is public, its text may hold paths."""
     logger.error("could not verify a submission", exc_info=error)
     kind = type(error.__cause__ or error).__name__
     return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=f"{kind}.", tokens=tokens)
@@ -129,39 +129,39 @@ def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
 
 @dataclass
 class _Case:
-    """One claim on its way to a judgement: `state` is that, the policy that is away, or what has to be measured."""
+    """A claim in progress; `state` is the judgement, the missing policy, or the measurement needed next."""
 
     claim: Claim
     plan: Plan = field(init=False)
     seen: Measurements = field(default_factory=Measurements)
-    state: Due | JudgedClaim | PolicyAway = field(init=False)
+    state: Due | JudgedClaim | PolicyUnavailable = field(init=False)
 
     async def start(self, policies: Policies, plan: Callable[[Claim, Blueprint], Plan]) -> None:
         """Plan the claim under its leased policy."""
         try:
             blueprint = await policies.blueprint(self.claim.version)
-        except PolicyAway as error:
+        except PolicyUnavailable as error:
             self.state = error
             return
         with self._settle_failure():
             self.plan = await asyncio.to_thread(plan, self.claim, blueprint)
             self._judge()
 
-    def take_rows(self, measuring: Measuring, group: int) -> None:
-        """Judge anew with what was measured of this case as `group`."""
+    def take_rows(self, measuring: Measurement, group: int) -> None:
+        """Judge again with this case's measurements, which are those of `group`."""
         with self._settle_failure():
             self._judge(rows={**self.seen.rows, **measuring.result(group)})
 
     async def finish(self, policies: Policies, published: Collection[int]) -> None:
-        """Measure and judge until nothing is due any more."""
-        while not isinstance(self.state, JudgedClaim | PolicyAway):
+        """Measure and judge until the case is settled."""
+        while not isinstance(self.state, JudgedClaim | PolicyUnavailable):
             with self._settle_failure():
                 match self.state:
-                    case RowsDue():
+                    case NeedsRows():
                         raise RuntimeError("rows are measured for all cases together")
-                    case RewardsDue():
+                    case NeedsRewards():
                         self._judge(rewards=await asyncio.to_thread(measure_rewards, self.plan))
-                    case GainDue(suspect):
+                    case NeedsGain(suspect):
                         gain = await suspect_gain(
                             suspect,
                             self.claim.rollouts,
@@ -185,12 +185,12 @@ class _Case:
 
     @contextlib.contextmanager
     def _settle_failure(self) -> Iterator[None]:
-        """End the case with what a failure in the block means: a Refusal is the sender's, all else is ours."""
+        """Settle the case on a failure in the block: a Refusal is the sender's fault, all else ours."""
         tokens = self.claim.tokens
         try:
-            with own_faults("verification"):
+            with as_verifier_failure("verification"):
                 yield
-        except PolicyAway as error:
+        except PolicyUnavailable as error:
             self.state = error
         except Refusal as refusal:
             self.state = JudgedClaim(verdict=refused(refusal, tokens=tokens), rollouts=self.claim.rollouts)

@@ -7,7 +7,7 @@ import logging
 log = logging.getLogger(__name__)
 
 
-class Complaints:
+class WarnOnce:
     """Log an error once per topic, until another error or a success replaces it."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What the run's operator may ask of a worker, as far as its owner lets them: the worker's side of control.
+"""The worker's side of control: requests of the run's operator, as far as the worker's owner allows.
 
-Nothing that is asked here gives anybody a choice of work or a signature on it. Leases come from the coordinator alone,
-to the node's own signed requests; an invite only has it ask now. What a challenge draws fits no slot
-(`node.protocol.challenge`), and is signed as a reply to that challenge.
+No request gives anybody a choice of work or a signature on it: leases come from the coordinator alone, and an invite
+only has the node request one now. A challenge's completions fit no slot (`node.protocol.challenge`), and are signed as
+a reply to that challenge.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.http import printable, sound_urls
-from node.control.authorization import ControlDoor
+from node.client.http import printable, valid_urls
+from node.control.authorization import ControlAuthorizer
 from node.engines.base import EngineError
-from node.joining.entrance import Entrance
+from node.joining.session import RunSession
 from node.protocol.control import (
     FREE_PURPOSES,
     MAX_LOG_BYTES,
@@ -49,50 +49,50 @@ from node.protocol.control import (
 )
 from node.protocol.peers import peer_id_of
 from node.protocol.reasons import Reason
+from node.runtime.logs import PACKAGES
 from node.worker.delivery import Delivery
-from node.worker.engine import EngineHost, Unprepared
-from node.worker.leases import LeaseDesk
+from node.worker.engine import ChallengeUnavailable, EngineHost
+from node.worker.leases import LeaseClient
 from node.worker.registration import software
-from node.worker.slots import SlotsUnderWay
+from node.worker.slots import ActiveSlots
 from shardcast.wire import digest
 
 log = logging.getLogger(__name__)
 
 CHALLENGE_SECONDS: Final = 90.0
 CHALLENGE_GAP_SECONDS: Final = 60.0
-PACKAGES: Final = ("node", "coordinator", "shardcast")
 
 
 class WorkerControl:
-    """Answers those whom `ControlDoor` lets in. `draining` says that no more work is to be taken.
+    """Handler of authorised control requests; while `draining`, the worker leases no slots.
 
-    `allowed` is what the worker's owner lets the operator ask for, `status` the worker's own account of itself, `room`
-    how many slots it could take now. `changed` wakes the worker's loop.
+    `allowed` are the purposes that the worker's owner permits, `room` returns how many slots it could take now.
+    `changed` wakes the worker's loop.
     """
 
     def __init__(
         self,
-        entrance: Entrance,
+        session: RunSession,
         *,
         key: Ed25519PrivateKey,
         allowed: Collection[Purpose] = FREE_PURPOSES,
         host: EngineHost,
-        desk: LeaseDesk,
-        slots: SlotsUnderWay,
+        leases: LeaseClient,
+        slots: ActiveSlots,
         delivery: Delivery,
         status: Callable[[], dict[str, Any]],
         room: Callable[[], int],
         changed: asyncio.Event,
     ) -> None:
         self.draining = False
-        self._entrance, self._key, self._allowed = entrance, key, frozenset(allowed)
-        self._host, self._desk, self._slots, self._delivery = host, desk, slots, delivery
+        self._session, self._key, self._allowed = session, key, frozenset(allowed)
+        self._host, self._leases, self._slots, self._delivery = host, leases, slots, delivery
         self._status, self._room, self._changed = status, room, changed
         self._node = key.public_key().public_bytes_raw()
-        self._door = ControlDoor(
+        self._door = ControlAuthorizer(
             node=self._node,
-            run_id=entrance.entry.run_id,
-            run_key=entrance.run_key,
+            run_id=session.join.run_id,
+            run_key=session.run_key,
             allowed=self._allowed,
             revoked=self._revoked,
         )
@@ -103,8 +103,8 @@ class WorkerControl:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Answer while the block is active, if there is a network to answer on."""
-        network = self._entrance.network
+        """Answer requests while the block is active, if there is a peer-to-peer network."""
+        network = self._session.network
         if network is None:
             yield
             return
@@ -121,13 +121,13 @@ class WorkerControl:
         return asked
 
     async def interrupt(self) -> None:
-        """End a challenge that is under way, before the engine ends."""
+        """Cancel a running challenge, before the engine stops."""
         if self._challenge is not None:
             self._challenge.cancel()
             await asyncio.wait({self._challenge})
 
     async def answer(self, peer: bytes, data: bytes) -> bytes:
-        """Return the signed reply to what `peer` (a public key) sent; raises nothing."""
+        """Return the signed reply to the request that `peer` (a public key) sent; never raises."""
         reason, detail, body = None, "", None
         try:
             body = await self._do(self._door.let_in(peer, data), asker=peer)
@@ -138,7 +138,7 @@ class WorkerControl:
             log.exception("control: a request failed")
             reason = ControlReason.FAILED
         reply = ControlReply(
-            run_id=self._entrance.entry.run_id,
+            run_id=self._session.join.run_id,
             request=digest(data),
             reason=reason,
             detail=printable(detail)[:200],
@@ -148,8 +148,8 @@ class WorkerControl:
         return sign_reply(reply, key=self._key)
 
     def _revoked(self) -> Collection[str] | None:
-        posted = self._entrance.board.newest
-        return None if posted is None else posted.descriptor.revoked
+        verified = self._session.store.newest
+        return None if verified is None else verified.descriptor.revoked
 
     async def _do(self, request: ControlRequest, *, asker: bytes) -> Body:
         level = logging.DEBUG if isinstance(request.ask, AskStatus) else logging.INFO
@@ -173,20 +173,20 @@ class WorkerControl:
                 return LogsBody(lines=self._ring.last(lines))
 
     def _invite(self, endpoint: str | None) -> InviteBody:
-        entrance, client = self._entrance, self._entrance.client
+        session, client = self._session, self._session.client
         if endpoint is not None:
-            named = sound_urls(entrance.descriptor.endpoints)
+            named = valid_urls(session.descriptor.endpoints)
             if endpoint.rstrip("/") not in named:
                 raise ControlRefusal(ControlReason.UNKNOWN_ENDPOINT)
-            client.set_urls(dict.fromkeys((*entrance.entry.coordinators, *named)))
+            client.set_urls(dict.fromkeys((*session.join.coordinators, *named)))
             client.prefer(endpoint.rstrip("/"))
         self.draining = False
-        self._desk.pause(0)
+        self._leases.pause(0)
         self._changed.set()
         return InviteBody(room=max(0, self._room()))
 
     async def _be_challenged(self, ask: AskChallenge, nonce: str) -> ChallengeBody:
-        """Run one challenge at a time, and only where the engine's batch has spare room."""
+        """Run one challenge at a time, and only if the engine's batch has room."""
         now = time.monotonic()
         if self._challenge is not None or self._room() < 1:
             raise ControlRefusal(ControlReason.BUSY)
@@ -198,7 +198,7 @@ class WorkerControl:
             async with asyncio.timeout(CHALLENGE_SECONDS):
                 await asyncio.wait({self._challenge})
             body = self._challenge.result()
-        except Unprepared as error:
+        except ChallengeUnavailable as error:
             self._next_challenge = 0.0
             raise ControlRefusal(ControlReason.UNAVAILABLE, str(error)) from error
         except TimeoutError as error:
@@ -208,17 +208,17 @@ class WorkerControl:
         except asyncio.CancelledError as error:
             if not self._challenge.cancelled():
                 raise
-            raise ControlRefusal(ControlReason.BUSY, "The engine was ended on the way.") from error
+            raise ControlRefusal(ControlReason.BUSY, "The engine was stopped meanwhile.") from error
         finally:
             self._challenge.cancel()
             self._challenge = None
         if body is None:
-            raise ControlRefusal(ControlReason.BUSY, "A new policy took over on the way.")
+            raise ControlRefusal(ControlReason.BUSY, "A new policy was loaded meanwhile.")
         return body
 
 
 def report(status: dict[str, Any], *, engine: str) -> StatusBody:
-    """Return the part of a worker's status that is for others: no paths, no addresses, no text of third parties."""
+    """Return the public part of a worker's status: no paths, addresses, or text of third parties."""
     network = status["network"]
     return StatusBody(
         software=printable(software())[:200],
@@ -251,14 +251,14 @@ def report(status: dict[str, Any], *, engine: str) -> StatusBody:
 
 
 class LogRing(logging.Handler):
-    """Keeps the last lines that this project's packages log; nothing of other libraries."""
+    """Ring buffer of the last lines that this project's packages log."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record as one printable line, with the error that it reports but without its stack."""
+        """Keep a record as one printable line, with its error but without the traceback."""
         said = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             said += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
@@ -267,7 +267,7 @@ class LogRing(logging.Handler):
         self._lines.append("".join(c if c.isprintable() else "?" for c in line[:MAX_LOG_LINE]))
 
     def last(self, count: int) -> tuple[str, ...]:
-        """Return the newest lines, as many as asked for and as fit into MAX_LOG_BYTES, the oldest first."""
+        """Return up to `count` of the newest lines, within MAX_LOG_BYTES, oldest first."""
         kept: deque[str] = deque()
         left = MAX_LOG_BYTES
         for line in reversed(list(self._lines)[-count:]):
@@ -279,7 +279,7 @@ class LogRing(logging.Handler):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Listen while the block is active."""
+        """Collect records while the block is active."""
         loggers = [logging.getLogger(package) for package in PACKAGES]
         for logger in loggers:
             logger.addHandler(self)

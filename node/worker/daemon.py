@@ -1,11 +1,10 @@
-"""The worker daemon: holds the newest policies, keeps slots under way, delivers them.
+"""The worker daemon: fetch policies, lease and generate slots, deliver submissions.
 
-It trusts nobody. The run's rules come from a descriptor that matches the run's id, policies are checked by
-shardcast, and what to generate is derived here from the worker's own verified manifest. What it cannot check is
-whether its work is judged fairly; the signed receipts that it keeps are for that.
+It trusts nobody: the rules come from a descriptor that matches the run id, policies are verified by shardcast, and each
+slot's content is derived from the worker's own verified manifest. Signed receipts are kept as proof of its credit.
 
 Slots share the engine's batch, and a new one is leased as soon as one ends. A new policy is loaded as soon as the
-run's rules allow it for every slot under way; until then those slots go on under the one that they have.
+rules allow it for every active slot (`sampling.max_version_lead`).
 """
 
 from __future__ import annotations
@@ -22,34 +21,29 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.api import DEFAULT_BACKOFF
-from node.client.http import Backoff, sound_urls
+from node.client.api import DEFAULT_BACKOFF, FOREVER
+from node.client.http import Backoff, valid_urls
 from node.engines.base import DoesNotFit, Engine, WrongEngine
 from node.errors import BadReply, EngineFailed, Refused
-from node.joining.entrance import Entrance, Entry, entered
+from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
 from node.protocol.pools import has_candidate
 from node.protocol.run import RunSpec
 from node.relay.advice import Serving, announcement
-from node.runtime.signals import Stopped, first_of, race
-from node.worker.complaints import Complaints
+from node.runtime.signals import Stopped, race, root_failure
+from node.worker.complaints import WarnOnce
 from node.worker.control import WorkerControl
-from node.worker.delivery import FOR_EVER, Delivery
+from node.worker.delivery import Delivery
 from node.worker.engine import EngineHost, UnusablePolicy
-from node.worker.events import NOBODY, EventKind, Onlooker
-from node.worker.instance import instance_of
-from node.worker.leases import (
-    HAND_BACK_SECONDS,
-    REFUSED_PAUSE_SECONDS,
-    UNSOUND_PAUSE_SECONDS,
-    LeaseDesk,
-)
+from node.worker.events import NO_OBSERVER, EventKind, Observer
+from node.worker.instance import load_instance
+from node.worker.leases import HAND_BACK_SECONDS, REFUSED_PAUSE_SECONDS, UNSOUND_PAUSE_SECONDS, LeaseClient
 from node.worker.policies import PolicyFeed
 from node.worker.registration import Registrar, software
-from node.worker.slots import SlotsUnderWay
-from node.worker.standing import StandingDesk
+from node.worker.slots import ActiveSlots
+from node.worker.standing import StandingPoller
 from node.worker.state import WorkerState
 from node.worker.status import figures, save_status
 from shardcast import Client as BroadcastClient
@@ -61,20 +55,20 @@ REFRESH_SECONDS: Final = 15.0
 STATUS_SECONDS: Final = 1.0
 MAX_ENGINE_FAILURES: Final = 5
 MOST_OPEN: Final = 2
-"""How many times --slots slots may be open, where all but a few completions of each have ended."""
+"""Active slots per --slots at most, where most completions of each have ended."""
 
 MakeEngine = Callable[[RunSpec], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """One worker. `slots` is how many it has under way at most; `grace_seconds` what ending may take.
+    """Settings of one worker: at most `slots` active slots, `grace_seconds` for a shutdown.
 
-    `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches,
-    within `server_limits`. `control` is what the run's operator may ask of it. `backoff` paces whatever is tried again.
+    `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
+    `control` lists the purposes that the run's operator may use.
     """
 
-    entry: Entry
+    join: JoinSettings
     state: Path
     slots: int = 4
     grace_seconds: float = 10.0
@@ -91,35 +85,35 @@ async def run_worker(
     key: Ed25519PrivateKey,
     make_engine: MakeEngine,
     stop: asyncio.Event,
-    onlooker: Onlooker = NOBODY,
+    observer: Observer = NO_OBSERVER,
 ) -> None:
-    """Work for a run until `stop` is set; raises NodeError or ShardcastError for what waiting does not heal."""
-    onlooker.notice(EventKind.STARTED, software=software(), coordinators=list(settings.entry.coordinators))
+    """Work for a run until `stop` is set; raises NodeError or ShardcastError for permanent failures."""
+    observer.notify(EventKind.STARTED, software=software(), coordinators=list(settings.join.coordinators))
     with WorkerState(settings.state) as state:
-        log.info("node %s joins run %s…", node_id(key), settings.entry.run_id[:16])
+        log.info("node %s joins run %s…", node_id(key), settings.join.run_id[:16])
         async with contextlib.AsyncExitStack() as stack:
-            coming = entered(settings.entry, key=key, state=settings.state, backoff=settings.backoff)
+            coming = join_run(settings.join, key=key, state=settings.state, backoff=settings.backoff)
             try:
-                entrance = await race(stack.enter_async_context(coming), stop)
+                session = await race(stack.enter_async_context(coming), stop)
             except Stopped:
                 return
-            descriptor = entrance.descriptor
-            state.bind(settings.entry.run_id, descriptor.spec.digest)
+            descriptor = session.descriptor
+            state.bind(settings.join.run_id, descriptor.spec.digest)
             broadcast = BroadcastClient(
-                settings.entry.run_id,
-                entrance.run_key,
-                sound_urls(descriptor.relays),
+                settings.join.run_id,
+                session.run_key,
+                valid_urls(descriptor.relays),
                 settings.state / "shardcast",
                 keep=descriptor.spec.batch.max_async + 1,
             )
             worker = Worker(
                 settings,
-                entrance,
+                session,
                 key=key,
                 state=state,
                 broadcast=await stack.enter_async_context(broadcast),
                 engine=make_engine(descriptor.spec),
-                onlooker=onlooker,
+                observer=observer,
             )
             await worker.run(stop)
 
@@ -130,89 +124,76 @@ class Worker:
     def __init__(
         self,
         settings: WorkerSettings,
-        entrance: Entrance,
+        session: RunSession,
         *,
         key: Ed25519PrivateKey,
         state: WorkerState,
         broadcast: BroadcastClient,
         engine: Engine,
-        onlooker: Onlooker = NOBODY,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
-        self._settings = settings
-        self._entrance = entrance
-        descriptor, client = entrance.descriptor, entrance.client
-        self._spec = descriptor.spec
-        self._known_relays = sound_urls(descriptor.relays)
-        self._state = state
-        self._client = client
-        self._onlooker = onlooker
-        self._changed = asyncio.Event()
+        self._settings, self._session, self._state, self._observer = settings, session, state, observer
+        self._client, self._spec = client, spec = session.client, session.descriptor.spec
+        self._known_relays = valid_urls(session.descriptor.relays)
+        self._changed = changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        self._feed = PolicyFeed(broadcast, backoff=settings.backoff, arrived=self._changed, onlooker=onlooker)
-        self._host = EngineHost(
-            engine, self._feed, spec=descriptor.spec, run_id=settings.entry.run_id, onlooker=onlooker
-        )
-        self._registrar = Registrar(
-            client,
-            engine=self._host.name,
-            instance=instance_of(state.folder),
-            backoff=settings.backoff,
-            changed=self._changed,
-        )
-        self._desk = LeaseDesk(
+        backoff, run_id = settings.backoff, settings.join.run_id
+        self._feed = PolicyFeed(broadcast, backoff=backoff, arrived=changed, observer=observer)
+        self._host = EngineHost(engine, self._feed, spec=spec, run_id=run_id, observer=observer)
+        instance = load_instance(state.folder)
+        self._registrar = Registrar(client, engine=engine.name, instance=instance, backoff=backoff, changed=changed)
+        self._leases = LeaseClient(
             client,
             self._feed,
             registrar=self._registrar,
-            last_step=descriptor.spec.training.steps,
-            has_candidate=partial(has_candidate, descriptor.spec, run_id=settings.entry.run_id),
+            last_step=spec.training.steps,
+            has_candidate=partial(has_candidate, spec, run_id=run_id),
             evidence=state.folder,
-            onlooker=onlooker,
+            observer=observer,
         )
-        self._delivery = Delivery(
-            client, state, register=self._registrar.register, backoff=settings.backoff, onlooker=onlooker
-        )
-        self._slots = SlotsUnderWay(
+        self._delivery = Delivery(client, state, register=self._registrar.register, backoff=backoff, observer=observer)
+        self._slots = ActiveSlots(
             self._host,
             state,
-            group_size=self._spec.sampling.group_size,
+            group_size=spec.sampling.group_size,
             deliver=lambda pending: self._delivery.start(pending, self._group),
-            give_back=self._desk.give_back,
+            give_back=self._leases.give_back,
             now=client.now,
-            changed=self._changed,
-            onlooker=onlooker,
+            changed=changed,
+            observer=observer,
         )
-        self._standing = StandingDesk(client, node=node_id(key), tally=state.tally)
+        self._standing = StandingPoller(client, node=node_id(key), tally=state.tally)
         self._control = WorkerControl(
-            entrance,
+            session,
             key=key,
             allowed=settings.control,
             host=self._host,
-            desk=self._desk,
+            leases=self._leases,
             slots=self._slots,
             delivery=self._delivery,
             status=self.status,
             room=self._room,
-            changed=self._changed,
+            changed=changed,
         )
         self._started_at = time.time()
         self._doing = "joining"
-        self._complaints = Complaints()
+        self._warn_once = WarnOnce()
         self._failures = 0
         self._finished_before = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, then hand back what is not done. Raises Refused where the node is dismissed."""
+        """Work until `stop` is set, then return unfinished leases; raises Refused if the coordinator dismissed it."""
         try:
             async with self._group as group:
                 for pending in self._state.recover():
                     self._delivery.start(pending, group)
-                self._onlooker.meet(self.status)
+                self._observer.attach(self.status)
                 tasks = (
                     self._feed.follow(),
                     self._refresh(),
                     self._write_status(),
-                    self._registrar.stay_known(),
-                    self._entrance.follow(),
+                    self._registrar.keep_registered(),
+                    self._session.follow(),
                 )
                 background = [group.create_task(task) for task in tasks]
                 with contextlib.suppress(Stopped), self._control.listening():
@@ -221,7 +202,7 @@ class Worker:
                     background.append(group.create_task(self._standing.follow()))
                     await self._work(stop)
                 self._doing = "stopping"
-                self._onlooker.notice(EventKind.STOPPING)
+                self._observer.notify(EventKind.STOPPING)
                 await self._slots.finish(grace_seconds=self._settings.grace_seconds)
                 await self._delivery.finish(upload_seconds=self._settings.grace_seconds)
                 for task in background:
@@ -229,25 +210,26 @@ class Worker:
             if self._registrar.dismissal is not None:
                 raise self._registrar.dismissal
         except BaseExceptionGroup as failures:
-            raise first_of(failures) from failures
+            raise root_failure(failures) from failures
         finally:
             await self._control.interrupt()
             await self._host.close()
             self._doing = "ended"
             save_status(self._state.folder, self.status())
             dismissal = self._registrar.dismissal
-            self._onlooker.notice(EventKind.ENDED, dismissed=None if dismissal is None else str(dismissal))
+            self._observer.notify(EventKind.ENDED, dismissed=None if dismissal is None else str(dismissal))
 
     # -- policies and slots
 
     async def _work(self, stop: asyncio.Event) -> None:
-        """Keep slots under way until the end, or until the coordinator wants no more of them; raises Stopped."""
+        """Keep leasing and generating until the run, `once` or the coordinator ends it; raises Stopped."""
         while self._registrar.dismissal is None:
             self._changed.clear()
             try:
                 if self._slots.failure is not None:
                     raise self._slots.failure
-                self._note_success()
+                if self._slots.finished > self._finished_before:
+                    self._finished_before, self._failures = self._slots.finished, 0
                 if self._control.take_restart():
                     await self._end_engine()
                 if self._settings.once and self._slots.finished and not self._slots:
@@ -255,7 +237,7 @@ class Worker:
                     return
                 await race(self._follow_policy(), stop)
                 if not await self._take_work(stop):
-                    await self._rest(stop)
+                    await self._wait_for_change(stop)
             except UnusablePolicy as error:
                 self._count_failure(error)
                 log.error("%s", error)  # noqa: TRY400  (a person reads this; the cause is in its sentence)
@@ -263,7 +245,7 @@ class Worker:
                 await self._recover(error, stop)
 
     async def _follow_policy(self) -> None:
-        """Load the newest policy if it is time: at the start, in flight, or while there is nothing else to do."""
+        """Load the newest policy at the start, in flight where the rules allow it, or while idle."""
         newest = max(self._feed.versions(), default=None)
         if newest is None or (self._host.version is not None and newest <= self._host.version):
             return
@@ -272,17 +254,17 @@ class Worker:
         elif self._slots:
             if not self._host.may_take_over(newest, under_way=self._slots.versions):
                 return
-        elif not self._desk.came_empty:
-            return  # what is leased next decides which policy is wanted
+        elif not self._leases.came_empty:
+            return  # the next lease decides which policy is needed
         await self._host.load(newest, slots=len(self._slots))
 
     async def _take_work(self, stop: asyncio.Event) -> bool:
-        """Lease as many slots as there is room for, and start them; False if it is not time to ask."""
+        """Lease as many slots as there is room for, and start them; return False if no request was due."""
         held = [version for version in self._feed.versions() if not self._slots or self._host.serves(version)]
-        room = self._room()
-        if not held or room < 1 or self._host.version is None or self._desk.pause_seconds > 0 or self._control.draining:
+        room = 0 if self._control.draining or self._leases.pause_seconds > 0 else self._room()
+        if not held or room < 1 or self._host.version is None:
             return False
-        leases = await race(self._desk.ask(held, room), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
+        leases = await race(self._leases.ask(held, room), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
         if leases:
             await self._begin(leases, stop)
         return True
@@ -300,16 +282,16 @@ class Worker:
                     self._slots.start(lease, self._group)
                 begun = True
             else:
-                self._desk.pause(UNSOUND_PAUSE_SECONDS)  # nothing that was asked for
+                self._leases.pause(UNSOUND_PAUSE_SECONDS)  # leases on a policy that was not requested
         finally:
             if not begun:
-                await self._desk.give_back(leases)
+                await self._leases.give_back(leases)
 
     def _room(self) -> int:
-        """How many more slots may be leased now.
+        """Return how many more slots may be leased now.
 
-        The engine's batch is kept full: completions that have ended make room, not the slots that they are of,
-        whose last completion may take many times as long as its first.
+        Finished completions make room, not finished slots: a slot's last completion may take many times as long as
+        its first, and the engine's batch is to stay full.
         """
         if self._settings.once and (self._slots or self._slots.finished):
             return 0
@@ -318,15 +300,15 @@ class Worker:
             return most - len(self._slots)
         return min(most - self._slots.load, MOST_OPEN * most - len(self._slots))
 
-    async def _rest(self, stop: asyncio.Event) -> None:
-        """Wait until a slot ends, a policy arrives, or it is time to ask for work again."""
-        self._doing = self._what()
-        pause = self._desk.pause_seconds
+    async def _wait_for_change(self, stop: asyncio.Event) -> None:
+        """Wait until a slot ends, a policy arrives, or the next lease request is due."""
+        self._doing = self._describe_activity()
+        pause = self._leases.pause_seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause if pause > 0 and self._room() > 0 else None):
                 await race(self._changed.wait(), stop)
 
-    def _what(self) -> str:
+    def _describe_activity(self) -> str:
         if self._slots:
             slots = "1 slot" if len(self._slots) == 1 else f"{len(self._slots)} slots"
             return f"generating {slots} with policy {self._host.version}"
@@ -334,22 +316,18 @@ class Worker:
             return "waiting for a policy"
         if self._control.draining:
             return "drained: takes no more work until it is invited"
-        return "done: the run is over" if self._desk.is_over else "waiting for work"
+        return "done: the run is over" if self._leases.is_over else "waiting for work"
 
     # -- the engine's failures
 
-    def _note_success(self) -> None:
-        if self._slots.finished > self._finished_before:
-            self._finished_before, self._failures = self._slots.finished, 0
-
     def _count_failure(self, error: EngineFailed) -> None:
-        """Count a failure without a slot in between; raises it after too many to retry."""
+        """Count a consecutive failure; raises it if it is permanent or the last of MAX_ENGINE_FAILURES."""
         self._failures += 1
         if self._failures >= MAX_ENGINE_FAILURES or error.code in {DoesNotFit.code, WrongEngine.code}:
             raise error  # a machine does not grow by trying again
 
     async def _end_engine(self) -> None:
-        """Hand every slot back and end the engine; it is started again by the next turn."""
+        """Return every lease and stop the engine; the next `load` starts it again."""
         self._doing = "restarting the engine"
         await self._control.interrupt()
         await self._slots.hand_back()
@@ -361,57 +339,57 @@ class Worker:
         await self._end_engine()
         self._count_failure(error)
         log.error(
-            "%s %d slots went back; starting the engine again",
+            "%s Returned %d leases; restarting the engine",
             error,
             slots,
             exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
         )
-        self._onlooker.notice(EventKind.ENGINE_FAILED, why=str(error), slots=slots)
+        self._observer.notify(EventKind.ENGINE_FAILED, why=str(error), slots=slots)
         await race(asyncio.sleep(self._settings.backoff.delay(self._failures)), stop)
 
     # -- the coordinator
 
     async def _refresh(self) -> None:
-        """Keep the list of relays current; the descriptor's serve until the coordinator names others."""
+        """Keep the list of relays current; the descriptor's are used until the coordinator names others."""
         serving = self._settings.serving
         own = None if serving is None else await self._feed.serve(serving, self._settings.server_limits)
         while True:
             try:
                 if own is None:
-                    advice = await self._client.relays(patience_seconds=FOR_EVER)
+                    advice = await self._client.relays(patience_seconds=FOREVER)
                 else:
                     said = announcement(own, self._feed.sources(), version=max(self._feed.versions(), default=None))
-                    advice = await self._client.announce(said, patience_seconds=FOR_EVER)
+                    advice = await self._client.announce(said, patience_seconds=FOREVER)
                 others = any(url != own for url in advice.relays)
-                self._feed.take_advice(advice if others else RelayList(relays=self._known_relays), own=own)
+                self._feed.use_relays(advice if others else RelayList(relays=self._known_relays), own=own)
             except (Refused, BadReply) as error:
-                self._complaints.note("no list of relays", error)
+                self._warn_once.note("no list of relays", error)
             await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)
 
-    # -- for observers
+    # -- status
 
     def status(self) -> dict[str, Any]:
-        """Return what the worker is doing now, ready for JSON."""
+        """Return the worker's status, ready for JSON."""
         return {
-            "run_id": self._settings.entry.run_id,
+            "run_id": self._settings.join.run_id,
             "run_name": self._spec.name,
             "coordinator": self._client.url,
             "coordinator_away": self._client.away,
             "doing": self._doing,
             "dismissed": None if self._registrar.dismissal is None else str(self._registrar.dismissal),
-            "run_is_over": self._desk.is_over,
+            "run_is_over": self._leases.is_over,
             "draining": self._control.draining,
             **figures(
                 tally=self._state.tally, slots=self._slots, host=self._host, feed=self._feed, delivery=self._delivery
             ),
             "standing": self._standing.status(),
-            **self._entrance.status(),
+            **self._session.status(),
             "started_at": self._started_at,
             "updated_at": time.time(),
         }
 
     async def _write_status(self) -> None:
-        """Write the status file, for programs."""
+        """Write status.json every second."""
         while True:
             save_status(self._state.folder, self.status())
             await asyncio.sleep(STATUS_SECONDS)

@@ -1,7 +1,7 @@
-"""From a generated slot to its receipt, in the background: generation waits for neither.
+"""Background delivery of generated slots: upload, then wait for the receipt.
 
-What is delivered is on disk (`node.worker.state`), so this goes on where it stopped after a crash. The
-coordinator decides whether a lease still holds; the worker only asks.
+Pending slots are on disk (`node.worker.state`), so delivery resumes after a crash. Whether a lease still holds is for
+the coordinator to decide.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from node.client.api import CoordinatorClient
+from node.client.api import FOREVER, CoordinatorClient
 from node.client.http import Backoff, printable
 from node.errors import BadReply, Refused
 from node.protocol.admission import Outcome
 from node.protocol.messages import Receipt
 from node.protocol.reasons import Reason
 from node.runtime.logs import bound
-from node.worker.events import NOBODY, EventKind, Onlooker, of_receipt
+from node.worker.events import NO_OBSERVER, EventKind, Observer, of_receipt
 from node.worker.state import PendingDelivery, WorkerState
 
 log = logging.getLogger(__name__)
 
 RECEIPT_WAIT_SECONDS = 20.0
 RECEIPT_PAUSE_SECONDS = 0.5
-FOR_EVER = float("inf")
 
 
 class Delivery:
@@ -38,14 +37,14 @@ class Delivery:
         *,
         register: Callable[[], Awaitable[None]],
         backoff: Backoff,
-        onlooker: Onlooker = NOBODY,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.lost = 0
         self._client = client
         self._state = state
         self._register = register
         self._backoff = backoff
-        self._onlooker = onlooker
+        self._observer = observer
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent: set[str] = set()
         self._explained: set[Reason] = set()
@@ -54,12 +53,12 @@ class Delivery:
         self._all_sent.set()
 
     def __len__(self) -> int:
-        """Return the number of slots in delivery; after `finish`, of those that the next start goes on with."""
+        """Return the number of slots in delivery; after `finish`, of those left to the next start."""
         return len(self._tasks) if self._left is None else self._left[0]
 
     @property
     def unsent(self) -> int:
-        """Return how many of them the coordinator does not have yet."""
+        """The number of slots not uploaded yet."""
         return len(self._unsent) if self._left is None else self._left[1]
 
     def start(self, pending: PendingDelivery, group: asyncio.TaskGroup) -> None:
@@ -74,17 +73,17 @@ class Delivery:
         task.add_done_callback(self._tasks.discard)
 
     async def settled(self) -> None:
-        """Wait until every slot has its receipt, or comes to nothing."""
+        """Wait until every slot has its receipt or is lost."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def finish(self, *, upload_seconds: float) -> None:
-        """Let uploads end within `upload_seconds`, and drop what is not done: it is on disk."""
+        """Wait up to `upload_seconds` for uploads, then cancel the rest, which stays on disk."""
         try:
             async with asyncio.timeout(upload_seconds):
                 await self._all_sent.wait()
         except TimeoutError:
-            log.warning("%d submissions are not uploaded yet; the next start goes on with them", len(self._unsent))
+            log.warning("%d submissions are not uploaded yet; the next start resumes them", len(self._unsent))
         self._left = len(self._tasks), len(self._unsent)
         for task in self._tasks:
             task.cancel()
@@ -101,7 +100,7 @@ class Delivery:
                 return
             pending = self._state.acknowledge(pending, submission)
             lease = pending.lease
-            self._onlooker.notice(EventKind.SUBMITTED, policy=lease.version, slot=lease.slot, submission=submission)
+            self._observer.notify(EventKind.SUBMITTED, policy=lease.version, slot=lease.slot, submission=submission)
         with bound(submission=pending.submission):
             await self._await_receipt(pending, str(pending.submission))
 
@@ -111,7 +110,7 @@ class Delivery:
         failures, registered = 0, False
         while True:
             try:
-                return await self._client.submit(pending.lease.lease_id, body, patience_seconds=FOR_EVER)
+                return await self._client.submit(pending.lease.lease_id, body, patience_seconds=FOREVER)
             except Refused as error:
                 if error.code == Reason.DUPLICATE_SUBMISSION and error.submission is not None:
                     return error.submission
@@ -130,7 +129,7 @@ class Delivery:
             asked = time.monotonic()
             try:
                 found = await self._client.receipt(
-                    submission, wait_seconds=RECEIPT_WAIT_SECONDS, patience_seconds=FOR_EVER
+                    submission, wait_seconds=RECEIPT_WAIT_SECONDS, patience_seconds=FOREVER
                 )
             except Refused as error:
                 self._lose(pending, str(error))
@@ -152,14 +151,14 @@ class Delivery:
             return
         self._state.settle(pending, receipt, envelope)
         kind, keys = of_receipt(receipt, detail=printable(receipt.detail))
-        self._onlooker.notice(kind, **keys)
+        self._observer.notify(kind, **keys)
         if receipt.outcome is Outcome.ADMITTED:
             log.debug("admitted: slot %d of policy %d, %d tokens", receipt.slot, receipt.version, receipt.tokens)
             return
         log.warning("%s: slot %d of policy %d, %s", receipt.outcome, receipt.slot, receipt.version, self._why(receipt))
 
     def _why(self, receipt: Receipt) -> str:
-        """Return what was found, and for the first of its kind what that means and what to do."""
+        """Return reason and detail, with meaning and advice for the first of its kind."""
         if receipt.reason is None:
             return ""
         found = f"{receipt.reason}: {printable(receipt.detail)}"
@@ -171,7 +170,7 @@ class Delivery:
     def _lose(self, pending: PendingDelivery, why: str) -> None:
         self.lost += 1
         log.warning("slot %d of policy %d is dropped: %s", pending.lease.slot, pending.lease.version, why)
-        self._onlooker.notice(EventKind.LOST, policy=pending.lease.version, slot=pending.lease.slot, why=why)
+        self._observer.notify(EventKind.LOST, policy=pending.lease.version, slot=pending.lease.slot, why=why)
         self._state.forget(pending)
 
     async def _wait_after(self, error: BadReply, failures: int) -> None:

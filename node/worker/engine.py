@@ -1,8 +1,8 @@
-"""The worker's engine: which policy it holds, whose slots it may work on, and what a slot asks of it.
+"""The worker's engine: policy loading and switching, slots, challenges.
 
-What a slot asks for is computed from the worker's own verified manifest (docs/protocol.md, section 5); a lease
-contributes nothing but the slot's number. What comes back is held against the checks that every verifier makes
-first, so that an engine's fault is not submitted under this node's name.
+A slot's content is derived from the worker's own verified manifest (docs/protocol.md, section 5); the lease gives only
+the slot's number. Results must pass the verifier's model-free checks, so that an engine's fault is not submitted under
+this node's name.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts
 from node.sandbox.errors import SandboxFailed
 from node.submission.writer import write_rollouts
-from node.worker.events import NOBODY, EventKind, Onlooker
+from node.worker.events import NO_OBSERVER, EventKind, Observer
 from node.worker.policies import PolicyFeed
 
 log = logging.getLogger(__name__)
 
 
 class UnusablePolicy(EngineFailed):
-    """A policy that this machine cannot load; the engine keeps the one that it has."""
+    """A policy that this machine cannot load; the engine keeps its present one."""
 
     code = "policy_unusable"
 
 
-class Unprepared(Exception):
-    """A challenge that cannot be met now, or not with this run's rules."""
+class ChallengeUnavailable(Exception):
+    """A challenge that cannot be answered now, or not under this run's rules."""
 
 
 class EngineHost:
-    """One engine and the rules for it. `switches` counts policies that took over while slots were under way."""
+    """One engine under a run's rules; `switches` counts policies loaded while slots were active."""
 
     def __init__(
-        self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str, onlooker: Onlooker = NOBODY
+        self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str, observer: Observer = NO_OBSERVER
     ) -> None:
         self.name = engine.name
         self.switches = 0
@@ -57,12 +57,12 @@ class EngineHost:
         self._spec = spec
         self._run_id = run_id
         self._lead = spec.sampling.max_version_lead
-        self._onlooker = onlooker
+        self._observer = observer
         self._environments = [load_environment(environment) for environment in spec.environments]
 
     @property
     def version(self) -> int | None:
-        """Return the policy version that the engine holds; None before the first, and after it died."""
+        """The policy version in the engine; None before the first, and after a crash."""
         return self._engine.version
 
     def serves(self, leased: int) -> bool:
@@ -70,7 +70,7 @@ class EngineHost:
         return self.version is not None and leased <= self.version <= leased + self._lead
 
     def may_take_over(self, version: int, *, under_way: Iterable[int]) -> bool:
-        """Return whether policy `version` may be loaded while slots of policies `under_way` go on."""
+        """Return whether policy `version` may be loaded while slots leased at `under_way` are active."""
         return all(version <= leased + self._lead for leased in under_way)
 
     def best_for(self, leased: int) -> int:
@@ -78,9 +78,9 @@ class EngineHost:
         return max(held for held in (leased, *self._feed.versions()) if leased <= held <= leased + self._lead)
 
     async def load(self, version: int, *, slots: int) -> None:
-        """Hand a policy to the engine, with so many slots under way. Raises EngineFailed, or UnusablePolicy.
+        """Load a policy while `slots` slots are active; raises EngineFailed, or UnusablePolicy.
 
-        A policy that cannot be loaded is not tried again, and no work is taken for it.
+        A policy that cannot be loaded is dropped: not retried, and not offered for leases.
         """
         held = self._feed.get(version)
         if held is None:
@@ -101,15 +101,14 @@ class EngineHost:
             "policy %d is loaded, after %.1f s%s",
             version,
             seconds,
-            f"; {slots} slots under way go on with it" if slots else "",
+            f"; {slots} active slots continue with it" if slots else "",
         )
-        self._onlooker.notice(EventKind.LOADED, policy=version, seconds=round(seconds, 3), slots=slots)
+        self._observer.notify(EventKind.LOADED, policy=version, seconds=round(seconds, 3), slots=slots)
 
     async def group(self, lease: Lease, *, ended: Callable[[], None]) -> list[Rollout]:
-        """Generate and check the rollouts of a lease's slot; `ended` is called for each completion that is over.
+        """Generate and check a slot's rollouts; `ended` is called after each completion.
 
-        Raises EngineFailed, and what the slot's environment raises, of which the engine knows nothing; cancelling it
-        ends the engine's work on the slot.
+        Raises EngineFailed, EnvironmentFault and SandboxFailed. Cancelling aborts the engine's work on the slot.
         """
         try:
             expected = self._expected(lease)
@@ -133,14 +132,14 @@ class EngineHost:
         return rollouts
 
     async def challenge(self, ask: AskChallenge, *, node: bytes, nonce: str) -> ChallengeBody | None:
-        """Draw what a challenge asks for with the policy that the engine holds; None where that changed on the way.
+        """Generate a challenge's completions under the loaded policy; None if that changed meanwhile.
 
-        Raises Unprepared, and EngineError from the engine itself.
+        Raises ChallengeUnavailable, and EngineError from the engine itself.
         """
         version = self.version
         held = None if version is None else self._feed.get(version)
         if version is None or held is None:
-            raise Unprepared("The engine holds no policy.")
+            raise ChallengeUnavailable("The engine holds no policy.")
         rules = challenge_spec(self._spec, ask)
         expected = expected_of(
             rules,
@@ -154,7 +153,7 @@ class EngineHost:
             slot=CHALLENGE_SLOT,
         )
         if not fits(rules, samples=ask.samples, prompt_tokens=len(expected.prompt_ids)):
-            raise Unprepared("The run's proofs make the answer too large; ask for fewer samples or tokens.")
+            raise ChallengeUnavailable("The run's proofs make the answer too large; ask for fewer samples or tokens.")
         most, prompt = rules.sampling.max_new_tokens, tuple(expected.prompt_ids)
         rollouts = await self._engine.generate([SampleRequest(prompt, seed, most) for seed in expected.seeds])
         if any(rollout.segment_versions != [version] for rollout in rollouts):
@@ -163,19 +162,19 @@ class EngineHost:
         return ChallengeBody(version=version, manifest_digest=held.manifest_digest, rollouts=file)
 
     async def restart(self) -> None:
-        """End the engine after a failure; the next `load` starts it anew."""
+        """Stop the engine after a failure; the next `load` starts it again."""
         self.restarts += 1
         await self.close()
 
     async def close(self) -> None:
-        """End the engine, ignoring errors."""
+        """Stop the engine, logging errors."""
         try:
             await self._engine.close()
         except Exception:
-            log.exception("the engine did not end in order")
+            log.exception("the engine did not stop cleanly")
 
     def _expected(self, lease: Lease) -> Expected:
-        # The tokenizer is a run's, not a policy's: any policy that may work on the slot reads its prompt alike.
+        # The tokenizer is the run's, so any policy gives the same prompt.
         return expected_of(
             self._spec,
             self._engine.policy,
@@ -189,7 +188,7 @@ class EngineHost:
 
 
 def _check_prompt(expected: Expected, spec: RunSpec) -> None:
-    """Raise EnvironmentFault for a prompt that the run does not allow: another engine would not take it either."""
+    """Raise EnvironmentFault for a prompt outside the run's limits, which no engine would take."""
     tokens, most = len(expected.prompt_ids), spec.sampling.max_prompt_tokens
     if not 1 <= tokens <= most:
         raise EnvironmentFault(
@@ -200,7 +199,7 @@ def _check_prompt(expected: Expected, spec: RunSpec) -> None:
 
 def _failed(what: str, error: Exception) -> EngineFailed:
     said = str(error).strip().rstrip(".")
-    if not isinstance(error, EngineError):  # whose sentences stand for themselves
+    if not isinstance(error, EngineError):  # whose messages are sentences
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
     code = error.code if isinstance(error, DoesNotFit) else None
     return EngineFailed(f"The engine {what}: {said}.", code=code)

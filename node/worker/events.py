@@ -1,7 +1,6 @@
-"""What happens to a worker, for whoever watches: each event once, in order, with the keys that docs/operating.md lists.
+"""Worker events for observers: each once, in order, with the keys that docs/operating.md lists.
 
-Events are for people and their programs. Nothing in the worker depends on them: a watcher must not raise, and must not
-wait.
+Nothing in the worker depends on them; an observer must neither raise nor block.
 """
 
 from __future__ import annotations
@@ -89,30 +88,30 @@ KEYS: Final[Mapping[EventKind, tuple[str, ...]]] = {
     EventKind.STOPPING: (),
     EventKind.ENDED: ("dismissed", *_SUMS),
 }
-"""What each event has besides `event`, `time`, `run` and `node`."""
+"""Keys of each event besides `event`, `time`, `run` and `node`."""
 
 Status = Callable[[], dict[str, Any]]
 
 
-class Onlooker:
-    """Who watches a worker; this one looks away."""
+class Observer:
+    """Observer of a worker; this base class ignores everything."""
 
-    def meet(self, status: Status) -> None:
-        """Handle the start: the worker has joined its run; `status` returns what it is doing, ready for JSON."""
+    def attach(self, status: Status) -> None:
+        """Handle the join of the run; `status` returns the worker's status, ready for JSON."""
 
-    def notice(self, kind: EventKind, /, **keys: Any) -> None:
-        """Handle an event; `keys` are those of KEYS, but for sums."""
+    def notify(self, kind: EventKind, /, **keys: Any) -> None:
+        """Handle an event; `keys` are those of KEYS without the sums."""
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
         """Context manager around one fetch; yields its progress callback."""
         return no_watch(version)
 
 
-NOBODY: Final = Onlooker()
+NO_OBSERVER: Final = Observer()
 
 
 def of_receipt(receipt: Receipt, *, detail: str) -> tuple[EventKind, dict[str, Any]]:
-    """Return the event of a verdict; `detail` is the receipt's, made harmless."""
+    """Return the event of a verdict; `detail` is the receipt's, made printable."""
     keys: dict[str, Any] = {"policy": receipt.version, "slot": receipt.slot, "submission": receipt.submission}
     keys["log_index"] = receipt.log_index
     if receipt.outcome is Outcome.ADMITTED:

@@ -1,12 +1,11 @@
-"""Which machine a worker is: so that one key at work on two of them is seen, and named.
+"""Identity of a worker instance, to detect one key in use on two machines.
 
-An instance is a state folder on a machine. The folder's secret is made once and kept, so a restart is the same
-instance; a copy of the folder on another machine is another one, as long as the two differ in machine id or host name.
+An instance is a state folder on a machine: the folder's persistent secret survives restarts, while a copy of the folder
+on a machine with another machine id or host name is another instance.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Final
 
 from node.client.http import printable
 from node.errors import StateError
+from node.keys.identity import write_private
 from shardcast.files import sync_folder
 from shardcast.wire import derive
 
@@ -26,16 +26,16 @@ _MACHINE_ID: Final = Path("/etc/machine-id")
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What a worker says of itself: 32 hexadecimal digits that nobody else has, and what people call its machine."""
+    """A unique id (32 hexadecimal digits) and the machine's host name, printable."""
 
     id: str
     name: str
 
 
-def instance_of(folder: Path, *, machine_id: Path = _MACHINE_ID) -> Instance:
-    """Return the instance that works in the state folder `folder`, its secret made if missing. Raises StateError.
+def load_instance(folder: Path, *, machine_id: Path = _MACHINE_ID) -> Instance:
+    """Return the instance of a state folder, creating its secret if missing; raises StateError.
 
-    What is sent tells nothing of the machine id (machine-id(5) asks for that): it is derived under the secret.
+    The id is derived under the secret, so it does not reveal the machine id (as machine-id(5) asks).
     """
     host = socket.gethostname()
     derived = derive(_CONTEXT, _secret(folder / "instance"), _read(machine_id), host.encode("utf-8", "surrogateescape"))
@@ -43,10 +43,14 @@ def instance_of(folder: Path, *, machine_id: Path = _MACHINE_ID) -> Instance:
 
 
 def _secret(path: Path) -> bytes:
-    """Return the secret, made if missing; the folder is locked, so nobody else makes it at the same time."""
+    """Return the secret, created if missing; the folder's lock makes that safe."""
     try:
         if not path.exists():
-            _make(path)
+            temporary = path.with_name(path.name + ".tmp")
+            temporary.unlink(missing_ok=True)
+            write_private(temporary, secrets.token_bytes(_SECRET_BYTES))
+            temporary.rename(path)
+            sync_folder(path.parent)
         secret = path.read_bytes()[: _SECRET_BYTES + 1]
     except OSError as error:
         raise StateError(f"{path} cannot be used: {error.strerror}.") from error
@@ -55,19 +59,8 @@ def _secret(path: Path) -> bytes:
     return secret
 
 
-def _make(path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(_SECRET_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync_folder(path.parent)
-
-
 def _read(machine_id: Path) -> bytes:
-    """Return the file's content; b"" where there is none or it may not be read."""
+    """Return the file's content; b"" if it is missing or unreadable."""
     try:
         return machine_id.read_bytes().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""Asking for work: when, for which policies, and what to make of the answer.
+"""Lease requests: when, for which policies, and validation of the reply.
 
-A lease that names another manifest than the one that this worker verified is not worked on, so a coordinator
-cannot tell two workers two stories unnoticed.
+A lease whose manifest is not the one that this worker verified is refused, so a coordinator cannot equivocate between
+workers unnoticed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from node.client.api import CoordinatorClient
+from node.client.api import FOREVER, CoordinatorClient
 from node.errors import BadReply, CoordinatorFault, Refused
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason
-from node.worker.complaints import Complaints
-from node.worker.delivery import FOR_EVER
-from node.worker.events import NOBODY, EventKind, Onlooker
+from node.worker.complaints import WarnOnce
+from node.worker.events import NO_OBSERVER, EventKind, Observer
 from node.worker.policies import PolicyFeed
 from node.worker.registration import Registrar
 
@@ -33,17 +32,16 @@ UNSOUND_PAUSE_SECONDS: Final = 5.0
 LEAST_PAUSE_SECONDS: Final = 0.05
 MOST_PAUSE_SECONDS: Final = 60.0
 FINAL: Final = (Reason.BANNED, Reason.KEY_IN_USE)
-"""Refusals after which asking again is pointless."""
+"""Refusals that are permanent."""
 
 IDLE_SECONDS: Final = 15.0
-"""Without work for so long, the worker says why; then after twice as long, and so on."""
+"""Idle time after which the reason is logged; doubled each time."""
 
 
-class LeaseDesk:
-    """One worker's way to leases. `is_over` says that the run's last policy is published.
+class LeaseClient:
+    """One worker's lease requests. `is_over` is set once the run's last policy is published.
 
-    `registrar` introduces the node again where the coordinator forgot it. `last_step` is how many steps the run has,
-    `has_candidate` whether a lease names a problem that its slot can be for (`node.protocol.pools`).
+    `last_step` is the run's number of steps; `has_candidate` checks a lease's problem (`node.protocol.pools`).
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class LeaseDesk:
         last_step: int,
         has_candidate: Callable[[Lease], bool],
         evidence: Path,
-        onlooker: Onlooker = NOBODY,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.is_over = False
         self.came_empty = False
@@ -65,42 +63,39 @@ class LeaseDesk:
         self._last_step = last_step
         self._has_candidate = has_candidate
         self._evidence = evidence
-        self._onlooker = onlooker
-        self._complaints = Complaints()
+        self._observer = observer
+        self._warn_once = WarnOnce()
         self._ask_at = 0.0
         self._idle_since: float | None = None
         self._idle_said = IDLE_SECONDS
 
     @property
     def pause_seconds(self) -> float:
-        """Return the seconds until the coordinator takes the next lease request."""
+        """The seconds until the next lease request is due."""
         return max(0.0, self._ask_at - time.monotonic())
 
     def pause(self, seconds: float) -> None:
-        """Send no lease request for so many seconds."""
+        """Send no lease request for `seconds`."""
         self._ask_at = time.monotonic() + seconds
 
     async def ask(self, held: Sequence[int], slots: int) -> list[Lease]:
-        """Request leases and return the valid ones, of one version; where they are too few, `pause_seconds` grows.
-
-        Leases that are not sound are handed back.
-        """
+        """Request leases, return the valid ones (of one version) and hand back the others; sets `pause_seconds`."""
         request = LeaseRequest(
             held_versions=tuple(held[:MAX_HELD_VERSIONS]),
             slots=min(slots, MAX_SLOTS),
             instance=self._registrar.instance.id,
         )
         try:
-            reply = await self._client.lease(request, patience_seconds=FOR_EVER)
+            reply = await self._client.lease(request, patience_seconds=FOREVER)
         except (Refused, BadReply) as error:
-            self._complaints.note("no work", error)
+            self._warn_once.note("no work", error)
             self.pause(REFUSED_PAUSE_SECONDS)
             if isinstance(error, Refused) and error.code in FINAL:
                 self._registrar.dismiss(error)
             if isinstance(error, Refused) and error.code == Reason.UNKNOWN_IDENTITY:
                 await self._registrar.register_until_known()
             return []
-        self._complaints.clear("no work")
+        self._warn_once.clear("no work")
         self._registrar.heard()
         sound = [lease for lease in reply.leases if self._is_sound(lease, reply.leases[0].version)]
         self._note(reply, wanted=request.slots, sound=len(sound))
@@ -108,16 +103,16 @@ class LeaseDesk:
         return sound
 
     async def give_back(self, leases: Sequence[Lease]) -> None:
-        """Return leases, so that their slots go on at once; if it fails they expire by themselves."""
+        """Return leases, so that their slots are leased again at once; on failure they expire."""
         await asyncio.gather(*(self._give_back(lease) for lease in leases))
 
     async def _give_back(self, lease: Lease) -> None:
         try:
             await self._client.return_lease(lease.lease_id, patience_seconds=HAND_BACK_SECONDS)
-            log.info("handed back slot %d of policy %d", lease.slot, lease.version)
-            self._onlooker.notice(EventKind.RETURNED, policy=lease.version, slot=lease.slot)
+            log.info("returned the lease of slot %d of policy %d", lease.slot, lease.version)
+            self._observer.notify(EventKind.RETURNED, policy=lease.version, slot=lease.slot)
         except CoordinatorFault as error:
-            log.warning("slot %d of policy %d could not be handed back: %s", lease.slot, lease.version, error)
+            log.warning("the lease of slot %d of policy %d was not returned: %s", lease.slot, lease.version, error)
 
     def _is_sound(self, lease: Lease, version: int) -> bool:
         """Return whether a lease fits its reply's version, the manifest verified here, and the problems of its slot."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker, read from its own account of itself."""
+"""Prometheus metrics of a worker, read from its status."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from node.runtime.metrics import Figure, value_at
-from node.worker.events import EventKind, Onlooker, Status
+from node.runtime.metrics import StatusMetric, counter, gauge
+from node.worker.events import EventKind, Observer, Status
 from shardcast import Report
 
 ANSWER_SECONDS: Final = 5.0
@@ -20,83 +20,51 @@ def _outcomes(status: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 WORKER: Final = (
-    Figure(
-        "swarmproof_worker_policy_version",
-        "gauge",
-        "Policy in the engine; no sample before the first.",
-        value_at("version"),
-    ),
-    Figure(
+    gauge("swarmproof_worker_policy_version", "Policy in the engine; no sample before the first.", "version"),
+    gauge(
         "swarmproof_worker_newest_policy_version",
-        "gauge",
         "The run's newest policy, as far as it knows; -1 before the first.",
-        value_at("head_version"),
+        "head_version",
     ),
-    Figure("swarmproof_worker_slots", "gauge", "Slots under way.", value_at("slots")),
-    Figure(
-        "swarmproof_worker_undelivered",
-        "gauge",
-        "Slots that are generated and have no receipt.",
-        value_at("undelivered"),
-    ),
-    Figure("swarmproof_worker_tokens", "counter", "Tokens that were generated.", value_at("tokens")),
-    Figure("swarmproof_worker_slots_generated", "counter", "Slots that were generated.", value_at("generated")),
-    Figure("swarmproof_worker_verdicts", "counter", "Receipts by outcome.", _outcomes, label="outcome"),
-    Figure(
-        "swarmproof_worker_admitted_tokens", "counter", "Tokens of its admitted slots.", value_at("admitted_tokens")
-    ),
-    Figure(
-        "swarmproof_worker_slots_lost", "counter", "Slots that were generated and came to nothing.", value_at("lost")
-    ),
-    Figure("swarmproof_worker_slots_expired", "counter", "Leases that ended before their slot.", value_at("expired")),
-    Figure(
-        "swarmproof_worker_engine_restarts",
-        "counter",
-        "Starts of the engine after it failed.",
-        value_at("engine_restarts"),
-    ),
-    Figure(
-        "swarmproof_worker_policy_switches",
-        "counter",
-        "Policies that took over with slots under way.",
-        value_at("switches"),
-    ),
-    Figure(
-        "swarmproof_worker_fetched_bytes",
-        "counter",
-        "Bytes of policies that came.",
-        value_at("broadcast_bytes", "fetched"),
-    ),
-    Figure(
-        "swarmproof_worker_coordinator_away", "gauge", "1 while no coordinator answers.", value_at("coordinator_away")
-    ),
-    Figure("swarmproof_worker_run_over", "gauge", "1 once the run is over.", value_at("run_is_over")),
-    Figure("swarmproof_worker_neighbours", "gauge", "Peers that it has a link to.", value_at("network", "neighbours")),
+    gauge("swarmproof_worker_slots", "Slots under way.", "slots"),
+    gauge("swarmproof_worker_undelivered", "Slots that are generated and have no receipt.", "undelivered"),
+    counter("swarmproof_worker_tokens", "Tokens that were generated.", "tokens"),
+    counter("swarmproof_worker_slots_generated", "Slots that were generated.", "generated"),
+    StatusMetric("swarmproof_worker_verdicts", "counter", "Receipts by outcome.", _outcomes, label="outcome"),
+    counter("swarmproof_worker_admitted_tokens", "Tokens of its admitted slots.", "admitted_tokens"),
+    counter("swarmproof_worker_slots_lost", "Slots that were generated and came to nothing.", "lost"),
+    counter("swarmproof_worker_slots_expired", "Leases that ended before their slot.", "expired"),
+    counter("swarmproof_worker_engine_restarts", "Starts of the engine after it failed.", "engine_restarts"),
+    counter("swarmproof_worker_policy_switches", "Policies that took over with slots under way.", "switches"),
+    counter("swarmproof_worker_fetched_bytes", "Bytes of policies that came.", "broadcast_bytes", "fetched"),
+    gauge("swarmproof_worker_coordinator_away", "1 while no coordinator answers.", "coordinator_away"),
+    gauge("swarmproof_worker_run_over", "1 once the run is over.", "run_is_over"),
+    gauge("swarmproof_worker_neighbours", "Peers that it has a link to.", "network", "neighbours"),
 )
 
 
-class Asking(Onlooker):
-    """Stands before another onlooker, and asks the worker that it meets whenever another thread wants to know."""
+class StatusProbe(Observer):
+    """Observer wrapper through which another thread reads the worker's status."""
 
-    def __init__(self, onlooker: Onlooker) -> None:
-        self._onlooker = onlooker
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
         self._met: tuple[asyncio.AbstractEventLoop, Status] | None = None
 
-    def meet(self, status: Status) -> None:
-        """Remember which status to read, and on which event loop."""
+    def attach(self, status: Status) -> None:
+        """Keep the status function and its event loop."""
         self._met = asyncio.get_running_loop(), status
-        self._onlooker.meet(status)
+        self._observer.attach(status)
 
-    def notice(self, kind: EventKind, /, **keys: Any) -> None:
-        """Pass on to the wrapped onlooker."""
-        self._onlooker.notice(kind, **keys)
+    def notify(self, kind: EventKind, /, **keys: Any) -> None:
+        """Pass on to the wrapped observer."""
+        self._observer.notify(kind, **keys)
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
-        """Pass on to the wrapped onlooker."""
-        return self._onlooker.fetching(version)
+        """Pass on to the wrapped observer."""
+        return self._observer.fetching(version)
 
     def __call__(self) -> Mapping[str, Any] | None:
-        """Return the worker's status; None before it has joined, after its end, and if it does not answer."""
+        """Return the worker's status; None before it has joined, after its end, or on a timeout."""
         if self._met is None:
             return None
         loop, status = self._met

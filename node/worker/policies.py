@@ -1,7 +1,7 @@
-"""The policies that a worker holds: follows the run's newest and keeps those that may still be asked for.
+"""The worker's policies: follow the newest and keep those that may still be leased.
 
-Every file here was checked against the run's signature by `shardcast.client`. The manifest digest that came
-with it is what the worker derives its work from, whatever a coordinator says.
+Every file was verified against the run's signature by `shardcast.client`. Work is derived from the manifest digest that
+came with it, whatever a coordinator says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from node.client.http import Backoff, checked_url, printable
 from node.protocol.messages import RelayList
 from node.relay.advice import Serving, serving_url, sources_of
 from node.runtime.signals import Stopped, race
-from node.worker.events import NOBODY, EventKind, Onlooker
+from node.worker.events import NO_OBSERVER, EventKind, Observer
 from shardcast import Client, Fetched, Head, ServerLimits, VersionProgress
 from shardcast.errors import NoVersionYet, ShardcastError
 
@@ -40,11 +40,11 @@ class PolicyFeed:
     """Downloads each new policy as it is announced, and sets `arrived` whenever one is complete."""
 
     def __init__(
-        self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event, onlooker: Onlooker = NOBODY
+        self, broadcast: Client, *, backoff: Backoff, arrived: asyncio.Event, observer: Observer = NO_OBSERVER
     ) -> None:
         self.downloading: tuple[int, VersionProgress | None] | None = None
         self._arrived = arrived
-        self._broadcast, self._onlooker = broadcast, onlooker
+        self._broadcast, self._observer = broadcast, observer
         self._backoff = backoff
         self._held: dict[int, HeldPolicy] = {}
         self._away_since: float | None = None
@@ -52,8 +52,8 @@ class PolicyFeed:
         self._advice = RelayList(relays=())
         self._sources_changed = asyncio.Event()
 
-    def take_advice(self, advice: RelayList, *, own: str | None = None) -> None:
-        """Fetch from the relays of the advice from now on; `sound_urls` has looked at them. `own` is this node's."""
+    def use_relays(self, advice: RelayList, *, own: str | None = None) -> None:
+        """Fetch from these relays from now on (URLs already validated), except this node's `own`."""
         if advice != self._advice:
             urls, stripes = sources_of(advice, own=own)
             self._broadcast.set_sources(urls, stripes=stripes)
@@ -61,7 +61,7 @@ class PolicyFeed:
             self._sources_changed.set()
 
     async def serve(self, serving: Serving, limits: ServerLimits) -> str:
-        """Serve others what is fetched; returns where they find it."""
+        """Serve fetched policies to others; return the public URL."""
         port = await self._broadcast.serve(serving.host, serving.port, limits=limits)
         url = checked_url(serving.public_url or serving_url(serving.host, port))
         log.info("serving policies at %s", url)
@@ -73,7 +73,7 @@ class PolicyFeed:
 
     @property
     def fetched(self) -> Fetched:
-        """Return the bytes transferred since the start, and those of the policies."""
+        """The bytes transferred since the start, and those of the policies."""
         return self._broadcast.fetched
 
     def status(self) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ class PolicyFeed:
         self._held.pop(version, None)
 
     async def follow(self) -> None:
-        """Fetch every new version; never ends, and never gives up."""
+        """Fetch every new version, retrying forever; never returns."""
         newest, failures = -1, 0
         while True:
             self._sources_changed.clear()
@@ -135,8 +135,8 @@ class PolicyFeed:
         started, before = time.monotonic(), self.fetched.bytes_in
 
         self.downloading = head.version, None
-        self._onlooker.notice(EventKind.FETCHING, policy=head.version)
-        with self._onlooker.fetching(head.version) as report:
+        self._observer.notify(EventKind.FETCHING, policy=head.version)
+        with self._observer.fetching(head.version) as report:
 
             def note(progress: VersionProgress) -> None:
                 self.downloading = head.version, progress
@@ -150,7 +150,7 @@ class PolicyFeed:
         log.info(
             "policy %d is here: %.1f MB (%.1f MB transferred) in %.1f s", head.version, size / 1e6, got / 1e6, seconds
         )
-        self._onlooker.notice(
+        self._observer.notify(
             EventKind.FETCHED, policy=head.version, bytes=size, transferred_bytes=got, seconds=round(seconds, 3)
         )
         self._arrived.set()

@@ -1,7 +1,7 @@
-"""Introducing the node to the coordinator: at the start, whenever the coordinator forgot it, and to be heard.
+"""Registration with the coordinator: at the start, when it forgot the node, and as a keep-alive.
 
-The coordinator lets one machine work with a key. So that no other takes this one's place while its slots take long, it
-registers again when nothing else was heard of it for a while; and where another one has the key, this one ends.
+The coordinator lets one instance work with a key. This one registers again after a silence, so that none replaces it
+during long slots, and ends if another instance holds the key.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import time
 from importlib import metadata
 from typing import Final
 
-from node.client.api import CoordinatorClient
+from node.client.api import FOREVER, CoordinatorClient
 from node.client.http import Backoff
 from node.errors import BadReply, Refused
 from node.protocol.messages import Registration
 from node.protocol.reasons import Reason
-from node.worker.complaints import Complaints
-from node.worker.delivery import FOR_EVER
+from node.worker.complaints import WarnOnce
 from node.worker.instance import Instance
 
 HEARD_SECONDS: Final = 50.0
-"""An instance that was not heard for 120 s may be replaced (docs/protocol.md, 3.4)."""
+"""An instance silent for 120 s may be replaced (docs/protocol.md, 3.4)."""
 
 
 class Registrar:
-    """Registers one node that works with `engine` on one machine.
+    """Registers one instance of a node.
 
-    `dismissal` is the refusal after which the coordinator wants nothing more of this worker: its node is banned, or
-    its key is at work elsewhere. `changed` is set when there is one.
+    `dismissal` is the final refusal: the node is banned, or its key is in use elsewhere. `changed` is set with it.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class Registrar:
         self._client = client
         self._engine = engine
         self._backoff = backoff
-        self._complaints = Complaints()
+        self._warn_once = WarnOnce()
         self._changed = changed
         self._heard_at = time.monotonic()
 
@@ -64,11 +62,11 @@ class Registrar:
             software=software(), engine=self._engine, instance=self.instance.id, name=self.instance.name
         )
         try:
-            await self._client.register(registration, patience_seconds=FOR_EVER)
+            await self._client.register(registration, patience_seconds=FOREVER)
         except Refused as error:
             if error.code != Reason.KEY_IN_USE:
                 raise
-            self.dismiss(error)  # the node is known all the same: what is done can be delivered
+            self.dismiss(error)  # the node is registered, so finished slots can still be delivered
         self.heard()
 
     async def register_until_known(self) -> None:
@@ -80,11 +78,11 @@ class Registrar:
                 return
             except (Refused, BadReply) as error:
                 failures += 1
-                self._complaints.note("not registered", error)
+                self._warn_once.note("not registered", error)
                 await asyncio.sleep(self._backoff.delay(failures))
 
-    async def stay_known(self) -> None:
-        """Register again whenever nothing was heard of this worker for a while."""
+    async def keep_registered(self) -> None:
+        """Register again after HEARD_SECONDS without a request."""
         while self.dismissal is None:
             left = self._heard_at + HEARD_SECONDS - time.monotonic()
             if left > 0:

@@ -1,7 +1,7 @@
-"""Slots under way: each a task of its own, from the lease to what is ready to be delivered.
+"""Active slots: one task each, from the lease to a stored group of rollouts.
 
-All of them share the engine's batch, and each ends by itself: with a group on disk, at the end of its lease,
-because it is given up, or with the engine, which takes all of them along.
+They share the engine's batch. A slot ends with its group on disk, with its lease, by cancellation, or with an engine
+failure, which ends all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from node.runtime.logs import bound
 from node.sandbox.errors import SandboxFailed
 from node.submission.writer import write_rollouts
 from node.worker.engine import EngineHost
-from node.worker.events import NOBODY, EventKind, Onlooker
+from node.worker.events import NO_OBSERVER, EventKind, Observer
 from node.worker.speed import Mark, Speed
 from node.worker.state import PendingDelivery, WorkerState
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot under way, `left` of whose completions have not ended. While it is stored it is not given up any more."""
+    """An active slot with `left` unfinished completions; once `is_stored`, it is not cancelled any more."""
 
     lease: Lease
     mark: Mark
@@ -40,11 +40,10 @@ class _Slot:
     is_stored: bool = False
 
 
-class SlotsUnderWay:
-    """Starts slots and hands each finished one to `deliver`; `changed` is set whenever one ends.
+class ActiveSlots:
+    """Runs slots and passes each finished one to `deliver`; sets `changed` whenever one ends.
 
-    `now` is the coordinator's clock in Unix seconds. `failure` is what the engine failed with; the slots that it
-    took along stay here until `hand_back`.
+    `now` is the coordinator's clock in Unix seconds. `failure` is the engine's; its slots stay here until `hand_back`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class SlotsUnderWay:
         give_back: Callable[[Sequence[Lease]], Awaitable[None]],
         now: Callable[[], float],
         changed: asyncio.Event,
-        onlooker: Onlooker = NOBODY,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.speed = Speed()
         self.failure: EngineFailed | None = None
@@ -70,7 +69,7 @@ class SlotsUnderWay:
         self._give_back = give_back
         self._now = now
         self._changed = changed
-        self._onlooker = onlooker
+        self._observer = observer
         self._slots: dict[str, _Slot] = {}
 
     def __len__(self) -> int:
@@ -78,16 +77,16 @@ class SlotsUnderWay:
 
     @property
     def versions(self) -> list[int]:
-        """Return the leased policy of each slot in progress."""
+        """The leased policy of each active slot."""
         return [slot.lease.version for slot in self._slots.values()]
 
     @property
     def load(self) -> int:
-        """Return the unfinished completions, counted in slots: what the engine's batch holds."""
+        """The unfinished completions in units of slots, rounded up."""
         return -(-sum(slot.left for slot in self._slots.values()) // self._group_size)
 
     def status(self) -> list[dict[str, Any]]:
-        """Return each slot in progress, ready for JSON."""
+        """Return each active slot, ready for JSON."""
         now = time.monotonic()
         return [
             {"version": slot.lease.version, "slot": slot.lease.slot, "seconds": round(now - slot.mark.at, 1)}
@@ -98,18 +97,18 @@ class SlotsUnderWay:
         """Generate a slot in the background."""
         slot = _Slot(lease, self.speed.begin(), left=self._group_size)
         self._slots[lease.lease_id] = slot
-        self._onlooker.notice(
+        self._observer.notify(
             EventKind.LEASED, policy=lease.version, slot=lease.slot, lease=lease.lease_id, expires_at=lease.expires_at
         )
         with bound(policy=lease.version, slot=lease.slot, lease=lease.lease_id):
             slot.task = group.create_task(self._run(slot))
 
     async def hand_back(self) -> None:
-        """Abort every slot in progress, and return its lease."""
+        """Abort every active slot and return its lease."""
         await self._give_up(list(self._slots.values()))
 
     async def finish(self, *, grace_seconds: float) -> None:
-        """Let slots end that may do so in `grace_seconds`, judging by earlier ones; hand back the others."""
+        """Wait up to `grace_seconds` for slots expected to finish by then; abort the others."""
         slow = []
         for slot in self._slots.values():
             left = self.speed.seconds_left(slot.mark)
@@ -146,18 +145,18 @@ class SlotsUnderWay:
             self.expired += 1
             seconds = time.monotonic() - slot.mark.at
             log.warning(
-                "slot %d of policy %d is given up: its lease ended after %.0f s, before it was generated",
+                "slot %d of policy %d dropped: its lease expired after %.0f s, before it was generated",
                 lease.slot,
                 lease.version,
                 seconds,
             )
-            self._onlooker.notice(EventKind.EXPIRED, policy=lease.version, slot=lease.slot, seconds=round(seconds, 3))
+            self._observer.notify(EventKind.EXPIRED, policy=lease.version, slot=lease.slot, seconds=round(seconds, 3))
         except EngineFailed as error:
             self.failure = self.failure or error
             return
         except (EnvironmentFault, SandboxFailed) as error:
-            # It would fail here again: its lease ends unanswered, so that it goes to somebody else.
-            log.error("slot %d of policy %d is given up: %s", lease.slot, lease.version, error)  # noqa: TRY400
+            # It would fail here again: the lease is left to expire, so that the slot goes to another node.
+            log.error("slot %d of policy %d dropped: %s", lease.slot, lease.version, error)  # noqa: TRY400
         finally:
             if not ended:
                 self.speed.give_up()
@@ -181,7 +180,7 @@ class SlotsUnderWay:
             seconds,
             self.speed.tokens_per_second,
         )
-        self._onlooker.notice(
+        self._observer.notify(
             EventKind.GENERATED,
             policy=slot.lease.version,
             slot=slot.lease.slot,

@@ -1,8 +1,7 @@
-"""How fast this machine works, and so how many slots it may hold without letting a lease end.
+"""Generation speed, and the number of slots that fits into a lease.
 
-Slots share one batch, so how long one takes depends on how many stand beside it. A slot's share of its time (its
-seconds over the slots that were under way meanwhile, on average) is what one more slot adds at worst: on a
-saturated machine; below that, less.
+Slots share one batch, so a slot's duration depends on how many run beside it. A slot's share (its seconds divided by
+the average number of slots active meanwhile) is what one more slot adds at worst, on a saturated machine.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from statistics import median_low
 from typing import Final
 
 LEASE_SHARE: Final = 0.5
-"""Of a lease's time, what a slot may take judging by the last ones; the upload needs some, too."""
+"""Share of a lease's time that generation may take; the upload needs some, too."""
 
 RATE_SECONDS: Final = 30.0
 REMEMBERED_SLOTS: Final = 5
-"""Their median counts: a first slot during which something is compiled, or a hiccup, decides nothing."""
+"""Slots whose median counts, so that one outlier (compilation, a hiccup) does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """When a slot began: the clock, and the slot-seconds spent by all slots until then."""
+    """A slot's start: the clock, and the slot-seconds spent by all slots until then."""
 
     at: float
     spent: float
 
 
 class Speed:
-    """Of one engine. `tokens` counts since the start of the process."""
+    """Speed of one engine; `tokens` counts since the start of the process."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = 0
@@ -67,7 +66,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens of the slots that ended in the last RATE_SECONDS, over that time."""
+        """The tokens per second of the slots that ended in the last RATE_SECONDS."""
         now = self._clock()
         while self._recent and now - self._recent[0][0] > RATE_SECONDS:
             self._recent.popleft()

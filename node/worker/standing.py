@@ -1,4 +1,4 @@
-"""What the coordinator says of this node's standing, for whoever watches; nothing the worker does depends on it."""
+"""The node's standing at the coordinator, for observers only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 10.0
 STALE_SECONDS: Final = 60.0
-"""How old it may become while no verdict arrives."""
+"""Maximum age while no verdict arrives."""
 
 
-class StandingDesk:
-    """Asks for one node's standing after verdicts, and now and then."""
+class StandingPoller:
+    """Polls one node's standing after verdicts, and every STALE_SECONDS."""
 
     def __init__(self, client: CoordinatorClient, *, node: str, tally: VerdictTally) -> None:
         self._client = client
@@ -39,7 +39,7 @@ class StandingDesk:
             age += LOOK_SECONDS
 
     def status(self) -> dict[str, Any] | None:
-        """Return what a person wants to know of it, ready for JSON; None as long as it is unknown."""
+        """Return the standing, ready for JSON; None while unknown."""
         said = self._standing
         if said is None or not said.known:
             return None

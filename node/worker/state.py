@@ -1,15 +1,15 @@
-"""What a worker must not forget, in one folder that one process uses at a time.
+"""The worker's persistent state, in one folder that one process uses at a time.
 
-    run.json                   which run the folder belongs to, and the digest of its rules
-    instance                   a secret by which the coordinator tells this machine from others (`node.worker.instance`)
+    run.json                   the run that the folder belongs to, and the digest of its rules
+    instance                   the secret behind this instance's id (`node.worker.instance`)
     pending/<lease>.json       a slot that was generated and has no receipt yet
     pending/<lease>.rollouts   its submission, until the coordinator acknowledges it
-    receipts.ndjson            every receipt, signed as it came: the worker's proof of what it is owed
-    status.json                the worker at this moment, for observers; worth nothing after a restart
+    receipts.ndjson            every receipt in its signed envelope: the worker's proof of its credit
+    status.json                the current status, for observers
     shardcast/                 the highest policy version seen, and the newest policies (`shardcast.client`)
 
 A submission is on disk before its first byte leaves, and a receipt before its submission is forgotten, so
-kill -9 at any instruction loses no work and counts none twice. The counters are a fold over the receipts.
+kill -9 at any instruction neither loses nor double-counts work. The counters are a fold over the receipts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from node.errors import StateError
@@ -53,7 +52,7 @@ class PendingDelivery(Wire, frozen=True):
 
 
 class KeptReceipt(Wire, frozen=True):
-    """A receipt, and the envelope that proves it."""
+    """A receipt and its signed envelope."""
 
     receipt: Receipt
     envelope: bytes
@@ -61,7 +60,7 @@ class KeptReceipt(Wire, frozen=True):
 
 @dataclass(slots=True)
 class VerdictTally:
-    """What the run said about this worker's submissions; `tokens` are admitted ones."""
+    """Verdicts on this worker's submissions; `tokens` counts those of admitted groups."""
 
     admitted: int = 0
     rejected: int = 0
@@ -82,7 +81,7 @@ class VerdictTally:
 
 
 class WorkerState:
-    """The folder, held exclusively; use as a context manager. Raises StateError."""
+    """The state folder under an exclusive lock; use as a context manager. Raises StateError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,13 +99,11 @@ class WorkerState:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._lock.release()
 
     def bind(self, run_id: str, spec_digest: str) -> None:
-        """Make the folder this run's, or check that it is, under the same rules."""
+        """Bind the folder to a run; raises StateError if it belongs to another run or other rules."""
         path = self.folder / "run.json"
         wanted = Binding(run_id=run_id, spec_digest=spec_digest)
         if not path.exists():
@@ -123,7 +120,7 @@ class WorkerState:
             )
 
     def recover(self) -> list[PendingDelivery]:
-        """Count the receipts that are kept, and return what was submitted or ready to be without one."""
+        """Load the receipts, and return the slots that have none yet."""
         for leftover in self._pending.glob("*.tmp"):
             leftover.unlink()
         waiting = {}
@@ -142,7 +139,7 @@ class WorkerState:
         return list(waiting.values())
 
     def keep(self, lease: Lease, body: bytes, *, tokens: int) -> PendingDelivery:
-        """Put a generated slot on disk."""
+        """Persist a generated slot."""
         pending = PendingDelivery(lease=lease, tokens=tokens)
         write_atomically(self.body_of(pending), body)
         write_atomically(self._record(pending), encode(pending))
@@ -153,26 +150,26 @@ class WorkerState:
         return self._pending / f"{pending.lease.lease_id}.rollouts"
 
     def acknowledge(self, pending: PendingDelivery, submission: str) -> PendingDelivery:
-        """Note that the coordinator has it: from now on only the receipt is pending."""
+        """Record the submission's id and delete its body: only the receipt is pending."""
         acknowledged = PendingDelivery(lease=pending.lease, tokens=pending.tokens, submission=submission)
         write_atomically(self._record(pending), encode(acknowledged))
         self.body_of(pending).unlink(missing_ok=True)
         return acknowledged
 
     def settle(self, pending: PendingDelivery, receipt: Receipt, envelope: bytes) -> None:
-        """Keep the receipt of a slot, count it, and forget the slot."""
+        """Persist and count a slot's receipt, then forget the slot."""
         self._append(encode(KeptReceipt(receipt=receipt, envelope=envelope)) + b"\n")
         self.tally.count(receipt)
         self.forget(pending)
 
     def forget(self, pending: PendingDelivery) -> None:
-        """Drop a slot that nothing more will come of."""
+        """Delete a slot's files."""
         self._record(pending).unlink(missing_ok=True)
         self.body_of(pending).unlink(missing_ok=True)
         sync_folder(self._pending)
 
     def _append(self, line: bytes) -> None:
-        """Append a receipt; on a full disk none, because half a line would lose the next one too."""
+        """Append a receipt; roll back on a full disk, because half a line would corrupt the next one."""
         file = self._receipts.open("ab")
         whole = file.tell()
         try:

@@ -1,4 +1,4 @@
-"""What a worker tells those who watch it: status.json, a line now and then, and who may ask over the network."""
+"""The worker's status: its counters, and status.json for observers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 from node.worker.delivery import Delivery
 from node.worker.engine import EngineHost
 from node.worker.policies import PolicyFeed
-from node.worker.slots import SlotsUnderWay
+from node.worker.slots import ActiveSlots
 from node.worker.state import VerdictTally
 
 
 def figures(
-    *, tally: VerdictTally, slots: SlotsUnderWay, host: EngineHost, feed: PolicyFeed, delivery: Delivery
+    *, tally: VerdictTally, slots: ActiveSlots, host: EngineHost, feed: PolicyFeed, delivery: Delivery
 ) -> dict[str, Any]:
     """Return the worker's counters and current work, ready for JSON."""
     return {

@@ -70,7 +70,7 @@ def test_a_run_with_a_tool_from_the_worker_to_the_auditor(
 
             def newest() -> int | None:
                 with swarm.home.database.read() as connection:
-                    return training.newest(connection)
+                    return training.newest_version(connection)
 
             until(lambda: newest() == 1)
         seen = verdicts(swarm)

@@ -20,7 +20,7 @@ from swarm import running, small_spec
 from coordinator.storage.schema import submissions
 from node.client.http import Backoff
 from node.engines.torch import TorchEngine
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.policy.file import save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Outcome
@@ -49,7 +49,7 @@ def test_a_problem_whose_prompt_is_too_long_ends_no_worker(tmp_path: Path, caplo
 
         stop, loop = asyncio.Event(), asyncio.new_event_loop()
         settings = WorkerSettings(
-            entry=Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,)),
+            join=JoinSettings(run_id=swarm.home.run_id, coordinators=(swarm.url,)),
             state=tmp_path / "worker",
             slots=2,
             backoff=Backoff(first_seconds=0.02, max_seconds=0.1),

@@ -31,11 +31,11 @@ from coordinator.storage.uploads import SWEPT_AFTER_SECONDS, sweep
 from node.audit.auditor import run_audit
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff, ExchangeLimits
-from node.client.object_store import put_into_store
+from node.client.object_store import put_file
 from node.client.ssrf import Reach
 from node.engines.torch import TorchEngine
-from node.errors import Refused, UploadStoreAway
-from node.joining.entrance import Entry
+from node.errors import Refused, StoreUnavailable
+from node.joining.session import JoinSettings
 from node.protocol.admission import Outcome
 from node.protocol.messages import UploadReply, UploadRequest, VerdictEntry
 from node.protocol.reasons import Reason
@@ -93,7 +93,7 @@ def put(reply: Reply, body: bytes, path: Path) -> None:
     url = decode(UploadReply, reply.body, max_bytes=2**16).url
     limits = ExchangeLimits()
     asyncio.run(
-        put_into_store(url, path, body_bytes=len(body), sha256=sha256_of(body), least=Reach.THIS_MACHINE, limits=limits)
+        put_file(url, path, body_bytes=len(body), sha256=sha256_of(body), least=Reach.THIS_MACHINE, limits=limits)
     )
 
 
@@ -124,7 +124,7 @@ def audited(swarm: Swarm, folder: Path, capsys: pytest.CaptureFixture[str]) -> d
 
 
 def work_once(run_id: str, url: str, state: Path) -> None:
-    settings = WorkerSettings(entry=Entry(run_id=run_id, coordinators=(url,)), state=state, once=True)
+    settings = WorkerSettings(join=JoinSettings(run_id=run_id, coordinators=(url,)), state=state, once=True)
     joined = run_worker(settings, key=Ed25519PrivateKey.generate(), make_engine=TorchEngine, stop=asyncio.Event())
     asyncio.run(asyncio.wait_for(joined, 90))
 
@@ -243,7 +243,7 @@ def test_attack_other_bytes_than_were_announced_are_uploaded(
 ) -> None:
     peer = swarm.peer()
     lease, body = peer.lease(), b"what was announced.."
-    with pytest.raises(UploadStoreAway, match=r"HTTP 40[03]"):
+    with pytest.raises(StoreUnavailable, match=r"HTTP 40[03]"):
         put(announce(peer, lease.lease_id, body), other, tmp_path / "body")
     assert submit(peer, lease.lease_id, body).code == "upload_first"
     assert submit(peer, lease.lease_id, other).code == "body_mismatch"
@@ -371,7 +371,7 @@ def test_a_worker_whose_patience_ends_says_that_it_is_the_store(swarm: Swarm, st
     path = tmp_path / "slot.rollouts"
     path.write_bytes(b"x")
     store.fault = lambda method, _key: "away" if method == "PUT" else None
-    with pytest.raises(UploadStoreAway, match=r"The run's object store does not take the file \(HTTP 503\)"):
+    with pytest.raises(StoreUnavailable, match=r"The run's object store does not take the file \(HTTP 503\)"):
         asyncio.run(submit_as_a_worker(swarm, peer, peer.lease().lease_id, path, patience=1.0))
 
 

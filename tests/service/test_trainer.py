@@ -28,7 +28,7 @@ from trainers import (
 from coordinator.errors import BadConfiguration
 from coordinator.storage import training
 from coordinator.storage.schema import policies, steps
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from coordinator.training import initial
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.evaluation import EvaluationSettings
@@ -132,7 +132,7 @@ def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
         with trainer_of(home, tmp_path) as trainer, pytest.MonkeyPatch.context() as patch:
             record = training.record_policy
 
-            def recording(connection: Any, policy: Published, *, now: float) -> None:
+            def recording(connection: Any, policy: PolicyRecord, *, now: float) -> None:
                 head = trainer._server._origin.head()
                 seen.append((policy.version, None if head is None else head.version))
                 if policy.version == 1:

@@ -10,7 +10,7 @@ from sqlalchemy import insert, update
 from coordinator.run.home import Home
 from coordinator.storage import log, training, verdicts, work
 from coordinator.storage.schema import nodes, submissions
-from coordinator.storage.work import Arrival
+from coordinator.storage.work import StoredSubmission
 from node.audit.log import LogReading, read_log
 from node.protocol.admission import Figures, Outcome, Verdict
 from node.protocol.evidence import Totals
@@ -63,7 +63,7 @@ class Actors:
                 connection.execute(insert(nodes).values(**values, admitted=admitted, verified=admitted))
 
     def publish(self, version: int) -> None:
-        policy = training.Published(
+        policy = training.PolicyRecord(
             version=version, manifest_digest=f"{version:064x}", result_digest="0" * 64, manifest=b""
         )
         with self.home.database.write() as connection:
@@ -82,18 +82,18 @@ class Actors:
         self.files += 1
         name = digest(str(self.files).encode())
         with self.home.database.write() as connection:
-            arrival = Arrival(submission=name, request=name, body=name, body_bytes=1)
+            arrival = StoredSubmission(submission=name, request=name, body=name, body_bytes=1)
             work.submit(connection, arrival, node=who(node), lease_id=lease_id, spec=self.home.spec, now=self.now)
             if draw is not None:
                 connection.execute(update(submissions).where(submissions.c.submission == name).values(draw=draw))
         return name
 
-    def claim(self, verifier: str = "v", seconds: float = 30.0) -> verdicts.Claimed | None:
+    def claim(self, verifier: str = "v", seconds: float = 30.0) -> verdicts.QueueItem | None:
         with self.home.database.write() as connection:
             taken = verdicts.claim(connection, verifier=verifier, spec=self.home.spec, now=self.now, seconds=seconds)
         return taken[0] if taken else None
 
-    def decide(self, claimed: verdicts.Claimed, outcome: Outcome, *, best: float = 0.5) -> bool:
+    def decide(self, claimed: verdicts.QueueItem, outcome: Outcome, *, best: float = 0.5) -> bool:
         """A verdict; admitted is what the claim asks for: all rows, or the first as the only one that was measured.
 
         Rewards are 0.5, and `best` for one of the rows.

@@ -11,30 +11,30 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.discovery.descriptor import Board
+from node.discovery.descriptor import DescriptorStore
 from node.p2p import PeerNetwork, PeerSettings
 from node.protocol.peers import parse_address
 
 
 async def join(asked: dict) -> tuple[float | None, int]:
     """Seconds until the run's descriptor was here, or None, and its version."""
-    board = Board(asked["run_id"])
+    store = DescriptorStore(asked["run_id"])
     news = asyncio.Event()
     loop = asyncio.get_running_loop()
-    board.listen(lambda _: loop.call_soon_threadsafe(news.set))
+    store.listen(lambda _: loop.call_soon_threadsafe(news.set))
     with tempfile.TemporaryDirectory() as folder:
         settings = PeerSettings(
             bootstrap=tuple(map(parse_address, asked["addresses"])), state=Path(folder), host="127.0.0.1"
         )
         started = time.monotonic()
-        async with PeerNetwork(settings, key=Ed25519PrivateKey.generate(), board=board):
+        async with PeerNetwork(settings, key=Ed25519PrivateKey.generate(), store=store):
             try:
                 async with asyncio.timeout(asked["seconds"]):
                     await news.wait()
             except TimeoutError:
                 return None, -1
             took = time.monotonic() - started
-    return took, board.last.descriptor.version
+    return took, store.last.descriptor.version
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ class SmallCoordinator:
         self._server.server_close()
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
-        board = self
+        store = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -92,9 +92,9 @@ class SmallCoordinator:
             def do_GET(self) -> None:
                 query = parse_qs(urlsplit(self.path).query)
                 after, wait = int(query.get("after", ["-1"])[0]), float(query.get("wait", ["0"])[0])
-                with board._changed:
-                    board._changed.wait_for(lambda: board.version > after, wait)
-                    envelope = board.envelope
+                with store._changed:
+                    store._changed.wait_for(lambda: store.version > after, wait)
+                    envelope = store.envelope
                 with contextlib.suppress(OSError):  # who asked has gone
                     self.send_response(200)
                     self.send_header("Content-Length", str(len(envelope)))

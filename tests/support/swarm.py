@@ -34,14 +34,14 @@ from coordinator.http.service import RequestLimits
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import training
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.client.http import Backoff
 from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.environments import load_environment
 from node.episodes.expected import expected_of
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.protocol.messages import (
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
@@ -294,7 +294,7 @@ def worker_thread(url: str, run_id: str, state: Path) -> Iterator[Callable[[], d
     """A worker in a thread of its own; yields what reads its status."""
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
     settings = WorkerSettings(
-        entry=Entry(run_id=run_id, coordinators=(url,)),
+        join=JoinSettings(run_id=run_id, coordinators=(url,)),
         state=state,
         backoff=Backoff(first_seconds=0.02, max_seconds=0.1),
     )
@@ -358,7 +358,7 @@ def publish(home: Home, origin: Origin, server: OriginServer, path: Path, *, ver
     """Publish a policy as the trainer does: it is in the log before anybody hears of it."""
 
     def record(signed: SignedManifest) -> None:
-        policy = Published(
+        policy = PolicyRecord(
             version=version,
             manifest_digest=signed.digest,
             result_digest=signed.manifest.result_digest,

@@ -73,7 +73,7 @@ def admit(home: Home) -> None:
 def trainer_of(home: Home, folder: Path, *, tracker: Tracker | None = None, **settings: Any) -> Iterator[Trainer]:
     """A freshly started trainer process, as far as its state goes."""
     with home.database.read() as connection:
-        recorded = training.newest(connection)
+        recorded = training.newest_version(connection)
     origin = DatedOrigin(folder / "origin", KEY, home.run_id, announced=-1 if recorded is None else recorded)
     server = OriginServer(origin)
     server.start()

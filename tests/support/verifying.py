@@ -19,7 +19,7 @@ from node.protocol.submission import Expected, Rollout
 from node.submission.reader import VerifierFailed
 from node.verification.deviations import RowMeasured
 from node.verification.judge import JudgedClaim
-from node.verification.measure import Measuring, PolicyAway
+from node.verification.measure import Measurement, PolicyUnavailable
 from node.verification.plan import Claim, Rules
 from node.verification.prefill import TransformersPrefill
 from node.verification.proofs import build_proofs
@@ -35,7 +35,7 @@ class InMemory:
 
     async def blueprint(self, version: int) -> Policy:
         if version not in self.policies:
-            raise PolicyAway(f"policy {version} is away")
+            raise PolicyUnavailable(f"policy {version} is away")
         return self.policies[version]
 
     async def prefill(self, version: int) -> TransformersPrefill:
@@ -53,14 +53,14 @@ def judged(
 ) -> list[JudgedClaim]:
     """The judgements of `claims`; `published` is by default what there is, `draws` as of `decide_many`.
 
-    A PolicyAway is raised.
+    A PolicyUnavailable is raised.
     """
     shelf = policies if isinstance(policies, InMemory) else InMemory(policies)
     known = shelf.policies if published is None else published
     results = asyncio.run(decide_many(claims, policies=shelf, published=known, rules=rules, **draws))
     found = []
     for result in results:
-        if isinstance(result, PolicyAway):
+        if isinstance(result, PolicyUnavailable):
             raise result
         found.append(result)
     return found
@@ -83,7 +83,7 @@ def measured_many(
     policies: Mapping[int, Policy], groups: Sequence[Sequence[Rollout]], *, spec: RunSpec
 ) -> list[list[RowMeasured] | Exception]:
     """The same of several groups together, or what is in its way."""
-    measuring = Measuring(groups, spec=spec)
+    measuring = Measurement(groups, spec=spec)
     for version in measuring.versions:
         measuring.measure(TransformersPrefill(policies[version]), version)
     found: list[list[RowMeasured] | Exception] = []

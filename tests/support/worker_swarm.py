@@ -17,7 +17,7 @@ from waiting import SECONDS, eventually
 
 from node.client.http import Backoff
 from node.engines.torch import TorchEngine
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.keys.identity import node_id
 from node.protocol.admission import Outcome
 from node.protocol.messages import (
@@ -251,7 +251,9 @@ class Swarm(Serving):
     async def work(self, stop, *, produce=None, make_engine=None, **changes):
         quick = Backoff(first_seconds=0.02, max_seconds=0.1)
         changes = {"slots": 2, "backoff": quick} | changes
-        settings = WorkerSettings(entry=Entry(run_id=RUN_ID, coordinators=(self.url,)), state=self.state, **changes)
+        settings = WorkerSettings(
+            join=JoinSettings(run_id=RUN_ID, coordinators=(self.url,)), state=self.state, **changes
+        )
         if make_engine is None:
             make_engine = TorchEngine if produce is None else producing(produce)
         await run_worker(settings, key=NODE_KEY, make_engine=make_engine, stop=stop)

@@ -22,9 +22,9 @@ from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import tallies
 from coordinator.storage.schema import submissions
-from coordinator.storage.tallies import Kind
+from coordinator.storage.tallies import VerdictKind
 from coordinator.verifier.evidence import encode_evidence
-from node.protocol.admission import Outcome
+from node.protocol.admission import Outcome, Verdict
 from node.protocol.run import StandingSpec
 from node.protocol.submission import Rollout
 from node.verification.deviations import Deviations
@@ -209,9 +209,8 @@ def test_a_verdict_appears_on_an_open_page_by_itself(browser: Browser, run: Run)
         card = found.page.locator(".card", has_text="slots admitted").locator("dd")
         before = card.inner_text().split()[0]
         with run.home.database.write() as connection:
-            tallies.count_verdict(
-                connection, Kind.FULL, Outcome.ADMITTED, None, tokens=1, waited_seconds=1.0, now=time.time()
-            )
+            admitted = Verdict(outcome=Outcome.ADMITTED, tokens=1)
+            tallies.count_verdict(connection, VerdictKind.FULL, admitted, waited_seconds=1.0, now=time.time())
         found.page.wait_for_function(CARD_HAS_CHANGED, arg=before, timeout=20_000)
         assert int(card.inner_text().split()[0].replace(",", "")) == int(before.replace(",", "")) + 1
 

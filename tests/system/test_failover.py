@@ -32,7 +32,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.storage.schema import LeaseState, SlotState, leases, slots, submissions
 from node.client.http import Backoff
 from node.engines.torch import TorchEngine
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.keys.identity import create_key, node_id
 from node.protocol.admission import Outcome
 from node.worker.daemon import WorkerSettings, run_worker
@@ -281,7 +281,7 @@ async def working(run: Run, state: Path, key: Ed25519PrivateKey) -> AsyncIterato
     """A worker that is told of both coordinators, and stopped as by Ctrl-C."""
     stop = asyncio.Event()
     settings = WorkerSettings(
-        entry=Entry(run_id=run.home.run_id, coordinators=run.urls()),
+        join=JoinSettings(run_id=run.home.run_id, coordinators=run.urls()),
         state=state,
         slots=2,
         backoff=Backoff(first_seconds=0.05, max_seconds=0.5),

@@ -30,7 +30,7 @@ from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, create_home
 from coordinator.run.peer_child import PeerPlan
 from coordinator.storage import training
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from node.keys.identity import create_key
 from node.protocol.peers import parse_join
 
@@ -51,9 +51,9 @@ NEVER = "3600"
 NODE = """
 import asyncio, json, sys
 from pathlib import Path
-from node.joining import entrance as joining
+from node.joining import session as joining
 from node.keys.identity import load_or_create_key
-from node.commands.joining_options import way_of
+from node.commands.joining_options import parse_join_options
 from node.runtime.logs import set_up_logging
 from node.p2p import network
 
@@ -62,12 +62,12 @@ joining.REFRESH_SECONDS, network.GOSSIP_SECONDS = refresh, 0.5
 
 async def main():
     key = load_or_create_key(state / "key")
-    way = way_of(joins=(join,), coordinators=(), run_id=run_id, peer_listen="127.0.0.1:0")
-    async with joining.entered(way.entry(key), key=key, state=state) as entrance:
-        following = asyncio.create_task(entrance.follow())
+    way = parse_join_options(joins=(join,), coordinators=(), run_id=run_id, peer_listen="127.0.0.1:0")
+    async with joining.join_run(join.settings(key), key=key, state=state) as session:
+        following = asyncio.create_task(session.follow())
         while True:
             temporary = state / "status.tmp"
-            temporary.write_text(json.dumps(entrance.status()))
+            temporary.write_text(json.dumps(session.status()))
             temporary.rename(state / "seen.json")
             await asyncio.sleep(0.05)
 
@@ -163,7 +163,7 @@ class Scene:
     def publish(self, version: int) -> None:
         digest = f"{version:064x}"
         with self.home.database.write() as connection:
-            published = Published(version=version, manifest_digest=digest, result_digest=digest, manifest=b"")
+            published = PolicyRecord(version=version, manifest_digest=digest, result_digest=digest, manifest=b"")
             training.record_policy(connection, published, now=time.time())
 
 

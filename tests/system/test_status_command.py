@@ -18,7 +18,7 @@ from locations import ROOT
 from swarm import Peer, Swarm, running, small_spec
 
 from node.engines.torch import TorchEngine
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.keys.identity import create_key, node_id
 from node.protocol.admission import Outcome
 from node.protocol.messages import NodeStanding
@@ -107,8 +107,8 @@ def test_without_flags_it_is_about_the_worker_of_this_machine(swarm: Swarm, tmp_
     """A contributor asks when something is wrong, and then knows neither the run's id nor the node's by heart."""
     state = tmp_path / ".swarmproof" / swarm.home.run_id[:16] / "worker"
     key = create_key(state / "key")
-    entry = Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,))
-    settings = WorkerSettings(entry=entry, state=state, once=True)
+    entry = JoinSettings(run_id=swarm.home.run_id, coordinators=(swarm.url,))
+    settings = WorkerSettings(join=entry, state=state, once=True)
     joined = run_worker(settings, key=key, make_engine=TorchEngine, stop=asyncio.Event())
     asyncio.run(asyncio.wait_for(joined, 60))
     for arguments in ((), ("--state", str(state)), ("--run-id", swarm.home.run_id)):

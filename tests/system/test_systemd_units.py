@@ -19,7 +19,7 @@ from locations import ROOT
 from node import cli
 from node.commands.click_ext import ENVIRONMENT
 from node.commands.config import name_variables
-from node.joining.way import address_at
+from node.joining.options import address_at
 from node.protocol.peers import Invitation
 
 FOLDER = ROOT / "deploy" / "systemd"

@@ -34,7 +34,7 @@ from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import chunk_count
 from node.protocol.turns import pieces, replay
-from node.verification.measure import Measuring
+from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -112,7 +112,7 @@ def some_requests(count, *, seed=0):
 
 def figures_of(rollouts, prefills, replies=None):
     """The worst figures of rollouts of policies 0, 1, …, each segment under its own."""
-    measuring = Measuring([rollouts], spec=SPEC, replies=None if replies is None else [replies])
+    measuring = Measurement([rollouts], spec=SPEC, replies=None if replies is None else [replies])
     for version in measuring.versions:
         measuring.measure(prefills[version], version)
     return worst([row.figures for row in measuring.result(0).values()])
@@ -241,7 +241,7 @@ async def test_a_tool_between_turns_is_read_by_vllm_as_by_everybody(engine, tmp_
     assert any(rollout.segment_versions == [3, 4] for rollout in rollouts)
     assert_exact(rollouts, prefills, said)
     verifier = VllmVerifier(SPEC, SETTINGS, state=tmp_path / "verifier")
-    measuring = Measuring([rollouts], spec=SPEC, replies=[said])
+    measuring = Measurement([rollouts], spec=SPEC, replies=[said])
     try:
         for version, path in zip(measuring.versions, paths, strict=True):
             await asyncio.to_thread(measuring.measure, await verifier.prefill(path, version=version), version)
@@ -332,7 +332,7 @@ async def test_vllm_measures_what_transformers_measures(engine, files, prefills,
             theirs.append(await verifier.prefill(brought, version=version))
             brought.unlink()  # as the broadcast client does, which keeps the newest few
         groups = [rollouts, [cheat], [malformed]]
-        ours_of, theirs_of = Measuring(groups, spec=SPEC), Measuring(groups, spec=SPEC)
+        ours_of, theirs_of = Measurement(groups, spec=SPEC), Measurement(groups, spec=SPEC)
         for version in ours_of.versions:
             ours_of.measure(prefills[version], version)
             await asyncio.to_thread(theirs_of.measure, theirs[version], version)

@@ -22,7 +22,7 @@ from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
 from node.protocol.admission import worst
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
-from node.verification.measure import Measuring
+from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -115,7 +115,7 @@ async def test_vllm_draws_what_transformers_would_of_either_policy(case: str, tm
     finally:
         await engine.close()
     assert any(rollout.segment_versions == [0, 1] for rollout in rollouts)
-    measuring = Measuring([rollouts], spec=SPEC)
+    measuring = Measurement([rollouts], spec=SPEC)
     for version, path in enumerate(paths):
         measuring.measure(TransformersPrefill(load_policy(path, dtype=torch.float32)), version)
     figures = worst([row.figures for row in measuring.result(0).values()])

@@ -30,7 +30,7 @@ from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_prefill import VllmVerifier
 from node.engines.vllm_settings import VllmSettings
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.policy.file import load_policy, save_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
@@ -118,7 +118,7 @@ async def work(swarm, vllm, folder, *, verdicts=1, meanwhile=None):
     """Let the daemon work until the run has so many verdicts, or `meanwhile` is done."""
     stop = asyncio.Event()
     settings = WorkerSettings(
-        entry=Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,)),
+        join=JoinSettings(run_id=swarm.home.run_id, coordinators=(swarm.url,)),
         state=folder / "worker",
         backoff=Backoff(first_seconds=0.02, max_seconds=0.1),
     )

@@ -19,7 +19,7 @@ AREAS = ("messages", "peers", "broadcast", "log", "submission", "proofs", "polic
 
 
 def find(name: str) -> Target:
-    """The target of this name; imports no other area. Raises KeyError."""
+    """Return the target of this name; import no other area. Raise KeyError."""
     area = name.partition(".")[0]
     if area not in (*AREAS, BROKEN):
         raise KeyError(name)
@@ -27,7 +27,7 @@ def find(name: str) -> Target:
 
 
 def all_targets() -> Iterator[Target]:
-    """Every target, by area."""
+    """Yield every target, by area."""
     for area in AREAS:
         yield from _of(area)
 

@@ -1,4 +1,4 @@
-"""What a publisher signs and relays pass on: envelopes, heads, manifests, proofs of fraud, lists of relays."""
+"""Parsers of the broadcast: envelopes, heads, manifests, fraud proofs, relay lists and deltas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed, scramble
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import DIGEST, NOW, RUN_ID, RUN_KEY, same
-from node.client.http import sound_urls
+from node.client.http import valid_urls
 from node.protocol.endpoints import MAX_RELAY_LIST_BYTES
 from node.protocol.messages import RelayList
 from shardcast import FraudProof, check_fraud_proof, wire
@@ -83,7 +83,7 @@ def _with_deltas() -> Manifest:
 
 
 def _trust() -> TrustedState:
-    """A client that has seen version 4."""
+    """Return a client's state that has seen version 4."""
     envelope = seal_head(head(4), RUN_KEY)
     seen = Seen(run_id=RUN_ID, version=4, manifest_digest=DIGEST, head=envelope)
     return TrustedState(run_id=RUN_ID, publisher_key=PUBLIC_KEY, seen=seen)
@@ -97,14 +97,14 @@ def _envelope_of(fields: Sequence[bytes]) -> bytes:
 
 
 def _fields(data: bytes) -> list[bytes]:
-    """Magic, domain with its length, version, key, payload's length, payload, signature, of an honest envelope."""
+    """Split an honest envelope: magic, domain with its length, version, key, payload's length, payload, signature."""
     after = 5 + data[4]
     edges = (0, 4, after, after + 2, after + 34, after + 38, len(data) - 64, len(data))
     return [data[start:end] for start, end in pairwise(edges)]
 
 
 def _edited_envelope(rng: Random, corpus: Sequence[bytes]) -> bytes:
-    """One field other than it was, and half of the time signed again, by the key that is named in it or another."""
+    """Change one field, and half of the time sign again, by the key that is named in it or another."""
     data = rng.choice(corpus)
     if data[:4] != MAGIC or len(data) < 200:
         return scramble(rng, data)
@@ -117,7 +117,7 @@ def _edited_envelope(rng: Random, corpus: Sequence[bytes]) -> bytes:
 
 
 def _replacements(rng: Random, at: int) -> tuple[bytes, ...]:
-    """What else a field may be."""
+    """Return other values of a field."""
     if at == 1:
         domain = rng.choice((b"", b"shardcast/manifest", b"swarmproof/run", b"\xff" * 255, b"shardcast/head\0"))
         return (bytes([len(domain)]) + domain, bytes([rng.randrange(256)]) + domain)
@@ -154,7 +154,7 @@ def _envelope(_: ExitStack) -> Harness:
 
 
 def _head(_: ExitStack) -> Harness:
-    """Heads that are really signed: the publisher may be an attacker."""
+    """Feed heads that are really signed: the publisher may be an attacker."""
 
     def run(data: bytes) -> None:
         envelope = seal(data, domain=HEAD_DOMAIN, version=HEAD_VERSION, key=RUN_KEY)
@@ -168,7 +168,7 @@ def _head(_: ExitStack) -> Harness:
 
 
 def _manifest(_: ExitStack) -> Harness:
-    """Manifests that are really signed, as the newest one and as an old one that was asked for."""
+    """Feed manifests that are really signed, as the newest one and as an archived one."""
 
     def run(data: bytes) -> None:
         envelope = seal(data, domain=MANIFEST_DOMAIN, version=MANIFEST_VERSION, key=RUN_KEY)
@@ -192,7 +192,7 @@ def _check_manifest(signed: SignedManifest, data: bytes) -> None:
 
 
 def _fraud_proof(_: ExitStack) -> Harness:
-    """Evidence against a publisher, from whoever claims to have it."""
+    """Feed evidence against a publisher, from whoever claims to have it."""
 
     def run(data: bytes) -> None:
         proof = same(FraudProof, data, max_bytes=64 * KIB)
@@ -213,15 +213,15 @@ def _fraud_proof(_: ExitStack) -> Harness:
 
 
 def _relay_list(_: ExitStack) -> Harness:
-    """URLs that a coordinator lists, until they are sources to fetch from."""
+    """Feed URLs that a coordinator lists, until they are sources to fetch from."""
 
     def run(data: bytes) -> int:
         listed = same(RelayList, data, max_bytes=MAX_RELAY_LIST_BYTES)
-        sound = sound_urls(listed.relays)
+        sound = valid_urls(listed.relays)
         # A LocalFault here would end a worker for what a stranger has announced.
         sources = Sources(sound)
         assert len(sources.urls) <= len(sound)
-        stripes = tuple(sound_urls(each) for each in listed.stripes)
+        stripes = tuple(valid_urls(each) for each in listed.stripes)
         sources.set_urls(sound, stripes=stripes)
         assert 1 <= sources.stripes <= max(1, len(stripes))
         return len(sources.urls)
@@ -236,7 +236,7 @@ def _relay_list(_: ExitStack) -> Harness:
 
 
 def _delta(stack: ExitStack) -> Harness:
-    """Deltas that a publisher signed, whatever is in them."""
+    """Feed deltas that a publisher signed, whatever is in them."""
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="fuzz-delta-")))
     base_path, delta_path = folder / "base", folder / "delta"
     words = np.random.default_rng(0).standard_normal(DELTA_BYTES // 2).astype(np.float16)
@@ -274,10 +274,10 @@ def _delta(stack: ExitStack) -> Harness:
 
 
 TARGETS = (
-    Target(name="broadcast.delta", sender="a run's publisher", share=20, prepare=_delta),
-    Target(name="broadcast.envelope", sender="anybody", share=90, prepare=_envelope),
-    Target(name="broadcast.head", sender="a run's publisher, any relay", share=40, prepare=_head),
-    Target(name="broadcast.manifest", sender="a run's publisher, any relay", share=60, prepare=_manifest),
-    Target(name="broadcast.fraud_proof", sender="anybody with evidence", share=30, prepare=_fraud_proof),
-    Target(name="broadcast.relay_list", sender="whoever answers as the coordinator", share=40, prepare=_relay_list),
+    Target("broadcast.delta", "a run's publisher", 20, _delta),
+    Target("broadcast.envelope", "anybody", 90, _envelope),
+    Target("broadcast.head", "a run's publisher, any relay", 40, _head),
+    Target("broadcast.manifest", "a run's publisher, any relay", 60, _manifest),
+    Target("broadcast.fraud_proof", "anybody with evidence", 30, _fraud_proof),
+    Target("broadcast.relay_list", "whoever answers as the coordinator", 40, _relay_list),
 )

@@ -26,7 +26,7 @@ def _spin() -> None:
 
 
 def _triggered(defect: Callable[[], object]) -> Callable[[ExitStack], Harness]:
-    """A parser that has its defect where an input contains the trigger."""
+    """Make a parser that has its defect where an input contains the trigger."""
 
     def prepare(_: ExitStack) -> Harness:
         def run(data: bytes) -> None:
@@ -43,7 +43,7 @@ def _untyped() -> None:
 
 
 def _lenient(_: ExitStack) -> Harness:
-    """A decoder that forgets to compare: two encodings of one value."""
+    """Make a decoder that accepts two encodings of one value."""
 
     def run(data: bytes) -> None:
         value = msgspec.json.decode(data, type=LeaseRequest)
@@ -54,7 +54,7 @@ def _lenient(_: ExitStack) -> Harness:
 
 
 def _target(name: str, prepare: Callable[[ExitStack], Harness]) -> Target:
-    return Target(name=f"broken.{name}", sender="nobody", share=1, prepare=prepare, hang_seconds=0.5, memory_mib=16)
+    return Target(f"broken.{name}", "nobody", 1, prepare, hang_seconds=0.5, memory_mib=16)
 
 
 TARGETS = (

@@ -1,4 +1,4 @@
-"""What listens: the coordinator's door and a relay's, over real sockets.
+"""HTTP servers: the coordinator's and a relay's, over real sockets.
 
 Budgets count the whole process, so the client's part of the exchange too.
 """
@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from benchmarks.fuzzing.http import http_mutator
-from benchmarks.fuzzing.loopback import Faults, Loop, Refused, ask, judge_reply
+from benchmarks.fuzzing.loopback import Faults, Loop, ReplyRefused, ask, judge_reply
 from benchmarks.fuzzing.mutation import json_mutator
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.broadcast import head, manifest
@@ -41,7 +41,7 @@ from coordinator.http.service import RequestLimits
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import training
-from coordinator.storage.training import Published
+from coordinator.storage.training import PolicyRecord
 from node.protocol.messages import RequestClaim
 from node.protocol.requests import sign_request
 from shardcast.manifest import seal_head, seal_manifest
@@ -113,7 +113,7 @@ def _faults(stack: ExitStack, *loggers: str) -> Faults:
     return faults
 
 
-class Door:
+class ServedCoordinator:
     """A coordinator that has one policy and knows one node, served by uvicorn as its command serves it."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -122,7 +122,7 @@ class Door:
         home = create_home(_folder(stack), public_key=RUN_KEY.public_key().public_bytes_raw(), spec=SPEC)
         stack.callback(home.database.close)
         signed = seal_manifest(manifest(version=0, previous=None), RUN_KEY)
-        policy = Published(version=0, manifest_digest=signed.digest, result_digest=DIGEST, manifest=signed.envelope)
+        policy = PolicyRecord(version=0, manifest_digest=signed.digest, result_digest=DIGEST, manifest=signed.envelope)
         with home.database.write() as connection:
             training.record_policy(connection, policy, now=time.time())
         coordinator = Coordinator(home, key=RUN_KEY)
@@ -151,31 +151,31 @@ class Door:
 
 
 def _door_http(stack: ExitStack) -> Harness:
-    """Raw bytes to the coordinator's port."""
-    door = Door(stack)
+    """Feed raw bytes to the coordinator's port."""
+    door = ServedCoordinator(stack)
     gets = [_request("GET", path) for path in DOOR_PATHS[:5]]
     late = _signed("PUT", CLAIM.path, b"body", nonce=0, issued_at=0)
     others = [_request("GET", path) for path in DOOR_PATHS[5:]] + [late, _request("POST", "/v1/nodes", b"{}")]
     mutate = http_mutator(*(path.encode() for path in DOOR_PATHS))
-    return Harness(gets, door.exchange, (Refused,), mutate, hostile=others)
+    return Harness(gets, door.exchange, (ReplyRefused,), mutate, hostile=others)
 
 
 def _door_message(path: str, *messages: Wire) -> Callable[[ExitStack], Harness]:
-    """Bodies that are really signed, through the whole door."""
+    """Feed bodies that are really signed to the served coordinator."""
 
     def prepare(stack: ExitStack) -> Harness:
-        door, nonces = Door(stack), itertools.count()
+        door, nonces = ServedCoordinator(stack), itertools.count()
 
         def run(data: bytes) -> str:
             return door.exchange(_signed("POST", path, data, nonce=next(nonces), issued_at=time.time()))
 
-        return Harness([encode(message) for message in messages], run, (Refused,), json_mutator())
+        return Harness([encode(message) for message in messages], run, (ReplyRefused,), json_mutator())
 
     return prepare
 
 
 def _relay_http(stack: ExitStack) -> Harness:
-    """Raw bytes to a relay's port, or an origin's, which is the same."""
+    """Feed raw bytes to a relay's port, or an origin's, which is the same."""
     faults = _faults(stack, "shardcast.serve.listener.http", "aiohttp.server", "asyncio")
     loop = Loop(stack)
     store = Store(_folder(stack), run_id=RUN_ID)
@@ -200,28 +200,13 @@ def _relay_http(stack: ExitStack) -> Harness:
     paths = [path.replace("PAYLOAD", signed.manifest.full.digest) for path in RELAY_PATHS]
     requests = [_request("GET", path) for path in paths]
     mutate = http_mutator(*(path.encode() for path in paths))
-    return Harness(requests[:2], run, (Refused,), mutate, hostile=requests[2:])
+    return Harness(requests[:2], run, (ReplyRefused,), mutate, hostile=requests[2:])
 
 
 TARGETS = (
-    Target(name="door.http", sender="anybody, to the coordinator", share=20, prepare=_door_http),
-    Target(
-        name="door.registration",
-        sender="any key, to the coordinator",
-        share=3,
-        prepare=_door_message("/v1/nodes", *REGISTRATIONS),
-    ),
-    Target(
-        name="door.announcement",
-        sender="any key, to the coordinator",
-        share=3,
-        prepare=_door_message("/v1/relays", *ANNOUNCEMENTS),
-    ),
-    Target(
-        name="door.lease",
-        sender="any key, to the coordinator",
-        share=3,
-        prepare=_door_message("/v1/leases", *LEASE_REQUESTS),
-    ),
-    Target(name="door.relay", sender="anybody, to a relay or origin", share=15, prepare=_relay_http),
+    Target("door.http", "anybody, to the coordinator", 20, _door_http),
+    Target("door.registration", "any key, to the coordinator", 3, _door_message("/v1/nodes", *REGISTRATIONS)),
+    Target("door.announcement", "any key, to the coordinator", 3, _door_message("/v1/relays", *ANNOUNCEMENTS)),
+    Target("door.lease", "any key, to the coordinator", 3, _door_message("/v1/leases", *LEASE_REQUESTS)),
+    Target("door.relay", "anybody, to a relay or origin", 15, _relay_http),
 )

@@ -1,4 +1,4 @@
-"""What an auditor reads: leaves, pages of the log, Merkle proofs, checkpoints; and what a worker keeps: receipts."""
+"""Parsers of the log: leaves, pages, Merkle proofs and checkpoints of an auditor, and a worker's receipts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ENTRIES: tuple[Wire, ...] = (
 
 
 def _entry(_: ExitStack) -> Harness:
-    """One leaf, in a log that is otherwise honest."""
+    """Feed one leaf, in a log that is otherwise honest."""
     before = [encode(entry) for entry in ENTRIES[:2]]
 
     def run(data: bytes) -> str:
@@ -109,7 +109,7 @@ def _entry(_: ExitStack) -> Harness:
 
 
 def _page(_: ExitStack) -> Harness:
-    """Many leaves, each ended by a line feed, as the coordinator sends them."""
+    """Feed many leaves, each ended by a line feed, as the coordinator sends them."""
 
     def run(data: bytes) -> str:
         leaves = data.split(b"\n")
@@ -135,7 +135,7 @@ def _page(_: ExitStack) -> Harness:
 
 
 def _limits(_: ExitStack) -> Harness:
-    """A run's limits, which its operator chooses and everybody reckons with, against an honest log."""
+    """Feed a run's limits, against an honest log."""
 
     def run(data: bytes) -> str:
         limits = same(LimitsSpec, data, max_bytes=MAX_DESCRIPTOR_BYTES)
@@ -155,7 +155,7 @@ for _leaf in LEAVES:
 
 
 def _node(level: int, index: int) -> bytes:
-    """A complete subtree's hash."""
+    """Return a complete subtree's hash."""
     hashes = [leaf_hash(leaf) for leaf in LEAVES[index << level : (index + 1) << level]]
     part = LeafTree()
     for leaf in LEAVES[index << level : (index + 1) << level]:
@@ -175,13 +175,13 @@ ROOTS = [_root(size) for size in range(len(LEAVES) + 1)]
 
 
 def _hashes(data: bytes) -> list[bytes]:
-    """As many whole hashes as there are; a node takes no more, see `Hashes`."""
+    """Split off whole hashes, no more than a node takes (`Hashes`)."""
     whole = min(len(data) // HASH_BYTES, MAX_PROOF_HASHES) * HASH_BYTES
     return [data[at : at + HASH_BYTES] for at in range(0, whole, HASH_BYTES)]
 
 
 def _inclusion(_: ExitStack) -> Harness:
-    """Proofs that a leaf is in a log whose root an auditor knows. What convinces must be true."""
+    """Feed proofs that a leaf is in a log whose root an auditor knows. What convinces must be true."""
 
     def run(data: bytes) -> None:
         if len(data) < PLACE.size + 1:
@@ -202,7 +202,7 @@ def _inclusion(_: ExitStack) -> Harness:
 
 
 def _consistency(_: ExitStack) -> Harness:
-    """Proofs that one log extends another, both roots known. What convinces must be true."""
+    """Feed proofs that one log extends another, both roots known. What convinces must be true."""
 
     def run(data: bytes) -> None:
         if len(data) < PLACE.size:
@@ -219,7 +219,7 @@ def _consistency(_: ExitStack) -> Harness:
 
 
 def _places(rng: Random, corpus: Sequence[bytes]) -> bytes:
-    """Another place in the tree, or hashes lost, moved and repeated."""
+    """Choose another place in the tree, or lose, move and repeat hashes."""
     data = rng.choice(corpus)
     if rng.random() < 0.5 and len(data) >= PLACE.size:
         place = [rng.choice((*PLACE.unpack_from(data), rng.randrange(25), 2**53, 2**64 - 1)) for _ in range(2)]
@@ -258,12 +258,12 @@ def _receipt(_: ExitStack) -> Harness:
 
 
 TARGETS = (
-    Target(name="log.entry", sender="a run's coordinator, to an auditor", share=60, prepare=_entry),
-    Target(name="log.page", sender="a run's coordinator, to an auditor", share=20, prepare=_page),
-    Target(name="log.limits", sender="whoever answers for a run", share=40, prepare=_limits),
-    Target(name="log.inclusion", sender="a run's coordinator, to an auditor", share=60, prepare=_inclusion),
-    Target(name="log.consistency", sender="a run's coordinator, to an auditor", share=60, prepare=_consistency),
-    Target(name="log.proof_reply", sender="a run's coordinator, to an auditor", share=30, prepare=_proof_reply),
-    Target(name="log.checkpoint", sender="a run's coordinator, to an auditor", share=30, prepare=_checkpoint),
-    Target(name="log.receipt", sender="a run's coordinator, to a worker", share=30, prepare=_receipt),
+    Target("log.entry", "a run's coordinator, to an auditor", 60, _entry),
+    Target("log.page", "a run's coordinator, to an auditor", 20, _page),
+    Target("log.limits", "whoever answers for a run", 40, _limits),
+    Target("log.inclusion", "a run's coordinator, to an auditor", 60, _inclusion),
+    Target("log.consistency", "a run's coordinator, to an auditor", 60, _consistency),
+    Target("log.proof_reply", "a run's coordinator, to an auditor", 30, _proof_reply),
+    Target("log.checkpoint", "a run's coordinator, to an auditor", 30, _checkpoint),
+    Target("log.receipt", "a run's coordinator, to a worker", 30, _receipt),
 )

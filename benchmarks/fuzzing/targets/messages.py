@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -118,14 +118,14 @@ ERROR_REPLIES = (
 
 
 def same(cls: Any, data: bytes, *, max_bytes: int) -> Any:
-    """`data` as `cls`, which encodes to the same bytes again."""
+    """Decode `data` as `cls`, and check that it encodes to the same bytes again."""
     value = decode(cls, data, max_bytes=max_bytes)
     assert msgspec.json.encode(value) == data, "it encodes to other bytes"
     return value
 
 
 def message(cls: Any, *seeds: Wire, max_bytes: int = MAX_MESSAGE_BYTES) -> Harness:
-    """A harness that decodes canonical values of one type."""
+    """Make a harness that decodes canonical values of one type."""
 
     def run(data: bytes) -> None:
         same(cls, data, max_bytes=max_bytes)
@@ -134,7 +134,7 @@ def message(cls: Any, *seeds: Wire, max_bytes: int = MAX_MESSAGE_BYTES) -> Harne
 
 
 def _authorization(_: ExitStack) -> Harness:
-    """The header as it arrives: text of Latin-1, as HTTP has it."""
+    """Feed the header as it arrives: Latin-1 text, as in HTTP."""
 
     def run(data: bytes) -> None:
         header = data.decode("latin-1")
@@ -149,7 +149,7 @@ def _authorization(_: ExitStack) -> Harness:
 
 
 def _claim(_: ExitStack) -> Harness:
-    """Claims that are really signed, by a node that writes what it likes."""
+    """Feed claims that are really signed, by a node that writes what it likes."""
 
     def run(data: bytes) -> None:
         envelope = seal(data, domain=REQUEST_DOMAIN, version=MESSAGE_VERSION, key=NODE_KEY)
@@ -162,7 +162,7 @@ def _claim(_: ExitStack) -> Harness:
 
 
 def _descriptor(_: ExitStack) -> Harness:
-    """Descriptors that are really signed: a run may be an attacker's own."""
+    """Feed descriptors that are really signed: a run may be an attacker's own."""
 
     def run(data: bytes) -> None:
         envelope = seal(data, domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=RUN_KEY)
@@ -187,60 +187,29 @@ def _descriptor(_: ExitStack) -> Harness:
 
 
 def _submission_reply(_: ExitStack) -> Harness:
-    seeds = (SubmissionReply(submission=DIGEST),)
-    harness = message(SubmissionReply, *seeds)
+    harness = message(SubmissionReply, SubmissionReply(submission=DIGEST))
     mutate = mixed((9, harness.mutate), (1, bytes_mutator(b'"', b"{", b"}", b":", b"\\u0061")))
-    return Harness(harness.seeds, harness.run, harness.refusals, mutate)
+    return replace(harness, mutate=mutate)
 
 
 def _plain(cls: Any, *seeds: Wire, **limits: int) -> Any:
-    return lambda _stack: partial(message, cls, *seeds)(**limits)
+    return lambda _stack: message(cls, *seeds, **limits)
 
 
 TARGETS = (
-    Target(name="messages.authorization", sender="anybody, to the coordinator", share=90, prepare=_authorization),
-    Target(name="messages.claim", sender="any key, to the coordinator", share=50, prepare=_claim),
+    Target("messages.authorization", "anybody, to the coordinator", 90, _authorization),
+    Target("messages.claim", "any key, to the coordinator", 50, _claim),
+    Target("messages.registration", "any key, to the coordinator", 40, _plain(Registration, *REGISTRATIONS)),
+    Target("messages.relay_announcement", "any key, to the coordinator", 40, _plain(RelayAnnouncement, *ANNOUNCEMENTS)),
+    Target("messages.lease_request", "any key, to the coordinator", 40, _plain(LeaseRequest, *LEASE_REQUESTS)),
+    Target("messages.descriptor", "whoever answers for a run", 60, _descriptor),
     Target(
-        name="messages.registration",
-        sender="any key, to the coordinator",
-        share=40,
-        prepare=_plain(Registration, *REGISTRATIONS),
+        "messages.lease_reply",
+        "whoever answers as the coordinator",
+        40,
+        _plain(LeaseReply, *LEASE_REPLIES, max_bytes=512 * 1024),
     ),
-    Target(
-        name="messages.relay_announcement",
-        sender="any key, to the coordinator",
-        share=40,
-        prepare=_plain(RelayAnnouncement, *ANNOUNCEMENTS),
-    ),
-    Target(
-        name="messages.lease_request",
-        sender="any key, to the coordinator",
-        share=40,
-        prepare=_plain(LeaseRequest, *LEASE_REQUESTS),
-    ),
-    Target(name="messages.descriptor", sender="whoever answers for a run", share=60, prepare=_descriptor),
-    Target(
-        name="messages.lease_reply",
-        sender="whoever answers as the coordinator",
-        share=40,
-        prepare=_plain(LeaseReply, *LEASE_REPLIES, max_bytes=512 * 1024),
-    ),
-    Target(
-        name="messages.node_standing",
-        sender="whoever answers as the coordinator",
-        share=20,
-        prepare=_plain(NodeStanding, STANDING),
-    ),
-    Target(
-        name="messages.submission_reply",
-        sender="whoever answers as the coordinator",
-        share=20,
-        prepare=_submission_reply,
-    ),
-    Target(
-        name="messages.error_reply",
-        sender="whoever answers as the coordinator",
-        share=30,
-        prepare=_plain(ErrorReply, *ERROR_REPLIES),
-    ),
+    Target("messages.node_standing", "whoever answers as the coordinator", 20, _plain(NodeStanding, STANDING)),
+    Target("messages.submission_reply", "whoever answers as the coordinator", 20, _submission_reply),
+    Target("messages.error_reply", "whoever answers as the coordinator", 30, _plain(ErrorReply, *ERROR_REPLIES)),
 )

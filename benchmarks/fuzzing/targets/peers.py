@@ -1,4 +1,4 @@
-"""What peers say to each other: records, addresses, strings to join by, and frames as a link takes them."""
+"""Parsers of the peer protocol: records, addresses, strings to join by, and frames of a link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import NODE_KEY, NOW, RUN_ID, RUN_KEY, SPEC
-from node.discovery.descriptor import Board
+from node.discovery.descriptor import DescriptorStore
 from node.discovery.peer_book import MAX_PEERS, PeerBook
 from node.protocol.peers import (
     PEER_DOMAIN,
@@ -54,7 +54,7 @@ DESCRIPTOR = Descriptor(
 
 
 def _record(_: ExitStack) -> Harness:
-    """Records that are really signed, by a node that writes what it likes."""
+    """Feed records that are really signed, by a node that writes what it likes."""
 
     def run(data: bytes) -> None:
         envelope = seal(data, domain=PEER_DOMAIN, version=PEER_VERSION, key=NODE_KEY)
@@ -92,14 +92,14 @@ class _Wire:
 
 
 def _frame(_: ExitStack) -> Harness:
-    """Frames of a neighbour, on one link after the other; libp2p is imported here only."""
+    """Feed a neighbour's frames, each on a new link; only this target imports libp2p."""
     from node.p2p.links import LinkLimits, Links, PeerLink  # noqa: PLC0415
     from node.p2p.transport import TrioTokenBucket  # noqa: PLC0415
 
-    board, book = Board(RUN_ID, clock=lambda: NOW), PeerBook(OTHER, clock=lambda: NOW)
+    store, book = DescriptorStore(RUN_ID, clock=lambda: NOW), PeerBook(OTHER, clock=lambda: NOW)
     heard: list[Any] = []
     links = Links(
-        board,
+        store,
         book,
         own=OTHER,
         limits=LinkLimits(),
@@ -114,7 +114,7 @@ def _frame(_: ExitStack) -> Harness:
         pace = TrioTokenBucket(rate=1.0, burst=1, clock=time.monotonic)
         link = PeerLink(NODE, _Wire(), None, own_records=pace)  # type: ignore[arg-type]
         links._process_frame(link, data)  # noqa: SLF001
-        assert board.last is None or board.last.envelope == descriptor, "a descriptor that the run did not sign"
+        assert store.last is None or store.last.envelope == descriptor, "a descriptor that the run did not sign"
         assert len(book) <= MAX_PEERS
         return len(heard)
 
@@ -123,8 +123,8 @@ def _frame(_: ExitStack) -> Harness:
 
 
 TARGETS = (
-    Target(name="peers.record", sender="any key, to every peer", share=40, prepare=_record),
-    Target(name="peers.address", sender="any key, to every peer", share=40, prepare=_address),
-    Target(name="peers.join", sender="whoever invites somebody", share=20, prepare=_join),
-    Target(name="peers.frame", sender="any key, to every peer", share=60, prepare=_frame),
+    Target("peers.record", "any key, to every peer", 40, _record),
+    Target("peers.address", "any key, to every peer", 40, _address),
+    Target("peers.join", "whoever invites somebody", 20, _join),
+    Target("peers.frame", "any key, to every peer", 60, _frame),
 )

@@ -167,7 +167,7 @@ def policy_bytes(
     dtype: torch.dtype = torch.float32,
     tied: bool = True,
 ) -> bytes:
-    """A policy of a few thousand bytes, or of 100,000 where it is recurrent, as an honest publisher writes it."""
+    """Write a policy of a few thousand bytes, or of 100,000 where it is recurrent, as an honest publisher does."""
     config: Any = CONFIG_MAPPING[family]
     build: Any = AutoModelForCausalLM.from_config
     if family in RECURRENT:
@@ -186,7 +186,7 @@ def policy_bytes(
 
 
 def split_file(data: bytes) -> tuple[Pairs, bytes] | None:
-    """The header as a tree, and the tensors; None for what is no policy."""
+    """Return the header as a tree, and the tensors; None for what is no policy."""
     size = int.from_bytes(data[:8], "little")
     header = parse_json(data[8 : 8 + size]) if size <= len(data) else None
     return (header, data[8 + size :]) if isinstance(header, Pairs) else None
@@ -198,7 +198,7 @@ def join_file(header: Pairs, tensors: bytes) -> bytes:
 
 
 def metadata_of(data: bytes, name: str) -> bytes:
-    """The text that an honest file has under `name` in its metadata."""
+    """Return the text that an honest file has under `name` in its metadata."""
     parts = split_file(data)
     assert parts is not None
     metadata = dict(map(tuple, dict(map(tuple, parts[0]))["__metadata__"]))
@@ -207,7 +207,7 @@ def metadata_of(data: bytes, name: str) -> bytes:
 
 
 def _edited_file(rng: Random, corpus: Sequence[bytes], inner: Mapping[str, Mutator]) -> bytes:
-    """The header edited as a tree, a text in its metadata edited as a tree of its own, or the tensors' bytes."""
+    """Edit the header as a tree, a text in its metadata as a tree of its own, or the tensors' bytes."""
     data = rng.choice(corpus)
     parts = split_file(data)
     if parts is None:
@@ -255,14 +255,14 @@ def _seeds() -> list[bytes]:
 
 
 def _scratch(stack: ExitStack) -> Path:
-    """A file to write inputs to, in memory where the system offers that."""
+    """Return a file to write inputs to, in memory where the system offers that."""
     memory = Path("/dev/shm")  # noqa: S108  (a folder of an unguessable name in it)
     folder = stack.enter_context(tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None))
     return Path(folder) / "policy"
 
 
 def use(policy: Blueprint) -> None:
-    """What a node does with a tokenizer, on text and on tokens of any kind."""
+    """Use a tokenizer as a node does, on text and on tokens of any kind."""
     ids = render_prompt(policy, TEXT)
     assert all(isinstance(token, int) and token >= 0 for token in ids)
     text = render_completion(policy, [*range(policy.vocabulary)][:64])
@@ -270,7 +270,7 @@ def use(policy: Blueprint) -> None:
 
 
 def _file(stack: ExitStack) -> Harness:
-    """A whole file, as an engine reads it that loads the weights itself, and as one that has them loaded."""
+    """Feed a whole file, to an engine that loads the weights itself, and to one that has them loaded."""
     path = _scratch(stack)
     transformers_logging.set_verbosity(logging.CRITICAL)
 
@@ -291,7 +291,7 @@ def _file(stack: ExitStack) -> Harness:
 
 
 def _config(_: ExitStack) -> Harness:
-    """Configurations alone, which are cheaper to try."""
+    """Feed configurations alone, which are cheaper to try."""
     transformers_logging.set_verbosity(logging.CRITICAL)
 
     def run(data: bytes) -> str:
@@ -304,7 +304,7 @@ def _config(_: ExitStack) -> Harness:
 
 
 def _tokenizer(stack: ExitStack) -> Harness:
-    """Tokenizers, in a file that is honest otherwise, and used."""
+    """Feed tokenizers, in a file that is honest otherwise, and use them."""
     path = _scratch(stack)
     transformers_logging.set_verbosity(logging.CRITICAL)
     parts = split_file(policy_bytes())
@@ -327,7 +327,7 @@ def _tokenizer(stack: ExitStack) -> Harness:
 
 
 def _footprint(stack: ExitStack) -> Harness:
-    """Sizes from a file's header, for the doctor."""
+    """Feed headers, whose sizes the doctor reads."""
     path = _scratch(stack)
 
     def run(data: bytes) -> None:
@@ -341,8 +341,8 @@ def _footprint(stack: ExitStack) -> Harness:
 
 
 TARGETS = (
-    Target(name="policy.file", sender="a run's publisher", share=10, prepare=_file, cpu_ms=500.0),
-    Target(name="policy.config", sender="a run's publisher", share=40, prepare=_config),
-    Target(name="policy.tokenizer", sender="a run's publisher", share=10, prepare=_tokenizer, cpu_ms=500.0),
-    Target(name="policy.footprint", sender="a run's publisher", share=30, prepare=_footprint),
+    Target("policy.file", "a run's publisher", 10, _file, cpu_ms=500.0),
+    Target("policy.config", "a run's publisher", 40, _config),
+    Target("policy.tokenizer", "a run's publisher", 10, _tokenizer, cpu_ms=500.0),
+    Target("policy.footprint", "a run's publisher", 30, _footprint),
 )

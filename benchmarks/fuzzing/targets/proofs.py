@@ -34,7 +34,7 @@ CHUNKS = [_activations(tokens, seed) for seed, tokens in enumerate(SIZES)]
 
 
 def _words(rng: Random, data: bytes) -> bytes:
-    """Whole words of a proof replaced, swapped, lost and repeated."""
+    """Replace, swap, lose and repeat whole words of a proof."""
     words = [data[at : at + 2] for at in range(0, len(data) - 1, 2)]
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(len(words)) if words else 0
@@ -47,7 +47,7 @@ MUTATE = mixed((2, of_one(_words)), (1, bytes_mutator(*WORDS, NULL, KNOWN_FORGER
 
 
 def _bytes(_: ExitStack) -> Harness:
-    """One proof whose length says how many points it has."""
+    """Feed one proof, whose length says how many points it has."""
 
     def run(data: bytes) -> None:
         proof = toploc.ProofPoly.from_bytes(data)
@@ -77,7 +77,7 @@ def _base64(_: ExitStack) -> Harness:
 
 
 def _parts(data: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """`data` cut where honest proofs of these sizes end; what is left over is the last one's."""
+    """Cut `data` where honest proofs of these sizes end; what is left over is the last one's."""
     parts = []
     for size in sizes[:-1]:
         parts.append(data[:size])
@@ -86,7 +86,7 @@ def _parts(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def _verify(_: ExitStack) -> Harness:
-    """Proofs of three chunks, measured. What has the form of a proof must be measurable."""
+    """Feed proofs of three chunks, and measure them. What has the form of a proof must be measurable."""
     size = 2 + 2 * TOPK
     elements = [tokens * HIDDEN for tokens in SIZES]
 
@@ -108,7 +108,7 @@ def _verify(_: ExitStack) -> Harness:
 
 
 def _sketch(_: ExitStack) -> Harness:
-    """Sketches of two chunks, measured. Any bytes of the right length are some states' sketch."""
+    """Feed sketches of two chunks, and measure them. Any bytes of the right length are some states' sketch."""
     chunks = CHUNKS[:2]
     tokens = [len(chunk) for chunk in chunks]
     honest = toploc.build_chunk_sketches(chunks, [SEED] * 2, step=STEP)
@@ -128,8 +128,8 @@ def _sketch(_: ExitStack) -> Harness:
 
 
 TARGETS = (
-    Target(name="proofs.bytes", sender="any key, to the verifier", share=50, prepare=_bytes),
-    Target(name="proofs.base64", sender="whoever sends proofs as text", share=50, prepare=_base64),
-    Target(name="proofs.verify", sender="any key, to the verifier", share=20, prepare=_verify),
-    Target(name="proofs.sketch", sender="any key, to the verifier", share=20, prepare=_sketch),
+    Target("proofs.bytes", "any key, to the verifier", 50, _bytes),
+    Target("proofs.base64", "whoever sends proofs as text", 50, _base64),
+    Target("proofs.verify", "any key, to the verifier", 20, _verify),
+    Target("proofs.sketch", "any key, to the verifier", 20, _sketch),
 )

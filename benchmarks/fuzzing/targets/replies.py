@@ -1,4 +1,4 @@
-"""What answers: raw HTTP to a node's own clients, from whoever sits at the other end or in between."""
+"""HTTP clients of a node: raw responses from whoever sits at the other end or in between."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Answering:
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     def ask(self, data: bytes, call: Callable[[], Awaitable[Any]]) -> Any:
-        """What `call` makes of `data`; faults in its own callbacks are raised as well."""
+        """Return what `call` makes of `data`; raise faults in its own callbacks as well."""
         self.reply = data
 
         async def calling() -> Any:
@@ -79,7 +79,7 @@ class Answering:
 
 
 def _coordinator(stack: ExitStack) -> Harness:
-    """Replies to a worker that asks for work; a signed POST, read with a limit."""
+    """Feed replies to a worker that asks for work; a signed POST, read with a limit."""
     server = Answering(stack)
     limits = ExchangeLimits(connect_seconds=1.0, reply_seconds=SECONDS)
     never = Backoff(first_seconds=1e3, max_seconds=1e3)
@@ -98,7 +98,7 @@ def _coordinator(stack: ExitStack) -> Harness:
 
 
 def _broadcast(stack: ExitStack) -> Harness:
-    """Replies to a client of relays: a head, a manifest and a chunk are asked for in turn."""
+    """Feed replies to a client of relays, which asks for a head, a manifest and a chunk in turn."""
     server = Answering(stack)
     patience = TransportLimits(connect_s=1.0, response_s=SECONDS, idle_s=SECONDS, total_s=SECONDS, rate_grace_s=SECONDS)
 
@@ -130,7 +130,7 @@ def _broadcast(stack: ExitStack) -> Harness:
 
 
 def _doctor(stack: ExitStack) -> Harness:
-    """A reply to the doctor, of which the status and the date count."""
+    """Feed replies to the doctor, of which the status and the date count."""
     server = Answering(stack)
 
     async def check() -> str:
@@ -143,7 +143,7 @@ def _doctor(stack: ExitStack) -> Harness:
 
 
 TARGETS = (
-    Target(name="replies.coordinator", sender="whoever answers as the coordinator", share=10, prepare=_coordinator),
-    Target(name="replies.broadcast", sender="whoever answers as a relay", share=10, prepare=_broadcast),
-    Target(name="replies.doctor", sender="whoever answers as the coordinator", share=3, prepare=_doctor),
+    Target("replies.coordinator", "whoever answers as the coordinator", 10, _coordinator),
+    Target("replies.broadcast", "whoever answers as a relay", 10, _broadcast),
+    Target("replies.doctor", "whoever answers as the coordinator", 3, _doctor),
 )

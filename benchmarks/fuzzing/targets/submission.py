@@ -47,7 +47,7 @@ TALKATIVE = 77
 
 
 def _ask(turns: Sequence[Sequence[int]]) -> list[int] | None:
-    """Repeats what the model said, if its turn begins with the token for that."""
+    """Repeat what the model said, if its turn begins with the token for that."""
     assert len(turns) < SPEC.sampling.max_turns
     return list(turns[-1]) if turns[-1][0] == TALKATIVE else None
 
@@ -76,7 +76,7 @@ MARKS = (
 
 
 def group(lengths: tuple[int, int] = (12, 9), first: int = 5, turn: int = 0) -> list[Rollout]:
-    """An honest group: of a completion's tokens `first` were drawn from policy 3, the others from policy 4.
+    """Make an honest group: of a completion's tokens `first` were drawn from policy 3, the others from policy 4.
 
     After `turn` tokens the environment speaks; 0: it does not.
     """
@@ -110,7 +110,7 @@ GROUPS = (group(), group((1, 12)), group((2, 3), first=12), group((12, 9), turn=
 
 
 def _check(rollouts: list[Rollout]) -> None:
-    """As `node.verification.plan` before any prefill."""
+    """Check rollouts as `node.verification.plan` does before any prefill."""
     replies = check_rollouts(rollouts, expected=EXPECTED, spec=SPEC)
     for rollout, said in zip(rollouts, replies, strict=True):
         assert [segment.end - segment.start for segment in rollout.segments] == rollout.segment_tokens
@@ -123,7 +123,7 @@ def _check(rollouts: list[Rollout]) -> None:
 
 
 def _rollouts(_: ExitStack) -> Harness:
-    """Rows of any values that the columns can hold, and some that they cannot."""
+    """Feed rows of any values that the columns can hold, and some that they cannot."""
     decode = msgspec.msgpack.Decoder(list[Rollout]).decode
 
     def run(data: bytes) -> None:
@@ -134,7 +134,7 @@ def _rollouts(_: ExitStack) -> Harness:
 
 
 def _file(_: ExitStack) -> Harness:
-    """The verifier's way to a file's rows. VerifierFailed would leave a hostile submission without a verdict."""
+    """Feed files to the verifier's reader. VerifierFailed would leave a hostile submission without a verdict."""
 
     def run(data: bytes) -> int:
         rollouts = read_rollouts(data, spec=SPEC)
@@ -156,7 +156,7 @@ def _file(_: ExitStack) -> Harness:
 
 
 def _content_of(data: bytes) -> bytes:
-    """The content of a file that an earlier mutation may have broken."""
+    """Return the content of a file that an earlier mutation may have broken."""
     try:
         return zstandard.decompress(data, max_output_size=MAX_INPUT_BYTES)
     except zstandard.ZstdError:
@@ -164,7 +164,7 @@ def _content_of(data: bytes) -> bytes:
 
 
 def _other_values(rng: Random, data: bytes) -> bytes:
-    """A well-formed frame of well-formed MessagePack: other fields, types, lengths, numbers."""
+    """Make a well-formed frame of well-formed MessagePack: other fields, types, lengths, numbers."""
     try:
         return compress(msgspec.msgpack.encode(edit_values(rng, msgspec.msgpack.decode(_content_of(data)))))
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
@@ -172,14 +172,14 @@ def _other_values(rng: Random, data: bytes) -> bytes:
 
 
 def _other_content(rng: Random, data: bytes) -> bytes:
-    """A well-formed frame of bytes."""
+    """Make a well-formed frame of bytes."""
     return compress(
         scramble(rng, _content_of(data), tokens=(b"\x91" * 500, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"))
     )
 
 
 def _other_header(rng: Random, data: bytes) -> bytes:
-    """The same blocks behind another frame header."""
+    """Put the same blocks behind another frame header."""
     size = zstandard.frame_header_size(data) if data.startswith(zstandard.FRAME_HEADER) and len(data) > 18 else 4
     claimed = rng.choice((0, 1, len(data), 2**16, 2**31, 2**62, 2**64 - 1))
     header = bytes([rng.choice((0xE0, 0xC0, 0xE4, 0xE3, rng.randrange(256)))]) + struct.pack("<Q", claimed)
@@ -187,7 +187,7 @@ def _other_header(rng: Random, data: bytes) -> bytes:
 
 
 def _hostile_files() -> list[bytes]:
-    """Beginnings that are refused: other compressors' frames, and few bytes that are many zeros."""
+    """Make files that are refused: other compressors' frames, and few bytes that are many zeros."""
     content = zstandard.decompress(write_rollouts(GROUPS[0]))
     settings = ({"write_checksum": True}, {"write_content_size": False}, {"level": 19, "write_checksum": True})
     frames = [zstandard.ZstdCompressor(**one).compress(content) for one in settings]
@@ -195,7 +195,7 @@ def _hostile_files() -> list[bytes]:
 
 
 def _completion(_: ExitStack) -> Harness:
-    """Text that a model wrote, which may be any, to every environment's reward."""
+    """Feed any text of a model to every environment's reward."""
     environments = [load_environment(EnvironmentSpec(name=name)) for name in ("arithmetic", "reverse", "calculator")]
     environments += _reasoning_gym()
     problems = [(environment, environment.problem(7)) for environment in environments]
@@ -216,7 +216,7 @@ def _completion(_: ExitStack) -> Harness:
 
 
 def _reasoning_gym() -> list[Environment]:
-    """Those of its datasets whose scorers are its own, where the package is installed."""
+    """Load those of its datasets whose scorers are its own, where the package is installed."""
     try:
         return [load_environment(EnvironmentSpec(name=f"reasoning_gym:{dataset}")) for dataset in DATASETS]
     except EnvironmentFault as fault:
@@ -226,7 +226,7 @@ def _reasoning_gym() -> list[Environment]:
 
 
 TARGETS = (
-    Target(name="submission.file", sender="any key, to the verifier", share=200, prepare=_file),
-    Target(name="submission.rollouts", sender="any key, to the verifier", share=60, prepare=_rollouts),
-    Target(name="submission.completion", sender="any model's words, to the verifier", share=30, prepare=_completion),
+    Target("submission.file", "any key, to the verifier", 200, _file),
+    Target("submission.rollouts", "any key, to the verifier", 60, _rollouts),
+    Target("submission.completion", "any model's words, to the verifier", 30, _completion),
 )

@@ -1,4 +1,4 @@
-"""How the bodies of submissions come in and evidence goes out: one port, and a strategy for each kind of blob store."""
+"""Receiving submission bodies and serving evidence: one port, and one implementation per kind of blob store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Intake", "Submitter", "intake_of"]
 
 
 def intake_of(coordinator: Coordinator) -> Intake:
-    """Return the strategy that fits the run's blob store."""
+    """Return the implementation for the run's blob store."""
     match coordinator.home.blobs:
         case UploadStore() as store:
             return StoreIntake(coordinator, store)
         case FolderBlobs() as blobs:
             return FolderIntake(coordinator, blobs)
         case other:
-            raise BadConfiguration(f"nothing is known of taking bodies into a {type(other).__name__}")
+            raise BadConfiguration(f"no intake for blob store {type(other).__name__}")

@@ -1,4 +1,4 @@
-"""Intake into a folder of blobs: the coordinator takes each body as it arrives."""
+"""Intake into a folder of blobs: bodies are streamed through the coordinator."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UPLOAD_DEADLINE_SECONDS: Final = 120.0
 
 
 class FolderIntake(Intake):
-    """Bodies through the coordinator, each checked against its signature before it gets a name."""
+    """Checks each body against its signed digest before the blob gets its name."""
 
     def __init__(self, coordinator: Coordinator, blobs: FolderBlobs) -> None:
         self._coordinator, self._blobs = coordinator, blobs
         self._uploading: set[str] = set()
 
-    async def take_body(self, request: Request, sender: Submitter) -> str:
+    async def receive_body(self, request: Request, sender: Submitter) -> str:
         if sender.lease_id in self._uploading:
             raise Refusal(Reason.TOO_MANY_REQUESTS, "This lease is being submitted by another request.")
         self._uploading.add(sender.lease_id)
@@ -52,14 +52,14 @@ class FolderIntake(Intake):
         finally:
             self._uploading.discard(sender.lease_id)
 
-    def check_uploads(self) -> NoReturn:
+    def require_uploads(self) -> NoReturn:
         raise Refusal(Reason.NOT_FOUND, "This run has no object store; submit the body itself.")
 
     async def offer(self, upload: Upload) -> NoReturn:  # noqa: ARG002  (of the port)
-        self.check_uploads()
+        self.require_uploads()
 
-    async def take_upload(self, sender: Submitter, sha256: str) -> NoReturn:  # noqa: ARG002  (of the port)
-        self.check_uploads()
+    async def queue_upload(self, sender: Submitter, sha256: str) -> NoReturn:  # noqa: ARG002  (of the port)
+        self.require_uploads()
 
     async def evidence(self, name: str) -> Response:
         try:

@@ -1,8 +1,7 @@
 """Intake by an object store: no body passes through the coordinator.
 
-The sender announces the body, puts it into the store by an offer (`coordinator.storage.blobs`), and submits; the
-coordinator only asks the store whether it is there. What a store keeps is sent on to auditors by the coordinator: they
-follow no redirects, and whoever reads evidence needs no way to the store.
+The sender announces the body, uploads it to a presigned URL, and submits; the coordinator only checks that the object
+exists. Evidence is proxied by the coordinator: auditors follow no redirects and need no access to the store.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import is_digest
 
 STORE_THREADS: Final = 16
-"""A store that hangs must not take the threads that answer everything else."""
+"""Threads for store requests, so that a hanging store does not exhaust the server's thread pool."""
 
 _PIECE_BYTES: Final = 256 * 1024
 
@@ -35,16 +34,16 @@ T = TypeVar("T")
 
 
 class StoreIntake(Intake):
-    """Bodies by way of an object store that the senders reach themselves."""
+    """Has senders upload bodies to an object store."""
 
     def __init__(self, coordinator: Coordinator, store: UploadStore) -> None:
         self._coordinator, self._store = coordinator, store
         self._threads = anyio.CapacityLimiter(STORE_THREADS)
 
-    async def take_body(self, request: Request, sender: Submitter) -> NoReturn:  # noqa: ARG002  (of the port)
-        raise Refusal(Reason.UPLOAD_FIRST, "Bodies are not taken here.")
+    async def receive_body(self, request: Request, sender: Submitter) -> NoReturn:  # noqa: ARG002  (of the port)
+        raise Refusal(Reason.UPLOAD_FIRST, "This run's bodies are uploaded to an object store first.")
 
-    def check_uploads(self) -> None:
+    def require_uploads(self) -> None:
         return
 
     async def offer(self, upload: Upload) -> UploadReply:
@@ -52,7 +51,7 @@ class StoreIntake(Intake):
         url = await self._in_store(lambda: self._store.offer(upload, seconds=OFFER_SECONDS))
         return UploadReply(url=url, expires_at=expires_at)
 
-    async def take_upload(self, sender: Submitter, sha256: str) -> str:
+    async def queue_upload(self, sender: Submitter, sha256: str) -> str:
         if not is_digest(sha256):
             raise Refusal(Reason.NOT_FOUND, "Not a SHA-256.")
         upload = Upload(sender.lease_id, sender.claim.body_digest, sha256, sender.claim.body_bytes)
@@ -61,20 +60,20 @@ class StoreIntake(Intake):
 
     async def evidence(self, name: str) -> Response:
         try:
-            reading = await self._in_store(lambda: self._store.reading(name))
+            stream = await self._in_store(lambda: self._store.open_stream(name))
         except StorageFault as error:
             raise Refusal(Reason.NOT_FOUND, "Not a blob's name.") from error
-        if reading is None:
+        if stream is None:
             raise Refusal(Reason.NOT_FOUND, "No such blob.")
 
         async def pieces() -> AsyncIterator[bytes]:
             try:
-                while piece := await self._in_store(lambda: reading.read(_PIECE_BYTES)):
+                while piece := await self._in_store(lambda: stream.read(_PIECE_BYTES)):
                     yield piece
             finally:
-                reading.close()
+                stream.close()
 
-        return StreamingResponse(pieces(), media_type=BYTES, headers={"Content-Length": str(reading.size_bytes)})
+        return StreamingResponse(pieces(), media_type=BYTES, headers={"Content-Length": str(stream.size_bytes)})
 
     async def _in_store(self, call: Callable[[], T]) -> T:
         return await to_thread.run_sync(call, limiter=self._threads)

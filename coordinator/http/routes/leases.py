@@ -1,4 +1,4 @@
-"""Leases: asking for work, and handing it back."""
+"""Leases: requesting and returning them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
-from coordinator.http.routing import SignedCall, answer, route, signed
+from coordinator.http.routing import SignedCall, respond, route, signed
 from coordinator.storage.database import Connection
 from node.protocol import endpoints
 from node.protocol.endpoints import Empty
@@ -23,9 +23,9 @@ async def lease(call: Annotated[SignedCall[LeaseRequest], Depends(signed(endpoin
     def act(transaction: Connection, node: str, request: LeaseRequest) -> LeaseReply:
         return coordinator.lease(transaction, node, request, now=time.time(), address=network)
 
-    reply = await call.do(act)
+    reply = await call.execute(act)
     call.service.metrics.leases_issued.inc(len(reply.leases))
-    return answer(endpoints.LEASE, reply)
+    return respond(endpoints.LEASE, reply)
 
 
 @route(router, endpoints.RETURN_LEASE)
@@ -33,5 +33,7 @@ async def give_back(
     call: Annotated[SignedCall[None], Depends(signed(endpoints.RETURN_LEASE))], lease_id: str
 ) -> Response:
     coordinator = call.service.coordinator
-    await call.do(lambda transaction, node, _: coordinator.give_back(transaction, node, lease_id, now=time.time()))
-    return answer(endpoints.RETURN_LEASE, Empty())
+    await call.execute(
+        lambda transaction, node, _: coordinator.return_lease(transaction, node, lease_id, now=time.time())
+    )
+    return respond(endpoints.RETURN_LEASE, Empty())

@@ -1,4 +1,4 @@
-"""The transparency log and the evidence that it names, for anybody."""
+"""The transparency log and its evidence; unauthenticated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from coordinator.http.routing import Shared, answer, answer_bytes, route
+from coordinator.http.routing import ServiceDep, respond, respond_bytes, route
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
 from node.protocol import endpoints
 from node.protocol.endpoints import LogProof
@@ -19,29 +19,29 @@ _Index = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
 
 
 @route(router, endpoints.BLOB)
-async def blob(service: Shared, name: str) -> Response:
+async def blob(service: ServiceDep, name: str) -> Response:
     return await service.intake.evidence(name)
 
 
 @route(router, endpoints.LOG_CHECKPOINT)
-def checkpoint(service: Shared) -> Response:
-    return answer_bytes(endpoints.LOG_CHECKPOINT, service.coordinator.checkpoint(now=time.time()))
+def checkpoint(service: ServiceDep) -> Response:
+    return respond_bytes(endpoints.LOG_CHECKPOINT, service.coordinator.checkpoint(now=time.time()))
 
 
 @route(router, endpoints.LOG_ENTRIES)
-def entries(service: Shared, start: _Index, end: _Index) -> Response:
+def entries(service: ServiceDep, start: _Index, end: _Index) -> Response:
     leaves = service.coordinator.entries(start, min(end, start + MAX_ENTRIES_PER_READ))
-    return answer_bytes(endpoints.LOG_ENTRIES, b"".join(leaf + b"\n" for leaf in leaves))
+    return respond_bytes(endpoints.LOG_ENTRIES, b"".join(leaf + b"\n" for leaf in leaves))
 
 
 @route(router, endpoints.LOG_INCLUSION)
-def inclusion(service: Shared, index: _Index, size: _Index) -> Response:
-    return answer(endpoints.LOG_INCLUSION, _proof(service.coordinator.inclusion(index, size)))
+def inclusion(service: ServiceDep, index: _Index, size: _Index) -> Response:
+    return respond(endpoints.LOG_INCLUSION, _proof(service.coordinator.inclusion(index, size)))
 
 
 @route(router, endpoints.LOG_CONSISTENCY)
-def consistency(service: Shared, first: _Index, second: _Index) -> Response:
-    return answer(endpoints.LOG_CONSISTENCY, _proof(service.coordinator.consistency(first, second)))
+def consistency(service: ServiceDep, first: _Index, second: _Index) -> Response:
+    return respond(endpoints.LOG_CONSISTENCY, _proof(service.coordinator.consistency(first, second)))
 
 
 def _proof(hashes: list[bytes]) -> LogProof:

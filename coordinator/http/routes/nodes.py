@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
-from coordinator.http.routing import Shared, SignedCall, answer, newcomer, route, signed
+from coordinator.http.routing import ServiceDep, SignedCall, limit_registrations, respond, route, signed
 from node.protocol import endpoints
 from node.protocol.endpoints import Empty
 from node.protocol.messages import Registration
@@ -17,15 +17,17 @@ from shardcast.wire import is_digest
 router = APIRouter()
 
 
-@route(router, endpoints.REGISTER, dependencies=[Depends(newcomer)])
+@route(router, endpoints.REGISTER, dependencies=[Depends(limit_registrations)])
 async def register(call: Annotated[SignedCall[Registration], Depends(signed(endpoints.REGISTER))]) -> Response:
     coordinator = call.service.coordinator
-    await call.do(lambda transaction, node, message: coordinator.register(transaction, node, message, now=time.time()))
-    return answer(endpoints.REGISTER, Empty())
+    await call.execute(
+        lambda transaction, node, message: coordinator.register(transaction, node, message, now=time.time())
+    )
+    return respond(endpoints.REGISTER, Empty())
 
 
 @route(router, endpoints.STANDING)
-def standing(service: Shared, node: str) -> Response:
+def standing(service: ServiceDep, node: str) -> Response:
     if not is_digest(node):
         raise Refusal(Reason.NOT_FOUND, "Not a node's id.")
-    return answer(endpoints.STANDING, service.coordinator.standing(node, now=time.time()))
+    return respond(endpoints.STANDING, service.coordinator.standing(node, now=time.time()))

@@ -1,4 +1,4 @@
-"""Relays: where they serve, and whom a node should fetch from."""
+"""Relays: announcements, and the sources that a node should fetch from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.middleware import address_of
-from coordinator.http.routing import Shared, SignedCall, answer, newcomer, route, signed
+from coordinator.http.routing import ServiceDep, SignedCall, limit_registrations, respond, route, signed
 from node.protocol import endpoints
 from node.protocol.messages import RelayAnnouncement
 from node.protocol.reasons import Reason, Refusal
@@ -19,19 +19,19 @@ router = APIRouter()
 
 
 @route(router, endpoints.RELAYS)
-def relays(request: Request, service: Shared, node: str | None = None) -> Response:
+def relays(request: Request, service: ServiceDep, node: str | None = None) -> Response:
     if node is not None and not is_digest(node):
         raise Refusal(Reason.BAD_REQUEST, "node must be a public key in hexadecimal.")
     advice = service.coordinator.relays.advice(node, address=address_of(request.scope), now=time.time())
-    return answer(endpoints.RELAYS, advice)
+    return respond(endpoints.RELAYS, advice)
 
 
-@route(router, endpoints.ANNOUNCE_RELAY, dependencies=[Depends(newcomer)])
+@route(router, endpoints.ANNOUNCE_RELAY, dependencies=[Depends(limit_registrations)])
 async def announce(
     call: Annotated[SignedCall[RelayAnnouncement], Depends(signed(endpoints.ANNOUNCE_RELAY))],
 ) -> Response:
-    node, announcement = await call.do(lambda _transaction, node, announcement: (node, announcement))
+    node, announcement = await call.execute(lambda _transaction, node, announcement: (node, announcement))
     registry, now = call.service.coordinator.relays, time.time()
     await run_in_threadpool(registry.announce, node, announcement, address=call.address, now=now)
     advice = await run_in_threadpool(registry.advice, node, address=call.address, now=now)
-    return answer(endpoints.ANNOUNCE_RELAY, advice)
+    return respond(endpoints.ANNOUNCE_RELAY, advice)

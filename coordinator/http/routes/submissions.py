@@ -1,4 +1,4 @@
-"""Submissions: their bodies, by either way that a run takes them, and their receipts."""
+"""Submissions: bodies, sent directly or uploaded to an object store, and receipts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.intake import Submitter
-from coordinator.http.routing import Shared, SignedCall, answer, answer_bytes, route, service_of, signed
+from coordinator.http.routing import ServiceDep, SignedCall, respond, respond_bytes, route, service_of, signed
 from coordinator.http.service import Service
-from coordinator.http.shutdown import Ending
+from coordinator.http.shutdown import Shutdown
 from coordinator.http.signed_requests import open_request, read_envelope
 from coordinator.storage.blobs import Upload
 from coordinator.storage.database import Connection
@@ -30,7 +30,7 @@ router = APIRouter()
 
 
 async def submitter(request: Request, lease_id: str) -> Submitter:
-    """Dependency: use up the signed request, and refuse it before a byte of its body is read."""
+    """Dependency: verify and use up the signed request; refusals come before the body is read."""
     service, envelope = await service_of(request), read_envelope(request)
     coordinator = service.coordinator
 
@@ -40,54 +40,52 @@ async def submitter(request: Request, lease_id: str) -> Submitter:
         if claim.body_bytes > limit:
             raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
         with service.signed.accept(request, node, claim) as transaction:
-            coordinator.may_submit(transaction, node, lease_id, now=time.time())
+            coordinator.check_may_submit(transaction, node, lease_id, now=time.time())
         return Submitter(node, lease_id, envelope, claim)
 
     return await run_in_threadpool(accept)
 
 
-def _acknowledged(
-    endpoint: Endpoint[Any, SubmissionReply], submission: str, sender: Submitter, service: Service
-) -> Response:
+def _queued(endpoint: Endpoint[Any, SubmissionReply], submission: str, sender: Submitter, service: Service) -> Response:
     service.metrics.submissions.inc()
     with bound(submission=submission, node=sender.node, lease=sender.lease_id):
-        log.info("submission %s… of %s… is queued", submission[:16], sender.node[:8])
-    return answer(endpoint, SubmissionReply(submission=submission))
+        log.info("submission %s… of %s… queued", submission[:16], sender.node[:8])
+    return respond(endpoint, SubmissionReply(submission=submission))
 
 
 @route(router, endpoints.SUBMIT)
-async def submit(request: Request, service: Shared, sender: Annotated[Submitter, Depends(submitter)]) -> Response:
-    submission = await service.intake.take_body(request, sender)
-    return _acknowledged(endpoints.SUBMIT, submission, sender, service)
+async def submit(request: Request, service: ServiceDep, sender: Annotated[Submitter, Depends(submitter)]) -> Response:
+    submission = await service.intake.receive_body(request, sender)
+    return _queued(endpoints.SUBMIT, submission, sender, service)
 
 
 @route(router, endpoints.SUBMIT_UPLOAD)
-async def submit_upload(service: Shared, sender: Annotated[Submitter, Depends(submitter)], sha256: str) -> Response:
-    submission = await service.intake.take_upload(sender, sha256)
-    return _acknowledged(endpoints.SUBMIT_UPLOAD, submission, sender, service)
+async def submit_upload(service: ServiceDep, sender: Annotated[Submitter, Depends(submitter)], sha256: str) -> Response:
+    submission = await service.intake.queue_upload(sender, sha256)
+    return _queued(endpoints.SUBMIT_UPLOAD, submission, sender, service)
 
 
-async def _takes_uploads(service: Shared) -> None:
-    service.intake.check_uploads()
+async def _require_uploads(service: ServiceDep) -> None:
+    service.intake.require_uploads()
 
 
-@route(router, endpoints.ANNOUNCE_UPLOAD, dependencies=[Depends(_takes_uploads)])
+@route(router, endpoints.ANNOUNCE_UPLOAD, dependencies=[Depends(_require_uploads)])
 async def announce(
     call: Annotated[SignedCall[UploadRequest], Depends(signed(endpoints.ANNOUNCE_UPLOAD))], lease_id: str
 ) -> Response:
     def act(transaction: Connection, node: str, request: UploadRequest) -> Upload:
         upload = Upload(lease_id, request.body, request.sha256, request.body_bytes)
-        call.service.coordinator.announce(transaction, node, upload, now=time.time())
+        call.service.coordinator.announce_upload(transaction, node, upload, now=time.time())
         return upload
 
-    offer = await call.service.intake.offer(await call.do(act))
-    return answer(endpoints.ANNOUNCE_UPLOAD, offer, headers={"Cache-Control": "no-store"})
+    offer = await call.service.intake.offer(await call.execute(act))
+    return respond(endpoints.ANNOUNCE_UPLOAD, offer, headers={"Cache-Control": "no-store"})
 
 
 @route(router, endpoints.RECEIPT)
 async def receipt(
     request: Request,
-    service: Shared,
+    service: ServiceDep,
     submission: str,
     wait: Annotated[float, Query(ge=0, le=endpoints.MAX_WAIT_SECONDS, allow_inf_nan=False)] = 0.0,
 ) -> Response:
@@ -97,24 +95,24 @@ async def receipt(
     if not wait:
         found = await run_in_threadpool(read_receipt, submission)
     else:
-        async with service.verdicts.ticket(submission) as decided:
+        async with service.verdicts.subscribe(submission) as decided:
             found = await run_in_threadpool(read_receipt, submission)
             if isinstance(found, Pending):
-                await _wait(request, decided, service.ending, seconds=wait)
+                await _wait(request, decided, service.shutdown, seconds=wait)
                 found = await run_in_threadpool(read_receipt, submission)
     if isinstance(found, Pending):
         return Response(encode(found), status_code=202, media_type=endpoints.JSON)
-    return answer_bytes(endpoints.RECEIPT, found)
+    return respond_bytes(endpoints.RECEIPT, found)
 
 
-async def _wait(request: Request, event: asyncio.Event, ending: Ending, *, seconds: float) -> None:
-    """Wait for `event`, for at most `seconds`, and not for a client that has disconnected: waiting would be free."""
+async def _wait(request: Request, event: asyncio.Event, shutdown: Shutdown, *, seconds: float) -> None:
+    """Wait for `event`, at most `seconds`, until shutdown or until the client disconnects."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = {asyncio.create_task(ending.before(event)), asyncio.create_task(disconnected())}
+    tasks = {asyncio.create_task(shutdown.wait_for(event)), asyncio.create_task(disconnected())}
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -1,4 +1,4 @@
-"""What one worker did since it was started, counted from its events; and the sums that people and programs see."""
+"""Counters of one worker process from its events, and the sums that reporters show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COUNTED = {
 
 @dataclass(slots=True, kw_only=True)
 class SessionTally:
-    """Counts slots of this process. `clock` is monotonic, in seconds."""
+    """Event counters of this process; `clock` is monotonic, in seconds."""
 
     clock: Callable[[], float] = time.monotonic
     began: float = 0.0
@@ -34,7 +34,7 @@ class SessionTally:
     credit_tokens: int = 0
     has_started: bool = False
     status: Status | None = None
-    """The worker's own; None until it has joined."""
+    """The worker's status function; None before it has joined."""
     _first_lease: float | None = None
 
     def __post_init__(self) -> None:

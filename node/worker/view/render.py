@@ -1,4 +1,4 @@
-"""The live view as lines of a terminal, for any number of columns and lines: what matters least is left out first."""
+"""Rendering of the live view for any terminal size; the least important lines are left out first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from node.client.http import printable
 from node.protocol.reasons import reason_of
 
 MOST_COLUMNS: Final = 110
-"""Wider lines are hard to read."""
+"""Maximum width, for legibility."""
 
 LABEL_COLUMNS: Final = 13
 LEAST_COLUMNS: Final = 40
-"""A narrower terminal has no room for labels."""
+"""Below this width, labels are left out."""
 
 BAR_COLUMNS: Final = 16
 MOST_REASONS: Final = 3
@@ -28,7 +28,7 @@ MOST_REASONS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """All that one picture shows: the sums of `Account`, the worker's own status (empty until it has joined)."""
+    """Input of one rendering: the sums of `SessionTally`, and the worker's status ({} before it has joined)."""
 
     run_id: str
     node: str
@@ -36,12 +36,12 @@ class Frame:
     sums: Mapping[str, Any]
     status: Mapping[str, Any]
     note: str = ""
-    """How long it has been waiting, or what an impatient person should know."""
+    """Since when the worker has been waiting, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One line of the view, or several where it has to be folded. The entry of the highest rank goes first."""
+    """A labelled text of the view, wrapped if needed; the highest rank is left out first."""
 
     label: str
     said: Text
@@ -60,8 +60,8 @@ def rows(frame: Frame, console: Console, *, columns: int, lines: int) -> list[Te
     return [_cut(text, width) for text in texts[: max(1, lines)]]
 
 
-def closing(sums: Mapping[str, Any], console: Console, *, columns: int) -> list[Text]:
-    """Render the sums that stay on the terminal after the worker has ended."""
+def final_summary(sums: Mapping[str, Any], console: Console, *, columns: int) -> list[Text]:
+    """Render the summary that stays on the terminal after the worker has ended."""
     width = max(20, min(columns, MOST_COLUMNS))
     tokens = f"{sums['tokens']:,} generated, {sums['mean_tokens_per_s']:,.0f} a second on average"
     entries = [
@@ -103,7 +103,7 @@ def standing_line(said: Mapping[str, Any]) -> str:
 
 
 def _entries(frame: Frame, width: int) -> Iterator[_Entry]:
-    """Yield the entries from top to bottom; those of a higher rank are left out first."""
+    """Yield the entries from top to bottom."""
     sums, status = frame.sums, frame.status
     run = Text.assemble((printable(str(status.get("run_name", ""))), "bold"), (f"  {frame.run_id[:16]}…", "dim"))
     if width >= 80:
@@ -160,7 +160,7 @@ def _now(frame: Frame) -> Text:
 
 
 def _fetching(fetch: Mapping[str, Any], width: int) -> Text:
-    """Draw a bar with share, size, rate, sources and time left beside it."""
+    """Render a progress bar with share, size, rate, sources and time left."""
     done, total = fetch["done_bytes"], fetch["total_bytes"]
     if not total:
         return Text(f"{fetch['version']}  looking at what is here")
@@ -239,7 +239,7 @@ def _number(count: int, what: str) -> str:
 
 
 def _fold(entry: _Entry, width: int, console: Console) -> list[Text]:
-    """Wrap an entry into lines, its text in a column of its own behind the label."""
+    """Wrap an entry's text in the column right of its label."""
     if width < LEAST_COLUMNS:
         return list(entry.said.wrap(console, width))
     lines: Iterable[Text] = entry.said.wrap(console, width - LABEL_COLUMNS) or [Text()]

@@ -1,4 +1,4 @@
-"""Who watches a worker for a person or a program: a live view, lines of the log, or JSON."""
+"""Reporters of a worker's events and status: live view, log lines, or JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rich.console import Group
 from node.broadcast.progress import FetchProgress
 from node.client.http import printable
 from node.runtime.terminal import LiveDisplay, supports_live_display
-from node.worker.events import KEYS, EventKind, Onlooker, Status
+from node.worker.events import KEYS, EventKind, Observer, Status
 from node.worker.view.account import SessionTally
-from node.worker.view.render import Frame, closing, line, rows
+from node.worker.view.render import Frame, final_summary, line, rows
 from shardcast import Report, no_watch
 
 log = logging.getLogger(__name__)
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 SUMMARY_SECONDS: Final = 60.0
 DRAW_SECONDS: Final = 1.0
 NOTE_AFTER_SECONDS: Final = 5.0
-"""For how long the worker has been doing the same is said after this time."""
+"""After so long in one activity, the view says since when."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """Which worker is watched."""
+class WorkerIdentity:
+    """The worker that a report is about."""
 
     run_id: str
     node: str
@@ -44,95 +44,92 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def watching(watched: Watched, *, as_json: bool, stop: asyncio.Event) -> AsyncIterator[Onlooker]:
-    """Watch a worker while the block is active: for a program, on a terminal, or in the log."""
+async def observe_worker(identity: WorkerIdentity, *, as_json: bool, stop: asyncio.Event) -> AsyncIterator[Observer]:
+    """Report on a worker while the block is active: as JSON, on a terminal, or in the log."""
     async with contextlib.AsyncExitStack() as stack:
-        teller: Teller
+        reporter: Reporter
         if as_json:
-            teller = JsonTeller(watched, sys.stdout, stop=stop)
+            reporter = JsonReporter(identity, sys.stdout, stop=stop)
         elif supports_live_display(sys.stderr):
-            teller = stack.enter_context(LiveTeller(watched))
+            reporter = stack.enter_context(LiveReporter(identity))
         else:
-            teller = LogTeller(watched)
-        ticking = asyncio.create_task(teller.run())
+            reporter = LogReporter(identity)
+        ticking = asyncio.create_task(reporter.run())
         try:
-            yield teller
+            yield reporter
         finally:
             ticking.cancel()
             await asyncio.wait({ticking})
-            teller.end()
+            reporter.end()
 
 
-class Teller(Onlooker):
-    """Counts what happens, notices what can only be seen by looking, and tells of both."""
+class Reporter(Observer):
+    """Counts events, polls the status for changes, and reports both."""
 
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self.identity = identity
         self.account = SessionTally()
+        self._fetches = FetchProgress(bars=False)
         self._away_since: float | None = None
         self._summed_at = time.monotonic()
         self._ended = False
 
-    def meet(self, status: Status) -> None:
+    def attach(self, status: Status) -> None:
         """Report that the worker has joined its run."""
         self.account.status = status
         now = status()
-        self.notice(EventKind.JOINED, name=now["run_name"], coordinator=now["coordinator"])
+        self.notify(EventKind.JOINED, name=now["run_name"], coordinator=now["coordinator"])
 
-    def notice(self, kind: EventKind, /, **keys: Any) -> None:
+    def notify(self, kind: EventKind, /, **keys: Any) -> None:
         """Count an event and report it."""
         self.account.count(kind, keys)
         if kind is EventKind.ENDED:
             self._ended = True
         if kind in (EventKind.SUMMARY, EventKind.ENDED):
             keys |= self.account.sums()
-        self.tell(kind, keys)
-
-    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
-        """Report an event in this teller's form."""
-        raise NotImplementedError
-
-    async def run(self) -> None:
-        """Poll the worker's status; never returns."""
-        while True:
-            self.look()
-            await asyncio.sleep(DRAW_SECONDS)
-
-    def look(self) -> None:
-        """Report what has changed since the last poll."""
-        if self.account.status is not None:
-            self._note_coordinator(self.account.status())
-        if time.monotonic() - self._summed_at >= SUMMARY_SECONDS:
-            self._summed_at = time.monotonic()
-            self.notice(EventKind.SUMMARY)
-
-    def end(self) -> None:
-        """Report the worker's end, unless that was done."""
-        if not self._ended:
-            self.notice(EventKind.ENDED, dismissed=None)
-
-    def _note_coordinator(self, status: dict[str, Any]) -> None:
-        away, since = status["coordinator_away"], self._away_since
-        if away and since is None:
-            self._away_since = time.monotonic()
-            self.notice(EventKind.AWAY, coordinator=status["coordinator"])
-        if not away and since is not None:
-            self._away_since = None
-            self.notice(EventKind.BACK, coordinator=status["coordinator"], seconds=round(time.monotonic() - since, 1))
-
-
-class LogTeller(Teller):
-    """Adds to the log what the worker's parts do not say there themselves."""
-
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._fetches = FetchProgress(bars=False)
+        self.report(kind, keys)
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
         """Log the fetch's progress every few seconds."""
         return self._fetches.fetching(version)
 
-    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
+    def report(self, kind: EventKind, keys: dict[str, Any]) -> None:
+        """Report an event in this class's format."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Poll the worker's status; never returns."""
+        while True:
+            self.poll()
+            await asyncio.sleep(DRAW_SECONDS)
+
+    def poll(self) -> None:
+        """Report what has changed since the last poll."""
+        if self.account.status is not None:
+            self._note_coordinator(self.account.status())
+        if time.monotonic() - self._summed_at >= SUMMARY_SECONDS:
+            self._summed_at = time.monotonic()
+            self.notify(EventKind.SUMMARY)
+
+    def end(self) -> None:
+        """Report the worker's end, unless reported."""
+        if not self._ended:
+            self.notify(EventKind.ENDED, dismissed=None)
+
+    def _note_coordinator(self, status: dict[str, Any]) -> None:
+        away, since = status["coordinator_away"], self._away_since
+        if away and since is None:
+            self._away_since = time.monotonic()
+            self.notify(EventKind.AWAY, coordinator=status["coordinator"])
+        if not away and since is not None:
+            self._away_since = None
+            self.notify(EventKind.BACK, coordinator=status["coordinator"], seconds=round(time.monotonic() - since, 1))
+
+
+class LogReporter(Reporter):
+    """Logs summaries, which the worker's parts do not."""
+
+    def report(self, kind: EventKind, keys: dict[str, Any]) -> None:
         """Log the events that a person would want to know an hour later."""
         if kind is EventKind.JOINED:
             log.info("in run %r, by %s", printable(keys["name"]), printable(keys["coordinator"]))
@@ -142,28 +139,23 @@ class LogTeller(Teller):
             log.info("ended after %.0f s: %s", keys["seconds"], line(keys))
 
 
-class JsonTeller(Teller):
-    """One object a line, for programs. When nobody reads any more, the worker is asked to end."""
+class JsonReporter(Reporter):
+    """Writes one JSON object a line; if the reader closes the stream, the worker is stopped."""
 
-    def __init__(self, watched: Watched, stream: TextIO, *, stop: asyncio.Event) -> None:
-        super().__init__(watched)
+    def __init__(self, identity: WorkerIdentity, stream: TextIO, *, stop: asyncio.Event) -> None:
+        super().__init__(identity)
         self._stream, self._stop = stream, stop
-        self._fetches = FetchProgress(bars=False)
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def fetching(self, version: int) -> AbstractContextManager[Report | None]:
-        """Log the fetch's progress every few seconds."""
-        return self._fetches.fetching(version)
-
-    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
+    def report(self, kind: EventKind, keys: dict[str, Any]) -> None:
         """Write one event."""
         moment = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
         said: dict[str, Any] = {
             "event": kind.value,
             "time": moment,
-            "run": self.watched.run_id,
-            "node": self.watched.node,
+            "run": self.identity.run_id,
+            "node": self.identity.node,
         }
         said |= {key: keys.get(key) for key in KEYS[kind]}
         with self._lock:
@@ -178,11 +170,11 @@ class JsonTeller(Teller):
                 self._stop.set()
 
 
-class LiveTeller(Teller):
-    """A view that is drawn once a second at the bottom of a terminal; use as a context manager."""
+class LiveReporter(Reporter):
+    """A live view at the bottom of a terminal, drawn once a second; use as a context manager."""
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
+    def __init__(self, identity: WorkerIdentity) -> None:
+        super().__init__(identity)
         self._display = LiveDisplay(sys.stderr)
         self._stack = contextlib.ExitStack()
         self._doing, self._doing_since = "", time.monotonic()
@@ -202,22 +194,22 @@ class LiveTeller(Teller):
         self._stack.close()
         if self._sums is not None:
             console = self._display.console
-            console.print(Group(*closing(self._sums, console, columns=console.width)))
+            console.print(Group(*final_summary(self._sums, console, columns=console.width)))
 
     def fetching(self, version: int) -> AbstractContextManager[Report | None]:
-        """Watch nothing: the view reads the worker's status."""
+        """Report no progress: the view reads the worker's status."""
         return no_watch(version)
 
-    def tell(self, kind: EventKind, keys: dict[str, Any]) -> None:
-        """Draw events that change the view; the others are in the log lines above it."""
+    def report(self, kind: EventKind, keys: dict[str, Any]) -> None:
+        """Redraw on events that change the view; the log has the others."""
         if kind is EventKind.ENDED:
             self._sums = keys
         if kind in (EventKind.JOINED, EventKind.AWAY, EventKind.BACK, EventKind.STOPPING):
             self._draw()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report what has changed, and draw."""
-        super().look()
+        super().poll()
         self._draw()
 
     def _resume(self) -> None:
@@ -237,16 +229,16 @@ class LiveTeller(Teller):
         if sums["doing"] != self._doing:
             self._doing, self._doing_since = sums["doing"], time.monotonic()
         return Frame(
-            run_id=self.watched.run_id,
-            node=self.watched.node,
-            coordinators=self.watched.coordinators,
+            run_id=self.identity.run_id,
+            node=self.identity.node,
+            coordinators=self.identity.coordinators,
             sums=sums,
             status=status,
             note=self._note(),
         )
 
     def _note(self) -> str:
-        """Format since when it has been waiting; empty while it generates."""
+        """Format since when it has been waiting; "" while it generates."""
         seconds = time.monotonic() - self._doing_since
         if seconds < NOTE_AFTER_SECONDS or self._doing.startswith("generating"):
             return ""

@@ -76,7 +76,7 @@ def test_a_coordinator_that_logs_another_candidate_than_it_gave_out_is_seen_by_t
 ) -> None:
     """The log alone looks right then; what the worker signed for is another problem's prompt."""
 
-    def right(claimed: verdicts.Claimed, verdict: Verdict, *, now: float) -> Any:
+    def right(claimed: verdicts.QueueItem, verdict: Verdict, *, now: float) -> Any:
         where = {"manifest_digest": claimed.manifest_digest, "slot": claimed.slot}
         named = first_candidate(SPEC, run_id=swarm.home.run_id, **where, mean_of=nobody_solved_any)
         return entry(replace(claimed, candidate=named), verdict, now=now)

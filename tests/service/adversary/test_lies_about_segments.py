@@ -25,7 +25,7 @@ from node.protocol.run import SamplingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Rollout, chunk_count
 from node.submission.writer import write_rollouts
-from node.verification.measure import PolicyAway
+from node.verification.measure import PolicyUnavailable
 from node.verification.verify import verify
 from toploc import build_chunk_proofs
 
@@ -354,7 +354,7 @@ def test_a_run_without_a_lead_takes_no_segments(slot: Slot, honest: list[Rollout
 def test_a_policy_that_cannot_be_had_is_no_verdict_and_holds_nobody_else_up(slot: Slot, honest: list[Rollout]) -> None:
     old = slot.drawn_by((OLD, slot.policies[OLD], None))
     shelf = InMemory({OLD: slot.policies[OLD]})
-    with pytest.raises(PolicyAway):
+    with pytest.raises(PolicyUnavailable):
         decided([slot.claim(honest)], shelf, rules=RULES, published=[OLD, NEW])
     (verdict,) = decided([slot.claim(old)], shelf, rules=RULES, published=[OLD, NEW])
     assert verdict.outcome is Outcome.ADMITTED

@@ -22,7 +22,7 @@ from node.protocol.messages import Lease, Receipt
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
-from node.verification.second_look import certain, int8
+from node.verification.second_look import gain_lower_bound, int8
 from toploc import Gain
 
 LIMITS = LimitsSpec(second_looks=1.0)
@@ -108,10 +108,10 @@ def test_a_run_that_suspects_nothing_looks_once(tmp_path: Path, tiny_policy_path
 )
 def test_a_gain_that_chance_may_have_made_is_no_finding(gain: float, error: float, is_over: bool) -> None:
     """A group of few tokens goes half of the way by chance, and its worker is honest."""
-    assert (certain(Gain(gain, error, 40)) > GAIN_LIMIT) is is_over
+    assert (gain_lower_bound(Gain(gain, error, 40)) > GAIN_LIMIT) is is_over
 
 
 @pytest.mark.parametrize("gain", [-3.0, 0.0, 0.9])
 def test_a_gain_of_nothing_that_was_compared_is_none(gain: float) -> None:
-    assert certain(Gain(gain, math.inf, 0)) == 0.0
-    assert certain(Gain(-gain, 0.01, 40)) <= max(0.0, -gain)
+    assert gain_lower_bound(Gain(gain, math.inf, 0)) == 0.0
+    assert gain_lower_bound(Gain(-gain, 0.01, 40)) <= max(0.0, -gain)

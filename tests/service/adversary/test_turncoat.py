@@ -18,7 +18,7 @@ from coordinator.storage.totals import partly_measured
 from node.audit.auditor import run_audit
 from node.engines.torch import TorchEngine
 from node.errors import Refused
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.protocol.admission import Outcome
 from node.protocol.messages import LogEntry, VerdictEntry
 from node.protocol.reasons import Reason
@@ -105,7 +105,7 @@ def test_a_banned_nodes_worker_ends_with_the_reason_and_does_not_knock_for_ever(
         with swarm.home.database.write() as connection:
             connection.execute(update(nodes).where(nodes.c.node == peer.node).values(strikes=100, instance=""))
         settings = WorkerSettings(
-            entry=Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,)), state=tmp_path / "worker"
+            join=JoinSettings(run_id=swarm.home.run_id, coordinators=(swarm.url,)), state=tmp_path / "worker"
         )
         joined = run_worker(settings, key=peer.key, make_engine=TorchEngine, stop=asyncio.Event())
         with pytest.raises(Refused, match="100 slots of node") as caught:

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from coordinator.metrics.curves import KINDS, curves, kept_stats, line, mean_stats, round_up
+from coordinator.metrics.curves import KINDS, curve_stats, curves, line, mean_stats, round_up
 
 
 def points(path: str) -> list[tuple[float, float]]:
@@ -50,8 +50,8 @@ def test_the_axis_ends_above_the_largest_value_and_not_far_above(value: float) -
 
 def test_what_a_page_keeps_of_a_step_is_finite_and_known() -> None:
     said = {"entropy": 0.2, "grad_norm": math.nan, "logprob_gap": math.inf, "train_seconds": 2.0, "staleness": None}
-    assert kept_stats(json.dumps(said)) == {"entropy": 0.2}
-    assert kept_stats(None) == {}
+    assert curve_stats(json.dumps(said)) == {"entropy": 0.2}
+    assert curve_stats(None) == {}
     assert mean_stats([{"entropy": 0.2}, {"entropy": 0.4, "grad_norm": 3.0}]) == pytest.approx(
         {"entropy": 0.3, "grad_norm": 3.0}
     )

@@ -41,25 +41,25 @@ async def next_event(stream: AsyncIterator[bytes]) -> dict[str, str]:
 async def test_a_listener_gets_everything_first_and_then_what_has_changed() -> None:
     page = Page()
     hub = hub_of(page)
-    seat = hub.enter(HOST)
-    stream = hub.stream(seat, mark="")
+    subscription = hub.subscribe(HOST)
+    stream = hub.stream(subscription, mark="")
     assert await next_event(stream) == {"cards": "one", "queue": "same"}
     page.texts["cards"] = "two"
     assert await next_event(stream) == {"cards": "two"}
     await stream.aclose()
-    hub.leave(seat)
+    hub.unsubscribe(subscription)
 
 
 async def test_one_producer_reads_for_all_and_ends_with_the_last() -> None:
     page = Page()
     hub = hub_of(page, tick_seconds=0.2)
-    seats = [hub.enter(f"192.0.2.{number}") for number in range(3)]
-    streams = [hub.stream(seat, mark="") for seat in seats]
+    subscriptions = [hub.subscribe(f"192.0.2.{number}") for number in range(3)]
+    streams = [hub.stream(subscription, mark="") for subscription in subscriptions]
     for stream in streams:
         assert await next_event(stream) == page.texts
     assert page.reads == 1
-    for seat in seats:
-        hub.leave(seat)
+    for subscription in subscriptions:
+        hub.unsubscribe(subscription)
     await asyncio.sleep(0.5)
     assert page.reads == 1
     assert len(hub) == 0
@@ -67,39 +67,39 @@ async def test_one_producer_reads_for_all_and_ends_with_the_last() -> None:
 
 async def test_one_address_cannot_take_every_stream_nor_all_together_more_than_there_are() -> None:
     hub = hub_of(Page())
-    seats = [hub.enter(HOST), hub.enter(HOST)]
+    subscriptions = [hub.subscribe(HOST), hub.subscribe(HOST)]
     with pytest.raises(TooManyRequests):
-        hub.enter(HOST)
-    hub.enter("192.0.2.9")
+        hub.subscribe(HOST)
+    hub.subscribe("192.0.2.9")
     with pytest.raises(TooManyRequests):
-        hub.enter("192.0.2.10")
-    hub.leave(seats[0])
-    hub.leave(seats[0])  # the second time it is nobody's
-    hub.enter(HOST)
+        hub.subscribe("192.0.2.10")
+    hub.unsubscribe(subscriptions[0])
+    hub.unsubscribe(subscriptions[0])  # the second time it is nobody's
+    hub.subscribe(HOST)
     with pytest.raises(TooManyRequests):
-        hub.enter("192.0.2.10")
+        hub.subscribe("192.0.2.10")
 
 
 async def test_addresses_of_one_ipv6_network_count_as_one() -> None:
     hub = hub_of(Page())
-    hub.enter("2001:db8::1")
-    hub.enter("2001:db8::2")
+    hub.subscribe("2001:db8::1")
+    hub.subscribe("2001:db8::2")
     with pytest.raises(TooManyRequests):
-        hub.enter("2001:db8::3")
+        hub.subscribe("2001:db8::3")
 
 
 async def test_a_slow_listener_gets_the_newest_and_nothing_piles_up() -> None:
     page = Page()
     hub = hub_of(page)
-    seat = hub.enter(HOST)
-    stream = hub.stream(seat, mark="")
+    subscription = hub.subscribe(HOST)
+    stream = hub.stream(subscription, mark="")
     await next_event(stream)
     for number in range(20):
         page.texts["cards"] = str(number)
         await asyncio.sleep(0.02)
     assert await next_event(stream) == {"cards": "19"}
     await stream.aclose()
-    hub.leave(seat)
+    hub.unsubscribe(subscription)
 
 
 async def test_who_comes_back_gets_only_what_it_missed_unless_another_process_answers() -> None:
@@ -115,10 +115,10 @@ async def test_who_comes_back_gets_only_what_it_missed_unless_another_process_an
 
 async def test_a_quiet_run_is_heard_of_by_a_heartbeat_and_no_stream_is_held_for_ever() -> None:
     hub = hub_of(Page(), stream_seconds=0.3)
-    seat = hub.enter(HOST)
-    messages = [message async for message in hub.stream(seat, mark="")]
+    subscription = hub.subscribe(HOST)
+    messages = [message async for message in hub.stream(subscription, mark="")]
     assert b": still here\n\n" in messages
-    hub.leave(seat)
+    hub.unsubscribe(subscription)
 
 
 async def test_a_database_that_is_away_for_a_moment_does_not_end_the_streams() -> None:
@@ -131,8 +131,8 @@ async def test_a_database_that_is_away_for_a_moment_does_not_end_the_streams() -
         return await page.read()
 
     hub = EventHub(read, tick_seconds=0.01)
-    seat = hub.enter(HOST)
-    stream = hub.stream(seat, mark="")
+    subscription = hub.subscribe(HOST)
+    stream = hub.stream(subscription, mark="")
     assert await next_event(stream) == page.texts
     await stream.aclose()
-    hub.leave(seat)
+    hub.unsubscribe(subscription)

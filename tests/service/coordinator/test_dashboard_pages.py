@@ -27,7 +27,7 @@ from coordinator.dashboard.figures import read_figures
 from coordinator.dashboard.history import History
 from coordinator.dashboard.pages import export_run
 from coordinator.dashboard.submissions import read_record, view_of
-from coordinator.dashboard.workers import Asked, read_asked, read_workers
+from coordinator.dashboard.workers import TableQuery, parse_query, read_workers
 from coordinator.run.descriptors import Contacts
 from coordinator.run.home import Home, create_home
 from coordinator.run.relays import RELAY_SECONDS
@@ -226,8 +226,8 @@ def test_the_pages_of_the_table_show_each_worker_once_in_its_order(run: Run, sor
 
 def test_workers_are_found_by_how_their_id_begins(run: Run) -> None:
     with run.home.database.read() as connection:
-        name = read_workers(connection, Asked(), spec=SPEC, now=time.time()).rows[7].node
-        rows = read_workers(connection, read_asked("credit", "", f" {name[:9].upper()} "), spec=SPEC, now=0.0).rows
+        name = read_workers(connection, TableQuery(), spec=SPEC, now=time.time()).rows[7].node
+        rows = read_workers(connection, parse_query("credit", "", f" {name[:9].upper()} "), spec=SPEC, now=0.0).rows
     assert [row.node for row in rows] == [name]
 
 
@@ -240,7 +240,7 @@ def test_a_query_that_nobody_is_offered_is_refused_in_words(run: Run, query: str
 def test_a_place_in_the_table_that_does_not_exist_is_no_error_of_ours(run: Run, after: str) -> None:
     assert run.get(f"/?sort=credit&after={after}").status in (200, 400)
     try:
-        read_asked("seen", after, "")
+        parse_query("seen", after, "")
     except Refusal:
         return
 
@@ -334,8 +334,10 @@ def instructions(folder: Path, *, submissions: int) -> dict[str, int]:
 
         parts: dict[str, Callable[[Connection], object]] = {
             "figures": figures,
-            "workers": lambda connection: read_workers(connection, Asked("seen", (now, "a" * 64)), spec=SPEC, now=now),
-            "found": lambda connection: read_workers(connection, Asked(find="ab"), spec=SPEC, now=now),
+            "workers": lambda connection: read_workers(
+                connection, TableQuery("seen", (now, "a" * 64)), spec=SPEC, now=now
+            ),
+            "found": lambda connection: read_workers(connection, TableQuery(find="ab"), spec=SPEC, now=now),
             "submission": lambda connection: read_record(connection, run.submissions[50], spec=SPEC),
             "slots": slot_counts,
             "reasons": reason_totals,

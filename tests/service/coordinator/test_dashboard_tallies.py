@@ -15,14 +15,15 @@ from coordinator.run.home import Home, create_home
 from coordinator.storage import tallies
 from coordinator.storage.schema import SlotState, nodes, slots, steps, submissions, verdict_tallies
 from coordinator.storage.steps import finished_steps
-from coordinator.storage.tallies import DAY, HOUR, MINUTE, Kind
+from coordinator.storage.tallies import DAY, HOUR, MINUTE, VerdictKind
 from coordinator.storage.totals import partly_measured, reason_totals, slot_counts
-from node.protocol.admission import Outcome
+from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
 from node.protocol.run import StandingSpec
 
 RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=1000)
 UNSEEN = 0.999
+ADMITTED = Verdict(outcome=Outcome.ADMITTED, tokens=1)
 
 
 @pytest.fixture
@@ -111,11 +112,10 @@ def test_a_group_that_is_taken_back_is_no_longer_anybodys_tokens(home: Home) -> 
 
 
 def test_each_width_counts_each_verdict_once_and_waits_are_summed(home: Home) -> None:
+    rejected = Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_TOKEN, tokens=7)
     with home.database.write() as connection:
         for at, waited in ((59.9, 2.0), (60.0, 4.0), (3600.0, -9.0), (86_400.0, 1.0)):
-            tallies.count_verdict(
-                connection, Kind.FULL, Outcome.REJECTED, Reason.WRONG_TOKEN, tokens=7, waited_seconds=waited, now=at
-            )
+            tallies.count_verdict(connection, VerdictKind.FULL, rejected, waited_seconds=waited, now=at)
     with home.database.read() as connection:
         (whole,) = tallies.whole_run(connection)
         assert (whole.verdicts, whole.tokens, whole.wait_seconds, whole.longest_wait) == (4, 28, 7.0, 4.0)
@@ -130,14 +130,14 @@ def test_tokens_of_a_long_run_do_not_overflow(home: Home) -> None:
         row = {"width": 0, "start": 0, "kind": "full", "outcome": "admitted", "reason": ""}
         totals = {"verdicts": 2**40, "tokens": 2**50, "wait_seconds": 0.0, "longest_wait": 0.0}
         connection.execute(insert(verdict_tallies).values(**row, **totals))
-        tallies.count_verdict(connection, Kind.FULL, Outcome.ADMITTED, None, tokens=1, waited_seconds=0.0, now=1.0)
+        tallies.count_verdict(connection, VerdictKind.FULL, ADMITTED, waited_seconds=0.0, now=1.0)
     with home.database.read() as connection:
         assert tallies.admitted_tokens(tallies.whole_run(connection)) == 2**50 + 1
 
 
 def test_a_rolled_back_verdict_is_not_counted(home: Home) -> None:
     with pytest.raises(RuntimeError), home.database.write() as connection:
-        tallies.count_verdict(connection, Kind.FULL, Outcome.ADMITTED, None, tokens=1, waited_seconds=0.0, now=1.0)
+        tallies.count_verdict(connection, VerdictKind.FULL, ADMITTED, waited_seconds=0.0, now=1.0)
         raise RuntimeError
     with home.database.read() as connection:
         assert tallies.whole_run(connection) == []

@@ -23,21 +23,21 @@ from coordinator.http import descriptor_watch
 from coordinator.http.descriptor_watch import DescriptorWatch
 from coordinator.run import descriptors as descriptors_module
 from coordinator.run.descriptors import (
-    NOWHERE,
+    NO_CONTACTS,
     RENEW_SECONDS,
     SETTLE_SECONDS,
     VALID_SECONDS,
     Contacts,
     Descriptors,
-    Issued,
+    IssuedDescriptor,
 )
 from coordinator.run.home import Home, create_home
 from coordinator.run.relays import RelayRegistry
 from coordinator.storage import training
 from coordinator.storage.descriptors import KEPT, StoredDescriptor, add_descriptor
 from coordinator.storage.schema import descriptors as table
-from coordinator.storage.training import Published
-from node.discovery.descriptor import Board, News
+from coordinator.storage.training import PolicyRecord
+from node.discovery.descriptor import DescriptorStore, OfferResult
 from node.protocol.messages import RelayAnnouncement
 from node.protocol.run import Descriptor, EnvironmentSpec, RunSpec, open_descriptor, run_id_of
 
@@ -61,7 +61,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     opened.database.close()
 
 
-def starting(home: Home, contacts: Contacts = NOWHERE) -> Descriptors:
+def starting(home: Home, contacts: Contacts = NO_CONTACTS) -> Descriptors:
     """The descriptors of a process that has just been started."""
     relays = RelayRegistry(home.database, fixed=("http://192.0.2.1:8710",), salt=b"s")
     return Descriptors(home, key=KEY, relays=relays, contacts=contacts)
@@ -70,7 +70,7 @@ def starting(home: Home, contacts: Contacts = NOWHERE) -> Descriptors:
 def publish(home: Home, version: int) -> None:
     digest = f"{version:064x}"
     with home.database.write() as connection:
-        published = Published(version=version, manifest_digest=digest, result_digest=digest, manifest=b"")
+        published = PolicyRecord(version=version, manifest_digest=digest, result_digest=digest, manifest=b"")
         training.record_policy(connection, published, now=NOW)
 
 
@@ -266,7 +266,7 @@ def sign_for_a_while(folder: Path, contacts: Contacts, seconds: float, queue: mu
 def test_two_processes_on_one_database_never_sign_one_version_twice(home: Home, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     queue: multiprocessing.Queue = context.Queue()
-    given = (Contacts(endpoints=("http://192.0.2.1:8700",)), NOWHERE)
+    given = (Contacts(endpoints=("http://192.0.2.1:8700",)), NO_CONTACTS)
     arguments = [(tmp_path / "data", contacts, 3.0, queue) for contacts in given]
     processes = [context.Process(target=sign_for_a_while, args=each) for each in arguments]
     for process in processes:
@@ -281,10 +281,10 @@ def test_two_processes_on_one_database_never_sign_one_version_twice(home: Home, 
     assert all(len(envelopes) == 1 for envelopes in together.values())
     assert len(together) > 10
     assert all(len(one) > 5 for one in seen), "both had a part"
-    board = Board(RUN_ID)
+    store = DescriptorStore(RUN_ID)
     for version in sorted(together):
         (envelope,) = together[version]
-        assert board.offer(envelope, source="") is News.NEWER
+        assert store.offer(envelope, source="") is OfferResult.NEWER
 
 
 def test_threads_of_one_process_get_one_version(home: Home) -> None:
@@ -343,7 +343,7 @@ async def test_who_is_behind_or_ahead_is_not_kept_waiting(watch: DescriptorWatch
 
 async def test_a_crowd_that_waits_is_bounded(watch: DescriptorWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a connection and a task; strangers may ask for as many as they like."""
-    monkeypatch.setattr(descriptor_watch, "MOST_WAITING", 3)
+    monkeypatch.setattr(descriptor_watch, "MAX_WAITERS", 3)
     first = await watch.newest(after=None, wait_seconds=0.0)
     waiting = [asyncio.create_task(watch.newest(after=first.version, wait_seconds=20.0)) for _ in range(3)]
     await asyncio.sleep(0.1)
@@ -360,10 +360,10 @@ async def test_attack_one_address_that_takes_every_place_leaves_some_to_others(
     watch: DescriptorWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one stranger could keep all news from those whose peers are gone."""
-    monkeypatch.setattr(descriptor_watch, "MOST_OF_AN_ADDRESS", 2)
+    monkeypatch.setattr(descriptor_watch, "MAX_WAITERS_PER_ADDRESS", 2)
     first = await watch.newest(after=None, wait_seconds=0.0)
 
-    def wait(address: str) -> asyncio.Task[Issued]:
+    def wait(address: str) -> asyncio.Task[IssuedDescriptor]:
         return asyncio.create_task(watch.newest(after=first.version, wait_seconds=20.0, address=address))
 
     hoarding = [wait("192.0.2.1") for _ in range(10)]

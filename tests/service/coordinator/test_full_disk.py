@@ -96,5 +96,5 @@ def test_a_worker_that_asks_meanwhile_hears_that_it_should_ask_again(
         assert peer.register().status == 200
     home.database.close()
     assert {(reply.status, reply.code) for reply in replies} == {(503, "unavailable")}
-    assert sum("the disk or the database is away" in record.getMessage() for record in caplog.records) == 1
+    assert sum("disk, database or object store unavailable" in record.getMessage() for record in caplog.records) == 1
     assert not any(record.exc_info for record in caplog.records)

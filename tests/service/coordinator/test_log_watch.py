@@ -35,7 +35,7 @@ async def test_only_who_waits_for_it_is_woken_by_a_verdict() -> None:
     """A thousand workers that each look again at each verdict of the others keep a coordinator busy with nothing."""
     log = Log()
     watching = watch(log)
-    async with watching.ticket(MINE) as mine, watching.ticket(OTHERS) as others:
+    async with watching.subscribe(MINE) as mine, watching.subscribe(OTHERS) as others:
         log.judge(OTHERS)
         await asyncio.wait_for(others.wait(), 60)
         assert not mine.is_set()
@@ -46,7 +46,7 @@ async def test_only_who_waits_for_it_is_woken_by_a_verdict() -> None:
 async def test_a_verdict_between_the_ticket_and_the_wait_is_not_missed() -> None:
     log = Log()
     watching = watch(log)
-    async with watching.ticket(MINE) as mine:
+    async with watching.subscribe(MINE) as mine:
         log.judge(MINE)
         await asyncio.sleep(3 * POLL_SECONDS)
         assert mine.is_set()
@@ -56,7 +56,7 @@ async def test_a_second_wait_after_a_pause_starts_the_reader_anew() -> None:
     log = Log()
     watching = watch(log)
     for _ in range(2):
-        async with watching.ticket(MINE) as mine:
+        async with watching.subscribe(MINE) as mine:
             log.judge(MINE)
             await asyncio.wait_for(mine.wait(), 60)
         await asyncio.sleep(3 * POLL_SECONDS)
@@ -64,7 +64,7 @@ async def test_a_second_wait_after_a_pause_starts_the_reader_anew() -> None:
 
 async def test_nothing_is_read_while_nobody_waits() -> None:
     log = Log()
-    async with watch(log).ticket(MINE):
+    async with watch(log).subscribe(MINE):
         pass
     await asyncio.sleep(3 * POLL_SECONDS)
     reads = log.reads

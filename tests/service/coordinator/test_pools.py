@@ -11,7 +11,7 @@ from actors import PUBLIC_KEY, Actors, spec_of
 from prometheus_client import CollectorRegistry
 from sqlalchemy import update
 
-from coordinator.metrics.run import RunFigures
+from coordinator.metrics.run import RunCollector
 from coordinator.run.home import create_home, open_home
 from coordinator.storage import pools
 from coordinator.storage.schema import problem_means, slots
@@ -102,7 +102,7 @@ def test_an_operator_sees_how_large_the_pools_are(tmp_path: Path, database_url: 
     seen = Counter(pool_of(mean, RULES) for mean in last.values())
     wanted = {"easy": seen[Pool.EASY], "normal": 12 - seen[Pool.EASY] - seen[Pool.HARD], "hard": seen[Pool.HARD]}
     registry = CollectorRegistry()
-    registry.register(RunFigures(actors.home))
+    registry.register(RunCollector(actors.home))
     shown = {pool: registry.get_sample_value("swarmproof_problems", {"pool": pool}) for pool in wanted}
     assert shown == wanted
     assert wanted["normal"] < 12

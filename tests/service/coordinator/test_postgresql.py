@@ -23,7 +23,7 @@ from waiting import until
 
 from coordinator.errors import BadConfiguration
 from coordinator.run.home import Home, create_home, open_home
-from coordinator.run.leader import Leader, last_leader, leading
+from coordinator.run.leader import Leader, last_leader, leader_thread
 from coordinator.storage import work
 from coordinator.storage.faults import is_away
 from coordinator.storage.schema import leases, log_entries, slots, submissions
@@ -136,7 +136,7 @@ def test_a_lease_that_ends_while_it_is_submitted_is_one_or_the_other(others: lis
         outcomes.add(submitted)
         for one in again:
             with others[1].database.write() as connection:
-                work.give_back(connection, node=who("b"), lease_id=one.lease_id, now=second.now)
+                work.return_lease(connection, node=who("b"), lease_id=one.lease_id, now=second.now)
         while claimed := first.claim():
             first.decide(claimed, Outcome.ADMITTED)
     assert outcomes == {True, False}, "neither ever came first"
@@ -162,7 +162,9 @@ def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None
                         actor.submit(names[index], lease.lease_id)
                     else:
                         with actor.home.database.write() as connection:
-                            work.give_back(connection, node=who(names[index]), lease_id=lease.lease_id, now=actor.now)
+                            work.return_lease(
+                                connection, node=who(names[index]), lease_id=lease.lease_id, now=actor.now
+                            )
                 except Refusal as refusal:  # its policy grew too old meanwhile
                     assert refusal.reason.value in {"stale_policy", "expired_lease"}
 
@@ -256,9 +258,9 @@ def test_one_leads_and_another_takes_over(
 ) -> None:
     home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
     second = open_home(tmp_path, database_url=database_url)
-    with leading(Leader(second, name="second")) as successor:
+    with leader_thread(Leader(second, name="second")) as successor:
         until(lambda: successor.leading)
-        with leading(Leader(home, name="first")) as first:
+        with leader_thread(Leader(home, name="first")) as first:
             time.sleep(2.5)
             assert not first.leading
             if ending == "cut off":
@@ -269,7 +271,7 @@ def test_one_leads_and_another_takes_over(
             else:
                 with home.database.read() as connection:
                     assert last_leader(connection).name == "second"
-    with leading(Leader(home, name="first")) as first:
+    with leader_thread(Leader(home, name="first")) as first:
         until(lambda: first.leading)
     with home.database.read() as connection:
         assert last_leader(connection).name == "first"

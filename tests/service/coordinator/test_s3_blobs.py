@@ -81,9 +81,9 @@ def test_a_blob_is_kept_under_its_digest_and_checked_when_it_is_read(store: Stor
 
 def test_what_is_not_there_is_not_taken_for_a_store_that_is_away(blobs: S3Blobs) -> None:
     """A verifier waits for a store that is away; for evidence that is gone it would wait for ever."""
-    with pytest.raises(StorageFault, match="nothing there"):
+    with pytest.raises(StorageFault, match="no such object"):
         blobs.get("0" * 64, max_bytes=8)
-    assert blobs.reading("0" * 64) is None
+    assert blobs.open_stream("0" * 64) is None
     with pytest.raises(StorageFault):
         blobs.keep(upload_of(b"never uploaded"), digest(b"never uploaded"))
     blobs.discard(upload_of(b"never uploaded"))
@@ -97,7 +97,7 @@ def test_a_blobs_name_cannot_leave_the_prefix(blobs: S3Blobs, name: str) -> None
 
 
 def test_a_blob_is_read_piece_by_piece(blobs: S3Blobs) -> None:
-    reading = blobs.reading(blobs.put(b"x" * 1000))
+    reading = blobs.open_stream(blobs.put(b"x" * 1000))
     assert reading is not None
     pieces = []
     while piece := reading.read(300):

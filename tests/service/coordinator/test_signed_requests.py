@@ -145,7 +145,7 @@ def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
     execute = Connection.execute
 
     def noting(connection: Connection, statement: object, *args: object) -> object:
-        if statement is signed_requests._FORGET:
+        if statement is signed_requests._DELETE_EXPIRED:
             looked.append(now)
         return execute(connection, statement, *args)  # type: ignore[call-overload]
 

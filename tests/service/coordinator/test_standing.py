@@ -238,12 +238,12 @@ def test_a_node_without_the_stake_is_measured_in_full_and_a_rejection_takes_it_o
 def test_many_identities_at_one_address_share_its_leases(actors: Actors, home: Home) -> None:
     names = [f"sybil{i}" for i in range(6)]
     actors.register(*names, admitted=0)
-    here = work.Caller("192.0.2.7", most_leases=2)
+    here = work.AddressQuota("192.0.2.7", most_leases=2)
     granted = 0
     for name in names:
         with home.database.write() as connection:
             request = LeaseRequest(held_versions=(1,), slots=1, instance="0" * 32)
-            reply = work.lease(connection, node=who(name), request=request, spec=home.spec, now=actors.now, caller=here)
+            reply = work.lease(connection, node=who(name), request=request, spec=home.spec, now=actors.now, quota=here)
         granted += len(reply.leases)
     assert granted == 2
     assert actors.lease("old", held=(1,)), "others are not in their way"
@@ -344,7 +344,7 @@ def test_a_group_left_out_undecided_may_be_submitted_again_as_it_was(actors: Act
             work.check_lease(connection, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
             == slot_id
         )
-        again = work.Arrival(submission=who("again"), request=who("again"), body=body, body_bytes=1)
+        again = work.StoredSubmission(submission=who("again"), request=who("again"), body=body, body_bytes=1)
         work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
 
 
@@ -355,7 +355,7 @@ def test_bad_bytes_are_not_taken_again(actors: Actors, home: Home) -> None:
     with home.database.read() as connection:
         body = connection.execute(select(submissions.c.body).where(submissions.c.submission == unseen)).scalar_one()
     (lease,) = actors.lease("new", held=(1,))
-    again = work.Arrival(submission=who("again"), request=who("again"), body=body, body_bytes=1)
+    again = work.StoredSubmission(submission=who("again"), request=who("again"), body=body, body_bytes=1)
     with pytest.raises(Refusal) as caught, home.database.write() as connection:
         work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
     assert caught.value.reason is Reason.DUPLICATE_SUBMISSION

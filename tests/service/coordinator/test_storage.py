@@ -102,7 +102,7 @@ def test_a_new_node_gets_one_slot_and_one_more_with_each_admitted_group(actors: 
             actors.decide(actors.claim(), Outcome.ADMITTED)
         with actors.home.database.write() as connection:
             for lease in leased[1:]:
-                work.give_back(connection, node=who("new"), lease_id=lease.lease_id, now=actors.now)
+                work.return_lease(connection, node=who("new"), lease_id=lease.lease_id, now=actors.now)
 
 
 def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actors: Actors) -> None:
@@ -116,7 +116,7 @@ def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actor
         assert len(mine) == 2
         with actors.home.database.write() as connection:
             for lease in mine:
-                work.give_back(connection, node=who("a"), lease_id=lease.lease_id, now=actors.now)
+                work.return_lease(connection, node=who("a"), lease_id=lease.lease_id, now=actors.now)
         actors.now += 51
 
 
@@ -208,7 +208,7 @@ def test_rejections_make_a_node_wait_longer_each_time(actors: Actors) -> None:
             actors.now += 1
         waits.append(actors.now - before)
         with actors.home.database.write() as connection:
-            work.give_back(connection, node=who("a"), lease_id=got[0].lease_id, now=actors.now)
+            work.return_lease(connection, node=who("a"), lease_id=got[0].lease_id, now=actors.now)
     assert waits == [4, 8, 10, 10]
 
 

@@ -18,7 +18,7 @@ from verifying import Part, drawn
 
 from coordinator.verifier import daemon as verifier
 from coordinator.verifier import policy_cache as policy_shelf
-from coordinator.verifier.policy_cache import PolicyShelf
+from coordinator.verifier.policy_cache import PolicyCache
 from node.environments import load_environment
 from node.episodes.expected import expected_of
 from node.policy.file import Policy, load_policy, save_policy
@@ -28,7 +28,7 @@ from node.protocol.messages import Lease
 from node.protocol.reasons import Reason
 from node.protocol.submission import Rollout
 from node.submission.writer import write_rollouts
-from node.verification.measure import PolicyAway
+from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Claim
 from node.verification.prefill import TransformersPrefills
 from shardcast import Client
@@ -129,7 +129,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *, meanwhile: Callable[[], None] = 
         readings.append(body)
         return await read(body, **arguments)
 
-    async def deciding(claims: Sequence[Claim], **arguments: Any) -> list[Verdict | PolicyAway]:
+    async def deciding(claims: Sequence[Claim], **arguments: Any) -> list[Verdict | PolicyUnavailable]:
         decided = await decide_many(claims, **arguments)
         if len(readings) == 1:
             await asyncio.to_thread(meanwhile)
@@ -152,8 +152,8 @@ async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: P
     home = run.swarm.home
     run.swarm.origin_server.publish(path_of(run.folder, 1), version=1)
     async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
-        shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
-        with pytest.raises(PolicyAway):
+        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        with pytest.raises(PolicyUnavailable):
             await shelf.prefill(1)
         assert (await shelf.blueprint(0)).vocabulary == run.policies[0].vocabulary
         assert (await shelf.prefill(0)).blueprint.eos_ids == run.policies[0].eos_ids
@@ -164,9 +164,9 @@ async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: P
 async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) -> None:
     home = run.swarm.home
     async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
-        shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
         for ask in (shelf.blueprint, shelf.prefill):
-            with pytest.raises(PolicyAway):
+            with pytest.raises(PolicyUnavailable):
                 await ask(0)
 
 
@@ -178,10 +178,10 @@ async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_poli
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with Client(home.run_id, home.public_key, [source], tmp_path / "shelf") as client:
-            shelf = PolicyShelf(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+            shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
             for most in (2.0, 0.2):
                 started = time.monotonic()
-                with pytest.raises(PolicyAway, match="on its way"):
+                with pytest.raises(PolicyUnavailable, match="being fetched"):
                     await shelf.prefill(0)
                 assert time.monotonic() - started < most, "the second submission does not wait again"
             client.set_sources([run.swarm.origin_url])

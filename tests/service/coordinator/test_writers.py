@@ -19,6 +19,7 @@ from coordinator.storage import sqlite as storage
 from coordinator.storage.database import Database, sqlite_url
 
 HOLD_SECONDS = 0.002
+SECONDS = 2.0
 
 
 def write_until(database: Database, stop: float) -> tuple[int, float]:
@@ -32,9 +33,10 @@ def write_until(database: Database, stop: float) -> tuple[int, float]:
     return count, longest
 
 
-def other_process(folder: Path, stop: float, found: SimpleQueue[tuple[int, float]]) -> None:
+def other_process(folder: Path, found: SimpleQueue[tuple[int, float]]) -> None:
     database = Database(sqlite_url(folder))
-    found.put(write_until(database, stop))
+    found.put((0, 0.0))  # its imports are done
+    found.put(write_until(database, time.monotonic() + SECONDS))
     database.close()
 
 
@@ -45,9 +47,10 @@ def test_a_busy_verifier_does_not_keep_requests_waiting(tmp_path: Path) -> None:
     database = Database(sqlite_url(tmp_path))
     with database.write() as connection:
         connection.exec_driver_sql("CREATE TABLE written (x INTEGER)")
-    stop = time.monotonic() + 3
-    process = context.Process(target=other_process, args=(tmp_path, stop, found))
+    process = context.Process(target=other_process, args=(tmp_path, found))
     process.start()
+    found.get()
+    stop = time.monotonic() + SECONDS
     with ThreadPoolExecutor(8) as pool:
         ours = list(pool.map(lambda _: write_until(database, stop), range(8)))
     theirs = found.get()

@@ -60,7 +60,7 @@ async def test_a_node_whose_coordinator_is_gone_goes_on_with_the_next_at_once(ca
         await client.register(REGISTRATION, patience_seconds=0)
         assert time.monotonic() - started < AT_ONCE
         assert (client.url, client.urls, client.away) == (url, (url, gone), False)
-    assert lines(caplog) == [f"the coordinator {gone} is away (connection refused); going on with {url}"]
+    assert lines(caplog) == [f"the coordinator {gone} is away (connection refused); failing over to {url}"]
 
 
 async def test_the_one_that_works_is_kept_and_the_first_is_asked_again_when_it_fails(caplog):
@@ -100,7 +100,7 @@ async def test_an_outage_of_all_is_one_line_and_so_is_its_end(caplog):
     said = lines(caplog)
     assert len(said) == 3
     assert said[0].startswith(f"the coordinator {a} is away")
-    assert "trying until one answers" in said[1]
+    assert "retrying until one answers" in said[1]
     assert a in said[1]
     assert b in said[1]
     assert said[2].startswith(f"the coordinator {b} is back after")

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, sealed_descriptor, served
 
-from node.joining import entrance as joining
-from node.joining.entrance import Entrance, Entry, entered
+from node.joining import session as joining
+from node.joining.session import JoinSettings, RunSession, join_run
 from node.protocol.peers import Address
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"\2" * 32)
@@ -58,21 +58,21 @@ class Silent:
 
 
 @contextlib.asynccontextmanager
-async def following(coordinator: Coordinator, state: Path, *, by_peers: bool = True) -> AsyncIterator[Entrance]:
+async def following(coordinator: Coordinator, state: Path, *, by_peers: bool = True) -> AsyncIterator[RunSession]:
     async with served(coordinator.answer) as url:
-        entry = Entry(run_id=RUN_ID, coordinators=(url,), peers=(NOBODY,) if by_peers else ())
-        async with asyncio.timeout(60), entered(entry, key=KEY, state=state) as entrance:
-            task = asyncio.create_task(entrance.follow())
-            yield entrance
+        entry = JoinSettings(run_id=RUN_ID, coordinators=(url,), peers=(NOBODY,) if by_peers else ())
+        async with asyncio.timeout(60), join_run(entry, key=KEY, state=state) as session:
+            task = asyncio.create_task(session.follow())
+            yield session
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
 
-async def version(entrance: Entrance, wanted: int, *, seconds: float) -> float:
+async def version(session: RunSession, wanted: int, *, seconds: float) -> float:
     """How long it took until it was known."""
     began = time.monotonic()
-    while entrance.descriptor.version < wanted:
+    while session.descriptor.version < wanted:
         assert time.monotonic() < began + seconds, "nobody told this node"
         await asyncio.sleep(0.01)
     return time.monotonic() - began
@@ -80,7 +80,7 @@ async def version(entrance: Entrance, wanted: int, *, seconds: float) -> float:
 
 @pytest.fixture(autouse=True)
 def silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def network(_stack: object, entry: Entry, **_settings: object) -> Silent | None:
+    async def network(_stack: object, entry: JoinSettings, **_settings: object) -> Silent | None:
         return Silent() if entry.peers else None
 
     monkeypatch.setattr(joining, "_network", network)
@@ -88,10 +88,10 @@ def silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_node_that_waits_at_the_coordinator_has_what_is_new_at_once(tmp_path: Path) -> None:
     coordinator = Coordinator()
-    async with following(coordinator, tmp_path) as entrance:
+    async with following(coordinator, tmp_path) as session:
         await asyncio.sleep(0.2)
         for _ in range(2):
-            assert await version(entrance, coordinator.publish(), seconds=5.0) < 2.0
+            assert await version(session, coordinator.publish(), seconds=5.0) < 2.0
 
 
 async def test_a_coordinator_where_enough_wait_is_left_alone(tmp_path: Path) -> None:
@@ -108,14 +108,14 @@ async def test_a_node_that_found_what_nobody_brought_waits_from_then_on(
     monkeypatch.setattr(joining, "REFRESH_SECONDS", 0.4)
     monkeypatch.setattr(joining, "WAITING", 0)  # it is never drawn
     coordinator = Coordinator()
-    async with following(coordinator, tmp_path) as entrance:
+    async with following(coordinator, tmp_path) as session:
         await asyncio.sleep(0.9)
         assert not any(coordinator.waits)
         monkeypatch.setattr(joining, "REFRESH_SECONDS", 30.0)
-        await version(entrance, coordinator.publish(), seconds=5.0)
+        await version(session, coordinator.publish(), seconds=5.0)
         await asyncio.sleep(0.2)
         assert coordinator.waits[-1] > 10.0
-        assert await version(entrance, coordinator.publish(), seconds=5.0) < 2.0
+        assert await version(session, coordinator.publish(), seconds=5.0) < 2.0
 
 
 async def test_a_node_without_peers_takes_no_place_from_those_who_would_pass_it_on(
@@ -123,6 +123,6 @@ async def test_a_node_without_peers_takes_no_place_from_those_who_would_pass_it_
 ) -> None:
     monkeypatch.setattr(joining, "REFRESH_SECONDS", 0.2)
     coordinator = Coordinator()
-    async with following(coordinator, tmp_path, by_peers=False) as entrance:
-        await version(entrance, coordinator.publish(), seconds=5.0)
+    async with following(coordinator, tmp_path, by_peers=False) as session:
+        await version(session, coordinator.publish(), seconds=5.0)
         assert not any(coordinator.waits)

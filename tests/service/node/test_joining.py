@@ -23,10 +23,10 @@ from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, RUN_KEY, answers, se
 from waiting import eventually
 
 from node.client.http import Backoff
-from node.discovery.descriptor import Board
+from node.discovery.descriptor import DescriptorStore
 from node.errors import BadReply, ConfigError, StateError
-from node.joining import entrance as joining
-from node.joining.entrance import Entrance, Entry, entered
+from node.joining import session as joining
+from node.joining.session import JoinSettings, RunSession, join_run
 from node.protocol.peers import Address
 from node.protocol.run import Descriptor
 from shardcast.errors import Stale
@@ -48,26 +48,26 @@ def closed_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def joined(tmp_path: Path, *coordinators: str, peers: tuple[Address, ...] = ()) -> AsyncIterator[Entrance]:
-    entry = Entry(run_id=RUN_ID, coordinators=coordinators, peers=peers, host="127.0.0.1")
-    async with asyncio.timeout(SOON), entered(entry, key=KEY, state=tmp_path, backoff=QUICK) as entrance:
-        yield entrance
+async def joined(tmp_path: Path, *coordinators: str, peers: tuple[Address, ...] = ()) -> AsyncIterator[RunSession]:
+    entry = JoinSettings(run_id=RUN_ID, coordinators=coordinators, peers=peers, host="127.0.0.1")
+    async with asyncio.timeout(SOON), join_run(entry, key=KEY, state=tmp_path, backoff=QUICK) as session:
+        yield session
 
 
 class Peers:
     """In place of the peer-to-peer network: what the test has `say` is what neighbours would bring."""
 
     def __init__(self) -> None:
-        self.board: Board | None = None
+        self.store: DescriptorStore | None = None
         self.neighbours: list[str] = []
 
-    async def network(self, _stack, entry, *, key, state, board) -> Peers | None:
-        self.board = board
+    async def network(self, _stack, entry, *, key, state, store) -> Peers | None:
+        self.store = store
         return self if entry.peers else None
 
     def say(self, envelope: bytes) -> None:
-        assert self.board is not None
-        self.board.offer(envelope, source="a peer")
+        assert self.store is not None
+        self.store.offer(envelope, source="a peer")
 
     def status(self) -> dict[str, object]:
         return {"up": True, "neighbours": self.neighbours}
@@ -84,10 +84,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
 
 
 async def test_a_url_and_the_runs_id_are_enough(tmp_path: Path) -> None:
-    async with served(answers(sealed_descriptor(described(5)))) as url, joined(tmp_path, url) as entrance:
-        assert entrance.descriptor.version == 5
-        assert entrance.run_key == RUN_KEY.public_key().public_bytes_raw() == entrance.client.run_key
-        assert entrance.status() == {
+    async with served(answers(sealed_descriptor(described(5)))) as url, joined(tmp_path, url) as session:
+        assert session.descriptor.version == 5
+        assert session.run_key == RUN_KEY.public_key().public_bytes_raw() == session.client.run_key
+        assert session.status() == {
             "descriptor_version": 5,
             "head_version": -1,
             "endpoints": [url],
@@ -117,8 +117,8 @@ async def test_an_older_descriptor_than_was_seen_before_the_restart_is_not_gone_
     """A rollback: whoever sits at a coordinator's address serves last month's relays and revocations."""
     async with served(answers(sealed_descriptor(described(7)))) as url, joined(tmp_path, url):
         pass
-    async with served(answers(sealed_descriptor(described(6)))) as url, joined(tmp_path, url) as entrance:
-        assert entrance.descriptor.version == 7
+    async with served(answers(sealed_descriptor(described(6)))) as url, joined(tmp_path, url) as session:
+        assert session.descriptor.version == 7
 
 
 async def test_a_run_that_changed_its_rules_is_not_joined_again(tmp_path: Path) -> None:
@@ -137,12 +137,12 @@ async def test_a_run_that_changed_its_rules_is_not_joined_again(tmp_path: Path) 
 async def test_a_descriptor_from_a_peer_leads_to_the_coordinators(tmp_path: Path, peers: Peers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, peers=(NOBODY,))))
-        await eventually(lambda: peers.board is not None)
+        await eventually(lambda: peers.store is not None)
         peers.say(sealed_descriptor(described(5, "http://192.0.2.1:8700", "http://192.0.2.2:8700")))
-        entrance = await coming
-        assert entrance.client.urls == ("http://192.0.2.1:8700", "http://192.0.2.2:8700")
-        assert entrance.client.run_key == RUN_KEY.public_key().public_bytes_raw()
-        assert entrance.status()["network"] == peers.status()
+        session = await coming
+        assert session.client.urls == ("http://192.0.2.1:8700", "http://192.0.2.2:8700")
+        assert session.client.run_key == RUN_KEY.public_key().public_bytes_raw()
+        assert session.status()["network"] == peers.status()
 
 
 async def test_as_many_endpoints_as_a_descriptor_may_name_and_one_more_are_taken(tmp_path: Path, peers: Peers) -> None:
@@ -151,7 +151,7 @@ async def test_as_many_endpoints_as_a_descriptor_may_name_and_one_more_are_taken
     async with contextlib.AsyncExitStack() as stack:
         own = f"http://127.0.0.1:{closed_port()}"
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, own, peers=(NOBODY,))))
-        await eventually(lambda: peers.board is not None)
+        await eventually(lambda: peers.store is not None)
         peers.say(sealed_descriptor(described(5, *named)))
         assert (await coming).client.urls == (own, *named[:15])
 
@@ -196,16 +196,16 @@ async def test_a_coordinator_that_never_answers_does_not_hold_up_what_peers_know
         await asyncio.sleep(0.2)
         began = time.monotonic()
         peers.say(sealed_descriptor(described(5)))
-        entrance = await coming
+        session = await coming
         assert time.monotonic() - began < 3.0
-        assert entrance.descriptor.version == 5
+        assert session.descriptor.version == 5
 
 
 async def test_it_says_what_is_missing_and_not_every_second(
     tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joining, "SAY_SECONDS", 0.1)
-    caplog.set_level(logging.INFO, logger="node.joining.entrance")
+    caplog.set_level(logging.INFO, logger="node.joining.session")
     async with contextlib.AsyncExitStack() as stack:
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, peers=(NOBODY,))))
         await eventually(lambda: "no peer answers" in caplog.text)
@@ -224,15 +224,15 @@ async def test_it_says_what_is_missing_and_not_every_second(
 async def test_news_from_peers_changes_the_coordinators_at_once(tmp_path: Path, peers: Peers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, peers=(NOBODY,))))
-        await eventually(lambda: peers.board is not None)
+        await eventually(lambda: peers.store is not None)
         peers.say(sealed_descriptor(described(5, "http://192.0.2.1:8700")))
-        entrance = await coming
-        following = asyncio.create_task(entrance.follow())
+        session = await coming
+        following = asyncio.create_task(session.follow())
         await asyncio.to_thread(
             peers.say, sealed_descriptor(described(6, "http://192.0.2.2:8700", "http://192.0.2.3:1"))
         )
-        await eventually(lambda: set(entrance.client.urls) == {"http://192.0.2.2:8700", "http://192.0.2.3:1"})
-        assert entrance.descriptor.version == 6
+        await eventually(lambda: set(session.client.urls) == {"http://192.0.2.2:8700", "http://192.0.2.3:1"})
+        assert session.descriptor.version == 6
         following.cancel()
 
 
@@ -242,9 +242,9 @@ async def test_a_coordinator_is_asked_when_peers_are_silent(
     """An eclipse: neighbours that withhold news must not keep a node at an old list of coordinators."""
     monkeypatch.setattr(joining, "REFRESH_SECONDS", 0.1)
     handler = answers(sealed_descriptor(described(5)), sealed_descriptor(described(6)))
-    async with served(handler) as url, joined(tmp_path, url, peers=(NOBODY,)) as entrance:
-        following = asyncio.create_task(entrance.follow())
-        await eventually(lambda: entrance.descriptor.version == 6)
+    async with served(handler) as url, joined(tmp_path, url, peers=(NOBODY,)) as session:
+        following = asyncio.create_task(session.follow())
+        await eventually(lambda: session.descriptor.version == 6)
         following.cancel()
 
 
@@ -261,9 +261,9 @@ async def test_following_survives_whatever_a_coordinator_answers(
         sealed_descriptor(described(4)),
         sealed_descriptor(described(6)),
     )
-    async with served(answers(*replies)) as url, joined(tmp_path, url) as entrance:
-        following = asyncio.create_task(entrance.follow())
-        await eventually(lambda: entrance.descriptor.version == 6 or following.done())
+    async with served(answers(*replies)) as url, joined(tmp_path, url) as session:
+        following = asyncio.create_task(session.follow())
+        await eventually(lambda: session.descriptor.version == 6 or following.done())
         assert not following.done()
         following.cancel()
 
@@ -274,13 +274,13 @@ async def test_a_descriptor_that_expires_between_two_looks_at_the_clock_ends_not
     monkeypatch.setattr(joining, "REFRESH_SECONDS", 0.05)
     asked = []
 
-    def expired(_board: Board, _client: object) -> None:
+    def expired(_board: DescriptorStore, _client: object) -> None:
         asked.append(1)
         raise Stale("expired", code="expired")
 
-    async with served(answers(sealed_descriptor(described(5)))) as url, joined(tmp_path, url) as entrance:
+    async with served(answers(sealed_descriptor(described(5)))) as url, joined(tmp_path, url) as session:
         monkeypatch.setattr(joining, "offer", expired)
-        following = asyncio.create_task(entrance.follow())
+        following = asyncio.create_task(session.follow())
         await eventually(lambda: len(asked) >= 2)
         assert not following.done()
         following.cancel()
@@ -320,21 +320,21 @@ async def test_a_port_that_another_process_listens_on_is_named(tmp_path: Path) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        entry = Entry(run_id=RUN_ID, peers=(NOBODY,), host="127.0.0.1", port=port)
+        entry = JoinSettings(run_id=RUN_ID, peers=(NOBODY,), host="127.0.0.1", port=port)
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: another process listens there"):
-            async with entered(entry, key=KEY, state=tmp_path, backoff=QUICK):
+            async with join_run(entry, key=KEY, state=tmp_path, backoff=QUICK):
                 pass
 
 
 async def test_an_address_that_is_not_this_machines_is_named(tmp_path: Path) -> None:
-    entry = Entry(run_id=RUN_ID, peers=(NOBODY,), host="192.0.2.77")
+    entry = JoinSettings(run_id=RUN_ID, peers=(NOBODY,), host="192.0.2.77")
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77:0"):
-        async with entered(entry, key=KEY, state=tmp_path, backoff=QUICK):
+        async with join_run(entry, key=KEY, state=tmp_path, backoff=QUICK):
             pass
 
 
 def remember(state: Path, descriptor: Descriptor) -> None:
     """As of an earlier start of the node, and expired since."""
-    Board(RUN_ID, state=state, clock=lambda: 0.0).offer(
+    DescriptorStore(RUN_ID, state=state, clock=lambda: 0.0).offer(
         sealed_descriptor(structs.replace(descriptor, issued_at=1, expires_at=10)), source=""
     )

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from node.errors import ConfigError
-from node.joining.metrics import PEER, Latest
-from node.runtime.metrics import StatusFigures, process_registry, serving_metrics
-from node.worker.events import EventKind, Onlooker
-from node.worker.metrics import WORKER, Asking
+from node.joining.metrics import PEER, LatestStatus
+from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
+from node.worker.events import EventKind, Observer
+from node.worker.metrics import WORKER, StatusProbe
 
 STATUS: dict[str, Any] = {
     "version": 3,
@@ -88,9 +88,9 @@ def test_a_port_that_is_taken_is_one_sentence():
 
 
 def test_a_worker_is_what_it_says_of_itself():
-    latest = Latest()
+    latest = LatestStatus()
     registry = CollectorRegistry()
-    registry.register(StatusFigures(WORKER, latest))
+    registry.register(StatusCollector(WORKER, latest))
     assert value(registry, "swarmproof_worker_slots") is None, "it has not joined yet"
     latest.note(STATUS)
     assert value(registry, "swarmproof_worker_slots") == 2
@@ -105,26 +105,26 @@ def test_a_worker_is_what_it_says_of_itself():
 
 
 def test_a_peer_that_relays_for_nobody_has_no_figures_of_that():
-    latest = Latest()
+    latest = LatestStatus()
     network = {"up": True, "neighbours": ["a", "b"], "known": 5, "restarts": 0, "frames": {"sent": 3}, "relay": None}
     latest.note({"descriptor_version": 7, "network": network})
     registry = CollectorRegistry()
-    registry.register(StatusFigures(PEER, latest))
+    registry.register(StatusCollector(PEER, latest))
     assert value(registry, "swarmproof_peer_neighbours") == 2
     assert value(registry, "swarmproof_peer_frames_total", fate="sent") == 3
     assert value(registry, "swarmproof_peer_circuits") is None
 
 
-class Witness(Onlooker):
+class WatchingObserver(Observer):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def meet(self, status):
+    def attach(self, status):
         self.told.append(status)
 
-    def notice(self, kind, /, **keys):
+    def notify(self, kind, /, **keys):
         self.told.append((kind, keys))
 
     def fetching(self, version):
@@ -134,31 +134,31 @@ class Witness(Onlooker):
 
 async def test_a_worker_is_asked_on_its_own_loop_and_its_onlooker_sees_all_the_same():
     """Another thread must not read what the loop is changing."""
-    witness, asked_in = Witness(), []
+    witness, asked_in = WatchingObserver(), []
 
     def status():
         asked_in.append(threading.current_thread())
         return STATUS
 
-    asking = Asking(witness)
-    assert await asyncio.to_thread(asking) is None
-    asking.meet(status)
-    asking.notice(EventKind.STOPPING)
-    with asking.fetching(3):
+    probe = StatusProbe(witness)
+    assert await asyncio.to_thread(probe) is None
+    probe.attach(status)
+    probe.notify(EventKind.STOPPING)
+    with probe.fetching(3):
         pass
-    assert await asyncio.to_thread(asking) == STATUS
+    assert await asyncio.to_thread(probe) == STATUS
     assert asked_in == [threading.main_thread()]
     assert witness.told == [status, (EventKind.STOPPING, {}), 3]
 
 
 def test_a_worker_that_has_ended_is_no_error_of_a_scrape():
-    asking = Asking(Witness())
+    probe = StatusProbe(WatchingObserver())
 
     async def work() -> None:
-        asking.meet(lambda: STATUS)
+        probe.attach(lambda: STATUS)
 
     asyncio.run(work())
     registry = CollectorRegistry()
-    registry.register(StatusFigures(WORKER, asking))
+    registry.register(StatusCollector(WORKER, probe))
     assert b"swarmproof_worker_slots" in generate_latest(registry)
     assert value(registry, "swarmproof_worker_slots") is None

@@ -22,7 +22,7 @@ from terminal import Terminal
 
 from node.broadcast import progress
 from node.broadcast.progress import FetchProgress
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.relay.advice import Serving
 from node.relay.daemon import RelaySettings, run_relay
 
@@ -98,7 +98,7 @@ async def test_a_log_has_a_line_now_and_then_and_moves_no_cursor(swarm, tmp_path
     stop = asyncio.Event()
     with behind_a_slow_line(swarm) as url, caplog.at_level(logging.INFO):
         settings = RelaySettings(
-            entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
+            join=JoinSettings(run_id=swarm.run_id, coordinators=(swarm.url,)),
             state=tmp_path,
             host="127.0.0.1",
             port=0,

@@ -21,9 +21,9 @@ from aiohttp import web
 
 from node.client.http import Exchange, ExchangeLimits
 from node.client.http import Request as Asked
-from node.client.object_store import put_into_store
+from node.client.object_store import put_file
 from node.client.ssrf import Reach, reach_of
-from node.errors import BadReply, UploadStoreAway
+from node.errors import BadReply, StoreUnavailable
 
 BODY = b"a group of completions" * 1000
 SECRET = "X-Amz-Signature=0123456789abcdef"
@@ -55,7 +55,7 @@ def body(tmp_path: Path) -> Path:
 
 async def put(url: str, body: Path, *, least: Reach = Reach.THIS_MACHINE, limits: ExchangeLimits = LIMITS) -> None:
     sha256 = hashlib.sha256(BODY).hexdigest()
-    await put_into_store(url, body, body_bytes=len(BODY), sha256=sha256, least=least, limits=limits)
+    await put_file(url, body, body_bytes=len(BODY), sha256=sha256, least=least, limits=limits)
 
 
 async def test_the_file_arrives_with_what_the_url_was_signed_for(body: Path) -> None:
@@ -154,7 +154,7 @@ async def test_attack_a_redirect_is_not_followed(location: str, body: Path) -> N
         return web.Response(status=307, headers={"Location": location})
 
     async with listening(redirect) as url:
-        with pytest.raises(UploadStoreAway, match="HTTP 307"):
+        with pytest.raises(StoreUnavailable, match="HTTP 307"):
             await put(url, body)
 
 
@@ -206,7 +206,7 @@ async def test_attack_a_store_that_answers_nothing_or_nonsense_is_away(body: Pat
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         started = time.monotonic()
-        with pytest.raises(UploadStoreAway) as away:
+        with pytest.raises(StoreUnavailable) as away:
             await put(f"http://127.0.0.1:{port}/x?{SECRET}", body)
         await ended.wait()
     assert time.monotonic() - started < 5
@@ -224,14 +224,14 @@ async def test_a_refusal_is_one_sentence_without_the_url(
         return web.Response(status=status, text="<Error>\x1b[2J</Error>")
 
     async with listening(refuse) as url:
-        with pytest.raises(UploadStoreAway) as away:
+        with pytest.raises(StoreUnavailable) as away:
             await put(f"{url}/x?{SECRET}", body)
     assert str(away.value) == f"The run's object store does not take the file (HTTP {status})."
     assert SECRET not in "".join(record.getMessage() for record in caplog.records if record.name.startswith("node"))
 
 
 async def test_a_store_that_nobody_reaches_is_away_and_its_url_is_not_quoted(body: Path) -> None:
-    with pytest.raises(UploadStoreAway) as away:
+    with pytest.raises(StoreUnavailable) as away:
         await put(f"http://127.0.0.1:9/x?{SECRET}", body)
     assert "connection refused" in str(away.value)
     assert SECRET not in str(away.value)

@@ -17,8 +17,8 @@ from verifying import InMemory
 
 from node.environments import load_environment
 from node.errors import BadReply, StateError
-from node.joining import entrance as joining
-from node.joining.entrance import Entry
+from node.joining import session as joining
+from node.joining.session import JoinSettings
 from node.policy.file import load_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
@@ -233,7 +233,7 @@ async def test_a_relay_announces_itself_and_workers_fetch_through_it(swarm, tmp_
     stop = asyncio.Event()
     swarm.coordinator.relays = ()
     settings = RelaySettings(
-        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
+        join=JoinSettings(run_id=swarm.run_id, coordinators=(swarm.url,)),
         state=tmp_path / "relay",
         host="127.0.0.1",
         port=0,
@@ -253,7 +253,7 @@ async def test_attack_rules_that_change_under_a_running_relay_end_it_with_the_re
     monkeypatch.setattr(joining, "REFRESH_SECONDS", 0.2)
     swarm.coordinator.relays = ()
     settings = RelaySettings(
-        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
+        join=JoinSettings(run_id=swarm.run_id, coordinators=(swarm.url,)),
         state=tmp_path / "relay",
         host="127.0.0.1",
         port=0,

@@ -21,7 +21,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Status, StopMessage
 
-from node.discovery.descriptor import Board
+from node.discovery.descriptor import DescriptorStore
 from node.p2p import LinkLimits, PeerNetwork, PeerSettings
 from node.p2p.circuits import HOP, STOP, accept_circuit, peer_id_message, reach, read_message, write_message
 from node.p2p.host import PeerUnreachable, peer_of
@@ -96,14 +96,14 @@ async def test_reservations_in_the_names_of_others(scene: Scene) -> None:
     assert await (await scene.visitor()).reserve(scene.relay.address) == Status.OK
 
 
-@on_circuits(RelayLimits(reservations_per_crowd=3))
+@on_circuits(RelayLimits(reservations_per_subnet=3))
 async def test_one_host_with_many_keys_takes_no_more_than_its_share(scene: Scene) -> None:
     statuses = [await (await scene.visitor()).reserve(scene.relay.address) for _ in range(4)]
     assert statuses == [Status.OK, Status.OK, Status.RESERVATION_REFUSED, Status.RESERVATION_REFUSED]
     assert scene.relaying.holds(scene.home.node), "whoever has reserved keeps it"
 
 
-@on_circuits(RelayLimits(reservations_per_crowd=2))
+@on_circuits(RelayLimits(reservations_per_subnet=2))
 async def test_a_reservation_is_lost_with_its_connection(scene: Scene) -> None:
     """Who reserves and leaves must not hold a place for half an hour."""
     assert await scene.stranger.reserve(scene.relay.address) == Status.OK
@@ -251,10 +251,10 @@ async def test_nobody_reserves_or_goes_on_through_a_circuit(scene: Scene) -> Non
 async def test_no_links_through_a_circuit(scene: Scene) -> None:
     """A node's neighbours are few: nobody takes a place who is gone in two minutes, or cannot be told from others."""
     key = Ed25519PrivateKey.generate()
-    board = Board(run_id_of(key.public_key().public_bytes_raw()))
-    network = PeerNetwork(PeerSettings(bootstrap=(), state=Path("/nowhere")), key=key, board=board)
+    store = DescriptorStore(run_id_of(key.public_key().public_bytes_raw()))
+    network = PeerNetwork(PeerSettings(bootstrap=(), state=Path("/nowhere")), key=key, store=store)
     records = {"own_record": lambda: None, "on_record": lambda _peer, _remote: None}
-    links = Links(board, network.book, own=scene.home.node, limits=LinkLimits(), **records)
+    links = Links(store, network.book, own=scene.home.node, limits=LinkLimits(), **records)
     scene.home.host.set_stream_handler(TProtocol(LINK), lambda stream: network._serve_link(links, stream))
     await reach(scene.stranger.host, scene.circuit, seconds=SECONDS)
     await scene.friend.call(scene.home.address)

@@ -27,10 +27,10 @@ from libp2p.custom_types import TProtocol  # noqa: TID251
 
 from node.control.authorization import STRANGERS_BURST
 from node.control.caller import ControlClient
-from node.discovery.descriptor import Board
+from node.discovery.descriptor import DescriptorStore
 from node.engines.torch import TorchEngine
 from node.errors import NetworkDown
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.p2p import PeerNetwork, PeerSettings
 from node.p2p.control import PROTOCOL
 from node.p2p.host import connect, peer_of
@@ -120,8 +120,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> 
         port = free.getsockname()[1]
         free.close()
         nobody = Address("ip4", "127.0.0.1", 1, public(Ed25519PrivateKey.generate()))
-        entry = Entry(run_id=RUN_ID, coordinators=(swarm.url,), peers=(nobody,), host="127.0.0.1", port=port)
-        settings = WorkerSettings(entry=entry, state=folder / "worker", slots=2, control=frozenset(ALL_BUT_LOGS))
+        entry = JoinSettings(run_id=RUN_ID, coordinators=(swarm.url,), peers=(nobody,), host="127.0.0.1", port=port)
+        settings = WorkerSettings(join=entry, state=folder / "worker", slots=2, control=frozenset(ALL_BUT_LOGS))
         found = Victim(swarm, Address("ip4", "127.0.0.1", port, NODE), folder / "worker")
         stop = asyncio.Event()
         work = run_worker(settings, key=WORKER, make_engine=TorchEngine, stop=stop)
@@ -155,7 +155,7 @@ async def peer(folder: Path, key: Ed25519PrivateKey, *bootstrap: Address) -> Asy
     settings = PeerSettings(
         bootstrap=bootstrap, state=folder / public(key).hex()[:8], host="127.0.0.1", announced=False
     )
-    async with PeerNetwork(settings, key=key, board=Board(RUN_ID)) as network:
+    async with PeerNetwork(settings, key=key, store=DescriptorStore(RUN_ID)) as network:
         await network.ready()
         yield network
 
@@ -273,19 +273,19 @@ async def test_a_revoked_key_is_out_as_soon_as_a_peer_tells(victim: Victim, tmp_
     key = Ed25519PrivateKey.generate()
     async with peer(tmp_path, key) as network:
         assert (await ask(network, victim, request(AskStatus(), grant(key)), key)).reason is None
-    messenger, board = Ed25519PrivateKey.generate(), Board(RUN_ID)
+    messenger, store = Ed25519PrivateKey.generate(), DescriptorStore(RUN_ID)
     settings = PeerSettings(
         bootstrap=(victim.address,), state=tmp_path / "messenger", host="127.0.0.1", announced=False
     )
-    async with PeerNetwork(settings, key=messenger, board=board):
+    async with PeerNetwork(settings, key=messenger, store=store):
         deadline = time.monotonic() + SECONDS
-        while board.newest is None:
+        while store.newest is None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
-        known, _ = open_descriptor(board.newest.envelope, run_id=RUN_ID, now=time.time())
+        known, _ = open_descriptor(store.newest.envelope, run_id=RUN_ID, now=time.time())
         revoking = msgspec.structs.replace(known, version=known.version + 1, revoked=(public(key).hex(),))
         sealed = seal(encode(revoking), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=RUN)
-        board.offer(sealed, source="test")
+        store.offer(sealed, source="test")
         async with peer(tmp_path, key) as network:
             while (said := await ask(network, victim, request(AskStatus(), grant(key)), key)).reason is None:
                 assert time.monotonic() < deadline
@@ -365,7 +365,7 @@ async def test_a_node_that_answers_another_request(tmp_path: Path) -> None:
     async with peer(tmp_path, liar) as answering, peer(tmp_path, asker) as asking:
         port = answering._port
         at = Address("ip4", "127.0.0.1", port, public(liar))
-        caller = ControlClient(asking, board=Board(RUN_ID), key=asker, authority=None)
+        caller = ControlClient(asking, store=DescriptorStore(RUN_ID), key=asker, authority=None)
         for code, lie in lies.items():
 
             async def handler(_peer: bytes, data: bytes, lie=lie) -> bytes:

@@ -28,7 +28,7 @@ from coordinator.storage.instances import INSTANCE_SECONDS
 from coordinator.storage.schema import LeaseState, leases, nodes, submissions
 from node.engines.torch import TorchEngine
 from node.errors import Refused
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.keys.identity import load_key, node_id
 from node.protocol.reasons import Reason
 from node.worker import registration as worker_registration
@@ -166,8 +166,8 @@ def test_a_machine_whose_slots_take_long_is_heard_and_hears_that_another_took_it
     """It asks for no leases for minutes: its key would be free for a copy, and it would work on for nothing."""
     monkeypatch.setattr(worker_registration, "HEARD_SECONDS", 0.2)
     key = Ed25519PrivateKey.generate()
-    entry = Entry(run_id=swarm.home.run_id, coordinators=(swarm.url,))
-    settings = WorkerSettings(entry=entry, state=tmp_path / "slow", grace_seconds=0.2)
+    entry = JoinSettings(run_id=swarm.home.run_id, coordinators=(swarm.url,))
+    settings = WorkerSettings(join=entry, state=tmp_path / "slow", grace_seconds=0.2)
 
     async def take_over() -> None:
         copy = Peer(swarm.url, swarm.home.run_id, key)

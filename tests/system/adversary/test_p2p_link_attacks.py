@@ -22,7 +22,7 @@ from p2p_scene import Process, Scene, counting_listener, descriptor, framed, rec
 from prepared_replies import OTHER_KEY, RUN_ID, RUN_KEY, sealed_descriptor
 from trio.testing import MockClock
 
-from node.discovery.peer_book import MAX_PEERS, MOST_PER_TELLER, is_plausible
+from node.discovery.peer_book import MAX_PEERS, MAX_PER_SOURCE, is_plausible
 from node.p2p.links import BURST_FRAMES, FRAMES_PER_SECOND, PROTOCOL
 from node.p2p.transport import MAX_HELD_BYTES, WRITE_SECONDS, TcpStream
 from node.protocol.peers import open_peer, peer_id_of
@@ -206,7 +206,7 @@ def test_thousands_of_fabricated_peers_fill_no_more_than_their_part_of_the_book(
 
     trio.run(attack)
     known = scene.victim.status()["network"]["known"]
-    assert known <= 6 * MOST_PER_TELLER
+    assert known <= 6 * MAX_PER_SOURCE
     assert known <= MAX_PEERS
 
 
@@ -269,8 +269,8 @@ def test_ports_of_a_host_are_not_scanned_for_a_peer_there(scene: Scene) -> None:
 def test_whoever_is_far_away_cannot_have_the_own_network_scanned() -> None:
     now = time.time()
 
-    def plausible(host: str, teller: str) -> bool:
-        return is_plausible(open_peer(record(RUN_KEY, (host, 22)), run_id=RUN_ID, now=now), teller=teller)
+    def plausible(host: str, source: str) -> bool:
+        return is_plausible(open_peer(record(RUN_KEY, (host, 22)), run_id=RUN_ID, now=now), source=source)
 
     assert plausible("8.8.8.8", "9.9.9.9")
     for inside in ("127.0.0.1", "10.0.0.5", "192.168.1.1", "169.254.169.254", "100.64.0.1"):

@@ -75,7 +75,7 @@ def test_one_that_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCaptur
         until(lambda: len(began(tmp_path)) == 2)
         assert runs(began(tmp_path)[1][0])
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == "the peer ended with exit code -9; starting it again in 0.1 s"
+    assert said == "the peer ended with exit code -9; restarting it in 0.1 s"
 
 
 def test_one_that_cannot_run_is_started_less_and_less_often(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def libp2p(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def test_with_libp2p_one_string_is_enough_to_join(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:
     libp2p(True)
     said = opened(tmp_path)
-    option, join = said.way.split()
+    option, join = said.join_options.split()
     assert option == "--join"
     node = load_key(tmp_path / PEER_FOLDER / "key").public_key().public_bytes_raw()
     assert parse_join(join).peers == (parse_address(f"/ip4/127.0.0.1/tcp/8701/p2p/{peer_id_of(node)}"),)
@@ -224,7 +224,7 @@ def test_with_libp2p_one_string_is_enough_to_join(tmp_path: Path, libp2p: Callab
 def test_without_libp2p_a_url_and_the_runs_id_are(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:
     libp2p(False)
     said = opened(tmp_path, endpoints=("http://192.0.2.1:80/",))
-    assert said.way == f"--coordinator http://192.0.2.1:80 --run-id {RUN}"
+    assert said.join_options == f"--coordinator http://192.0.2.1:80 --run-id {RUN}"
     assert said.contacts == opening.Contacts(endpoints=("http://192.0.2.1:80",))
     with pytest.raises(click.UsageError, match="--peer needs libp2p, which is not installed: pip install"):
         opened(tmp_path, with_peer=True)
@@ -234,7 +234,7 @@ def test_other_peers_are_introduced_too(tmp_path: Path, libp2p: Callable[[bool],
     libp2p(True)
     other = f"/dns/b.example/tcp/8701/p2p/{OTHER}"
     said = opened(tmp_path, with_peer=False, introduced=(other, other))
-    assert said.way == f"--join swarmproof://{RUN}{other}"
+    assert said.join_options == f"--join swarmproof://{RUN}{other}"
     assert said.contacts.peers == (other,)
     with said.peer:
         pass
@@ -243,7 +243,7 @@ def test_other_peers_are_introduced_too(tmp_path: Path, libp2p: Callable[[bool],
 def test_a_name_to_serve_at_is_an_address_to_the_peer(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:
     libp2p(True)
     said = opened(tmp_path, host="localhost")
-    assert "/ip4/127.0.0.1/tcp/8701/" in said.way
+    assert "/ip4/127.0.0.1/tcp/8701/" in said.join_options
     assert said.contacts.endpoints == ("http://localhost:8700",)
 
 

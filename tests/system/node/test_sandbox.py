@@ -29,7 +29,7 @@ from node.protocol.run import EnvironmentSpec, RunSpec
 from node.sandbox import Sandbox, SandboxFailed, SandboxLimits, seccomp
 from node.sandbox.root import PYTHON_VERSION, mounts
 from node.submission.reader import VerifierFailed
-from node.verification.measure import own_faults
+from node.verification.measure import as_verifier_failure
 from node.verification.plan import Rules
 from node.verification.verify import undecided
 
@@ -163,7 +163,7 @@ def test_the_verdict_is_that_nothing_can_be_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
     source = expressions()
     problem = source.problem(0)
-    with pytest.raises(VerifierFailed) as caught, own_faults("the reward"):
+    with pytest.raises(VerifierFailed) as caught, as_verifier_failure("the reward"):
         source.reward(problem, f"</think>{problem.data['answer']}")
     verdict = undecided(caught.value, tokens=7)
     assert (verdict.outcome, verdict.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)

@@ -27,7 +27,7 @@ from terminal import Screen, Terminal
 
 from node.client.http import Backoff
 from node.engines.torch import TorchEngine
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
 from node.runtime.terminal import LiveDisplay
@@ -36,7 +36,7 @@ from node.worker.events import KEYS, EventKind
 from node.worker.view import watching as module
 from node.worker.view.account import SessionTally, doing
 from node.worker.view.render import Frame, rows
-from node.worker.view.watching import LogTeller, Watched, watching
+from node.worker.view.watching import LogReporter, WorkerIdentity, observe_worker
 
 STATUS = {
     "run_name": "arithmetic",
@@ -271,10 +271,10 @@ async def test_a_contributor_sees_the_fetch_then_the_work_then_what_came_of_it(s
             terminal.press("\x03")
             shown = await terminal.ended()
             assert terminal.process.returncode == 0
-    closing = shown[shown.rindex("ended        after") :]
-    assert re.search(r"slots +0 leased, [1-9]\d* generated", closing)
-    assert re.search(r"verdicts +[1-9]\d* admitted, 0 rejected", closing)
-    assert re.search(r"tokens +[1-9]\d* generated, \d+ a second on average", closing)
+    final_summary = shown[shown.rindex("ended        after") :]
+    assert re.search(r"slots +0 leased, [1-9]\d* generated", final_summary)
+    assert re.search(r"verdicts +[1-9]\d* admitted, 0 rejected", final_summary)
+    assert re.search(r"tokens +[1-9]\d* generated, \d+ a second on average", final_summary)
     assert "── swarmproof worker" not in shown
     assert (
         not set(swarm.coordinator.leases)
@@ -379,14 +379,16 @@ async def test_a_log_has_a_summary_every_minute(swarm, monkeypatch, caplog):
     monkeypatch.setattr(module, "SUMMARY_SECONDS", 1.5)
     stop = asyncio.Event()
     settings = WorkerSettings(
-        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)), state=swarm.state, backoff=Backoff(max_seconds=0.1)
+        join=JoinSettings(run_id=swarm.run_id, coordinators=(swarm.url,)),
+        state=swarm.state,
+        backoff=Backoff(max_seconds=0.1),
     )
-    watched = Watched(run_id=swarm.run_id, node=swarm.node, coordinators=(swarm.url,))
+    identity = WorkerIdentity(run_id=swarm.run_id, node=swarm.node, coordinators=(swarm.url,))
     with caplog.at_level(logging.INFO):
-        async with watching(watched, as_json=False, stop=stop) as teller:
-            assert isinstance(teller, LogTeller)
+        async with observe_worker(identity, as_json=False, stop=stop) as reporter:
+            assert isinstance(reporter, LogReporter)
             work = asyncio.create_task(
-                run_worker(settings, key=swarm.node_key, make_engine=TorchEngine, stop=stop, onlooker=teller)
+                run_worker(settings, key=swarm.node_key, make_engine=TorchEngine, stop=stop, observer=reporter)
             )
             summary = r"; \d+ slots? generated, \d+ admitted, 0 rejected.*; [\d,]+ tokens credited; [\d,]+ tokens/s now"
             await swarm.until(lambda: len([line for line in caplog.messages if re.search(summary, line)]) >= 2)

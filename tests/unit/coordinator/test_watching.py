@@ -18,7 +18,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.options import watching_options
+from coordinator.commands.options import tracker_options
 from coordinator.errors import BadConfiguration
 from coordinator.training import trackers
 from coordinator.training.trackers import NullTracker, Tracker, TrackerSettings, make_tracker, tracker_settings
@@ -139,7 +139,7 @@ def test_a_full_disk_stops_the_curves_and_not_the_training(tensorboard: Path) ->
 
 
 @click.command()
-@watching_options
+@tracker_options
 def trainer(**options: object) -> None:
     settings = tracker_settings(state=Path("state"), **options)  # type: ignore[arg-type]
     click.echo(json.dumps([settings.tensorboard and str(settings.tensorboard), settings.wandb]))

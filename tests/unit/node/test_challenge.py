@@ -20,7 +20,7 @@ from node.submission.reader import read_rollouts
 from node.submission.writer import write_rollouts
 from node.verification.prefill import Prefill
 from node.verification.readings import read_by_transformers
-from node.worker.engine import EngineHost, Unprepared
+from node.worker.engine import ChallengeUnavailable, EngineHost
 from node.worker.policies import HeldPolicy
 
 SPEC = RunSpec(
@@ -57,7 +57,7 @@ class Scene:
 def scene(tiny_policy_path):
     async def drawn():
         host = EngineHost(TorchEngine(SPEC), Feed(tiny_policy_path), spec=SPEC, run_id=RUN_ID)
-        with pytest.raises(Unprepared):
+        with pytest.raises(ChallengeUnavailable):
             await host.challenge(ASK, node=NODE, nonce=NONCE)
         await host.load(0, slots=0)
         return host, await host.challenge(ASK, node=NODE, nonce=NONCE)

@@ -18,7 +18,7 @@ from node.commands.click_ext import Commands
 from node.errors import ConfigError
 from node.keys.identity import load_key, node_id
 from node.protocol.run import run_id_of
-from node.runtime.logs import Unrepeated
+from node.runtime.logs import RepeatFilter
 
 RUN_ID = "ab" * 32
 
@@ -137,7 +137,7 @@ def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path, se
     result = swarmproof("--config", str(config), "worker", *flag, **environment)
     assert result.exit_code == 0, result.output
     assert seen["settings"].slots == expected
-    assert seen["settings"].entry.run_id == RUN_ID
+    assert seen["settings"].join.run_id == RUN_ID
 
 
 def test_everything_can_come_from_the_environment(tmp_path, seen):
@@ -166,7 +166,7 @@ def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
     )
     result = swarmproof("--config", str(config), "relay")
     assert result.exit_code == 0, result.output
-    assert seen["settings"].entry.coordinators == ("http://h:1",)
+    assert seen["settings"].join.coordinators == ("http://h:1",)
     assert seen["settings"].upstreams == ("http://a:1", "http://b:2")
     assert seen["settings"].quota_bytes == 1_500_000_000
 
@@ -185,7 +185,7 @@ def test_a_worker_may_be_told_of_several_coordinators(tmp_path, seen, given):
     config.write_text(f'[worker]\nrun-id = "{RUN_ID}"\nstate = "{tmp_path}/s"\n{toml}\n')
     result = swarmproof("--config", str(config), "worker", *flags, **environment)
     assert result.exit_code == 0, result.output
-    assert seen["settings"].entry.coordinators == ("http://a:1", "http://b:2")
+    assert seen["settings"].join.coordinators == ("http://a:1", "http://b:2")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ COMMANDS = [operate]
 
 
 def test_an_outage_is_a_line_a_minute_not_a_line_a_retry():
-    unrepeated = Unrepeated()
+    unrepeated = RepeatFilter()
 
     def passes(text):
         return unrepeated.filter(logging.LogRecord("x", logging.WARNING, "", 0, text, None, None))

@@ -9,7 +9,7 @@ from msgspec import structs
 from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, RUN_KEY, sealed_descriptor
 
 import node.discovery.equivocation
-from node.discovery.equivocation import MAX_PAIRS, Witness
+from node.discovery.equivocation import MAX_PAIRS, EquivocationStore
 from node.protocol.equivocation import EquivocationProof, find_equivocation
 from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, run_id_of
 from shardcast.envelope import seal
@@ -78,7 +78,7 @@ def test_attack_framing_an_honest_operator_with_what_its_key_never_signed(forger
 
 
 def test_both_envelopes_are_kept_exactly_as_they_came_and_it_is_said_once(tmp_path, caplog):
-    witness = Witness(tmp_path)
+    witness = EquivocationStore(tmp_path)
     for _ in range(3):
         witness.keep(FIRST, variant(), version=1)
         witness.keep(variant(), FIRST, version=1)
@@ -94,24 +94,24 @@ def test_both_envelopes_are_kept_exactly_as_they_came_and_it_is_said_once(tmp_pa
 
 def test_a_restarted_node_does_not_keep_the_same_proof_twice(tmp_path):
     for _ in range(2):
-        Witness(tmp_path).keep(FIRST, variant(), version=1)
+        EquivocationStore(tmp_path).keep(FIRST, variant(), version=1)
     assert len(kept(tmp_path)) == 2
 
 
 def test_an_honest_pair_leaves_no_trace(tmp_path, caplog):
-    Witness(tmp_path).keep(FIRST, variant(version=2), version=1)
+    EquivocationStore(tmp_path).keep(FIRST, variant(version=2), version=1)
     assert kept(tmp_path) == []
     assert caplog.records == []
 
 
 def test_attack_equivocating_without_end_fills_no_disk_and_no_log(tmp_path, caplog):
-    witness = Witness(tmp_path)
+    witness = EquivocationStore(tmp_path)
     for number in range(1, 3 * MAX_PAIRS):
         pair = (variant(number, version=number), variant(number + 1, version=number))
         witness.keep(*pair, version=number)
     assert len(kept(tmp_path)) == 2 * MAX_PAIRS
     assert len(caplog.records) == MAX_PAIRS
-    Witness(tmp_path).keep(FIRST, variant(77), version=1)
+    EquivocationStore(tmp_path).keep(FIRST, variant(77), version=1)
     assert len(kept(tmp_path)) == 2 * MAX_PAIRS
     assert "not kept" in caplog.records[-1].getMessage()
 
@@ -121,7 +121,7 @@ def test_attack_two_envelopes_whose_short_names_collide_are_both_kept(tmp_path, 
     monkeypatch.setattr(node.discovery.equivocation, "digest", lambda data: "0" * 12 + digest(data)[12:])
     signed = [FIRST, *(variant(number) for number in (1, 2, 3))]
     for _ in range(2):
-        witness = Witness(tmp_path)
+        witness = EquivocationStore(tmp_path)
         witness.keep(*signed[:2], version=1)
         witness.keep(*signed[2:], version=1)
         assert {path.read_bytes() for path in kept(tmp_path)} == set(signed)
@@ -130,9 +130,9 @@ def test_attack_two_envelopes_whose_short_names_collide_are_both_kept(tmp_path, 
 
 def test_a_disk_that_takes_nothing_is_said_and_does_not_end_the_node(tmp_path, caplog):
     (tmp_path / "evidence").write_text("a file is in the way")
-    Witness(tmp_path).keep(FIRST, variant(), version=1)
+    EquivocationStore(tmp_path).keep(FIRST, variant(), version=1)
     assert "could not be kept" in caplog.records[-1].getMessage()
-    Witness(None).keep(FIRST, variant(), version=1)
+    EquivocationStore(None).keep(FIRST, variant(), version=1)
     assert "no state folder" in caplog.records[-1].getMessage()
 
 

@@ -16,7 +16,7 @@ import coordinator
 import node
 import shardcast
 import toploc
-from node.commands.click_ext import Commands, CouldNotRun, explained
+from node.commands.click_ext import Commands, CouldNotRun, reported
 from node.commands.hints import HINTS, REPORT, hint_for
 from node.errors import ConfigError, NodeError, Refused, StateError
 from node.protocol.control import ControlReason, ControlRefusal
@@ -143,7 +143,7 @@ def command(number, what):
         "defect": ZeroDivisionError("by nothing"),
     }
     if what == "answer":
-        with explained(CouldNotRun):
+        with reported(CouldNotRun):
             raise errors["defect"]
     raise errors[what]
 

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.client.endpoints import MAX_ENDPOINTS
 from node.commands.click_ext import Commands
 from node.commands.config import default_map, load_config
-from node.commands.joining_options import calling_options, introducing_options, joining_options, way_of
+from node.commands.joining_options import calling_options, introducing_options, joining_options, parse_join_options
 from node.errors import ConfigError
-from node.joining.way import Way, host_and_port
+from node.joining.options import JoinOptions, host_and_port
 from node.protocol.peers import Address, parse_address, peer_id_of
 
 RUN, OTHER_RUN = "5f" * 32, "6a" * 32
@@ -27,35 +27,35 @@ JOIN = f"swarmproof://{RUN}{AT}"
 URL = "http://192.0.2.1:8700"
 
 
-def way(*joins: str, coordinators: tuple[str, ...] = (), run_id: str | None = None, **listen: object) -> Way:
-    return way_of(joins=joins, coordinators=coordinators, run_id=run_id, **listen)
+def join(*joins: str, coordinators: tuple[str, ...] = (), run_id: str | None = None, **listen: object) -> JoinOptions:
+    return parse_join_options(joins=joins, coordinators=coordinators, run_id=run_id, **listen)
 
 
 def test_one_string_is_enough() -> None:
-    said = way(JOIN)
+    said = join(JOIN)
     assert (said.run_id, said.peers, said.coordinators) == (RUN, (parse_address(AT),), ())
     assert (said.listen, said.reached) == (("0.0.0.0", 0), ())
 
 
 def test_what_was_copied_with_white_space_is_joined() -> None:
-    assert way(f" {JOIN}\n") == way(JOIN)
-    assert way(f" {AT} ", run_id=RUN) == way(JOIN)
+    assert join(f" {JOIN}\n") == join(JOIN)
+    assert join(f" {AT} ", run_id=RUN) == join(JOIN)
 
 
 def test_several_ways_are_one() -> None:
-    said = way(JOIN, f"swarmproof://{RUN}{ALSO},{AT}", ALSO, coordinators=(URL + "/",), run_id=RUN)
+    said = join(JOIN, f"swarmproof://{RUN}{ALSO},{AT}", ALSO, coordinators=(URL + "/",), run_id=RUN)
     assert said.peers == (parse_address(AT), parse_address(ALSO)), "each is called once, in the order given"
     assert said.coordinators == (URL,)
 
 
 def test_a_coordinator_and_the_runs_id_are_enough() -> None:
-    said = way(coordinators=(URL,), run_id=RUN)
+    said = join(coordinators=(URL,), run_id=RUN)
     assert (said.run_id, said.peers, said.coordinators) == (RUN, (), (URL,))
 
 
 def test_where_others_reach_a_node_is_named_with_its_own_key() -> None:
-    said = way(JOIN, peer_listen="[::]:8701", peer_addresses=("203.0.113.5:9", "[2001:db8::7]:8", "a.example:7"))
-    entry = said.entry(KEY)
+    said = join(JOIN, peer_listen="[::]:8701", peer_addresses=("203.0.113.5:9", "[2001:db8::7]:8", "a.example:7"))
+    entry = said.settings(KEY)
     assert (entry.run_id, entry.peers, entry.host, entry.port) == (RUN, (parse_address(AT),), "::", 8701)
     assert entry.addresses == (
         Address("ip4", "203.0.113.5", 9, OWN),
@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 @pytest.mark.parametrize(("given", "sentence"), WRONG.values(), ids=WRONG)
 def test_a_way_that_leads_nowhere_is_one_sentence(given: dict[str, object], sentence: str) -> None:
     with pytest.raises((click.UsageError, ConfigError)) as caught:
-        way_of(**({"joins": (), "coordinators": (), "run_id": None} | given))  # type: ignore[arg-type]
+        parse_join_options(**({"joins": (), "coordinators": (), "run_id": None} | given))  # type: ignore[arg-type]
     said = caught.value.format_message() if isinstance(caught.value, click.UsageError) else str(caught.value)
     assert sentence in said
     assert "\n" not in said
@@ -99,7 +99,7 @@ def test_a_way_that_leads_nowhere_is_one_sentence(given: dict[str, object], sent
 )
 def test_an_address_that_nobody_could_call_is_not_spread(reached: str) -> None:
     with pytest.raises(click.BadParameter, match="cannot be called"):
-        way(JOIN, peer_addresses=(reached,)).entry(KEY)
+        join(JOIN, peer_addresses=(reached,)).settings(KEY)
 
 
 @pytest.mark.parametrize(
@@ -130,27 +130,27 @@ def main(ctx: click.Context, config: Path | None) -> None:
         ctx.default_map = default_map(load_config(config), main, ctx)
 
 
-def show(way: Way) -> None:
-    click.echo(f"{way.run_id[:4]} {len(way.peers)} {list(way.coordinators)} {way.listen}")
+def show(join: JoinOptions) -> None:
+    click.echo(f"{join.run_id[:4]} {len(join.peers)} {list(join.coordinators)} {join.listen}")
 
 
 @main.command()
 @joining_options
 @click.option("--slots", default=1)
-def work(*, way: Way, slots: int) -> None:
-    show(way)
+def work(*, join: JoinOptions, slots: int) -> None:
+    show(join)
 
 
 @main.command()
 @calling_options
-def call(*, way: Way) -> None:
-    show(way)
+def call(*, join: JoinOptions) -> None:
+    show(join)
 
 
 @main.command()
 @introducing_options
-def introduce(*, way: Way) -> None:
-    show(way)
+def introduce(*, join: JoinOptions) -> None:
+    show(join)
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str, str]:

@@ -11,8 +11,8 @@ from logged import HONEST_TOTALS, RUN, SPEC, TOO_MUCH, WRONG, ZERO, admitted, ro
 from node.policy.file import Blueprint
 from node.protocol.admission import GAIN_LIMIT, Outcome, Verdict
 from node.protocol.submission import Rollout
-from node.verification.judge import GainDue, Measurements, RewardsDue, RowsDue, judge_claim
-from node.verification.plan import Claim, Look, Plan, Rules, always, at_doubt, never
+from node.verification.judge import Measurements, NeedsGain, NeedsRewards, NeedsRows, judge_claim
+from node.verification.plan import Claim, Look, Plan, Rules, always, look_if_suspicious, never
 
 ROLLOUT = Rollout(
     seed=bytes(16),
@@ -51,11 +51,11 @@ def test_each_measurement_is_asked_for_once_nothing_else_speaks_against_the_grou
     """Asked for earlier, garbage would buy prefills, an environment's time, or two more policies."""
     rows = {1: GOOD, 0: GOOD}
     steps = [
-        (Measurements(), RowsDue([1])),
-        (Measurements({1: GOOD}), RowsDue([0])),
-        (Measurements(rows), RewardsDue()),
-        (Measurements(rows, REWARDS), GainDue("int8")),
-        (Measurements(rows, REWARDS, {"int8": 0.1}), GainDue("previous")),
+        (Measurements(), NeedsRows([1])),
+        (Measurements({1: GOOD}), NeedsRows([0])),
+        (Measurements(rows), NeedsRewards()),
+        (Measurements(rows, REWARDS), NeedsGain("int8")),
+        (Measurements(rows, REWARDS, {"int8": 0.1}), NeedsGain("previous")),
     ]
     for seen, due in steps:
         assert judge_claim(WHOLE, seen) == due
@@ -84,7 +84,7 @@ def test_a_rejection_names_the_first_fault_and_earns_nothing(seen: Measurements,
 
 
 def test_one_row_that_is_enough_is_named_and_gets_no_second_look() -> None:
-    assert judge_claim(SPOT, Measurements({1: GOOD})) == RewardsDue()
+    assert judge_claim(SPOT, Measurements({1: GOOD})) == NeedsRewards()
     found = verdict(Measurements({1: GOOD}, REWARDS), SPOT)
     assert (found.outcome, found.spot, found.totals) == (Outcome.ADMITTED, 1, HONEST_TOTALS)
     assert verdict(Measurements({1: row_of(ZERO, TOO_MUCH)}), SPOT).finding is not None, "it shows enough by itself"
@@ -94,8 +94,8 @@ def test_a_second_look_is_taken_by_a_draw_that_the_judge_does_not_make() -> None
     """The judge must say the same twice; whether chance asks for a look is settled in the plan."""
     seen = Measurements({1: GOOD, 0: GOOD}, REWARDS)
     share = SPEC.limits.second_looks
-    assert judge_claim(plan([0, 1], look=at_doubt(share - 1e-9)), seen) == GainDue("int8")
-    assert verdict(seen, plan([0, 1], look=at_doubt(share))).outcome is Outcome.ADMITTED
+    assert judge_claim(plan([0, 1], look=look_if_suspicious(share - 1e-9)), seen) == NeedsGain("int8")
+    assert verdict(seen, plan([0, 1], look=look_if_suspicious(share))).outcome is Outcome.ADMITTED
     assert verdict(seen, plan([0, 1], look=never)).outcome is Outcome.ADMITTED
 
 

@@ -205,7 +205,7 @@ def test_the_level_counts_for_this_project_and_less_for_others():
 
 
 def test_many_threads_may_log_at_once():
-    unrepeated = logs.Unrepeated()
+    unrepeated = logs.RepeatFilter()
 
     def say(who: int) -> int:
         return sum(unrepeated.filter(record(f"{who} {n % 500}")) for n in range(1000))
@@ -218,7 +218,7 @@ def test_many_threads_may_log_at_once():
 
 def test_what_was_said_is_remembered_in_bounded_memory(monkeypatch):
     monkeypatch.setattr(logs, "MAX_REMEMBERED", 10)
-    unrepeated = logs.Unrepeated()
+    unrepeated = logs.RepeatFilter()
     for n in range(1000):
         unrepeated.filter(record(f"text of a stranger {n}"))
     assert len(unrepeated._said) <= 12

@@ -9,9 +9,9 @@ import pytest
 from node.discovery.peer_book import (
     FIRST_WAIT_SECONDS,
     MAX_FAILURES,
+    MAX_PER_NETWORK,
+    MAX_PER_SOURCE,
     MAX_WAIT_SECONDS,
-    MOST_PER_NETWORK,
-    MOST_PER_TELLER,
     SHUNNED_SECONDS,
     PeerBook,
     is_plausible,
@@ -93,13 +93,13 @@ def test_a_book_full_of_those_who_answered_takes_nobody(book: PeerBook) -> None:
 def test_by_one_network_s_word_only_a_part_of_the_book_is_filled(book: PeerBook) -> None:
     """A liar makes up peers everywhere; those whom honest neighbours name must find room beside them."""
     for number in range(100):
-        book.add(peer(number), teller="8.8.0.0/16")
-    assert len(book) == MOST_PER_TELLER
-    for number in range(200, 200 + 64 - MOST_PER_TELLER):
-        assert book.add(peer(number), teller="9.9.0.0/16")
+        book.add(peer(number), source="8.8.0.0/16")
+    assert len(book) == MAX_PER_SOURCE
+    for number in range(200, 200 + 64 - MAX_PER_SOURCE):
+        assert book.add(peer(number), source="9.9.0.0/16")
     for number in range(300, 400):
-        book.add(peer(number), teller="8.8.0.0/16")
-    honest = {node_of(number) for number in range(200, 200 + 64 - MOST_PER_TELLER)}
+        book.add(peer(number), source="8.8.0.0/16")
+    honest = {node_of(number) for number in range(200, 200 + 64 - MAX_PER_SOURCE)}
     assert honest <= known(book), "it pushes out what it has made up itself"
 
 
@@ -109,7 +109,7 @@ def test_one_network_cannot_own_the_book(book: PeerBook, host: str) -> None:
     for number in range(60):
         book.add(peer(number, host.format(number, 1)))
         book.answered(node_of(number))
-    assert len(book) == MOST_PER_NETWORK
+    assert len(book) == MAX_PER_NETWORK
     for number in range(100, 140):
         assert book.add(peer(number)), "others still find room"
 
@@ -125,7 +125,7 @@ def test_networks_are_those_of_owners() -> None:
 
 
 @pytest.mark.parametrize(
-    ("teller", "host", "plausible"),
+    ("source", "host", "plausible"),
     [
         ("8.8.8.8", "9.9.9.9", True),
         ("8.8.8.8", "a.example", True),
@@ -139,9 +139,9 @@ def test_networks_are_those_of_owners() -> None:
         ("", "9.9.9.9", True),
     ],
 )
-def test_nobody_has_addresses_called_that_are_nearer_than_itself(teller: str, host: str, plausible: bool) -> None:
+def test_nobody_has_addresses_called_that_are_nearer_than_itself(source: str, host: str, plausible: bool) -> None:
     """From outside, a stranger would have the machine try the doors of its own network."""
-    assert is_plausible(peer(1, host), teller=teller) is plausible
+    assert is_plausible(peer(1, host), source=source) is plausible
 
 
 def test_whoever_is_reached_through_a_relay_is_not_called_for_a_link(book: PeerBook, clock: Clock) -> None:

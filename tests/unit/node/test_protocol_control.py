@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.control.authorization import MAX_KNOWN, NONCE_SECONDS, PEER_BURST, STRANGERS_BURST, ControlDoor
+from node.control.authorization import MAX_KNOWN, NONCE_SECONDS, PEER_BURST, STRANGERS_BURST, ControlAuthorizer
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
 from node.protocol.control import (
     AUTHORITY_DOMAIN,
@@ -88,7 +88,7 @@ class Door:
 
     def __init__(self, *, allowed=FREE_PURPOSES, revoked=()) -> None:
         self.now, self.ticks, self.revoked = float(NOW), 0.0, revoked
-        self.door = ControlDoor(
+        self.door = ControlAuthorizer(
             node=public(NODE),
             run_id=RUN_ID,
             run_key=public(RUN),

@@ -15,7 +15,7 @@ from locations import ROOT
 
 from node.discovery import descriptor as board
 from node.discovery import peer_book
-from node.joining import entrance as joining
+from node.joining import session as joining
 from node.protocol import control, messages, peers
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
 from node.protocol.endpoints import ENDPOINTS

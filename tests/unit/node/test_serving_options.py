@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node import cli
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.relay.advice import Serving
 from node.relay.daemon import RelaySettings, run_relay
 from shardcast import ServerLimits
@@ -84,7 +84,7 @@ def accepted(url):
 async def test_relays_and_workers_that_serve_keep_to_them(swarm, tmp_path):
     limits = ServerLimits(max_connections_per_address=1)
     settings = RelaySettings(
-        entry=Entry(run_id=swarm.run_id, coordinators=(swarm.url,)),
+        join=JoinSettings(run_id=swarm.run_id, coordinators=(swarm.url,)),
         state=tmp_path / "relay",
         host="127.0.0.1",
         port=0,

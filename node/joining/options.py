@@ -1,4 +1,4 @@
-"""The way to a run as a person named it: the run, its coordinators and peers, and where others reach this node."""
+"""Command-line values of how to join a run: run id, coordinators, peers, and this node's public addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import click
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.joining.entrance import Entry
+from node.joining.session import JoinSettings
 from node.protocol.peers import Address, parse_address
 from shardcast.errors import Malformed
 
@@ -17,8 +17,8 @@ _HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):([0-9]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """What was said of the way to a run; `reached` is where others reach this node, as host and port."""
+class JoinOptions:
+    """Parsed options of joining; `reached` are this node's public hosts and ports."""
 
     run_id: str
     coordinators: tuple[str, ...]
@@ -26,10 +26,10 @@ class Way:
     listen: tuple[str, int]
     reached: tuple[tuple[str, int], ...]
 
-    def entry(self, key: Ed25519PrivateKey) -> Entry:
-        """Return the entry of the node with this key; raises BadParameter."""
+    def settings(self, key: Ed25519PrivateKey) -> JoinSettings:
+        """Return the join settings of the node with this key; raises BadParameter."""
         node = key.public_key().public_bytes_raw()
-        return Entry(
+        return JoinSettings(
             run_id=self.run_id,
             coordinators=self.coordinators,
             peers=self.peers,

@@ -1,4 +1,4 @@
-"""The line between the nodes and the coordinator: a TCP proxy that can be cut, and that stops an upload half-way.
+"""TCP proxy between the nodes and the coordinator: it can be cut, and stops an upload half-way.
 
 It changes nothing that it passes on. What it notes of it is what the nodes were told: which submission the
 coordinator has acknowledged under which lease.
@@ -47,7 +47,7 @@ class _Line:
     body_began: bool = False
 
 
-class Door:
+class CoordinatorProxy:
     """Listens on `port` of loopback and passes everything on to the port `target`, in a thread of its own."""
 
     def __init__(self, port: int, *, target: int) -> None:
@@ -61,7 +61,7 @@ class Door:
         self._trap: Trap | None = None
         self._is_shut = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coordinator proxy", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -77,7 +77,7 @@ class Door:
         return self._call(self._cut)
 
     def shut(self, *, shut: bool) -> None:
-        """Whether new connections are reset at once."""
+        """Set whether new connections are reset at once."""
 
         def set_shut() -> int:
             self._is_shut = shut
@@ -160,7 +160,7 @@ class Door:
                     await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _up(self, line: _Line) -> None:
-        """From the node to the coordinator."""
+        """Forward from the node to the coordinator."""
         node, coordinator = line.ends
         while piece := await self._loop.sock_recv(node, PIECE_BYTES):
             if (upload := _upload(piece)) is not None:
@@ -174,7 +174,7 @@ class Door:
             await self._loop.sock_sendall(coordinator, piece)
 
     async def _down(self, line: _Line) -> None:
-        """From the coordinator to the node."""
+        """Forward from the coordinator to the node."""
         node, coordinator = line.ends
         while piece := await self._loop.sock_recv(coordinator, PIECE_BYTES):
             if line.upload is not None and _ACCEPTED.match(piece):
@@ -192,7 +192,7 @@ class Door:
 
 
 def _upload(piece: bytes) -> tuple[str, str] | None:
-    """The lease and the submission's id, where an upload begins here; a client sends the head of one in one piece."""
+    """Return the lease and the submission's id where an upload begins; clients send its head in one piece."""
     found, said = _PUT.match(piece), _AUTHORIZATION.search(piece)
     if found is None or said is None:
         return None

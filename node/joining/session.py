@@ -1,7 +1,7 @@
-"""How a node comes to its run and stays in touch: by a coordinator's URL, or by a peer and the run's id alone.
+"""A node's session with its run: join by a coordinator's URL, or by a peer and the run id, and follow the descriptor.
 
-Whoever answers first tells the run's descriptor, which the run's key has signed; it names the coordinators. From then
-on the node hears of newer ones from its peers and asks a coordinator now and then, whichever is first.
+The first answer brings the signed descriptor, which names the coordinators. From then on newer ones come from peers or
+from polling a coordinator, whichever is first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.api import DEFAULT_BACKOFF, CoordinatorClient
+from node.client.api import DEFAULT_BACKOFF, FOREVER, CoordinatorClient
 from node.client.endpoints import MAX_ENDPOINTS
-from node.client.http import Backoff, sound_urls
+from node.client.http import Backoff, valid_urls
 from node.discovery.addresses import check_port
-from node.discovery.descriptor import Board, News, Posted
+from node.discovery.descriptor import DescriptorStore, OfferResult, VerifiedDescriptor
 from node.errors import ConfigError, CoordinatorFault, StateError, Unavailable
 from node.protocol.peers import Address
 from node.protocol.run import Descriptor
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOR_EVER: Final = float("inf")
 REFRESH_SECONDS: Final = 15.0
-"""Less than a coordinator lets anybody wait."""
+"""Less than a coordinator's long-poll limit."""
 
 WAITING: Final = 4
 SAY_SECONDS: Final = 10.0
-"""After which a node that is not in yet says why; then after twice that, and so on."""
+"""Waiting time after which the reason is logged; doubled each time."""
 
 NO_LIBP2P: Final = (
     "libp2p, which is not installed: pip install 'swarmproof[p2p]' (on Debian first: apt install gcc libgmp-dev "
@@ -50,10 +49,10 @@ INSTALL: Final = f"Joining by peers needs {NO_LIBP2P}, or give --coordinator URL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What a node was told: coordinators' URLs, or peers to begin with, or both.
+class JoinSettings:
+    """How to join a run: by coordinators' URLs, bootstrap peers, or both.
 
-    `host`, `port` and `addresses` are where it listens for peers, and where they reach it.
+    `host` and `port` are where it listens for peers, `addresses` where they reach it.
     """
 
     run_id: str
@@ -65,35 +64,35 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Entrance:
-    """A node that has found its run: a client of its coordinators, and the newest descriptor.
+class RunSession:
+    """A joined run: a client of its coordinators, and the newest descriptor.
 
-    `network` is None where it came by a coordinator's URL alone.
+    `network` is None if it joined by a coordinator's URL alone.
     """
 
-    entry: Entry
-    board: Board
+    join: JoinSettings
+    store: DescriptorStore
     client: CoordinatorClient
-    posted: Posted
+    verified: VerifiedDescriptor
     network: PeerNetwork | None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def descriptor(self) -> Descriptor:
-        """Return the newest descriptor that was seen."""
-        posted = self.board.last
-        return (self.posted if posted is None else posted).descriptor
+        """The newest descriptor seen."""
+        verified = self.store.last
+        return (self.verified if verified is None else verified).descriptor
 
     @property
     def run_key(self) -> bytes:
-        """Return the run's public key (32 bytes)."""
-        return self.posted.run_key
+        """The run's public key (32 bytes)."""
+        return self.verified.run_key
 
     async def follow(self) -> None:
-        """Keep the descriptor and the list of coordinators current; never ends. Raises StateError for other rules.
+        """Keep the descriptor and the coordinators' URLs current; never returns. Raises StateError for changed rules.
 
-        Peers bring what is new within milliseconds once one of them has it from a coordinator. So that this hangs on
-        nobody, a few nodes wait there, drawn anew all the time, and the others ask when they have heard nothing.
+        Gossip spreads a new descriptor within milliseconds once one node has it. So a few nodes, redrawn all the time,
+        long-poll a coordinator, and the others poll only after a silence.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_endpoints())
@@ -102,7 +101,7 @@ class Entrance:
     async def _follow_endpoints(self) -> None:
         while True:
             self.changed.clear()
-            self.client.set_urls(dict.fromkeys((*self.entry.coordinators, *sound_urls(self.descriptor.endpoints))))
+            self.client.set_urls(dict.fromkeys((*self.join.coordinators, *valid_urls(self.descriptor.endpoints))))
             await self.changed.wait()
 
     async def _ask_and_wait(self) -> None:
@@ -116,28 +115,28 @@ class Entrance:
             known = self.descriptor.version
             await asyncio.sleep(ends - time.monotonic())
             if self.descriptor.version == known:
-                # What no peer brought here may not reach others either: then this node is one who waits.
+                # Gossip missed this one, so it may not reach others either: long-poll next.
                 missed = await self._look(known) and self.network is not None
 
     def _is_drawn(self) -> bool:
-        """Return whether to long-poll a coordinator for a while: about `WAITING` nodes of each neighbourhood do."""
+        """Draw whether to long-poll next: about `WAITING` nodes of each neighbourhood do."""
         neighbours = 0 if self.network is None else len(self.network.status()["neighbours"])
         return self.network is not None and random.random() * (1 + neighbours) < WAITING
 
     async def _wait_at_coordinator(self, ends: float) -> None:
         while (left := ends - time.monotonic()) > 0:
             if not await self._look(self.descriptor.version, wait_seconds=left):
-                # The time is over, nobody answers, or enough others wait there already.
+                # The time is over, no coordinator answers, or enough others long-poll already.
                 await asyncio.sleep(ends - time.monotonic())
 
     async def _look(self, known: int, *, wait_seconds: float = 0.0) -> bool:
-        """Poll for a version newer than `known`, give it to the board, and return whether there was one."""
-        # The client says what it is; peers may know more. PeerFault: it expires between two looks at the clock.
+        """Poll for a version newer than `known`, store it, and return whether there was one."""
+        # The client logs its faults. PeerFault: the descriptor may expire between two reads of the clock.
         with contextlib.suppress(CoordinatorFault, PeerFault):
             found = await self.client.descriptor(
                 after=known, wait_seconds=wait_seconds, patience_seconds=REFRESH_SECONDS
             )
-            offer(self.board, self.client)
+            offer(self.store, self.client)
             return found.version > known
         return False
 
@@ -153,31 +152,31 @@ class Entrance:
 
 
 @contextlib.asynccontextmanager
-async def entered(
-    entry: Entry, *, key: Ed25519PrivateKey, state: Path, backoff: Backoff = DEFAULT_BACKOFF
-) -> AsyncIterator[Entrance]:
-    """Find the run, for as long as it takes; raises ConfigError and StateError.
+async def join_run(
+    join: JoinSettings, *, key: Ed25519PrivateKey, state: Path, backoff: Backoff = DEFAULT_BACKOFF
+) -> AsyncIterator[RunSession]:
+    """Join the run, retrying until it succeeds; raises ConfigError and StateError.
 
     Without peers, also BadReply from a coordinator of another run.
     """
-    board = Board(entry.run_id, state=state)
+    store = DescriptorStore(join.run_id, state=state)
     async with contextlib.AsyncExitStack() as stack:
-        network = await _network(stack, entry, key=key, state=state, board=board)
+        network = await _network(stack, join, key=key, state=state, store=store)
         changed = asyncio.Event()
-        _wake_on_news(board, changed)
-        client = await _client(stack, entry, key=key, board=board, changed=changed, backoff=backoff, network=network)
-        posted = board.last
-        if posted is None:
-            raise RuntimeError("whoever has a client has a descriptor")
-        client.run_key = posted.run_key
-        yield Entrance(entry, board, client, posted, network, changed)
+        _wake_on_news(store, changed)
+        client = await _client(stack, join, key=key, store=store, changed=changed, backoff=backoff, network=network)
+        verified = store.last
+        if verified is None:
+            raise RuntimeError("a client without a descriptor")
+        client.run_key = verified.run_key
+        yield RunSession(join, store, client, verified, network, changed)
 
 
-def offer(board: Board, client: CoordinatorClient) -> None:
-    """Show the board what a coordinator has just sent, and the client has checked; raises StateError."""
+def offer(store: DescriptorStore, client: CoordinatorClient) -> None:
+    """Store the descriptor that `client` has just verified; raises StateError for changed rules."""
     if client.descriptor_envelope is None:
         return
-    if board.offer(client.descriptor_envelope, source=client.url) is News.OTHER_RULES:
+    if store.offer(client.descriptor_envelope, source=client.url) is OfferResult.OTHER_RULES:
         raise StateError(
             "The run's rules are not those that this node joined under, and a run cannot change its rules: ask the "
             "operator. Only if you agree to the new rules, start with another --state.",
@@ -186,37 +185,37 @@ def offer(board: Board, client: CoordinatorClient) -> None:
 
 
 async def _network(
-    stack: contextlib.AsyncExitStack, entry: Entry, *, key: Ed25519PrivateKey, state: Path, board: Board
+    stack: contextlib.AsyncExitStack, join: JoinSettings, *, key: Ed25519PrivateKey, state: Path, store: DescriptorStore
 ) -> PeerNetwork | None:
-    if not entry.peers:
+    if not join.peers:
         return None
     try:
         from node.p2p import PeerNetwork, PeerSettings  # noqa: PLC0415  (an optional dependency, and 80 MB)
     except ImportError as error:
         raise ConfigError(INSTALL, code="no_libp2p") from error
-    check_port(entry.host, entry.port)
+    check_port(join.host, join.port)
     settings = PeerSettings(
-        bootstrap=entry.peers, state=state / "peers", host=entry.host, port=entry.port, addresses=entry.addresses
+        bootstrap=join.peers, state=state / "peers", host=join.host, port=join.port, addresses=join.addresses
     )
-    return await stack.enter_async_context(PeerNetwork(settings, key=key, board=board))
+    return await stack.enter_async_context(PeerNetwork(settings, key=key, store=store))
 
 
-def _wake_on_news(board: Board, changed: asyncio.Event) -> None:
+def _wake_on_news(store: DescriptorStore, changed: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
 
-    def wake(_posted: Posted) -> None:
+    def wake(_posted: VerifiedDescriptor) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(changed.set)
 
-    board.listen(wake)
+    store.listen(wake)
 
 
 async def _client(
     stack: contextlib.AsyncExitStack,
-    entry: Entry,
+    join: JoinSettings,
     *,
     key: Ed25519PrivateKey,
-    board: Board,
+    store: DescriptorStore,
     changed: asyncio.Event,
     backoff: Backoff,
     network: PeerNetwork | None,
@@ -224,23 +223,23 @@ async def _client(
     """Return a client with endpoints: from the command line, or from the first descriptor that arrives."""
 
     def client_of(urls: tuple[str, ...]) -> CoordinatorClient:
-        return CoordinatorClient(urls, run_id=entry.run_id, key=key, backoff=backoff)
+        return CoordinatorClient(urls, run_id=join.run_id, key=key, backoff=backoff)
 
-    if entry.coordinators and network is None:
-        client = await stack.enter_async_context(client_of(entry.coordinators))
-        await client.descriptor(patience_seconds=FOR_EVER)
-        offer(board, client)
+    if join.coordinators and network is None:
+        client = await stack.enter_async_context(client_of(join.coordinators))
+        await client.descriptor(patience_seconds=FOREVER)
+        offer(store, client)
         return client
     began, say_after, failures = time.monotonic(), SAY_SECONDS, 0
     while True:
         changed.clear()
-        if board.newest is None and (urls := _known_urls(entry, board)):
-            # A coordinator of the command line, or of a descriptor that has expired meanwhile.
+        if store.newest is None and (urls := _known_urls(join, store)):
+            # A coordinator of the command line, or of an expired descriptor.
             async with client_of(urls) as client:
                 with contextlib.suppress(Stopped):
-                    await race(_ask(board, client), changed)
-        # Read again: the descriptor that ended the race names coordinators of its own.
-        if board.newest is not None and (urls := _known_urls(entry, board)):
+                    await race(_ask(store, client), changed)
+        # Read again: the descriptor that ended the race may name other coordinators.
+        if store.newest is not None and (urls := _known_urls(join, store)):
             return await stack.enter_async_context(client_of(urls))
         failures += 1
         with contextlib.suppress(TimeoutError):
@@ -249,34 +248,34 @@ async def _client(
         waited = time.monotonic() - began
         if waited >= say_after:
             say_after *= 2
-            log.info("not in the run yet, after %.0f s: %s", waited, _why(board, network))
+            log.info("not in the run yet, after %.0f s: %s", waited, _why(store, network))
 
 
-def _known_urls(entry: Entry, board: Board) -> tuple[str, ...]:
+def _known_urls(join: JoinSettings, store: DescriptorStore) -> tuple[str, ...]:
     """List the coordinators of the command line and of the newest descriptor, as many as a client takes."""
-    return tuple(dict.fromkeys((*entry.coordinators, *endpoints_of(board))))[:MAX_ENDPOINTS]
+    return tuple(dict.fromkeys((*join.coordinators, *endpoints_of(store))))[:MAX_ENDPOINTS]
 
 
-async def _ask(board: Board, client: CoordinatorClient) -> None:
-    """Poll these coordinators for a descriptor newer than the peers'; raises StateError."""
+async def _ask(store: DescriptorStore, client: CoordinatorClient) -> None:
+    """Fetch a descriptor once, logging faults; raises StateError."""
     try:
         await client.descriptor(patience_seconds=0)
-        offer(board, client)
+        offer(store, client)
     except Unavailable:
         return
     except (CoordinatorFault, PeerFault) as error:
-        # Whoever is there now: that is no reason to give up while peers may answer.
+        # Another server may be at that address now; peers may still answer.
         log.warning("%s", error)
 
 
-def endpoints_of(board: Board) -> tuple[str, ...]:
-    """Return the coordinators of the newest descriptor, even if expired, that the SSRF guard lets through."""
-    return () if board.last is None else sound_urls(board.last.descriptor.endpoints)
+def endpoints_of(store: DescriptorStore) -> tuple[str, ...]:
+    """Return the valid coordinator URLs of the newest descriptor, even if expired."""
+    return () if store.last is None else valid_urls(store.last.descriptor.endpoints)
 
 
-def _why(board: Board, network: PeerNetwork | None) -> str:
+def _why(store: DescriptorStore, network: PeerNetwork | None) -> str:
     status = {} if network is None else network.status()
-    if board.newest is not None:
+    if store.newest is not None:
         return "the run's descriptor names no coordinator; its operator has to give --endpoint"
     if not status.get("up", True):
         return "the peer-to-peer network does not start"
