@@ -62,8 +62,8 @@ joining.REFRESH_SECONDS, network.GOSSIP_SECONDS = refresh, 0.5
 
 async def main():
     key = load_or_create_key(state / "key")
-    way = parse_join_options(joins=(join,), coordinators=(), run_id=run_id, peer_listen="127.0.0.1:0")
-    async with joining.join_run(join.settings(key), key=key, state=state) as session:
+    options = parse_join_options(joins=(join,), coordinators=(), run_id=run_id, peer_listen="127.0.0.1:0")
+    async with joining.join_run(options.settings(key), key=key, state=state) as session:
         following = asyncio.create_task(session.follow())
         while True:
             temporary = state / "status.tmp"
