@@ -8,6 +8,7 @@ caller repeats the request with aiohttp.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Self
@@ -19,6 +20,8 @@ MAX_FIELDS = 64
 _MAX_PORT = 65535
 IDLE_S = 15.0
 """How long an idle connection is kept."""
+_NEXT_ADDRESS_S = 0.25
+"""When a host's next address is tried beside the one before it (RFC 8305)."""
 
 _URL = re.compile(r"http://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?((?:/[A-Za-z0-9._~-]+)+(?:\?[a-z0-9.=]*)?)")
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
@@ -46,6 +49,14 @@ class RawRequest:
             f"GET {target} HTTP/1.1\r\nHost: {host}{port}\r\nUser-Agent: shardcast/1\r\nAccept-Encoding: identity\r\n"
         )
         return cls(host.strip("[]"), int(port[1:] or 80), head.encode() + b"\r\n")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +190,10 @@ class ConnectionPool:
 
     async def connect(self, request: RawRequest) -> RawConnection:
         """Open a new connection. Raises OSError."""
+        # Only a name can have several addresses to race; asyncio's race loses its socket when cancelled as it is won.
+        delay = None if _is_address(request.host) else _NEXT_ADDRESS_S
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_connection(RawConnection, request.host, request.port, happy_eyeballs_delay=0.25)
+        _, link = await loop.create_connection(RawConnection, request.host, request.port, happy_eyeballs_delay=delay)
         return link
 
     def release(self, request: RawRequest, link: RawConnection) -> None:

@@ -7,7 +7,9 @@ import datetime
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -336,6 +338,20 @@ async def test_nothing_is_written_to_a_buffer_that_was_given_up(peer: Peer, tran
     into[:] = bytes(len(BODY))
     await asyncio.wait_for(peer.gone.wait(), 60)
     assert not any(into)
+
+
+async def test_a_request_given_up_while_it_connects_leaves_no_connection(peer: Peer, transport: Transport) -> None:
+    """Chunks are asked of several sources at once: a loser's socket must not stay open until garbage is collected."""
+    peer.says(b"")
+    for iterations in range(12):
+        task = asyncio.create_task(chunk(transport, peer.url))
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0)
+    ours = [one for one in psutil.Process().net_connections("tcp") if one.raddr]
+    assert not [one for one in ours if one.raddr.port == urlsplit(peer.url).port]
 
 
 @pytest.mark.parametrize("host", ["2130706433", "256.256.256.256", "127.1"])
