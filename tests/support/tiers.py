@@ -47,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = tier_of(item)
         if item.get_closest_marker(tier) is None:
             item.add_marker(tier)
+        # A report's keywords hold the folders' names too, and a marker may say otherwise.
+        item.user_properties.append(("tier", tier))
     for item in quarantined:
         reason, since = _quarantine(item)
         item.add_marker(pytest.mark.xfail(reason=f"quarantine since {since}: {reason}", strict=False))
@@ -96,7 +98,7 @@ class Account:
         self._slow: list[tuple[float, str]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        tier = next((tier for tier in BUDGETS if tier in report.keywords), None)
+        tier = dict(report.user_properties).get("tier")
         if tier is None:
             return
         self._seconds[tier] += report.duration
