@@ -82,7 +82,7 @@ class Client:
             limits=download_limits,
         )
         self._last_logged_code: dict[str, str] = {}
-        self._board: ServedState | None = None
+        self._served: ServedState | None = None
         self._listener: Listener | None = None
         self._shown: Announced | None = None
 
@@ -108,7 +108,7 @@ class Client:
 
         From now on deltas are fetched and kept as well.
         """
-        board = ServedState(
+        served = ServedState(
             store=self._store,
             role="worker",
             run_id=self._trust.run_id,
@@ -116,18 +116,18 @@ class Client:
             upstreams=self.sources_status,
             fetched=self.fetched,
         )
-        board.open()
-        self._board, self._fetcher.mirror_deltas = board, True
+        served.open()
+        self._served, self._fetcher.mirror_deltas = served, True
         self._store.keep_deltas = KEPT_DELTAS
-        self._listener = await listen(make_app(board, limits), host=host, port=port, limits=limits)
+        self._listener = await listen(make_app(served, limits), host=host, port=port, limits=limits)
         return self._listener.port
 
     def _announce_if_held(self, signed: SignedManifest) -> None:
         """Announce the newest head to downstream peers once its manifest is held."""
         seen = self._trust.seen
-        if self._board is not None and seen is not None and seen.manifest_digest == signed.digest:
+        if self._served is not None and seen is not None and seen.manifest_digest == signed.digest:
             self._shown = Announced(seen.version, seen.head)
-            self._board.announce()
+            self._served.announce()
 
     def set_sources(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
         """Replace the sources; those that stay keep their measurements.

@@ -243,7 +243,7 @@ class OriginServer:
         self._origin, self._host, self._port, self._limits = origin, host, port, limits
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._board: ServedState | None = None
+        self._served: ServedState | None = None
         self._stopping: asyncio.Event | None = None
 
     def start(self) -> int:
@@ -258,8 +258,8 @@ class OriginServer:
     ) -> str:
         """Call `Origin.publish`, then wake every client waiting for a new version."""
         digest = self._origin.publish(path, version=version, before_announcing=before_announcing)
-        if self._loop is not None and self._board is not None:
-            self._loop.call_soon_threadsafe(self._board.announce)
+        if self._loop is not None and self._served is not None:
+            self._loop.call_soon_threadsafe(self._served.announce)
         return digest
 
     def stop(self) -> None:
@@ -267,7 +267,7 @@ class OriginServer:
         if self._thread is not None and self._loop is not None and self._stopping is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
-        self._thread = self._loop = self._board = self._stopping = None
+        self._thread = self._loop = self._served = self._stopping = None
 
     def _run(self, bound: concurrent.futures.Future[int]) -> None:
         try:
@@ -278,17 +278,17 @@ class OriginServer:
 
     async def _serve(self, bound: concurrent.futures.Future[int]) -> None:
         origin = self._origin
-        board = ServedState(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
-        board.open()
+        served = ServedState(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
+        served.open()
         try:
             listener = await listen(
-                make_app(board, self._limits), host=self._host, port=self._port, limits=self._limits
+                make_app(served, self._limits), host=self._host, port=self._port, limits=self._limits
             )
         except LocalFault as error:
             bound.set_exception(error)
             return
         stopping = asyncio.Event()
-        self._loop, self._board, self._stopping = asyncio.get_running_loop(), board, stopping
+        self._loop, self._served, self._stopping = asyncio.get_running_loop(), served, stopping
         bound.set_result(listener.port)
         await stopping.wait()
         await listener.stop()

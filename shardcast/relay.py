@@ -78,7 +78,7 @@ class Relay:
         self._downloads: dict[int, asyncio.Task[None]] = {}
         self._completed = set[int]()
         self._listener: Listener | None = None
-        self._board = ServedState(
+        self._served = ServedState(
             store=self._store,
             role="relay",
             run_id=run_id,
@@ -90,9 +90,9 @@ class Relay:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Serve what is held, follow the upstreams, and return the bound port."""
         self._show_remembered_head()
-        self._board.open()
+        self._served.open()
         self._listener = await listen(
-            make_app(self._board, self._server_limits), host=host, port=port, limits=self._server_limits
+            make_app(self._served, self._server_limits), host=host, port=port, limits=self._server_limits
         )
         self._resume_downloads()
         self._watch_upstreams()
@@ -180,7 +180,7 @@ class Relay:
         shown_version = -1 if self._shown is None else self._shown[0].version
         data = await self._transport.head(url, after=shown_version, wait_s=self._poll_s)
         self._sources.answered(url)
-        self._board.traffic.bytes_in += len(data)
+        self._served.traffic.bytes_in += len(data)
         async with self._adopting:
             return await self._adopt(url, data)
 
@@ -195,11 +195,11 @@ class Relay:
             return False
         if self._store.by_digest(head.manifest_digest) is None:
             envelope = await self._transport.manifest(url, head.manifest_digest)
-            self._board.traffic.bytes_in += len(envelope)
+            self._served.traffic.bytes_in += len(envelope)
             signed = self._trust.accept_manifest(envelope, self._clock(), head.manifest_digest)
             await asyncio.to_thread(self._store.add_manifest, signed)
         self._shown = (head, data)
-        self._board.announce()
+        self._served.announce()
         return True
 
     # -- chunks

@@ -67,8 +67,8 @@ class Measurement:
         self._spans: dict[int, dict[int, list[Span]]] = {}
         for number, group in enumerate(self._groups):
             for row, rollout in group.items():
-                said = () if replies is None else replies[number][row]
-                for version, span in spans_of(rollout, said, row=row, chunk_tokens=spec.proofs.chunk_tokens):
+                inserted = () if replies is None else replies[number][row]
+                for version, span in spans_of(rollout, inserted, row=row, chunk_tokens=spec.proofs.chunk_tokens):
                     self._spans.setdefault(version, {}).setdefault(number, []).append(span)
 
     @property

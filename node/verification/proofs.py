@@ -66,8 +66,8 @@ def check_proof_form(rollouts: Sequence[Rollout], replies: Sequence[Replies], *,
     The prefill would find it too, but not cheaply, and only in the rows that it measures. `replies` are what
     `check_rollouts` found of each.
     """
-    for row, (rollout, said) in enumerate(zip(rollouts, replies, strict=True)):
-        sizes = chunk_sizes(pieces(rollout.segment_tokens, said), chunk_tokens=spec.chunk_tokens)
+    for row, (rollout, inserted) in enumerate(zip(rollouts, replies, strict=True)):
+        sizes = chunk_sizes(pieces(rollout.segment_tokens, inserted), chunk_tokens=spec.chunk_tokens)
         try:
             check_proofs(rollout.proofs, sizes, hidden=hidden, spec=spec)
         except BadProof as error:

@@ -56,8 +56,8 @@ async def suspect_gain(
         return 0.0
     spans = [
         span
-        for row, (rollout, said) in enumerate(zip(rollouts, replies or [()] * len(rollouts), strict=True))
-        for drawn_by, span in spans_of(rollout, said, row=row, chunk_tokens=spec.proofs.chunk_tokens)
+        for row, (rollout, inserted) in enumerate(zip(rollouts, replies or [()] * len(rollouts), strict=True))
+        for drawn_by, span in spans_of(rollout, inserted, row=row, chunk_tokens=spec.proofs.chunk_tokens)
         if drawn_by == version
     ]
     return gain_lower_bound(await asyncio.to_thread(compare_weights, own, other, spans, spec=spec))

@@ -61,12 +61,12 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Select from `states` [R, hidden] (the context's last token on) those that tokens were predicted from."""
         if not self.replies:
             return states
-        said = 0
+        offset = 0
         parts = []
         for (start, _), (end, ids) in pairwise([(0, []), *self.replies, (len(self.token_ids), [])]):
             # A turn's first token is predicted from the reply's last token.
-            parts.append(states[start + said : end + said])
-            said += len(ids)
+            parts.append(states[start + offset : end + offset])
+            offset += len(ids)
         return torch.cat(parts)
 
     def chunk_sizes(self, chunk_tokens: int) -> list[int]:

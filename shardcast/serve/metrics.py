@@ -1,4 +1,4 @@
-"""Prometheus metrics of a node, read from its board on each scrape."""
+"""Prometheus metrics of a node, read from its state on each scrape."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from prometheus_client.registry import Collector
 from shardcast.serve.state import ServedState
 
 
-class BoardCollector(Collector):
-    """Collects one board; register it in its own registry, so that nodes may share a process."""
+class ServedStateCollector(Collector):
+    """Collects one node's state; register it in its own registry, so that nodes may share a process."""
 
-    def __init__(self, board: ServedState) -> None:
-        self._board = board
+    def __init__(self, served: ServedState) -> None:
+        self._served = served
 
     def collect(self) -> Iterator[Metric]:
-        board, traffic = self._board, self._board.traffic
-        head = board.head()
-        versions = board.store.versions()
+        served, traffic = self._served, self._served.traffic
+        head = served.head()
+        versions = served.store.versions()
         yield GaugeMetricFamily("shardcast_version", "newest version shown", -1 if head is None else head.version)
         yield GaugeMetricFamily("shardcast_versions_held", "versions whose manifest is held", len(versions))
-        yield GaugeMetricFamily("shardcast_planned_bytes", "bytes of all held versions", board.store.planned_bytes)
+        yield GaugeMetricFamily("shardcast_planned_bytes", "bytes of all held versions", served.store.planned_bytes)
         newest = versions[-1].manifest if versions else None
-        missing = newest.full.chunk_count - board.store.chunks_held(newest.version) if newest is not None else 0
+        missing = newest.full.chunk_count - served.store.chunks_held(newest.version) if newest is not None else 0
         yield GaugeMetricFamily("shardcast_missing_chunks", "chunks of the newest version still to come", missing)
-        yield CounterMetricFamily("shardcast_received_bytes", "bytes received", board.bytes_in)
-        fetched = board.fetched
+        yield CounterMetricFamily("shardcast_received_bytes", "bytes received", served.bytes_in)
+        fetched = served.fetched
         yield CounterMetricFamily("shardcast_fetched_bytes", "payload bytes fetched", fetched.bytes_in)
         yield CounterMetricFamily("shardcast_result_bytes", "what the fetched versions weigh", fetched.result_bytes)
         yield CounterMetricFamily("shardcast_wrong_chunks", "chunks that a delta did not give", fetched.wrong_chunks)
@@ -50,7 +50,7 @@ class BoardCollector(Collector):
                 ("seconds_left", "until a fetch under way is done, at its rate so far"),
             )
         )
-        for version, progress in list(self._board.fetched.under_way.items()):
+        for version, progress in list(self._served.fetched.under_way.items()):
             done.add_metric([str(version)], progress.done_bytes)
             total.add_metric([str(version)], progress.total_bytes)
             rate.add_metric([str(version)], progress.bytes_per_s)
@@ -65,7 +65,7 @@ class BoardCollector(Collector):
         quarantined = GaugeMetricFamily(
             "shardcast_source_quarantined", "1 while a source is not used, with the reason", labels=["source", "reason"]
         )
-        for source in self._board.upstreams():
+        for source in self._served.upstreams():
             rate.add_metric([source["url"]], source["bytes_per_s"] or 0.0)
             success.add_metric([source["url"]], source["success"])
             if source["state"] == "quarantined":

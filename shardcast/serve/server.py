@@ -31,7 +31,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from shardcast.errors import LocalFault, Malformed
 from shardcast.manifest import KIB, SignedManifest
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, ServerLimits
-from shardcast.serve.metrics import BoardCollector
+from shardcast.serve.metrics import ServedStateCollector
 from shardcast.serve.pacing import ChunkTurn, Pacer
 from shardcast.serve.refusals import refusal
 from shardcast.serve.state import ServedState
@@ -165,14 +165,14 @@ class _ManifestResponse(_DeadlineResponse):
 
 
 class ShardServer:
-    """Request handlers over one board."""
+    """Request handlers over one node's state."""
 
-    def __init__(self, board: ServedState, limits: ServerLimits) -> None:
-        self._board = board
+    def __init__(self, served: ServedState, limits: ServerLimits) -> None:
+        self._served = served
         self._limits = limits
         self._pacer = None if limits.max_bytes_per_s is None else Pacer(limits.max_bytes_per_s)
         self._registry = CollectorRegistry()
-        self._registry.register(BoardCollector(board))
+        self._registry.register(ServedStateCollector(served))
 
     def routes(self) -> list[web.RouteDef]:
         served: dict[str, Handler] = {
@@ -199,16 +199,16 @@ class ShardServer:
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         after = _version(request, "after")
-        announced = await self._board.newer_head(after, self._wait_s(request))
+        announced = await self._served.newer_head(after, self._wait_s(request))
         if announced is None:
             return web.Response(status=204)
         return web.Response(body=announced.envelope, content_type=_OCTET_STREAM)
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return self._manifest(self._board.store.get(int(request.match_info["version"])), _NO_STORE)
+        return self._manifest(self._served.store.get(int(request.match_info["version"])), _NO_STORE)
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        return self._manifest(self._board.store.by_digest(request.match_info["digest"]), _CACHE_FOREVER)
+        return self._manifest(self._served.store.by_digest(request.match_info["digest"]), _CACHE_FOREVER)
 
     def _manifest(self, signed: SignedManifest | None, caching: str) -> web.StreamResponse:
         if signed is None:
@@ -219,16 +219,16 @@ class ShardServer:
         name, index = request.match_info["digest"], int(request.match_info["index"])
         wait_s = self._wait_s(request)
         give_up_at = asyncio.get_running_loop().time() + wait_s + _TURN_TIMEOUT_S
-        file = await self._board.chunk(name, index, wait_s)
+        file = await self._served.chunk(name, index, wait_s)
         if file is not None:
             limits, pacer = self._limits, self._pacer
             return _ChunkResponse(file, index, limits.transfer_timeout_s, pacer=pacer, give_up_at=give_up_at)
-        if self._board.expects(name, index):
+        if self._served.expects(name, index):
             return refusal(503, "not_yet", "chunk has not arrived here yet; retry, or use another source")
         return refusal(404, "unknown_chunk", "chunk belongs to no version held here")
 
     async def status(self, _: web.Request) -> web.StreamResponse:
-        body = msgspec.json.encode(await asyncio.to_thread(describe, self._board))
+        body = msgspec.json.encode(await asyncio.to_thread(describe, self._served))
         return web.Response(body=body, content_type="application/json")
 
     async def health(self, _: web.Request) -> web.StreamResponse:
@@ -251,21 +251,21 @@ class ShardServer:
             await self._pacer.allow(_HEADER_BYTES + body_bytes)
 
     async def count_sent(self, _: web.Request, response: web.StreamResponse) -> None:
-        self._board.traffic.bytes_out += response.content_length or 0
+        self._served.traffic.bytes_out += response.content_length or 0
 
 
-def make_app(board: ServedState, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.Application:
-    """Build the application that serves `board`; it must run in the board's event loop."""
-    server = ShardServer(board, limits)
+def make_app(served: ServedState, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.Application:
+    """Build the application that serves `served`; it must run in the event loop that opened it."""
+    server = ShardServer(served, limits)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        board.traffic.requests += 1
+        served.traffic.requests += 1
         response = await _handle_errors(request, handler)
         if not isinstance(response, _DeadlineResponse):
             response.headers[hdrs.CACHE_CONTROL] = _NO_STORE
         if response.status >= 400:
-            board.traffic.refused += 1
+            served.traffic.refused += 1
         await server.pace(response)
         return response
 
@@ -291,15 +291,15 @@ async def _handle_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return refusal(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
 
 
-def describe(board: ServedState) -> dict[str, Any]:
+def describe(served: ServedState) -> dict[str, Any]:
     """Build the /v1/status body: role, versions with chunks held, sources with measurements, traffic."""
-    head = board.head()
-    store = board.store
+    head = served.head()
+    store = served.store
     return {
-        "role": board.role,
-        "run_id": board.run_id,
+        "role": served.role,
+        "run_id": served.run_id,
         "version": None if head is None else head.version,
-        "started_at": int(board.started_at),
+        "started_at": int(served.started_at),
         "versions": [
             {
                 "version": signed.manifest.version,
@@ -321,14 +321,14 @@ def describe(board: ServedState) -> dict[str, Any]:
                 "sources": progress.sources,
                 "seconds_left": progress.seconds_left,
             }
-            for version, progress in list(board.fetched.under_way.items())
+            for version, progress in list(served.fetched.under_way.items())
         ],
-        "upstreams": board.upstreams(),
-        "fetched": {"bytes": board.fetched.bytes_in, "result_bytes": board.fetched.result_bytes},
-        "bytes_in": board.bytes_in,
-        "bytes_out": board.traffic.bytes_out,
-        "requests": board.traffic.requests,
-        "refused": board.traffic.refused,
+        "upstreams": served.upstreams(),
+        "fetched": {"bytes": served.fetched.bytes_in, "result_bytes": served.fetched.result_bytes},
+        "bytes_in": served.bytes_in,
+        "bytes_out": served.traffic.bytes_out,
+        "requests": served.traffic.requests,
+        "refused": served.traffic.refused,
     }
 
 

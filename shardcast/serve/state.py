@@ -1,6 +1,6 @@
 """State behind the HTTP server: what a node offers at this moment, and who waits for more.
 
-A board belongs to one event loop; only the store under it is thread-safe.
+A `ServedState` belongs to one event loop; only the store under it is thread-safe.
 """
 
 from __future__ import annotations

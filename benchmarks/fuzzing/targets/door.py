@@ -186,9 +186,9 @@ def _relay_http(stack: ExitStack) -> Harness:
     announced = Announced(5, seal_head(head(), RUN_KEY))
 
     async def serve() -> int:
-        board = ServedState(store=store, role="relay", run_id=RUN_ID, head=lambda: announced)
+        served = ServedState(store=store, role="relay", run_id=RUN_ID, head=lambda: announced)
         limits = ServerLimits(max_wait_s=0.002)
-        listener = await listen(make_app(board, limits), limits=limits)
+        listener = await listen(make_app(served, limits), limits=limits)
         stack.callback(lambda: loop.run(listener.stop()))
         return listener.port
 

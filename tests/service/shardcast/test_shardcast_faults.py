@@ -171,8 +171,8 @@ async def test_a_base_that_was_cut_short_costs_the_chunks_that_it_lacks(swarm: A
         weights[version::CHUNK] = random.Random(version).randbytes(60)
         (swarm.folder / "weights").write_bytes(weights)
         await asyncio.to_thread(server.publish, swarm.folder / "weights", version=version)
-        head = await client.wait_head(after=version - 1, timeout_s=5)
-        assert (await client.fetch(head, timeout_s=20)).read_bytes() == weights
+        head = await client.wait_head(after=version - 1, timeout_s=60)
+        assert (await client.fetch(head, timeout_s=60)).read_bytes() == weights
         if version == 1:
             (base,) = (swarm.folder / "client" / "versions").iterdir()
             os.truncate(base, 30 * CHUNK)
@@ -189,8 +189,8 @@ async def test_frozen_layers_that_were_damaged_since_are_fetched(swarm: Any) -> 
         weights[0] = version
         (swarm.folder / "weights").write_bytes(weights)
         await asyncio.to_thread(server.publish, swarm.folder / "weights", version=version)
-        head = await client.wait_head(after=version - 1, timeout_s=5)
-        assert (await client.fetch(head, timeout_s=20)).read_bytes() == weights
+        head = await client.wait_head(after=version - 1, timeout_s=60)
+        assert (await client.fetch(head, timeout_s=60)).read_bytes() == weights
         if version == 1:
             (base,) = (swarm.folder / "client" / "versions").iterdir()
             with base.open("r+b") as file:
@@ -227,9 +227,9 @@ async def test_a_disk_that_cannot_serve_says_so_without_filling_the_log(
 
 
 async def serve(store: Store, publisher: Any) -> Listener:
-    board = ServedState(store=store, role="relay", run_id=publisher.run_id, head=lambda: None)
-    board.open()
-    return await listen(make_app(board, ServerLimits()))
+    served = ServedState(store=store, role="relay", run_id=publisher.run_id, head=lambda: None)
+    served.open()
+    return await listen(make_app(served, ServerLimits()))
 
 
 def test_weights_that_are_published_twice_are_served_while_either_is_here(tmp_path: Path, publisher: Any) -> None:
@@ -290,10 +290,10 @@ async def test_two_fetches_may_need_the_same_delta(swarm: Any) -> None:
         (swarm.folder / "weights").write_bytes(weights)
         await asyncio.to_thread(server.publish, swarm.folder / "weights", version=version)
         if version == 1:
-            await client.fetch(await client.wait_head(timeout_s=5), timeout_s=20)
-    head = await client.wait_head(after=1, timeout_s=5)
+            await client.fetch(await client.wait_head(timeout_s=60), timeout_s=60)
+    head = await client.wait_head(after=1, timeout_s=60)
     paths = await asyncio.gather(
-        client.fetch(head, timeout_s=20), *(client.fetch_archived(version, timeout_s=20) for version in (5, 4, 3, 2))
+        client.fetch(head, timeout_s=60), *(client.fetch_archived(version, timeout_s=60) for version in (5, 4, 3, 2))
     )
     assert [path.read_bytes() for path in paths] == [published[version] for version in (6, 5, 4, 3, 2)]
     assert (client.fetched.by_delta, client.fetched.in_full) == (5, 1)
@@ -337,9 +337,9 @@ async def test_asking_for_chunks_that_never_come_leaves_nothing(tmp_path: Path, 
     store = Store(tmp_path, run_id=publisher.run_id)
     signed = seal_manifest(publisher.manifest(data_of(1, chunks=50)), publisher.key)
     store.add_manifest(signed)
-    board = ServedState(store=store, role="relay", run_id=publisher.run_id, head=lambda: None)
-    board.open()
+    served = ServedState(store=store, role="relay", run_id=publisher.run_id, head=lambda: None)
+    served.open()
     name = signed.manifest.full.digest
-    assert set(await asyncio.gather(*(board.chunk(name, index, 0.01) for index in range(50)))) == {None}
-    assert len(board._arrivals) == 0
+    assert set(await asyncio.gather(*(served.chunk(name, index, 0.01) for index in range(50)))) == {None}
+    assert len(served._arrivals) == 0
     store.close()

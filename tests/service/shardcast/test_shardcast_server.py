@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
 from shardcast import ServedState, ServerLimits, listen, make_app
 from shardcast.errors import LocalFault
@@ -25,6 +26,7 @@ from shardcast.serve.state import Announced
 from shardcast.store.versions import Store
 
 CHUNK = 4096
+IDLE_S = 30.0
 PAYLOAD = random.Random(5).randbytes(4 * CHUNK)
 
 
@@ -32,25 +34,25 @@ PAYLOAD = random.Random(5).randbytes(4 * CHUNK)
 async def serving(
     folder: Path, publisher: Any, *, writes: Iterable[int] = range(3), **limits: Any
 ) -> AsyncIterator[tuple[Listener, ServedState, list[Announced]]]:
-    """A board with version 1, three of its four chunks here, and the list that is its newest head."""
+    """A server with version 1, three of its four chunks here, and the list that is its newest head."""
     store = Store(folder, run_id=publisher.run_id)
     signed = seal_manifest(publisher.manifest(PAYLOAD), publisher.key)
     store.add_manifest(signed)
     for index in writes:
         store.result(signed).write(index, PAYLOAD[index * CHUNK : (index + 1) * CHUNK])
     heads = [Announced(1, seal_head(publisher.head(manifest_digest=signed.digest), publisher.key))]
-    board = ServedState(store=store, role="relay", run_id=publisher.run_id, head=lambda: heads[-1])
-    board.open()
+    served = ServedState(store=store, role="relay", run_id=publisher.run_id, head=lambda: heads[-1])
+    served.open()
     server_limits = ServerLimits(**limits)
-    listener = await listen(make_app(board, server_limits), limits=server_limits)
+    listener = await listen(make_app(served, server_limits), limits=server_limits)
     try:
-        yield listener, board, heads
+        yield listener, served, heads
     finally:
         await listener.stop()
         store.close()
 
 
-async def raw(port: int, request: bytes, *, wait_s: float = 5.0) -> bytes:
+async def raw(port: int, request: bytes, *, wait_s: float = 60.0) -> bytes:
     """What the server answers to these exact bytes, until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -63,9 +65,9 @@ async def raw(port: int, request: bytes, *, wait_s: float = 5.0) -> bytes:
 
 
 async def test_everything_by_its_digest(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:
-    async with serving(tmp_path, publisher) as (listener, board, heads):
+    async with serving(tmp_path, publisher) as (listener, served, heads):
         url = f"http://127.0.0.1:{listener.port}"
-        signed = board.store.versions()[0]
+        signed = served.store.versions()[0]
         for path, expected in (
             ("/v1/head", heads[0].envelope),
             ("/v1/head?after=0&wait=5", heads[0].envelope),
@@ -85,14 +87,14 @@ async def test_everything_by_its_digest(tmp_path: Path, publisher: Any, http: ai
 
 
 async def test_status_is_for_people(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:
-    async with serving(tmp_path, publisher) as (listener, board, _):
+    async with serving(tmp_path, publisher) as (listener, served, _):
         async with http.get(f"http://127.0.0.1:{listener.port}/v1/status") as response:
             status = await response.json()
         assert (status["role"], status["version"], status["run_id"]) == ("relay", 1, publisher.run_id)
         assert status["versions"] == [
             {
                 "version": 1,
-                "manifest_digest": board.store.versions()[0].digest,
+                "manifest_digest": served.store.versions()[0].digest,
                 "result_bytes": len(PAYLOAD),
                 "delta_bytes": {},
                 "chunks_total": 4,
@@ -135,16 +137,16 @@ async def test_long_poll_answers_the_moment_a_version_appears(
     tmp_path: Path, publisher: Any, http: aiohttp.ClientSession
 ) -> None:
     """A worker must not train on stale weights for a polling interval."""
-    async with serving(tmp_path, publisher) as (listener, board, heads):
-        url = f"http://127.0.0.1:{listener.port}/v1/head?after=1&wait=10"
+    async with serving(tmp_path, publisher) as (listener, served, heads):
+        url = f"http://127.0.0.1:{listener.port}/v1/head?after=1&wait=30"
         polls = [asyncio.create_task(http.get(url)) for _ in range(20)]
         await asyncio.sleep(0.2)
         assert not any(poll.done() for poll in polls)
         heads.append(Announced(2, b"head of version 2"))
         started = time.monotonic()
-        board.announce()
+        served.announce()
         bodies = [await (await poll).read() for poll in polls]
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 15
         assert set(bodies) == {b"head of version 2"}
 
 
@@ -153,21 +155,21 @@ async def test_long_poll_ends_with_204(tmp_path: Path, publisher: Any, http: aio
         started = time.monotonic()
         async with http.get(f"http://127.0.0.1:{listener.port}/v1/head?after=1&wait=900") as response:
             assert response.status == 204
-        assert 0.25 < time.monotonic() - started < 5, "the server's cap holds, whatever is asked for"
+        assert 0.25 < time.monotonic() - started < 60, "the server's cap holds, whatever is asked for"
 
 
 async def test_a_chunk_on_its_way_is_waited_for(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:
-    async with serving(tmp_path, publisher) as (listener, board, _):
-        signed = board.store.versions()[0]
+    async with serving(tmp_path, publisher) as (listener, served, _):
+        signed = served.store.versions()[0]
         url = f"http://127.0.0.1:{listener.port}/v1/payloads/{signed.manifest.full.digest}/3"
         async with http.get(url.removesuffix("3") + "4") as response:
             assert response.status == 404, "there are four"
         async with http.get(url + "?wait=0.1") as response:
             assert response.status == 503
             assert (await response.json())["code"] == "not_yet"
-        asked = asyncio.create_task(http.get(url + "?wait=10"))
+        asked = asyncio.create_task(http.get(url + "?wait=30"))
         await asyncio.sleep(0.1)
-        await asyncio.to_thread(board.store.result(signed).write, 3, PAYLOAD[3 * CHUNK :])
+        await asyncio.to_thread(served.store.result(signed).write, 3, PAYLOAD[3 * CHUNK :])
         assert await (await asked).read() == PAYLOAD[3 * CHUNK :]
 
 
@@ -179,8 +181,8 @@ async def test_a_chunk_damaged_on_disk_is_not_served(
     (part,) = (tmp_path / "downloads").glob("*.part")
     with part.open("r+b") as file:
         file.write(bytes(CHUNK))
-    async with serving(tmp_path, publisher, writes=()) as (listener, board, _):
-        url = f"http://127.0.0.1:{listener.port}/v1/payloads/{board.store.versions()[0].manifest.full.digest}"
+    async with serving(tmp_path, publisher, writes=()) as (listener, served, _):
+        url = f"http://127.0.0.1:{listener.port}/v1/payloads/{served.store.versions()[0].manifest.full.digest}"
         async with http.get(url + "/0") as response:
             assert response.status == 503
         async with http.get(url + "/1") as response:
@@ -189,12 +191,12 @@ async def test_a_chunk_damaged_on_disk_is_not_served(
 
 async def test_idle_connections_block_nobody(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:
     """One idle connection blocked all of shardcast 0.3.2."""
-    async with serving(tmp_path, publisher) as (listener, _, _):
+    async with serving(tmp_path, publisher, idle_timeout_s=2 * IDLE_S) as (listener, _, _):
         idle = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(100)]
         started = time.monotonic()
         async with http.get(f"http://127.0.0.1:{listener.port}/v1/head") as response:
             assert response.status == 200
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < IDLE_S
         for _, writer in idle:
             writer.close()
 
@@ -205,7 +207,7 @@ async def test_slow_loris_loses_its_connection(tmp_path: Path, publisher: Any) -
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"GET /v1/head HTTP/1.1\r\nX-A: ")
         started = time.monotonic()
-        while not reader.at_eof() and time.monotonic() - started < 5:
+        while not reader.at_eof() and time.monotonic() - started < 60:
             writer.write(b"a")
             try:
                 await asyncio.wait_for(reader.read(1), 0.1)
@@ -213,33 +215,28 @@ async def test_slow_loris_loses_its_connection(tmp_path: Path, publisher: Any) -
                 continue
             except ConnectionResetError:
                 break
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
         writer.close()
 
 
 async def test_a_reader_that_stops_reading_loses_its_connection(tmp_path: Path, publisher: Any) -> None:
     """Otherwise a few stalled readers hold files and connections for ever."""
-    async with serving(tmp_path, publisher, transfer_timeout_s=0.5) as (listener, board, _):
+    async with serving(tmp_path, publisher, transfer_timeout_s=2.0) as (listener, served, _):
         payload = bytes(16 * MIB)
         signed = seal_manifest(publisher.manifest(payload, version=2, chunk_bytes=16 * MIB), publisher.key)
-        board.store.add_manifest(signed)
-        board.store.result(signed).write(0, payload)
+        served.store.add_manifest(signed)
+        served.store.result(signed).write(0, payload)
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port, limit=1024)
         writer.write(f"GET /v1/payloads/{signed.manifest.full.digest}/0 HTTP/1.1\r\nHost: a\r\n\r\n".encode())
-        await asyncio.sleep(0.2)
-        assert listener.connections == 1
-        for _ in range(60):
-            if listener.connections == 0:
-                break
-            await asyncio.sleep(0.1)
-        assert listener.connections == 0
+        await eventually(lambda: listener.connections == 1)
+        await eventually(lambda: listener.connections == 0)
         writer.close()
 
 
 async def test_connections_per_address_are_bounded(tmp_path: Path, publisher: Any) -> None:
     async with serving(tmp_path, publisher, max_connections_per_address=3) as (listener, _, _):
         kept = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        await eventually(lambda: listener.connections == 3)
         assert await raw(listener.port, b"") == b""
         assert listener.refused == 1
         reader, writer = kept[0]
@@ -247,7 +244,7 @@ async def test_connections_per_address_are_bounded(tmp_path: Path, publisher: An
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         for _, writer in kept:
             writer.close()
-        await asyncio.sleep(0.1)
+        await eventually(lambda: listener.connections == 0)
         assert b"200 OK" in await raw(listener.port, b"GET /health HTTP/1.0\r\n\r\n")
 
 
@@ -264,7 +261,7 @@ async def test_connections_per_address_are_bounded(tmp_path: Path, publisher: An
 async def test_bodies_are_refused_unread(tmp_path: Path, publisher: Any, request_bytes: bytes) -> None:
     """Nothing is ever uploaded here: a body is a way to make the server work."""
     async with serving(tmp_path, publisher) as (listener, _, _):
-        answer = await raw(listener.port, request_bytes, wait_s=3)
+        answer = await raw(listener.port, request_bytes, wait_s=60)
         assert answer.startswith((b"HTTP/1.1 413", b"HTTP/1.1 405"))
 
 
@@ -307,9 +304,9 @@ async def test_path_traversal_finds_nothing(tmp_path: Path, publisher: Any, path
 
 
 async def test_an_occupied_port_says_so(tmp_path: Path, publisher: Any) -> None:
-    async with serving(tmp_path, publisher) as (listener, board, _):
+    async with serving(tmp_path, publisher) as (listener, served, _):
         with pytest.raises(LocalFault) as caught:
-            await listen(make_app(board), port=listener.port)
+            await listen(make_app(served), port=listener.port)
         assert caught.value.code == "cannot_bind"
 
 
@@ -334,10 +331,7 @@ async def test_a_burst_of_connections_is_counted_once_each(tmp_path: Path, publi
     """Counting one that is just being opened twice would turn honest workers away."""
     async with serving(tmp_path, publisher, max_connections_per_address=20) as (listener, _, _):
         peers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(20)]
-        for _ in range(100):
-            if listener.connections == 20:
-                break
-            await asyncio.sleep(0.01)
+        await eventually(lambda: listener.connections + listener.refused == 20)
         assert (listener.connections, listener.refused) == (20, 0)
         for peer in peers:
             peer.close()
