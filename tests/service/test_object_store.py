@@ -23,8 +23,9 @@ from object_store import Store, object_store
 from overhearing import overheard
 from sqlalchemy import select, update
 from swarm import Peer, Reply, Swarm, running, small_spec
+from waiting import until
 
-from coordinator.storage import uploads
+from coordinator.storage import s3_blobs, uploads
 from coordinator.storage.schema import SubmissionState, leases, submissions
 from coordinator.storage.schema import uploads as uploads_table
 from coordinator.storage.uploads import SWEPT_AFTER_SECONDS, sweep
@@ -173,12 +174,13 @@ def test_an_upload_is_removed_once_its_body_has_its_name(swarm: Swarm, store: St
     receipt = swarm.verdict(peer, uploaded(peer, lease.lease_id, body, tmp_path / "body"))
     assert receipt.outcome is Outcome.ADMITTED
     assert entry_of(swarm, receipt.log_index).body == digest(body)
-    deadline = time.monotonic() + 10
-    while store.keys(f"uploads/{lease.lease_id}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert store.keys(f"uploads/{lease.lease_id}") == []
-    with swarm.home.database.read() as connection:
-        assert uploads.of_lease(connection, lease.lease_id) is None
+    until(lambda: store.keys(f"uploads/{lease.lease_id}") == [])
+
+    def forgotten() -> bool:
+        with swarm.home.database.read() as connection:
+            return uploads.of_lease(connection, lease.lease_id) is None
+
+    until(forgotten)
     assert f"blobs/{digest(body)}" in store.keys("blobs/")
 
 
@@ -469,7 +471,7 @@ def test_what_a_killed_verifier_left_is_swept(swarm: Swarm, store: Store, tmp_pa
     lease, body = peer.lease(), b"judged, and not removed"
     store.fault = lambda method, _key: "away" if method == "DELETE" else None
     swarm.verdict(peer, uploaded(peer, lease.lease_id, body, tmp_path / "body"))
-    time.sleep(0.5)
+    until(lambda: sum(call.method == "DELETE" for call in list(store.calls)) >= s3_blobs.ATTEMPTS)
     store.fault = lambda _method, _key: None
     assert store.keys(f"uploads/{lease.lease_id}")
     aged(swarm, lease.lease_id)

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zstandard
 from swarm import INSTANCE, Swarm, running
+from waiting import until
 
 from node.protocol.admission import Outcome
 from node.protocol.messages import LeaseRequest
@@ -193,7 +194,7 @@ def test_endless_body_is_cut_off(swarm: Swarm) -> None:
     path = f"/v1/submissions/{lease.lease_id}"
     header, _ = sign_request(peer.claim("PUT", path, b"a" * 1000), key=peer.key)
     where = urlsplit(swarm.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
         connection.sendall(
             f"PUT {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {header}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         )
@@ -255,10 +256,10 @@ def test_upload_that_is_refused_at_its_end_leaves_no_file(swarm: Swarm) -> None:
     path, body = f"/v1/submissions/{lease.lease_id}", b"x" * 5000
     header, envelope = sign_request(peer.claim("PUT", path, body), key=peer.key)
     where = urlsplit(swarm.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
         head = f"PUT {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {header}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body[:-1])
-        time.sleep(0.3)
+        until(lambda: any(swarm.home.blobs._incoming.iterdir()))
         assert peer.submit(lease.lease_id, b"y").code == "too_many_requests", "one upload for a lease at a time"
         assert peer.signed("POST", f"/v1/leases/{lease.lease_id}/return", b"").status == 200
         connection.sendall(body[-1:])

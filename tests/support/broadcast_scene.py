@@ -210,9 +210,9 @@ class Scene:
 
 
 async def fetched(client: Client, *, after: int = -1) -> bytes:
-    head = await client.wait_head(after=after, timeout_s=3)
+    head = await client.wait_head(after=after, timeout_s=60)
     assert head is not None
-    return (await client.fetch(head, timeout_s=15)).read_bytes()
+    return (await client.fetch(head, timeout_s=60)).read_bytes()
 
 
 def row(rows: list[dict[str, Any]], url: str) -> dict[str, Any]:

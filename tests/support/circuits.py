@@ -23,7 +23,7 @@ from node.p2p.reserving import Reservations
 from node.protocol.peers import Address
 
 ECHO = TProtocol("/test/echo/1")
-SECONDS = 5.0
+SECONDS = 20.0
 DEFAULT = RelayLimits()
 
 
@@ -149,7 +149,7 @@ def leaf(error: BaseException) -> BaseException:
 
 
 def on_circuits(
-    limits: RelayLimits = DEFAULT, *, seconds: float = 60.0
+    limits: RelayLimits = DEFAULT, *, seconds: float = 200.0
 ) -> Callable[[Callable[[Scene], Awaitable[None]]], Callable[[], None]]:
     """Make a test of a coroutine that plays in a scene, on a trio loop of its own."""
 

@@ -31,7 +31,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 ACCESS_KEY, SECRET_KEY, REGION, BUCKET = "AKIATEST", "a secret of the store", "us-east-1", "swarmproof-test"
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ from shardcast.envelope import open_envelope
 from shardcast.manifest import SignedManifest
 from shardcast.wire import decode, digest, encode
 
-VERDICT_SECONDS = 60.0
+VERDICT_SECONDS = 120.0
 INSTANCE = "0" * 32
 """The machine that every peer says it is on; each has a key of its own."""
 
@@ -150,7 +150,7 @@ class Peer:
         """Send bytes as they are."""
         request = urllib.request.Request(self.url + path, data=body, headers=headers or {}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return Reply(answer.status, answer.read())
         except urllib.error.HTTPError as error:
             with error:

@@ -99,7 +99,7 @@ def train_to_the_end(home: Home, folder: Path, **given: Any) -> None:
     with trainer_of(home, folder, **given) as trainer:
 
         def stop_at_the_end() -> None:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 200
             while finished_steps(home) < STEPS and time.monotonic() < deadline:
                 time.sleep(0.02)
             trainer.stop()

@@ -260,7 +260,7 @@ class Swarm(Serving):
 
     async def work_once(self):
         """The first slots, with their receipts."""
-        await asyncio.wait_for(self.work(asyncio.Event(), once=True), 60)
+        await asyncio.wait_for(self.work(asyncio.Event(), once=True), SECONDS)
 
     @asynccontextmanager
     async def working(self, **changes):
@@ -271,7 +271,7 @@ class Swarm(Serving):
             yield stop, task
         finally:
             stop.set()
-            await asyncio.wait({task}, timeout=20)
+            await asyncio.wait({task}, timeout=60)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

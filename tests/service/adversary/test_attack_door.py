@@ -33,7 +33,7 @@ def exchange(url: str, head: bytes) -> bytes:
     """Everything that comes back for bytes that no HTTP library would send."""
     where = urlsplit(url)
     answer = b""
-    with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
         connection.sendall(head + b"\r\nConnection: close\r\n\r\n")
         while piece := connection.recv(65536):
             answer += piece

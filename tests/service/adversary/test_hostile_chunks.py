@@ -42,9 +42,9 @@ async def test_a_flipped_bit_in_a_delta_costs_a_refetch_and_the_relay_its_standi
     client = await scene.client_with_version_1(url)
     weights = await scene.publish(2)
     hostile.spoiled = {scene.signed(2).manifest.deltas[0].payload.digest}
-    head = await client.wait_head(after=1, timeout_s=3)
+    head = await client.wait_head(after=1, timeout_s=60)
     assert head is not None
-    fetching_it = asyncio.create_task(client.fetch(head, timeout_s=15))
+    fetching_it = asyncio.create_task(client.fetch(head, timeout_s=60))
     await eventually(lambda: row(client.sources_status(), url)["state"] == "quarantined")
     client.set_sources([url, scene.url])
     assert (await fetching_it).read_bytes() == weights
@@ -174,10 +174,13 @@ async def test_an_endless_body_is_cut_at_the_length_of_the_chunk(scene: Scene, k
     client = scene.client(bad, good)
     assert await fetched(client) == scene.weights
     assert row(client.sources_status(), bad)["code"] == "oversized"
-    await asyncio.sleep(0.2)
-    stopped_at = hostile.sent
-    await asyncio.sleep(0.2)
-    assert hostile.sent == stopped_at, "the connection is closed, not drained"
+    for _ in range(50):
+        before = hostile.sent
+        await asyncio.sleep(0.2)
+        if hostile.sent == before:
+            break
+    else:
+        pytest.fail("the connection is drained, not closed")
 
 
 class Truncates(Between):

@@ -86,11 +86,11 @@ async def test_rollback_is_refused_even_after_a_restart(scene: Scene) -> None:
     old = head_of(scene.signed(1))
     await scene.publish(2)
     client = scene.client(await scene.honest())
-    assert (await client.wait_head(timeout_s=2)) is not None
+    assert (await client.wait_head(timeout_s=60)) is not None
     await client.close()
     again = scene.client(await scene.showing(old))
     with pytest.raises(Stale) as caught:
-        await again.wait_head(timeout_s=0.5)
+        await again.wait_head(timeout_s=1.0)
     assert caught.value.code == "rollback"
 
 
@@ -99,12 +99,12 @@ async def test_rollback_of_a_relay_is_not_passed_on(scene: Scene) -> None:
     await scene.publish(2)
     url, relay = await scene.relay(await scene.honest())
     client = scene.client(url)
-    assert (await client.wait_head(timeout_s=2)) is not None
+    assert (await client.wait_head(timeout_s=60)) is not None
     bad, hostile = await scene.hostile(Shows)
     hostile.shown = {"/v1/head": old}
     relay.set_upstreams([bad])
     await eventually(lambda: hostile.asked["head"] > 1)
-    head = await scene.client(url, name="other").wait_head(timeout_s=2)
+    head = await scene.client(url, name="other").wait_head(timeout_s=60)
     assert head is not None
     assert head.version == 2
 
@@ -113,7 +113,7 @@ async def test_freeze_by_an_expired_head_shows(scene: Scene) -> None:
     now = int(time.time())
     client = scene.client(await scene.showing(head_of(scene.signed(1), issued_at=now - 200, expires_at=now - 100)))
     with pytest.raises(Stale) as caught:
-        await client.wait_head(timeout_s=0.5)
+        await client.wait_head(timeout_s=1.0)
     assert caught.value.code == "expired"
     assert load_seen(scene.folder / "client" / "state.json") is None
 
@@ -122,7 +122,7 @@ async def test_freeze_by_one_relay_is_overruled_by_another(scene: Scene) -> None
     old = head_of(scene.signed(1))
     await scene.publish(2)
     client = scene.client(await scene.showing(old), await scene.honest())
-    head = await client.wait_head(after=1, timeout_s=2)
+    head = await client.wait_head(after=1, timeout_s=60)
     assert head is not None
     assert head.version == 2
 
@@ -130,7 +130,7 @@ async def test_freeze_by_one_relay_is_overruled_by_another(scene: Scene) -> None
 async def test_the_head_of_another_run_is_refused(scene: Scene) -> None:
     client = scene.client(await scene.showing(head_of(scene.signed(1), run_id="00" * 32)))
     with pytest.raises(Malformed) as caught:
-        await client.wait_head(timeout_s=0.5)
+        await client.wait_head(timeout_s=1.0)
     assert caught.value.code == "wrong_run"
 
 
@@ -138,7 +138,7 @@ async def test_garbage_and_oversized_heads_are_refused(scene: Scene) -> None:
     for envelope in (b"", b"VSW1", b"\0" * 300, bytes(10_000_000), head_of(scene.signed(1))[:-1]):
         client = scene.client(await scene.showing(envelope), name=f"client{len(envelope)}")
         with pytest.raises((Malformed, BadSignature)):
-            await client.wait_head(timeout_s=0.4)
+            await client.wait_head(timeout_s=1.0)
 
 
 # -- two histories
@@ -147,10 +147,10 @@ async def test_garbage_and_oversized_heads_are_refused(scene: Scene) -> None:
 async def test_equivocation_stops_the_client_and_leaves_the_proof(scene: Scene) -> None:
     """A publisher that shows two histories is convicted by its own signatures."""
     client = scene.client(await scene.honest())
-    assert (await client.wait_head(timeout_s=2)) is not None
+    assert (await client.wait_head(timeout_s=60)) is not None
     client.set_sources([await scene.showing(head_of(scene.signed(1), manifest_digest="cd" * 32))])
     with pytest.raises(Equivocation):
-        await client.wait_head(timeout_s=1)
+        await client.wait_head(timeout_s=10)
     proof_path = scene.folder / "client" / "equivocation-1.json"
     proof = wire.decode(FraudProof, proof_path.read_bytes(), max_bytes=100_000)
     assert check_fraud_proof(proof, run_id=RUN_ID, publisher_key=PUBLIC) == 1
@@ -159,10 +159,10 @@ async def test_equivocation_stops_the_client_and_leaves_the_proof(scene: Scene) 
 async def test_equivocation_towards_a_relay_is_kept_and_not_passed_on(scene: Scene) -> None:
     url, relay = await scene.relay(await scene.honest())
     client = scene.client(url)
-    first = await client.wait_head(timeout_s=2)
+    first = await client.wait_head(timeout_s=60)
     relay.set_upstreams([await scene.showing(head_of(scene.signed(1), manifest_digest="cd" * 32))])
     await eventually((scene.folder / "relay" / "equivocation-1.json").exists)
-    second = await scene.client(url, name="other").wait_head(timeout_s=2)
+    second = await scene.client(url, name="other").wait_head(timeout_s=60)
     assert first is not None
     assert second is not None
     assert second.manifest_digest == first.manifest_digest
@@ -179,6 +179,6 @@ async def test_equivocation_about_nothing_but_the_deltas_is_equivocation(scene: 
     hostile.shown = shown(other)
     client.set_sources([url])
     with pytest.raises(Equivocation):
-        await client.wait_head(after=2, timeout_s=2)
+        await client.wait_head(after=2, timeout_s=10)
     proof = wire.decode(FraudProof, (scene.folder / "client" / "equivocation-2.json").read_bytes(), max_bytes=1_000_000)
     assert check_fraud_proof(proof, run_id=RUN_ID, publisher_key=PUBLIC) == 2

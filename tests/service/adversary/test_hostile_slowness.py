@@ -15,6 +15,9 @@ from shardcast import DownloadLimits, SourceLimits, TransportLimits
 from shardcast.errors import TooSlow
 from shardcast.fetch import fetcher as fetching
 
+ENOUGH = 40.0
+"""Seconds, on a busy machine; what is withheld here is never answered, or not within a minute."""
+
 
 @pytest.mark.parametrize("status", [None, 404, 500, 503])
 async def test_withheld_deltas_cost_seconds_and_not_the_version(scene: Scene, status: int | None) -> None:
@@ -25,7 +28,7 @@ async def test_withheld_deltas_cost_seconds_and_not_the_version(scene: Scene, st
     deltas |= {delta.payload.digest for delta in scene.signed(2).manifest.deltas}
     started = time.monotonic()
     assert await fetched(client, after=1) == weights
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < ENOUGH
     assert (client.fetched.by_delta, client.fetched.in_full) == (0, 2)
 
 
@@ -40,7 +43,7 @@ async def test_withheld_old_manifests_do_not_hold_up_who_is_far_behind(
         weights = await scene.publish(version)
     started = time.monotonic()
     assert await fetched(client, after=1) == weights
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30, "not even one of the answers was waited for"
     assert hostile.asked["versions"] > 0
 
 
@@ -71,7 +74,7 @@ async def test_withholding_is_raced_by_another_source(scene: Scene) -> None:
     (bad, _), good = await scene.hostile(Withholds), await scene.honest()
     started = time.monotonic()
     assert await fetched(scene.client(bad, good, **PATIENT)) == scene.weights
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < ENOUGH
 
 
 async def test_withholding_alone_ends_in_time(scene: Scene) -> None:
@@ -79,7 +82,7 @@ async def test_withholding_alone_ends_in_time(scene: Scene) -> None:
     started = time.monotonic()
     with pytest.raises(TooSlow):
         await fetched(client)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < ENOUGH
 
 
 class Dribbles(Between):
@@ -122,7 +125,7 @@ async def test_a_relay_just_above_the_minimum_rate_hardly_slows_a_fetch(scene: S
     started = time.monotonic()
     assert len(await fetched(client)) == SIZE
     assert hostile.asked["payloads"] > 0
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < ENOUGH
 
 
 class AnswersAtOnce(Between):
@@ -150,4 +153,4 @@ async def test_one_bad_relay_of_three_hardly_slows_a_fetch(scene: Scene) -> None
     client = scene.client(*good, bad, **PATIENT)
     started = time.monotonic()
     assert await fetched(client) == scene.weights
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < ENOUGH

@@ -47,7 +47,7 @@ def send(
     served: Served, method: str, path: str, *, source: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> Reply:
     """One request on a connection of its own from `source`."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10, source_address=(source, 0))
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60, source_address=(source, 0))
     connection.request(method, path, body=body, headers=headers or {})
     answer = connection.getresponse()
     text = answer.read()
@@ -75,11 +75,13 @@ def registered(served: Served, *, source: str) -> Peer:
 
 
 def test_a_flood_from_one_address_is_told_when_to_come_again(served: Served) -> None:
+    began = time.monotonic()
     replies = flood(served, "127.0.10.1")
+    regained = (time.monotonic() - began) * PER_ADDRESS / 60
     assert replies[0].status == 200
     refused = [reply for reply in replies if reply.status != 200]
     assert {(reply.status, reply.code) for reply in refused} == {(429, "too_many_requests")}
-    assert len(refused) >= PER_ADDRESS // 4
+    assert len(refused) >= max(1, PER_ADDRESS // 2 - regained - 1)
     assert 1 <= int(refused[-1].retry_after or 0) <= 60
     assert send(served, "GET", "/health", source="127.0.10.2").status == 200, "nobody else pays"
     time.sleep(float(refused[-1].retry_after or 0))
@@ -170,8 +172,8 @@ async def test_an_honest_worker_waits_as_it_is_told(served: Served) -> None:
         await client.register(REGISTRATION)
         began = time.monotonic()
         for _ in range(PER_NODE + 1):
-            await client.lease(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE), patience_seconds=30)
-        assert 1 < time.monotonic() - began < 30
+            await client.lease(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE), patience_seconds=120)
+        assert 1 < time.monotonic() - began < 60
 
 
 def test_addresses_of_one_network_have_one_share() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 from sqlalchemy import select, update
 from swarm import Peer, Swarm, running, small_spec
+from waiting import until
 
 from coordinator.storage import log
 from coordinator.storage.schema import groups, nodes
@@ -52,13 +52,12 @@ def cheat_until_caught(swarm: Swarm) -> tuple[Peer, list[str]]:
 
 def settled(swarm: Swarm) -> None:
     """Wait until nothing is due for a second verdict."""
-    deadline = time.monotonic() + 60
-    while True:
+
+    def nothing_is_due() -> bool:
         with swarm.home.database.read() as connection:
-            if not partly_measured(connection).get("due"):
-                return
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+            return not partly_measured(connection).get("due")
+
+    until(nothing_is_due)
 
 
 def entries(swarm: Swarm) -> list[VerdictEntry]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from waiting import eventually
+
 from coordinator.http.log_watch import POLL_SECONDS, LogWatch
 
 MINE, OTHERS = "ab" * 32, "cd" * 32
@@ -48,8 +50,7 @@ async def test_a_verdict_between_the_ticket_and_the_wait_is_not_missed() -> None
     watching = watch(log)
     async with watching.subscribe(MINE) as mine:
         log.judge(MINE)
-        await asyncio.sleep(3 * POLL_SECONDS)
-        assert mine.is_set()
+        await eventually(mine.is_set)
 
 
 async def test_a_second_wait_after_a_pause_starts_the_reader_anew() -> None:

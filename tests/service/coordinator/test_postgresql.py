@@ -175,7 +175,7 @@ def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None
                 actor.decide(claimed, Outcome.INDETERMINATE if rng.random() < 0.1 else Outcome.ADMITTED)
 
     def train() -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         actor = Actors(others[-1])
         while time.monotonic() < until:
             step = actor.assign()

@@ -114,7 +114,7 @@ def test_a_store_that_is_away_raises_what_every_process_waits_for(store: Store, 
     with pytest.raises(StoreAway) as away:
         blobs.get(name, max_bytes=8)
     assert isinstance(away.value, OSError)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     store.fault = lambda _method, _key: None
     assert blobs.get(name, max_bytes=8) == b"evidence"
 

@@ -173,13 +173,13 @@ async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) 
 async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_policy(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_shelf, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(policy_shelf, "PATIENCE_SECONDS", 3.0)
     home = run.swarm.home
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with Client(home.run_id, home.public_key, [source], tmp_path / "shelf") as client:
             shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
-            for most in (2.0, 0.2):
+            for most in (60.0, 2.5):
                 started = time.monotonic()
                 with pytest.raises(PolicyUnavailable, match="being fetched"):
                     await shelf.prefill(0)

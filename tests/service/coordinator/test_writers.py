@@ -19,7 +19,7 @@ from coordinator.storage import sqlite as storage
 from coordinator.storage.database import Database, sqlite_url
 
 HOLD_SECONDS = 0.002
-SECONDS = 2.0
+SECONDS = 4.0
 
 
 def write_until(database: Database, stop: float) -> tuple[int, float]:
@@ -56,7 +56,7 @@ def test_a_busy_verifier_does_not_keep_requests_waiting(tmp_path: Path) -> None:
     theirs = found.get()
     process.join()
     database.close()
-    assert max(longest for _, longest in (*ours, theirs)) < 2
+    assert max(longest for _, longest in (*ours, theirs)) < SECONDS - 0.5
     assert min(count for count, _ in ours) > max(count for count, _ in ours) / 2
     assert theirs[0] > 10
 
@@ -70,7 +70,7 @@ def test_a_writer_that_fails_lets_the_next_one_in(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     database.close()
 
@@ -88,7 +88,7 @@ def test_a_writer_elsewhere_that_was_stopped_does_not_hold_up_each_of_ours_in_tu
     write_nothing(database)
     stopped = sqlite3.connect(tmp_path / "swarmproof.sqlite3", isolation_level=None)
     stopped.execute("BEGIN IMMEDIATE")
-    monkeypatch.setattr(storage, "BUSY_TIMEOUT_MS", 500)
+    monkeypatch.setattr(storage, "BUSY_TIMEOUT_MS", 2000)
 
     def fail(_: int) -> float:
         began = time.monotonic()
@@ -97,7 +97,7 @@ def test_a_writer_elsewhere_that_was_stopped_does_not_hold_up_each_of_ours_in_tu
         return time.monotonic() - began
 
     with ThreadPoolExecutor(8) as pool:
-        assert max(pool.map(fail, range(8))) < 2
+        assert max(pool.map(fail, range(8))) < 10, "in turn it would be 16"
     stopped.close()
     write_nothing(database)
     database.close()
@@ -120,22 +120,22 @@ def test_a_writer_that_is_interrupted_while_it_waits_lets_the_next_one_in(tmp_pa
     def hold() -> None:
         with database.write():
             begun.set()
-            done.wait(10)
+            done.wait(60)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    begun.wait(10)
+    begun.wait(60)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
         with pytest.raises(Interrupted), database.write():
             pass
     finally:
         signal.signal(signal.SIGALRM, before)
         done.set()
-    holder.join(10)
+    holder.join(60)
     follower = threading.Thread(target=write_nothing, args=(database,), daemon=True)
     follower.start()
-    follower.join(5)
+    follower.join(60)
     assert not follower.is_alive()
     database.close()
 

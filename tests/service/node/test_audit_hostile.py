@@ -68,7 +68,7 @@ def serving(bodies: Bodies) -> Iterator[str]:
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(120)
         yield f"http://127.0.0.1:{addresses[0][1]}"
     finally:
         stop.set()

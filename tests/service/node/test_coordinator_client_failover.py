@@ -26,6 +26,7 @@ from prepared_replies import (
     served,
     serving,
 )
+from waiting import eventually
 
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff, ExchangeLimits
@@ -35,7 +36,7 @@ from node.protocol.reasons import Reason
 from node.protocol.requests import open_claim, read_authorization
 from shardcast.wire import digest, encode
 
-AT_ONCE = 1.0
+AT_ONCE = 30.0
 NEVER = Backoff(first_seconds=1e3, max_seconds=1e3)
 """Whoever pauses with this backoff does not finish its test."""
 RELAYS = encode(RelayList(relays=("http://192.0.2.1:1",)))
@@ -106,13 +107,20 @@ async def test_an_outage_of_all_is_one_line_and_so_is_its_end(caplog):
     assert said[2].startswith(f"the coordinator {b} is back after")
 
 
-async def test_a_pause_comes_only_after_all_have_failed_in_a_row():
+async def test_a_pause_comes_only_after_all_have_failed_in_a_row(monkeypatch):
+    pauses = []
+
+    def delay(_backoff, failures):
+        pauses.append(failures)
+        return 0.2
+
+    monkeypatch.setattr(Backoff, "delay", delay)
     first, second, third = answers(away), answers(away), answers(away, b"{}")
-    async with serving(first, second, third, backoff=Backoff(first_seconds=0.4, max_seconds=0.4)) as client:
+    async with serving(first, second, third) as client:
         started = time.monotonic()
         await client.register(REGISTRATION)
-        took = time.monotonic() - started
-    assert 0.2 <= took < 0.4 + AT_ONCE, "one pause, not one for each of them"
+        assert time.monotonic() - started >= 0.2
+    assert pauses == [1], "one pause, not one for each of them"
     assert len(third.seen) == 2
 
 
@@ -133,18 +141,20 @@ async def test_patience_ends_with_a_sentence_that_names_them_all(unused_tcp_port
 
 
 async def test_attack_slow_loris_costs_its_deadline_once_and_not_with_every_call():
+    asked = []
+
     async def never(_request):
+        asked.append(1)
         await asyncio.sleep(60)
 
     handler = answers(b"{}")
-    async with serving(never, handler, limits=ExchangeLimits(reply_seconds=0.5)) as client:
+    async with serving(never, handler, limits=ExchangeLimits(reply_seconds=2.0)) as client:
         started = time.monotonic()
         await client.register(REGISTRATION)
-        assert time.monotonic() - started >= 0.5
-        started = time.monotonic()
+        assert time.monotonic() - started >= 2.0
         for _ in range(5):
             await client.register(REGISTRATION)
-        assert time.monotonic() - started < 0.5
+    assert (len(asked), len(handler.seen)) == (1, 6)
 
 
 async def test_many_calls_that_fail_together_are_one_turn_and_one_line(caplog):
@@ -294,12 +304,12 @@ async def test_an_upload_whose_answer_was_lost_is_found_again_at_another_coordin
 
 
 async def test_each_coordinator_has_its_own_clock():
-    ahead, seen = 3600.0, []
+    ahead, seen = 4000.0, []
 
     def at(offset, *, until):
         async def handler(request):
             claim = open_claim(read_authorization(request.headers["Authorization"]))[1]
-            seen.append(round(claim.issued_at - time.time(), -1))
+            seen.append(round(claim.issued_at - time.time(), -3))
             if abs(claim.issued_at - time.time() - offset) > 60:
                 return refusal(401, Reason.CLOCK_SKEW, server_time=int(time.time() + offset))
             return away() if len(seen) > until else web.Response(body=b"{}")
@@ -308,9 +318,9 @@ async def test_each_coordinator_has_its_own_clock():
 
     async with serving(at(ahead, until=2), at(0.0, until=100)) as client:
         await client.register(REGISTRATION)
-        assert abs(client.now() - time.time() - ahead) < 5
+        assert abs(client.now() - time.time() - ahead) < 60
         await client.register(REGISTRATION)
-        assert abs(client.now() - time.time()) < 5
+        assert abs(client.now() - time.time()) < 60
     assert seen == [0.0, ahead, ahead, 0.0], "corrected once, for the one that complained"
 
 
@@ -334,11 +344,7 @@ async def test_a_new_list_ends_the_connections_of_others_only_when_nothing_is_un
         go_on.set()
         assert (await call).relays == ("http://192.0.2.1:1",)
         await client.relays()
-        for _ in range(500):
-            if slow.transport.is_closing():
-                break
-            await asyncio.sleep(0.01)
-        assert slow.transport.is_closing()
+        await eventually(slow.transport.is_closing)
         client.set_urls([])
         assert client.urls == (new,)
 

@@ -187,17 +187,21 @@ async def test_a_coordinator_that_is_behind_is_not_asked_without_end(tmp_path: P
 
 
 async def test_a_coordinator_that_never_answers_does_not_hold_up_what_peers_know(tmp_path: Path, peers: Peers) -> None:
+    asked = asyncio.Event()
+
     async def hang(_request: web.Request) -> web.Response:
+        asked.set()
         await asyncio.sleep(3600)
         return web.Response()
 
     async with served(hang) as url, contextlib.AsyncExitStack() as stack:
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, url, peers=(NOBODY,))))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(asked.wait(), SOON)
+        await eventually(lambda: peers.store is not None)
         began = time.monotonic()
         peers.say(sealed_descriptor(described(5)))
         session = await coming
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 20.0, "for its answer it would have been 30 s"
         assert session.descriptor.version == 5
 
 

@@ -108,7 +108,7 @@ async def test_a_call_that_takes_too_long_is_given_up() -> None:
         with pytest.raises(NetworkDown) as caught:
             await bridge.call(trio.sleep_forever, timeout_seconds=0.1)
         assert caught.value.code == "timeout"
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < SOON / 2
 
 
 async def test_a_cancelled_call_is_cancelled_on_the_other_loop() -> None:
@@ -197,7 +197,7 @@ async def test_one_that_crashes_again_and_again_is_begun_less_and_less_often() -
             await crashing.crash(bridge)
     pauses = [after - before for before, after in zip(crashing.began, crashing.began[1:], strict=False)]
     for pause, least in zip(pauses, (0.05, 0.1, 0.2, 0.4, 0.4), strict=True):
-        assert least <= pause < least + 5.0
+        assert least <= pause < least + 25.0
 
 
 async def test_one_that_had_run_for_long_is_begun_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +257,8 @@ async def test_it_stops_at_once_whatever_runs() -> None:
         waiting = asyncio.create_task(bridge.call(trio.sleep_forever, timeout_seconds=SOON))
         await asyncio.sleep(0.05)
         began = time.monotonic()
-        await bridge.stop()
-        assert time.monotonic() - began < 2.0
+        await bridge.stop(seconds=SOON)
+        assert time.monotonic() - began < SOON / 2
         with pytest.raises(NetworkDown):
             await asyncio.wait_for(waiting, SOON)
         with pytest.raises(NetworkDown):
@@ -278,8 +278,8 @@ async def test_it_stops_at_once_while_it_is_down(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(NetworkDown):
             await bridge.call(now, timeout_seconds=SOON)
         began = time.monotonic()
-        await bridge.stop()
-        assert time.monotonic() - began < 2.0
+        await bridge.stop(seconds=SOON)
+        assert time.monotonic() - began < SOON / 2
     assert bridge.restarts == 1
 
 
@@ -302,7 +302,7 @@ async def test_one_that_cannot_be_stopped_does_not_keep_its_node(caplog: pytest.
     await bridge.wait_up(SOON)
     began = time.monotonic()
     await bridge.stop(seconds=0.2)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SOON / 2
     release.set()
     await eventually(lambda: not bridge._thread.is_alive())
 

@@ -57,8 +57,10 @@ async def test_a_coordinator_that_does_not_wait_is_not_stormed() -> None:
     handler = answers(envelope(4))
     async with served(handler) as url, following(url) as store:
         await until_version(store, 4)
+        began = time.monotonic()
         await asyncio.sleep(1.5)
-    assert len(handler.seen) <= 4
+        took = time.monotonic() - began
+    assert len(handler.seen) <= 3 + took / peer_module.PAUSE_SECONDS
 
 
 async def test_whoever_answers_in_a_coordinators_place_is_survived(

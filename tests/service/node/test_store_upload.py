@@ -209,7 +209,7 @@ async def test_attack_a_store_that_answers_nothing_or_nonsense_is_away(body: Pat
         with pytest.raises(StoreUnavailable) as away:
             await put(f"http://127.0.0.1:{port}/x?{SECRET}", body)
         await ended.wait()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert SECRET not in str(away.value)
 
 

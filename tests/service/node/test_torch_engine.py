@@ -423,9 +423,12 @@ async def test_a_policy_of_another_size_in_flight_fails_the_work_and_not_the_eng
     save_family("llama", tmp_path / "policy", eos=[1])
     save_family("llama", tmp_path / "other", hidden=192)
     engine = await loaded(tmp_path / "policy", make_spec(max_new_tokens=2000))
-    work = asyncio.create_task(engine.generate(make_requests(1, samples=2)))
-    await asyncio.sleep(0.1)
-    await engine.load(tmp_path / "other", version=2)
+    with pytest.MonkeyPatch.context() as patch:
+        halt = Halt(patch, at=5)
+        work = asyncio.create_task(engine.generate(make_requests(1, samples=2)))
+        await halt.wait()
+        await engine.load(tmp_path / "other", version=2)
+        halt.go.set()
     with pytest.raises(BrokenPolicy, match="another hidden size"):
         await work
     assert len(await engine.generate(make_requests(1, samples=2))) == 2
@@ -448,4 +451,4 @@ def test_a_cancelled_worker_leaves_in_time_to_hand_its_slot_back(tmp_path: Path)
             await work
 
     asyncio.run(begin_and_cancel())  # which waits for the executor's threads
-    assert time.monotonic() - took[0] < 10
+    assert time.monotonic() - took[0] < 40

@@ -152,10 +152,11 @@ async def test_the_status_names_the_slots_under_way(swarm):
 async def test_a_slot_whose_lease_ends_is_given_up_and_the_next_goes_on(swarm, caplog):
     """The GPU must not work for a lease that somebody else has by now."""
     gate = Gate()
-    swarm.coordinator.lease_seconds = 2
+    swarm.coordinator.lease_seconds, swarm.coordinator.most_slots = 4, 1
     async with swarm.working(produce=gate):
         await swarm.until(lambda: gate.cancelled == 1)
         gate.opened.set()
+        swarm.coordinator.lease_seconds, swarm.coordinator.most_slots = 30, 10**6
         await swarm.until(lambda: swarm.coordinator.submissions)
         await swarm.until(lambda: swarm.status()["expired"] == 1)
     assert "its lease expired" in caplog.text
@@ -260,7 +261,7 @@ async def test_a_broken_engine_hands_its_slots_back_and_ends_the_daemon_after_a_
 
     async with swarm.working(make_engine=Broken) as (_, task):
         with pytest.raises(EngineFailed) as caught:
-            await asyncio.wait_for(asyncio.shield(task), 60)
+            await asyncio.wait_for(asyncio.shield(task), 120)
     assert len(str(caught.value).splitlines()) == 1
     assert len(swarm.coordinator.returned) == 5
     assert set(swarm.coordinator.returned) == set(swarm.coordinator.leases)
@@ -317,7 +318,7 @@ async def test_an_engine_that_never_starts_ends_the_daemon_with_the_reason(swarm
 
     async with swarm.working(make_engine=TooSmall) as (_, task):
         with pytest.raises(EngineFailed, match=r"14\.2 GiB"):
-            await asyncio.wait_for(asyncio.shield(task), 60)
+            await asyncio.wait_for(asyncio.shield(task), 120)
     assert swarm.coordinator.asked == [], "no slot is leased before the engine runs"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from waiting import SECONDS, eventually
 
 from shardcast import DownloadLimits, Head, Limits, Origin, TransportLimits, VersionProgress, listen, wire
 from shardcast.errors import LocalFault, NotServed, ShardcastError, Stale, TooSlow, Unreachable
@@ -33,7 +34,7 @@ async def test_a_version_reaches_a_worker_through_two_relays(swarm: Any) -> None
     for before, version in ((-1, 1), (1, 2), (2, 5)):
         weights = swarm.weights(50_000, seed=version)
         digest = await asyncio.to_thread(server.publish, weights, version=version)
-        head = await client.wait_head(after=before, timeout_s=5)
+        head = await client.wait_head(after=before, timeout_s=60)
         assert (head.version, head.manifest_digest) == (version, digest)
         path = await client.fetch(head)
         assert path.read_bytes() == weights.read_bytes()
@@ -44,16 +45,16 @@ async def test_a_version_reaches_a_worker_through_two_relays(swarm: Any) -> None
 async def test_a_worker_that_waits_hears_of_a_version_at_once(swarm: Any) -> None:
     """Two hops of long-polling, not two polling intervals."""
     url, server = swarm.origin()
-    root, _ = await swarm.relay(url, name="root", poll_s=10)
-    leaf, _ = await swarm.relay(root, name="leaf", poll_s=10)
+    root, _ = await swarm.relay(url, name="root", poll_s=60)
+    leaf, _ = await swarm.relay(root, name="leaf", poll_s=60)
     client = swarm.client(leaf)
-    waiting = asyncio.create_task(client.wait_head(after=0, timeout_s=10))
+    waiting = asyncio.create_task(client.wait_head(after=0, timeout_s=60))
     await asyncio.sleep(0.3)
     weights = swarm.weights(5_000)
     await asyncio.to_thread(server.publish, weights, version=1)
     started = time.monotonic()
     assert (await waiting).version == 1
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 async def test_a_relay_serves_a_chunk_while_the_next_is_arriving(
@@ -81,7 +82,7 @@ async def test_a_relay_serves_a_chunk_while_the_next_is_arriving(
     url, _ = await swarm.relay(f"http://127.0.0.1:{upstream.port}")
     client = swarm.client(url)
     seen = asyncio.Queue[VersionProgress]()
-    found = await client.wait_head(after=0, timeout_s=5)
+    found = await client.wait_head(after=0, timeout_s=60)
     fetching = asyncio.create_task(client.fetch(found, progress=seen.put_nowait))
     for index in (0, 2, 1, 3):
         assert not fetching.done()
@@ -102,7 +103,7 @@ async def test_a_relay_fetches_each_byte_from_upstream_once(swarm: Any, http: ai
     clients = [swarm.client(relay, name=f"client{n}") for n in range(4)]
 
     async def get(client: Any) -> bytes:
-        path = await client.fetch(await client.wait_head(after=0, timeout_s=5))
+        path = await client.fetch(await client.wait_head(after=0, timeout_s=60))
         return bytes(path.read_bytes())
 
     assert set(await asyncio.gather(*map(get, clients))) == {weights.read_bytes()}
@@ -115,7 +116,7 @@ async def test_several_sources_share_the_work(swarm: Any) -> None:
     await asyncio.to_thread(server.publish, swarm.weights(400_000), version=1)
     relays = [(await swarm.relay(url, name=f"relay{n}"))[0] for n in range(3)]
     client = swarm.client(*relays)
-    await client.fetch(await client.wait_head(after=0, timeout_s=5))
+    await client.fetch(await client.wait_head(after=0, timeout_s=60))
     assert all(row["bytes_received"] > 0 for row in client.sources_status())
 
 
@@ -125,16 +126,16 @@ async def test_relays_keep_serving_while_the_origin_is_away_and_catch_up(swarm: 
     await asyncio.to_thread(server.publish, weights, version=1)
     relay, _ = await swarm.relay(url, poll_s=0.3)
     client = swarm.client(relay)
-    head = await client.wait_head(after=0, timeout_s=5)
+    head = await client.wait_head(after=0, timeout_s=60)
     await client.fetch(head)
     await asyncio.to_thread(server.stop)
     other = swarm.client(relay, name="other")
-    assert (await other.fetch(await other.wait_head(timeout_s=5))).read_bytes() == weights.read_bytes()
+    assert (await other.fetch(await other.wait_head(timeout_s=60))).read_bytes() == weights.read_bytes()
 
     server._port = int(url.rpartition(":")[2])
     await asyncio.to_thread(server.start)
     await asyncio.to_thread(server.publish, swarm.weights(30_000, seed=2), version=2)
-    assert (await client.wait_head(after=1, timeout_s=5)).version == 2
+    assert (await client.wait_head(after=1, timeout_s=60)).version == 2
 
 
 async def test_a_head_stays_fresh_through_relays(swarm: Any) -> None:
@@ -144,9 +145,10 @@ async def test_a_head_stays_fresh_through_relays(swarm: Any) -> None:
     await asyncio.to_thread(server.publish, swarm.weights(5_000), version=1)
     relay, _ = await swarm.relay(url, poll_s=0.2, clock=lambda: clock)
     client = swarm.client(relay, clock=lambda: clock, limits=Limits(clock_skew_s=0), poll_s=0.2)
-    assert await client.wait_head(after=0, timeout_s=3)
+    assert await client.wait_head(after=0, timeout_s=60)
     clock += 100
-    for _ in range(30):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
         try:
             assert await client.wait_head(after=1, timeout_s=0.2) is None
             return
@@ -159,10 +161,10 @@ async def test_no_new_version_is_not_an_error(swarm: Any) -> None:
     url, server = swarm.origin()
     client = swarm.client(url)
     with pytest.raises(NotServed) as caught:
-        await client.wait_head(timeout_s=0.2)
+        await client.wait_head(timeout_s=1.0)
     assert caught.value.code == "no_head"
     await asyncio.to_thread(server.publish, swarm.weights(5_000), version=1)
-    assert await client.wait_head(after=1, timeout_s=0.2) is None
+    assert await client.wait_head(after=1, timeout_s=1.0) is None
 
 
 async def test_fetching_backwards_is_refused_and_the_archive_is_open(swarm: Any) -> None:
@@ -173,7 +175,7 @@ async def test_fetching_backwards_is_refused_and_the_archive_is_open(swarm: Any)
         weights = swarm.weights(9_000, seed=version)
         digests[version] = await asyncio.to_thread(server.publish, weights, version=version)
     client = swarm.client(url)
-    head = await client.wait_head(timeout_s=5)
+    head = await client.wait_head(timeout_s=60)
     with pytest.raises(Stale) as caught:
         await client.fetch(1)
     assert caught.value.code == "rollback"
@@ -192,7 +194,7 @@ async def test_a_client_keeps_the_last_versions_and_no_leftovers(swarm: Any) -> 
     client = swarm.client(url, keep=2)
     for version in range(1, 5):
         await asyncio.to_thread(server.publish, swarm.weights(9_000, seed=version), version=version)
-        await client.fetch(await client.wait_head(after=version - 1, timeout_s=5))
+        await client.fetch(await client.wait_head(after=version - 1, timeout_s=60))
     names = sorted(path.name.split("-")[0] for path in (swarm.folder / "client" / "versions").glob("*.bin"))
     assert names == ["3", "4"]
     assert len(list((swarm.folder / "client" / "manifests").iterdir())) == 2
@@ -205,7 +207,7 @@ async def test_a_restart_needs_no_network_for_what_is_here_and_checks_it_again(s
     weights = swarm.weights(9_000)
     await asyncio.to_thread(server.publish, weights, version=1)
     client = swarm.client(url)
-    head = await client.wait_head(timeout_s=5)
+    head = await client.wait_head(timeout_s=60)
     path = await client.fetch(head)
     await client.close()
 
@@ -233,15 +235,16 @@ async def test_sources_can_be_replaced_while_running(swarm: Any) -> None:
     await asyncio.to_thread(server.publish, swarm.weights(9_000), version=1)
     client = swarm.client("http://127.0.0.1:9")
     client.set_sources([url])
-    assert await client.fetch(await client.wait_head(timeout_s=5))
+    assert await client.fetch(await client.wait_head(timeout_s=60))
     relay, node = await swarm.relay("http://127.0.0.1:9")
     node.set_upstreams([url])
     client.set_sources([relay])
-    for _ in range(50):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
         try:
             assert (await client.wait_head(timeout_s=0.5)) is not None
             return
-        except NotServed:
+        except ShardcastError:
             continue
     pytest.fail("the relay never followed its new upstream")
 
@@ -256,11 +259,11 @@ async def test_a_deadline_is_kept_and_the_next_fetch_goes_on(
     client = swarm.client(
         proxy.url, transport_limits=TransportLimits(min_bytes_per_s=1), download_limits=DownloadLimits(max_in_flight=2)
     )
-    head = await client.wait_head(timeout_s=5)
+    head = await client.wait_head(timeout_s=60)
     started = time.monotonic()
     with pytest.raises(TooSlow):
         await client.fetch(head, timeout_s=1)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     already = proxy.sent
     client.set_sources([url])
     assert (await client.fetch(head)).read_bytes() == weights.read_bytes()
@@ -313,7 +316,7 @@ async def test_memory_does_not_grow_with_the_version(swarm: Any) -> None:
     tracemalloc.start()
     try:
         await asyncio.to_thread(server.publish, weights, version=1)
-        await client.fetch(await client.wait_head(timeout_s=5))
+        await client.fetch(await client.wait_head(timeout_s=60))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -357,7 +360,7 @@ async def test_publishing_again_repairs_lost_chunks(swarm: Any) -> None:
     url, server = swarm.origin()
     await asyncio.to_thread(server.publish, weights, version=1)
     client = swarm.client(url)
-    assert (await client.fetch(await client.wait_head(timeout_s=5))).read_bytes() == weights.read_bytes()
+    assert (await client.fetch(await client.wait_head(timeout_s=60))).read_bytes() == weights.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -424,14 +427,9 @@ async def test_a_relay_with_too_little_room_keeps_serving_what_it_has(
     await asyncio.to_thread(server.publish, swarm.weights(9_000), version=1)
     relay, _ = await swarm.relay(url, quota_bytes=20_000, poll_s=0.2)
     client = swarm.client(relay)
-    await client.fetch(await client.wait_head(timeout_s=5))
+    await client.fetch(await client.wait_head(timeout_s=60))
     await asyncio.to_thread(server.publish, swarm.weights(50_000), version=2)
-    for _ in range(100):
-        if "(quota)" in caplog.text:
-            break
-        await asyncio.sleep(0.05)
-    else:
-        pytest.fail("the relay never said that it has no room")
+    await eventually(lambda: "(quota)" in caplog.text, what=lambda: "the relay never said that it has no room")
     status = await status_of(http, relay)
     assert status["version"] == 1
     assert status["versions"][0]["chunks_held"] == 3
@@ -442,7 +440,7 @@ async def test_a_head_from_wait_head_is_what_fetch_takes(swarm: Any) -> None:
     url, server = swarm.origin()
     await asyncio.to_thread(server.publish, swarm.weights(5_000), version=1)
     client = swarm.client(url)
-    head = await client.wait_head(timeout_s=5)
+    head = await client.wait_head(timeout_s=60)
     assert isinstance(head, Head)
     first, second = await asyncio.gather(client.fetch(head), client.fetch(1))
     assert first == second

@@ -154,7 +154,7 @@ asyncio.run(main())
     upstream = CountingUpstream(origin, allowance=1000)
     again, _ = await swarm.relay(await upstream.start(), name="relay")
     client = swarm.client(again)
-    head = await client.wait_head(timeout_s=5)
+    head = await client.wait_head(timeout_s=60)
     assert (await client.fetch(head)).read_bytes() == weights.read_bytes()
     assert sum(upstream.sent.values()) == 18
     assert not list((tmp_path / "relay" / "downloads").iterdir())
@@ -173,10 +173,10 @@ os.kill(os.getpid(), signal.SIGKILL)
         tmp_path / "origin",
         weights,
     )
-    digest = await asyncio.to_thread(process.communicate, timeout=8)
+    digest = await asyncio.to_thread(process.communicate, timeout=120)
     url, server = swarm.origin()
     client = swarm.client(url)
-    head = await client.wait_head(timeout_s=5)
+    head = await client.wait_head(timeout_s=60)
     assert head.manifest_digest == digest[0].strip()
     assert await asyncio.to_thread(server.publish, weights, version=1) == head.manifest_digest
     assert (await client.fetch(head)).read_bytes() == weights.read_bytes()

@@ -41,9 +41,9 @@ async def publish(server: Any, training: Training, version: int) -> bytes:
 
 
 async def fetched(client: Client, version: int, **options: Any) -> bytes:
-    head = await client.wait_head(after=version - 1, timeout_s=5)
+    head = await client.wait_head(after=version - 1, timeout_s=60)
     assert head is not None
-    return (await client.fetch(head, timeout_s=20, **options)).read_bytes()
+    return (await client.fetch(head, timeout_s=60, **options)).read_bytes()
 
 
 async def sent(http: aiohttp.ClientSession, url: str) -> int:
@@ -211,7 +211,7 @@ async def test_a_delta_that_does_not_lead_to_the_result_falls_back_to_full(swarm
         ),
     )
     store.add_manifest(misleading)
-    path = await client.fetch_archived(4, timeout_s=20)
+    path = await client.fetch_archived(4, timeout_s=60)
     assert path.read_bytes() == weights
     assert client.fetched.wrong_chunks > 0
 
@@ -235,7 +235,7 @@ async def test_a_delta_that_is_no_delta_falls_back_to_full(swarm: Any, publisher
     )
     store.add_manifest(signed)
     store.delta(signed, 0).write(0, nonsense)
-    assert (await client.fetch_archived(3, timeout_s=20)).read_bytes() == weights
+    assert (await client.fetch_archived(3, timeout_s=60)).read_bytes() == weights
 
 
 async def test_deltas_that_nobody_has_any_more_cost_little_time(swarm: Any) -> None:

@@ -30,9 +30,9 @@ async def tree(swarm: Any, count: int, **options: Any) -> tuple[str, Any, dict[s
 
 
 async def fetched(client: Any, version: int) -> bytes:
-    head = await client.wait_head(after=version - 1, timeout_s=10)
+    head = await client.wait_head(after=version - 1, timeout_s=60)
     assert head is not None
-    return bytes((await client.fetch(head, timeout_s=30)).read_bytes())
+    return bytes((await client.fetch(head, timeout_s=60)).read_bytes())
 
 
 async def test_the_origin_sends_a_version_once_however_many_relays_there_are(

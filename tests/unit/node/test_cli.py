@@ -389,7 +389,7 @@ def test_a_worker_that_is_interrupted_while_it_waits_ends_in_peace(tmp_path):
             assert line, lines
             lines.append(line)
         process.terminate()
-        _, rest = process.communicate(timeout=30)
+        _, rest = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 0

@@ -310,7 +310,7 @@ def test_a_hostile_file_is_refused(attack: str, parts: tuple[Metadata, Tensors],
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     assert refusal(path) == code
     assert refusal_unbuilt(path) == (None if attack == "weights_that_overflow" else code)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024  # KiB
 
 
