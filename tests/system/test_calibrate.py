@@ -168,6 +168,7 @@ def test_operators_of_an_uncalibrated_run_are_told(done, caplog):
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_weight_cheat_on_a_trained_policy_is_caught_in_every_group(tmp_path, monkeypatch):
     """Levels of 24 groups are fitted loosely: with other draws, honest groups of the other half are out at times."""

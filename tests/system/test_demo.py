@@ -67,7 +67,14 @@ def swarm_processes(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("model", TINY_FAMILIES)
+@pytest.mark.parametrize(
+    "model",
+    # goldfinch has both memories that eagle and finch have.
+    [
+        pytest.param(model, marks=pytest.mark.nightly) if model in ("eagle", "finch") else model
+        for model in TINY_FAMILIES
+    ],
+)
 def test_a_small_demo_admits_honest_work_only_and_is_confirmed_by_its_audit(tmp_path: Path, model: str) -> None:
     rules = SMALL_RUN.replace("random-tiny", f"random-{model}")
     if model == "frame-action":

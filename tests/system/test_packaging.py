@@ -207,6 +207,7 @@ def test_an_installed_wheel_offers_every_command(clean_environment):
     assert PROJECT["version"] in run_installed(clean_environment, "swarmproof", "--version").stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_runs_the_demonstration(clean_environment):
     command = ("swarmproof", "demo", "--steps", "2", "--headless", "--json")

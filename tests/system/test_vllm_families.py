@@ -62,6 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+EVERY_CHANGE = ("olmo2", "qwen3", "yarn-positions")
+"""The cases that are tested with every change: each starts vLLM once, and the others are before a release."""
 
 
 def make(family: str, *, seed: int, **fields: Any) -> PreTrainedModel:
@@ -93,7 +95,9 @@ def make(family: str, *, seed: int, **fields: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in EVERY_CHANGE else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+)
 async def test_vllm_draws_what_transformers_would_of_either_policy(case: str, tmp_path: Path) -> None:
     family, fields = CASES[case]
     paths = [tmp_path / f"{version}.safetensors" for version in (0, 1)]

@@ -73,6 +73,7 @@ def test_hostile_input_finds_no_fault_and_no_lie_in_the_document(served: Served,
     assert f"Selected: {len(ENDPOINTS)}/{len(ENDPOINTS)}" in said, said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [2, 3])
 def test_much_hostile_input_finds_no_fault_and_no_lie_in_the_document(
     served: Served, tmp_path: Path, seed: int

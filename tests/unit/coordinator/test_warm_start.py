@@ -144,7 +144,7 @@ def accuracy(model, tokenizer, source):
     return sum(source.reward(problem, text) for problem, text in zip(problems, texts, strict=True)) / len(problems)
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_default_warm_start_leaves_something_to_gain_and_a_way_to_gain_it():
     """It succeeds often enough to learn from, and seldom enough that there is something to learn."""
     model, tokenizer = warm_start()
