@@ -260,10 +260,10 @@ class Scene:
         self.coordinator.post(descriptor(self.version), self.version)
         until(lambda: self.victim.status()["descriptor_version"] == self.version)
 
-    async def served(self) -> float:
-        """In how many seconds a newcomer is served now, while the attack goes on."""
+    async def assert_served(self) -> None:
+        """A newcomer is served now, in time, while the attack goes on."""
         took, _ = await trio.to_thread.run_sync(self.newcomer.joins, self.address)
-        return took
+        assert took < SERVED_SECONDS
 
     def neighbours(self) -> list[str]:
         return self.victim.status()["network"]["neighbours"]

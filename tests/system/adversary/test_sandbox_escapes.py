@@ -19,9 +19,12 @@ import pytest
 from locations import ROOT
 from sandboxing import expressions, functions, impatient, needs_sandbox
 
-from node.sandbox import SandboxFailed
+from node.sandbox import SandboxFailed, SandboxLimits
 
 pytestmark = needs_sandbox
+
+SOON = SandboxLimits().wall_seconds / 2
+"""What ends before this was not ended by the sandbox's clock."""
 
 SOURCE = functions()
 PROBLEM = SOURCE.problem(3)
@@ -249,7 +252,7 @@ def test_a_memory_bomb():
 def test_an_endless_loop_ends_after_so_many_steps_whatever_the_machine(loop):
     before = time.monotonic()
     assert reward(answering(loop)) == 0.0
-    assert time.monotonic() - before < 4, "it was ended by the clock, which is another one elsewhere"
+    assert time.monotonic() - before < SOON, "it was ended by the clock, which is another one elsewhere"
 
 
 def test_an_endless_loop_that_cannot_be_interrupted():
@@ -280,7 +283,7 @@ def test_sleeping_for_ever(seconds):
     """
     before = time.monotonic()
     assert reward(answering(napping)) == 0.0
-    assert time.monotonic() - before < 4
+    assert time.monotonic() - before < SOON
 
 
 @pytest.mark.parametrize(
@@ -293,14 +296,14 @@ def test_sleeping_by_the_kernel(call):
 def test_waiting_for_a_signal():
     before = time.monotonic()
     assert reward(answering("import signal\nsignal.pause()")) == 1.0
-    assert time.monotonic() - before < 4
+    assert time.monotonic() - before < SOON
 
 
 def test_endless_output():
     assert reward(answering("while True: print('x' * 10**6)")) == 0.0
     before = time.monotonic()
     assert reward(answering("import os\nwhile True: os.write(3, b'x' * 4096)")) == 0.0
-    assert time.monotonic() - before < 4
+    assert time.monotonic() - before < SOON
 
 
 @pytest.mark.parametrize("value", ["10**10**9", "1 << 10**10", "2**63", "[2**64] * 3"])
@@ -386,7 +389,7 @@ def test_what_is_left_to_run_at_the_end_is_not_run():
     """
     before = time.monotonic()
     assert reward(answering(late)) == 1.0
-    assert time.monotonic() - before < 4
+    assert time.monotonic() - before < SOON
 
 
 # -- a reward without an answer

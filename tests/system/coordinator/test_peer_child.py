@@ -110,7 +110,7 @@ def test_one_that_does_not_listen_to_signals_is_killed(tmp_path: Path) -> None:
         (pid, _) = began(tmp_path)[0]
         before = time.monotonic()
     until(lambda: not runs(pid))
-    assert time.monotonic() - before < 3.0 + 5.0
+    assert time.monotonic() - before < 30, "it ended by itself, after its 60 s"
 
 
 def test_a_stop_right_after_the_start_leaves_nobody(tmp_path: Path) -> None:

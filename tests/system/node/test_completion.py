@@ -1,4 +1,4 @@
-"""Shell completion as the shells ask for it: quick enough for a key press, and without importing what is heavy."""
+"""Shell completion as the shells ask for it: importing nothing heavy, which a key press would wait for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -14,9 +13,6 @@ from locations import ROOT
 
 from node import cli
 from node.commands.completion import VARIABLE
-
-SECONDS = 5.0
-"""A key press that takes longer is of no use; an idle machine takes half a second."""
 
 
 @pytest.fixture
@@ -108,10 +104,8 @@ print([name for name in ("torch", "transformers", "vllm", "numba", "pyarrow", "f
 
 
 @pytest.mark.parametrize(("words", "at"), [("wor", 1), ("worker --", 2), ("coordinator --", 2)])
-def test_completing_imports_nothing_heavy_and_takes_no_time(words, at):
-    began = time.monotonic()
+def test_completing_imports_nothing_heavy(words, at):
     command = [sys.executable, "-c", IMPORTED.format(words=words, at=at)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout
     assert len(done.stdout.splitlines()) > 1, "nothing was completed"
-    assert time.monotonic() - began < SECONDS
