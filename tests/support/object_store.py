@@ -29,6 +29,7 @@ import boto3
 from botocore.auth import S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from ports import free_port
 
 ACCESS_KEY, SECRET_KEY, REGION, BUCKET = "AKIATEST", "a secret of the store", "us-east-1", "swarmproof-test"
 START_SECONDS = 120.0
@@ -102,7 +103,7 @@ class Store:
 @contextmanager
 def object_store() -> Iterator[Store]:
     """An empty bucket."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     moto = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     gate = ThreadingHTTPServer(("127.0.0.1", 0), _Gate)
@@ -205,12 +206,6 @@ def _signature(request: BaseHTTPRequestHandler, query: dict[str, str], signed: l
     again.context["timestamp"] = query["X-Amz-Date"]
     auth = S3SigV4QueryAuth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION)
     return auth.signature(auth.string_to_sign(again, auth.canonical_request(again)), again)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_for(port: int) -> None:

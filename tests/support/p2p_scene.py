@@ -207,13 +207,6 @@ class Newcomer:
         self._child.stdout.close()
 
 
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def counting_listener() -> Iterator[tuple[int, list[float]]]:
     """A port, and when it was called: somebody's who has nothing to do with the run."""

@@ -27,6 +27,7 @@ from sqlalchemy import select
 from swarm import publish, verifying
 from waiting import eventually
 
+from coordinator.lab.processes.layout import free_ports
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, create_home
 from coordinator.storage.schema import LeaseState, SlotState, leases, slots, submissions
@@ -262,10 +263,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
     server = OriginServer(origin)
     relay = f"http://127.0.0.1:{server.start()}"
     publish(home, origin, server, tiny_policy_path, version=0)
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = (one.getsockname()[1], other.getsockname()[1])
+    first, second = free_ports(2)
+    ports = (first, second)
     process, output = start(folder, relay, ports, "standby")
     try:
         with ended(process), verifying(home, source=relay, state=folder / "verifier"):

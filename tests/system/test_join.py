@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from ports import free_port
 from waiting import until
 
 pytest.importorskip("libp2p")
@@ -75,12 +76,6 @@ set_up_logging()
 asyncio.run(main())
 """
 """What a worker does to join and to stay in touch, and nothing else. `refresh`: how often it asks a coordinator."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

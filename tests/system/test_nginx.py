@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from locations import ROOT
+from ports import free_port
 
 from shardcast import Client, Origin, OriginServer, Payload, Relay, wire
 
@@ -30,12 +31,6 @@ RUN_ID = wire.digest(PUBLIC)
 SIZE = 50 * 4096
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt install nginx-light")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def configured(prefix: Path, port: int, upstream_port: int) -> Path:

@@ -24,6 +24,7 @@ import psutil
 import pytest
 from locations import ROOT
 from object_store import Store, object_store
+from ports import free_port
 from postgresql import binaries
 from run_files import small_run_toml
 from waiting import until
@@ -52,12 +53,6 @@ def free_tens() -> int:
                 continue
             return tens
     raise AssertionError("no free ports")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Host:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sysconfig
 import venv
 from contextlib import ExitStack
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 from locations import ROOT
 from tutorials import Substitution, read_page, reader
+
+from coordinator.lab.processes.layout import free_ports
 
 PAGES = ROOT / "docs" / "tutorials"
 CLONED = ("toploc", "shardcast", "node", "coordinator", "tests")
@@ -31,14 +32,6 @@ INSTALLATION = {
     "make install": ":",
     "pip install -e my-largest/": "python tests/support/editable.py my-largest",
 }
-
-
-def free_ports(count):
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
 
 
 def make_clone(folder):

@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
+from ports import free_port
 from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, RUN_KEY, answers, sealed_descriptor, served
 from waiting import eventually
 
@@ -39,12 +40,6 @@ SOON = 60.0
 
 def described(version: int, *endpoints: str, **changes: object) -> Descriptor:
     return structs.replace(DESCRIPTOR, **({"version": version, "endpoints": endpoints} | changes))
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +91,7 @@ async def test_a_url_and_the_runs_id_are_enough(tmp_path: Path) -> None:
 
 
 async def test_a_coordinator_that_is_away_is_waited_for(tmp_path: Path) -> None:
-    port = closed_port()
+    port = free_port()
     async with contextlib.AsyncExitStack() as stack:
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, f"http://127.0.0.1:{port}")))
         await asyncio.sleep(0.3)
@@ -149,7 +144,7 @@ async def test_as_many_endpoints_as_a_descriptor_may_name_and_one_more_are_taken
     """16 endpoints and --coordinator are one too many: the worker must not end over it."""
     named = [f"http://192.0.2.{number}:8700" for number in range(16)]
     async with contextlib.AsyncExitStack() as stack:
-        own = f"http://127.0.0.1:{closed_port()}"
+        own = f"http://127.0.0.1:{free_port()}"
         coming = asyncio.create_task(stack.enter_async_context(joined(tmp_path, own, peers=(NOBODY,))))
         await eventually(lambda: peers.store is not None)
         peers.say(sealed_descriptor(described(5, *named)))

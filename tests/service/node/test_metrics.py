@@ -11,6 +11,7 @@ from typing import Any
 from urllib.error import URLError
 
 import pytest
+from ports import free_port
 from prometheus_client import CollectorRegistry, generate_latest
 
 from node.errors import ConfigError
@@ -47,11 +48,6 @@ def taken_port():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         yield taken.getsockname()[1]
-
-
-def free_port() -> int:
-    with taken_port() as port:
-        return port
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

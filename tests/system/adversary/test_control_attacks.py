@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from ports import free_port
 from swarm import Swarm, running, small_spec
 
 pytest.importorskip("libp2p")
@@ -115,10 +116,8 @@ class Victim:
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Victim]:
     folder = tmp_path_factory.mktemp("control")
-    with running(folder, tiny_policy_path, spec=small_spec(), key=RUN) as swarm, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with running(folder, tiny_policy_path, spec=small_spec(), key=RUN) as swarm:
+        port = free_port()
         nobody = Address("ip4", "127.0.0.1", 1, public(Ed25519PrivateKey.generate()))
         entry = JoinSettings(run_id=RUN_ID, coordinators=(swarm.url,), peers=(nobody,), host="127.0.0.1", port=port)
         settings = WorkerSettings(join=entry, state=folder / "worker", slots=2, control=frozenset(ALL_BUT_LOGS))

@@ -18,7 +18,8 @@ pytest.importorskip("libp2p")
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.custom_types import TProtocol
 from p2p_attacker import Gone, hostile, new_source
-from p2p_scene import Process, SmallCoordinator, descriptor, free_port, record
+from p2p_scene import Process, SmallCoordinator, descriptor, record
+from ports import free_port
 from prepared_replies import OTHER_KEY, RUN_ID, sealed_descriptor
 from waiting import until
 

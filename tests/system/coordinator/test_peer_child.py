@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from ports import free_port
 from waiting import until
 
 from coordinator.run import peer_child
@@ -158,12 +158,6 @@ def children(pid: int) -> list[int]:
     """Of all threads: it is one of them that starts the peer."""
     lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return [int(each) for each in " ".join(lists).split()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # -- what is planned, and told to those who join
