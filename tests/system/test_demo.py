@@ -21,6 +21,7 @@ from node.errors import ConfigError
 from node.policy.families import TINY_FAMILIES
 from node.protocol.run import parse_run_toml
 
+# An untrained policy solves nothing: what it tried is hard from the next policy on, the rest still normal.
 SMALL_RUN = """
 name = "small demo"
 
@@ -29,6 +30,7 @@ initial = "random-tiny"
 
 [[environments]]
 name = "arithmetic"
+problems = { count = 16, kept = "//8=" }
 
 [[environments]]
 name = "reverse"
@@ -42,6 +44,11 @@ groups_per_step = 4
 max_async = 1
 rejection_backoff_seconds = 0.1
 rejection_backoff_max_seconds = 0.5
+
+[batch.pools]
+easy = 1
+normal = 1
+hard = 2
 
 [limits]
 exponent_mismatches = 4.0

@@ -30,7 +30,14 @@ from shardcast.wire import decode
 STEPS = 6
 GROUPS_PER_STEP = 4
 RUN_TOML = small_run_toml("kill test", steps=STEPS, groups_per_step=GROUPS_PER_STEP)
-KINDS = ("coordinator", "verifier", "trainer", "relay-root", "relay-leaf-1", "honest-1")
+KINDS = (
+    "coordinator",
+    "verifier",
+    "trainer",
+    "relay-root",
+    pytest.param("relay-leaf-1", marks=pytest.mark.nightly),
+    pytest.param("honest-1", marks=pytest.mark.nightly),
+)
 START_SECONDS = 120.0
 FINISH_SECONDS = 150.0
 

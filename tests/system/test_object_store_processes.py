@@ -39,6 +39,7 @@ def by_the_store(swarm: Swarm, url: str) -> Swarm:
     return replace(swarm, commands=commands)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_run_over_an_object_store_survives_a_killed_coordinator_and_a_killed_verifier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

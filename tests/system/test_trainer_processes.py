@@ -72,12 +72,10 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         ({}, (2, 4), 1e-5, "tiny"),
         # Inside Muon there is bfloat16, which rounds each of 8 updates of about 2e-4 to one part in 256.
         ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
-        ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny"),
-        ({}, (2,), 1e-5, "finch"),
-        ({"recompute": True}, (2,), 1e-5, "goldfinch"),
+        ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "recompute": True}, (2,), 1e-5, "goldfinch"),
         ({}, (2,), 1e-5, "frame-action"),
     ],
-    ids=["plain", "muon", "terms", "recurrent", "recomputed", "frames"],
+    ids=["plain", "muon", "recurrent", "frames"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
     tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str
@@ -93,11 +91,11 @@ def test_several_processes_have_the_loss_curve_of_one(
 
 @pytest.mark.timeout(600)
 def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
-    """Four write it, two go on, then one: a machine that breaks must not end a run."""
-    whole = launched(beginning(tmp_path / "whole"), 1, steps=6)
+    """Two write it, one goes on, then two: a machine that breaks must not end a run."""
+    whole = launched(beginning(tmp_path / "whole"), 1, steps=3)
     state = beginning(tmp_path / "parts")
-    for processes in (4, 2, 1):
-        curve = launched(state, processes, steps=2)
+    for processes in (2, 1, 2):
+        curve = launched(state, processes, steps=1)
     close(whole, curve)
     assert len(checkpoints(state / "checkpoints")) == 3
 
