@@ -41,13 +41,22 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()
 RUN_ID = wire.digest(PUBLIC)
 
-IMPATIENT: dict[str, Any] = {
+QUICK: dict[str, Any] = {
     "poll_s": 0.3,
-    "download_limits": DownloadLimits(race_after_s=0.1, stall_s=1.5, chunk_wait_s=0.5),
+    "download_limits": DownloadLimits(race_after_s=0.1, stall_s=20.0, chunk_wait_s=0.5),
     "transport_limits": TransportLimits(
-        response_s=1.0, idle_s=0.5, rate_grace_s=0.3, min_bytes_per_s=2000, total_s=3.0
+        response_s=10.0, idle_s=5.0, rate_grace_s=3.0, min_bytes_per_s=2000, total_s=30.0
     ),
 }
+"""Leaves a bad source soon for a good one, and gives up so late that no pause of a busy machine is taken for an end."""
+IMPATIENT: dict[str, Any] = {
+    "poll_s": 0.3,
+    "download_limits": DownloadLimits(race_after_s=0.1, stall_s=3.0, chunk_wait_s=0.5),
+    "transport_limits": TransportLimits(
+        response_s=2.0, idle_s=1.0, rate_grace_s=0.3, min_bytes_per_s=2000, total_s=6.0
+    ),
+}
+"""Gives up while a test waits: for those that have to see the end of it."""
 CHAINED = DeltaSettings(fold_every=1000)
 
 
@@ -184,14 +193,14 @@ class Scene:
             store_dir=self.folder / name,
             run_id=RUN_ID,
             publisher_key=PUBLIC,
-            **{**IMPATIENT, **options},
+            **{**QUICK, **options},
         )
         url = f"http://127.0.0.1:{await relay.start()}"
         self._stops.append(relay.stop)
         return url, relay
 
     def client(self, *sources: str, name: str = "client", **options: Any) -> Client:
-        client = Client(RUN_ID, PUBLIC, sources, self.folder / name, **{**IMPATIENT, **options})
+        client = Client(RUN_ID, PUBLIC, sources, self.folder / name, **{**QUICK, **options})
         self._stops.append(client.close)
         return client
 

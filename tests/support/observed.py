@@ -29,7 +29,7 @@ from coordinator.lab.processes.supervisor import Command, Supervisor
 HOST = "127.0.0.1"
 RUN_TOML = small_run_toml("watched", steps=3, groups_per_step=2)
 PRINTED = re.compile(r"run id  |serving at |  swarmproof worker |origin  |swarmproof://")
-START_SECONDS, FINISH_SECONDS = 120.0, 180.0
+START_SECONDS, FINISH_SECONDS = 300.0, 300.0
 PRIVATE = {
     "trainer": "trainer",
     "verifier": "verifier",
@@ -110,7 +110,11 @@ def observe(folder: Path) -> Observed:
     with watched_swarm(folder) as (swarm, supervisor, urls):
 
         def status() -> dict[str, Any]:
-            return get_json(f"{swarm.coordinator_url}/v1/status", seconds=5.0) or {}
+            return get_json(f"{swarm.coordinator_url}/v1/status", seconds=60.0) or {}
+
+        def is_quiet() -> bool:
+            slots = status().get("slots")
+            return slots is not None and not slots["submitted"] and not slots["leased"]
 
         def tails() -> dict[str, str]:
             return {name: supervisor.log_tail(name, lines=4) for name in supervisor.pids}
@@ -119,7 +123,7 @@ def observe(folder: Path) -> Observed:
         until(lambda: status().get("finished_steps", 0) >= 1, seconds=START_SECONDS, meanwhile=poll, what=tails)
         ask_wrongly(swarm.coordinator_url)
         until(lambda: bool(status().get("finished")), seconds=FINISH_SECONDS, meanwhile=poll, what=tails)
-        until(lambda: not status()["slots"]["submitted"], seconds=30.0, meanwhile=poll, what=tails)
+        until(is_quiet, seconds=120.0, meanwhile=poll, what=tails)
         time.sleep(1.1)  # what an API shows is up to a second old
         observed = Observed(swarm)
         for role, url in urls.items():

@@ -201,13 +201,38 @@ async def shaken(
         raise
 
 
+async def muxed(address: Address, *, key: Ed25519PrivateKey | None, source: str) -> tuple[object, trio.SocketStream]:
+    """A connection that has shaken hands and agreed on the muxer."""
+    secured, tcp = await shaken(address, key=key, source=source)
+    try:
+        await negotiated(secured, "/yamux/1.0.0")
+    except BaseException:
+        await trio.aclose_forcefully(tcp)
+        raise
+    return secured, tcp
+
+
 @contextlib.asynccontextmanager
 async def hostile(
-    address: Address, *, key: Ed25519PrivateKey | None = None, source: str | None = None, grants: bool = True
+    address: Address,
+    *,
+    key: Ed25519PrivateKey | None = None,
+    source: str | None = None,
+    grants: bool = True,
+    tries: int = 3,
 ) -> AsyncIterator[Hostile]:
-    """A connection to the victim that follows no rule but the attacker's."""
-    secured, tcp = await shaken(address, key=key, source=source or new_source())
-    await negotiated(secured, "/yamux/1.0.0")
+    """A connection to the victim that follows no rule but the attacker's.
+
+    A handshake that a pause of the machine has outlasted is tried again.
+    """
+    source = source or new_source()
+    for left in reversed(range(tries)):
+        try:
+            secured, tcp = await muxed(address, key=key, source=source)
+            break
+        except Exception:
+            if not left:
+                raise
     connection = Hostile(secured, tcp, grants=grants)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(connection.listen)

@@ -1,11 +1,25 @@
-"""A port for a server that a test starts, or on which it wants nobody to listen."""
+"""Ports for servers that a test starts, or on which it wants nobody to listen."""
 
 from __future__ import annotations
 
-from coordinator.lab.processes.layout import free_ports
+import pytest
+
+from coordinator.lab.processes import layout
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of the processes that share the tests a range of its own.
+
+    A port is chosen seconds before its server listens: meanwhile another process must not draw the same one.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        share = len(layout._PORTS) // worker["workercount"]
+        first = int(worker["workerid"].removeprefix("gw")) * share
+        layout._PORTS = layout._PORTS[first : first + share]
 
 
 def free_port() -> int:
     """Return a port on which nobody listens, and which no outgoing connection takes meanwhile."""
-    (port,) = free_ports(1)
+    (port,) = layout.free_ports(1)
     return port

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from locations import ROOT
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 BETWEEN_FRAMES = 0.02
 """Seconds without a byte after which a view has been drawn to its end."""
 _PIECES = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|([\r\n])|([^\r\n\x1b]+)")

@@ -13,6 +13,7 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
 from msgspec import UNSET
+from ports import free_port
 from waiting import SECONDS, eventually
 
 from node.client.http import Backoff
@@ -202,13 +203,12 @@ class Serving:
     """A coordinator's HTTP server that can go away and come back at the same address."""
 
     def __init__(self, coordinator):
-        self.coordinator, self.port, self._runner = coordinator, 0, None
+        self.coordinator, self.port, self._runner = coordinator, free_port(), None
 
     async def start(self):
         self._runner = web.AppRunner(self.coordinator.app(), shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
 
     async def stop(self):
         await self._runner.cleanup()

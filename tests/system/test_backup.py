@@ -40,10 +40,12 @@ from node.protocol.messages import Lease
 from node.protocol.reasons import Refusal
 from shardcast.wire import digest
 
-WAITING = 600
+WAITING = 2000
 KEY = Ed25519PrivateKey.generate()
 SPEC = small_spec()
-SPEC = msgspec.structs.replace(SPEC, batch=msgspec.structs.replace(SPEC.batch, groups_per_step=60))
+SPEC = msgspec.structs.replace(
+    SPEC, batch=msgspec.structs.replace(SPEC.batch, groups_per_step=60, lease_seconds=3600.0)
+)
 
 
 def no_wait(_seconds: float) -> None:

@@ -57,8 +57,16 @@ def calibrate(folder, *options, **changes):
     return result.stdout
 
 
+@pytest.fixture(scope="module", autouse=True)
+def same_draws():
+    """Levels of few groups are fitted loosely: with other draws, honest groups of the other half are out at times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coordinator.calibration.slots.secrets.token_hex", lambda size: "0b" * size)
+        yield
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(same_draws, tmp_path_factory):
     """The folder of a finished calibration, and what it printed."""
     folder = tmp_path_factory.mktemp("calibrated")
     options = ("--groups", "12", "--cheat-groups", "1", "--report", str(folder / "report"), "--json")
@@ -170,9 +178,7 @@ def test_operators_of_an_uncalibrated_run_are_told(done, caplog):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_every_weight_cheat_on_a_trained_policy_is_caught_in_every_group(tmp_path, monkeypatch):
-    """Levels of 24 groups are fitted loosely: with other draws, honest groups of the other half are out at times."""
-    monkeypatch.setattr("coordinator.calibration.slots.secrets.token_hex", lambda size: "0b" * size)
+def test_every_weight_cheat_on_a_trained_policy_is_caught_in_every_group(tmp_path):
     options = ("--groups", "48", "--cheat-groups", "8", "--json")
     told = json.loads(calibrate(tmp_path, *options, initial="tiny", group_size=8, tokens=48))
     assert [one["rejected_groups"] + one["drifted_groups"] for one in told["honest"]] == [0, 0]

@@ -38,7 +38,7 @@ def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[str]]:
             yield running_process
         finally:
             running_process.terminate()
-            running_process.wait(30)
+            running_process.wait(90)
 
 
 def swarmproof(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -59,7 +59,7 @@ scheme = "toploc/1"
 
 [batch]
 groups_per_step = 1000
-lease_seconds = 6.0
+lease_seconds = 15.0
 rejection_backoff_seconds = 0.0
 
 [limits]
@@ -70,7 +70,7 @@ token_margin = 0.001
 rollout_margin_mean = 0.001
 logprob_error = 0.001
 """
-GO_ON_SECONDS = 2.0
+GO_ON_SECONDS = 20.0
 START_SECONDS = 90.0
 SECONDS = 60.0
 GROUPS = 3

@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,8 +39,8 @@ KINDS = (
     pytest.param("relay-leaf-1", marks=pytest.mark.nightly),
     pytest.param("honest-1", marks=pytest.mark.nightly),
 )
-START_SECONDS = 120.0
-FINISH_SECONDS = 150.0
+START_SECONDS = 300.0
+FINISH_SECONDS = 300.0
 
 
 class Run:
@@ -49,8 +50,13 @@ class Run:
         self.swarm = swarm
         self.supervisor = supervisor
 
-    def status(self) -> dict[str, object]:
-        return get_json(f"{self.swarm.coordinator_url}/v1/status", seconds=5.0) or {}
+    def status(self) -> dict[str, Any]:
+        return get_json(f"{self.swarm.coordinator_url}/v1/status", seconds=60.0) or {}
+
+    def is_quiet(self) -> bool:
+        """Whether no verdict can come any more."""
+        slots = self.status().get("slots")
+        return slots is not None and not slots["submitted"] and not slots["leased"]
 
     def until(self, condition: Callable[[], bool], *, seconds: float) -> None:
         until(
@@ -61,7 +67,7 @@ class Run:
         )
 
     def checkpoint(self) -> Checkpoint:
-        data = get(f"{self.swarm.coordinator_url}/v1/log/checkpoint", seconds=5.0)
+        data = get(f"{self.swarm.coordinator_url}/v1/log/checkpoint", seconds=60.0)
         opened = open_envelope(data, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=4096)
         assert run_id_of(opened.signer) == self.swarm.run_id
         return decode(Checkpoint, opened.payload, max_bytes=4096)
@@ -69,13 +75,13 @@ class Run:
     def leaves(self, size: int) -> list[bytes]:
         found: list[bytes] = []
         while len(found) < size:
-            page = get(f"{self.swarm.coordinator_url}/v1/log/entries?start={len(found)}&end={size}", seconds=5.0)
+            page = get(f"{self.swarm.coordinator_url}/v1/log/entries?start={len(found)}&end={size}", seconds=60.0)
             assert page, "the log is shorter than its checkpoint says"
             found += page.splitlines()
         return found
 
     def consistency(self, first: int, second: int) -> list[bytes]:
-        reply = get_json(f"{self.swarm.coordinator_url}/v1/log/consistency?first={first}&second={second}", seconds=5.0)
+        reply = get_json(f"{self.swarm.coordinator_url}/v1/log/consistency?first={first}&second={second}", seconds=60.0)
         return [bytes.fromhex(value) for value in reply["hashes"]]
 
     def _logs(self) -> str:
@@ -108,7 +114,7 @@ def check_nothing_was_lost_or_used_twice(entries: list[LogEntry], *, admitted_an
     assert all(len(batch.submissions) >= GROUPS_PER_STEP for batch in batches)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: str) -> None:
     run.until(lambda: run.status().get("finished_steps", 0) >= 1, seconds=START_SECONDS)
@@ -117,9 +123,9 @@ def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: 
     victim = run.supervisor.pid(kind)
     os.kill(victim, signal.SIGKILL)
 
-    run.until(lambda: run.supervisor.pid(kind) not in {None, victim}, seconds=10.0)
+    run.until(lambda: run.supervisor.pid(kind) not in {None, victim}, seconds=60.0)
     run.until(lambda: bool(run.status().get("finished")), seconds=FINISH_SECONDS)
-    run.until(lambda: not run.status()["slots"]["submitted"], seconds=30.0)
+    run.until(run.is_quiet, seconds=120.0)
 
     after, status = run.checkpoint(), run.status()
     leaves = run.leaves(after.size)

@@ -40,7 +40,7 @@ def configured(prefix: Path, port: int, upstream_port: int) -> Path:
         ("0.0.0.0:8080", f"127.0.0.1:{port}"),
         ("127.0.0.1:8720", f"127.0.0.1:{upstream_port}"),
         ("/var/cache/nginx/relay", str(prefix / "cache")),
-        ("client_header_timeout 10s", "client_header_timeout 1s"),
+        ("client_header_timeout 10s", "client_header_timeout 3s"),
     ):
         assert text.count(documented) == 1, documented
         text = text.replace(documented, used)
@@ -95,7 +95,7 @@ def running(tmp_path: Path) -> Iterator[tuple[int, int]]:
     prefix.mkdir()
     process = subprocess.Popen([NGINX, "-p", str(prefix), "-c", str(configured(prefix, port, upstream_port))])
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not answers(port):
             assert process.poll() is None, (prefix / "error.log").read_text()
             assert time.monotonic() < deadline, "nginx does not listen"
@@ -103,7 +103,7 @@ def running(tmp_path: Path) -> Iterator[tuple[int, int]]:
         yield port, upstream_port
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.fixture
@@ -134,9 +134,9 @@ def name_of(weights: bytes) -> str:
 
 async def fetched(front: Front, name: str, *, after: int = -1) -> bytes:
     async with Client(RUN_ID, PUBLIC, [front.nginx], front.folder / name) as client:
-        head = await client.wait_head(after=after, timeout_s=10)
+        head = await client.wait_head(after=after, timeout_s=60)
         assert head is not None
-        return (await client.fetch(head, timeout_s=20)).read_bytes()
+        return (await client.fetch(head, timeout_s=60)).read_bytes()
 
 
 async def sent_by_relay(http: aiohttp.ClientSession, front: Front) -> int:
@@ -178,7 +178,7 @@ async def test_a_long_poll_ends_the_moment_a_version_appears(front: Front, http:
     started = time.monotonic()
     await asyncio.to_thread(front.publish, 2)
     assert await poll == 200
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert await status_of(http, front.nginx + "/v1/head?after=2&wait=1") == 204
 
 
@@ -207,9 +207,9 @@ async def test_an_odd_path_puts_no_chunk_in_anothers_place(front: Front, path: s
     await asyncio.sleep(0.2)
     writer.close()
     async with Client(RUN_ID, PUBLIC, [front.nginx], front.folder / "one") as client:
-        head = await client.wait_head(timeout_s=10)
+        head = await client.wait_head(timeout_s=60)
         assert head is not None
-        assert (await client.fetch(head, timeout_s=20)).read_bytes() == weights
+        assert (await client.fetch(head, timeout_s=60)).read_bytes() == weights
         assert client.sources_status()[0]["offences"] == 0
 
 

@@ -42,7 +42,7 @@ LABELS_UNSEEN = {
 }
 """Of metrics without a sample where nobody is caught, nothing is in quarantine and no fetch is under way."""
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def distributions(tmp_path_factory):
         if path.is_file():
             shutil.copy(path, clone)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(clone)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     (sdist,) = (folder / "dist").glob("*.tar.gz")
     (wheel,) = (folder / "dist").glob("*.whl")
@@ -193,7 +193,7 @@ def clean_environment(distributions, tmp_path_factory):
     return folder
 
 
-def run_installed(folder, *command, seconds=60):
+def run_installed(folder, *command, seconds=120):
     env = {"PATH": f"{folder / 'venv' / 'bin'}:{os.defpath}", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False)
 

@@ -34,7 +34,7 @@ from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
 from shardcast.wire import decode
 
-pytestmark = [pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(900)]
 
 HERE = ROOT / "deploy" / "one-host"
 BIN = Path(sys.executable).parent
@@ -144,17 +144,17 @@ def host() -> Iterator[Host]:
             children = psutil.Process(host.supervisor.pid).children(recursive=True)
             host.supervisor.terminate()
             host.supervisor.wait(120)
-            _, left = psutil.wait_procs(children, timeout=10)
+            _, left = psutil.wait_procs(children, timeout=60)
             for process in left:
                 process.kill()
             assert not left, f"supervisord left {left}"
 
 
 def test_an_api_and_a_verifier_that_are_killed_cost_nothing(host: Host) -> None:
-    host.until(lambda: all(map(host.answers, host.urls)), seconds=120)
+    host.until(lambda: all(map(host.answers, host.urls)), seconds=240)
     workers = [host.worker(index, url) for index, url in enumerate(host.urls)]
     try:
-        host.until(lambda: host.steps() >= 2, seconds=180)
+        host.until(lambda: host.steps() >= 2, seconds=240)
         (api,) = host.processes(f"--port {host.ports}0")
         (verifier,) = host.processes("--name verifier-1")
         for victim in (api, verifier):

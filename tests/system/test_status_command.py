@@ -110,7 +110,7 @@ def test_without_flags_it_is_about_the_worker_of_this_machine(swarm: Swarm, tmp_
     entry = JoinSettings(run_id=swarm.home.run_id, coordinators=(swarm.url,))
     settings = WorkerSettings(join=entry, state=state, once=True)
     joined = run_worker(settings, key=key, make_engine=TorchEngine, stop=asyncio.Event())
-    asyncio.run(asyncio.wait_for(joined, 60))
+    asyncio.run(asyncio.wait_for(joined, 200))
     for arguments in ((), ("--state", str(state)), ("--run-id", swarm.home.run_id)):
         said = ask(*arguments, home=tmp_path)
         assert said.returncode == 0, said.stderr

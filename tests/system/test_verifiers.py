@@ -39,12 +39,12 @@ from shardcast import Origin, OriginServer
 from shardcast.wire import decode
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed"),
 ]
 
 STEPS = 5
-SECONDS = 300.0
+SECONDS = 800.0
 SYLLOGISMS = EnvironmentSpec(
     name="verifiers:verifiers:ReasoningGymEnv",
     arguments={

@@ -21,7 +21,7 @@ from node.policy.config import ATTENTION
 from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 pytest.importorskip("vllm")
 
 SERVE = """
@@ -88,7 +88,7 @@ def serve(folders: list[Path]) -> dict[str, list[list[int]]]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", SERVE, json.dumps(PROMPTS), *map(str, folders)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -38,7 +38,7 @@ from node.protocol.run import TrainingSpec
 from node.submission.reader import read_rollouts
 from node.worker.daemon import WorkerSettings, run_worker
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 SPEC = small_spec()
 SPEC = msgspec.structs.replace(

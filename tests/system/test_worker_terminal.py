@@ -56,7 +56,7 @@ def spoilt_worker(swarm: Swarm, state: Path, *options: str) -> list[str]:
     return ["env", "--default-signal=INT", *program, "worker", *where, "--slots", "2", *options]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 async def test_a_contributor_reads_what_is_wrong_with_their_machine_and_where_they_stand(
     swarm: Swarm, tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ async def test_a_contributor_reads_what_is_wrong_with_their_machine_and_where_th
     assert re.search(r"credit [\d,]+ tokens admitted", closing)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_program_adds_up_the_same_credit_as_the_runs_log(swarm: Swarm, tmp_path: Path) -> None:
     command = spoilt_worker(swarm, tmp_path / "worker", "--json")
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

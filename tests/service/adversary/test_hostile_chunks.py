@@ -15,7 +15,7 @@ from typing import ClassVar
 import aiohttp
 import pytest
 from aiohttp import web
-from broadcast_scene import CHUNK, Between, Scene, fetched, row
+from broadcast_scene import CHUNK, IMPATIENT, Between, Scene, fetched, row
 from waiting import eventually
 
 from shardcast import SourceLimits, wire
@@ -79,7 +79,7 @@ async def test_corrupt_chunks_cost_a_refetch_and_the_relay_its_standing(scene: S
 
 
 async def test_corrupt_chunks_alone_yield_an_error_and_no_file(scene: Scene) -> None:
-    client = scene.client((await scene.hostile(FlipsBits))[0])
+    client = scene.client((await scene.hostile(FlipsBits))[0], **IMPATIENT)
     with pytest.raises(CorruptChunk):
         await fetched(client)
     assert not list((scene.folder / "client" / "versions").glob("*.bin"))
@@ -227,7 +227,7 @@ async def test_every_other_wrong_answer_is_survived(scene: Scene, kind: type[Bet
         assert tracemalloc.get_traced_memory()[1] < 3_000_000, "nothing was decompressed"
     finally:
         tracemalloc.stop()
-    alone = scene.client(bad, name="alone")
+    alone = scene.client(bad, name="alone", **IMPATIENT)
     with pytest.raises(ShardcastError):
         await fetched(alone)
 

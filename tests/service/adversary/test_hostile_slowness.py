@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from broadcast_scene import CHUNK, SIZE, Between, Scene, Withholds, fetched
+from broadcast_scene import CHUNK, IMPATIENT, SIZE, Between, Scene, Withholds, fetched
 
 from shardcast import DownloadLimits, SourceLimits, TransportLimits
 from shardcast.errors import TooSlow
@@ -23,7 +23,7 @@ ENOUGH = 40.0
 async def test_withheld_deltas_cost_seconds_and_not_the_version(scene: Scene, status: int | None) -> None:
     deltas = set[str]()
     url, _ = await scene.hostile(Withholds, kept=lambda path: path.split("/")[-2] in deltas, status=status)
-    client = await scene.client_with_version_1(url, source_limits=SourceLimits(max_backoff_s=0.3))
+    client = await scene.client_with_version_1(url, source_limits=SourceLimits(max_backoff_s=0.3), **IMPATIENT)
     weights = await scene.publish(2)
     deltas |= {delta.payload.digest for delta in scene.signed(2).manifest.deltas}
     started = time.monotonic()
@@ -54,7 +54,7 @@ async def test_withheld_deltas_do_not_pile_up_work_at_a_relay(scene: Scene, http
     for version in (2, 3):
         weights = await scene.publish(version)
         deltas |= {delta.payload.digest for delta in scene.signed(version).manifest.deltas}
-    url, _ = await scene.relay(bad, poll_s=0.05)
+    url, _ = await scene.relay(bad, **{**IMPATIENT, "poll_s": 0.05})
     assert await fetched(scene.client(url)) == weights
     await asyncio.sleep(1.5)
     passing_on = [task for task in asyncio.all_tasks() if "_pass_on" in repr(task.get_coro())]
@@ -78,7 +78,7 @@ async def test_withholding_is_raced_by_another_source(scene: Scene) -> None:
 
 
 async def test_withholding_alone_ends_in_time(scene: Scene) -> None:
-    client = scene.client((await scene.hostile(Withholds))[0])
+    client = scene.client((await scene.hostile(Withholds))[0], **IMPATIENT)
     started = time.monotonic()
     with pytest.raises(TooSlow):
         await fetched(client)
@@ -98,7 +98,10 @@ class Dribbles(Between):
 async def test_a_slow_loris_relay_is_dropped_below_the_minimum_rate(scene: Scene) -> None:
     (bad, _), good = await scene.hostile(Dribbles), await scene.honest()
     assert await fetched(scene.client(bad, good)) == scene.weights
-    alone = scene.client(bad, name="alone", transport_limits=TransportLimits(rate_grace_s=0.3))
+    patience = DownloadLimits(race_after_s=0.1, stall_s=6.0)
+    alone = scene.client(
+        bad, name="alone", transport_limits=TransportLimits(rate_grace_s=0.3), download_limits=patience
+    )
     with pytest.raises(TooSlow, match="bytes/s"):
         await fetched(alone)
 

@@ -177,7 +177,7 @@ def test_who_never_reads_many_short_answers_holds_nothing_for_ever(home: tuple[H
 
 
 def test_a_slow_reader_who_goes_on_reading_gets_all(home: tuple[Home, Coordinator]) -> None:
-    limits = replace(QUICK, unread_seconds=2.0)
+    limits = replace(QUICK, unread_seconds=4.0)
     body = random.Random(2).randbytes(BLOB_BYTES // 4)
     name = home[0].blobs.put(body)
     with serve(home[1], connections=limits) as url, connect(url, receive_bytes=65536) as connection:
@@ -185,7 +185,7 @@ def test_a_slow_reader_who_goes_on_reading_gets_all(home: tuple[Home, Coordinato
         answer, began = b"", time.monotonic()
         while piece := connection.recv(65536):
             answer += piece
-            time.sleep(max(0.0, began + len(answer) / 450_000 - time.monotonic()))
+            time.sleep(max(0.0, began + len(answer) / 225_000 - time.monotonic()))
     assert answer.endswith(body)
     assert time.monotonic() - began > 2 * limits.unread_seconds
 

@@ -185,5 +185,6 @@ async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_poli
                     await shelf.prefill(0)
                 assert time.monotonic() - started < most, "the second submission does not wait again"
             client.set_sources([run.swarm.origin_url])
+            monkeypatch.setattr(policy_shelf, "PATIENCE_SECONDS", 60.0)
             await shelf.close()
             assert (await shelf.prefill(0)).blueprint.vocabulary == run.policies[0].vocabulary

@@ -19,7 +19,7 @@ from coordinator.storage import sqlite as storage
 from coordinator.storage.database import Database, sqlite_url
 
 HOLD_SECONDS = 0.002
-SECONDS = 4.0
+SECONDS = 8.0
 
 
 def write_until(database: Database, stop: float) -> tuple[int, float]:

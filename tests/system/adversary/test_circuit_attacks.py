@@ -75,12 +75,12 @@ async def test_garbage_where_the_handshake_belongs(scene: Scene) -> None:
 
 
 @on_circuits()
-async def test_a_thousand_reservations_of_one_peer_are_one(scene: Scene) -> None:
+async def test_two_hundred_reservations_of_one_peer_are_one(scene: Scene) -> None:
     for one, other in ((scene.relay, scene.stranger), (scene.stranger, scene.relay)):
         for connection in one.host.get_network().get_connections(peer_of(other.node)):
             # The pace of connections alone would make it last for 40 s.
             connection.muxed_conn.secured_conn._bucket = TrioTokenBucket(rate=1e6, burst=10**6)
-    for _ in range(1000):
+    for _ in range(200):  # three times the table
         assert await scene.stranger.reserve(scene.relay.address) == Status.OK
     assert scene.relaying.status()["reservations"] == 2, "the stranger's, and the home's"
     await scene.assert_sound()
@@ -127,7 +127,7 @@ async def test_bulk_through_a_circuit_ends_with_it(scene: Scene) -> None:
     await scene.assert_sound()
 
 
-@on_circuits(RelayLimits(circuit_seconds=1))
+@on_circuits(RelayLimits(circuit_seconds=6))
 async def test_a_circuit_on_which_nothing_is_said_ends_in_time(scene: Scene) -> None:
     await reach(scene.stranger.host, scene.circuit, seconds=SECONDS)
     assert scene.relaying.status()["circuits"] == 1
@@ -144,6 +144,7 @@ async def test_circuits_of_one_peer_and_of_all_are_few(scene: Scene) -> None:
         return (await read_message(stream, HopMessage)).status
 
     target = scene.home.node
+    scene.home.host.set_stream_handler(STOP, _agree)  # which waits for no handshake
     assert [await open_one(scene.stranger) for _ in range(3)] == [Status.OK] * 2 + [Status.RESOURCE_LIMIT_EXCEEDED]
     other = await scene.visitor()
     assert await open_one(other) == Status.RESOURCE_LIMIT_EXCEEDED, "the home has two already"
@@ -170,7 +171,7 @@ async def test_requests_that_never_come_cost_others_nothing(scene: Scene) -> Non
     async with trio.open_nursery() as nursery:
         for _ in range(30):
             nursery.start_soon(wait)
-        await scene.settle(lambda: ended == 26)
+        await scene.settle(lambda: ended >= 26)
         await scene.assert_sound()
         nursery.cancel_scope.cancel()
     await scene.assert_sound()

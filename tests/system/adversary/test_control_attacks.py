@@ -396,10 +396,11 @@ async def test_a_flood_of_strangers(victim: Victim, tmp_path: Path) -> None:
     operator, stranger = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     async with peer(tmp_path, operator) as known, peer(tmp_path, stranger) as flooding:
         assert (await ask(known, victim, request(AskStatus(), grant(operator)), operator)).reason is None
+        began = time.monotonic()
         flood = [request(AskStatus(), None) for _ in range(STRANGERS_BURST + 20)]
         said = [(await ask(flooding, victim, asked, stranger)).reason for asked in flood]
         assert set(said) == {"no_authority", "too_many_requests"}
-        assert said.count("no_authority") < STRANGERS_BURST
+        assert said.count("no_authority") < STRANGERS_BURST + (time.monotonic() - began)
         assert (await ask(known, victim, request(AskStatus(), grant(operator)), operator)).reason is None
 
 
@@ -421,12 +422,12 @@ async def test_streams_that_stay_open_and_say_nothing(victim: Victim, tmp_path: 
             await connect(network._host, victim.address, seconds=5)
             held = 0
             for _ in range(6):
-                with trio.move_on_after(0.5) as waited, contextlib.suppress(Exception):
+                with trio.move_on_after(2.5) as waited, contextlib.suppress(Exception):
                     stream = await network._host.new_stream(peer_of(NODE), [TProtocol(PROTOCOL)])
                     await stream.write((1000).to_bytes(4))
                     await stream.read(1)
                 held += waited.cancelled_caught
             return held
 
-        assert await network._thread.call(hold, timeout_seconds=20) == 2
+        assert await network._thread.call(hold, timeout_seconds=60) == 2
         assert await is_served(victim, tmp_path)

@@ -106,7 +106,9 @@ def test_a_copied_folder_on_another_machine_is_refused_and_the_first_one_works_o
     machines.append(Machine("alpha", swarm, tmp_path / "alpha"))
     until(lambda: count(swarm, submissions))
     node = node_id(load_key(tmp_path / "alpha" / "key"))
+    machines[0].signal(signal.SIGSTOP)  # a folder at rest: what is being written now would vanish under the copy
     shutil.copytree(tmp_path / "alpha", tmp_path / "beta")
+    machines[0].signal(signal.SIGCONT)
 
     machines.append(Machine("beta", swarm, tmp_path / "beta"))
     code, said = machines[1].ended()
@@ -137,6 +139,7 @@ def test_a_machine_that_comes_back_after_another_took_its_key_ends_and_leaves_no
     node = node_id(load_key(tmp_path / "alpha" / "key"))
     machines[0].signal(signal.SIGSTOP)  # the lid is closed
     shutil.copytree(tmp_path / "alpha", tmp_path / "beta")
+    time.sleep(2)  # what it has just asked for is answered
     let_it_seem_silent(swarm, node)
     machines.append(Machine("beta", swarm, tmp_path / "beta"))
     until(lambda: known(swarm, node).instance_name == "beta")

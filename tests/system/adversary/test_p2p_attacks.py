@@ -7,6 +7,7 @@ After each attack the victim is up, as small as it was, and serves who comes.
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -121,8 +122,9 @@ def test_a_handler_that_raises_ends_its_stream_and_nothing_else(scene: Scene, se
     async def attack() -> None:
         async with hostile(scene.address) as connection:
             stream = await connection.open()
-            await connection.data(stream, sent)
-            await connection.send(WINDOW_UPDATE, FIN, stream, 0)
+            with contextlib.suppress(Gone):  # it may hang up before all is sent
+                await connection.data(stream, sent)
+                await connection.send(WINDOW_UPDATE, FIN, stream, 0)
             await connection.until_ended(stream)
 
     trio.run(attack)
@@ -172,7 +174,7 @@ def test_half_open_connections_and_slow_handshakes_keep_nobody_out(scene: Scene)
             await trio.sleep(1)
             await scene.assert_served()
             assert scene.victim.sockets() - before < 60
-            with trio.fail_after(12):
+            with trio.fail_after(60):
                 while scene.victim.sockets() > before + 1:
                     await trio.sleep(0.2)
             nursery.cancel_scope.cancel()

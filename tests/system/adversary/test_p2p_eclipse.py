@@ -124,7 +124,7 @@ def run(scene: Callable[[], object]) -> None:
     trio.run(scene)
 
 
-async def eventually(condition: Callable[[], bool], *, seconds: float = 25.0) -> None:
+async def eventually(condition: Callable[[], object], *, seconds: float = 120.0) -> None:
     await trio.to_thread.run_sync(functools.partial(until, condition, seconds=seconds))
 
 
@@ -146,7 +146,7 @@ def test_all_bootstrap_peers_lie_and_nothing_of_it_is_believed(tmp_path: Path, h
                 assert sum("signed by the key of another run" in line for line in lines) == 1, "one line for each liar"
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(forward, port, honest.address.port)
-                    await eventually(lambda: version(newcomer) == 7, seconds=40)
+                    await eventually(lambda: version(newcomer) == 7)
                     nursery.cancel_scope.cancel()
                 assert len(newcomer.log().splitlines()) < 15
 
@@ -247,7 +247,9 @@ def test_equivocating_descriptors_are_kept_as_evidence(tmp_path: Path) -> None:
                 kept = tmp_path / "newcomer" / "evidence"
                 await eventually(lambda: len(list(kept.glob("descriptor-3-*.bin"))) == 2)
                 await eventually(lambda: version(newcomer) == 3)
-                assert newcomer.log().count("signed two different descriptors of version 3") == 1
+                said = "signed two different descriptors of version 3"
+                await eventually(lambda: said in newcomer.log())
+                assert newcomer.log().count(said) == 1
 
     run(scene)
 
@@ -264,7 +266,7 @@ def test_neighbours_that_call_in_do_not_choose_for_a_node_whom_it_calls(tmp_path
                     nursery.start_soon(link_in, victim)
                 await eventually(lambda: neighbours(victim) == 12)
                 nursery.start_soon(forward, port, honest.address.port)
-                await eventually(lambda: version(victim) == 7, seconds=40)
+                await eventually(lambda: version(victim) == 7)
                 nursery.cancel_scope.cancel()
 
     async def link_in(victim: Process) -> None:
@@ -290,30 +292,39 @@ def test_bootstrap_peers_that_are_away_are_named_in_one_line_with_the_reason(tmp
             web = await nursery.start(trio.serve_tcp, answer_http, 0)
             deaf = await nursery.start(trio.serve_tcp, say_nothing, 0)
             told = {
-                Address("ip4", "127.0.0.1", away, stranger): "connection refused",
-                Address("dns4", "nobody.invalid", 1, stranger): "name",
-                Address("ip4", "127.0.0.1", honest.address.port, stranger): "responds with another key",
-                Address("ip4", "127.0.0.1", port_of(web), stranger): "responds, ",
-                Address(
-                    "ip4", "127.0.0.1", port_of(deaf), stranger
-                ): "responds, but does not complete the handshake within 5 s",
+                Address("ip4", "127.0.0.1", away, stranger): ("connection refused",),
+                Address("dns4", "nobody.invalid", 1, stranger): ("name", "temporary failure in name"),
+                Address("ip4", "127.0.0.1", honest.address.port, stranger): ("responds with another key",),
+                Address("ip4", "127.0.0.1", port_of(web), stranger): ("responds, ",),
+                Address("ip4", "127.0.0.1", port_of(deaf), stranger): (
+                    "responds, but does not complete the handshake within 5 s",
+                ),
             }
             for number, (address, why) in enumerate(told.items()):
                 nursery.start_soon(complains, tmp_path / str(number), address, why)
             nursery.start_soon(recovers, tmp_path / "late", later, honest)
-            await eventually(lambda: len(list(tmp_path.glob("*/done"))) == len(told) + 1, seconds=60)
+            await eventually(lambda: len(list(tmp_path.glob("*/done"))) == len(told) + 1, seconds=220)
             nursery.cancel_scope.cancel()
 
     run(scene)
 
 
-async def complains(folder: Path, address: Address, why: str) -> None:
+async def complains(folder: Path, address: Address, why: tuple[str, ...]) -> None:
     newcomer = await trio.to_thread.run_sync(joining, folder, address)
+    said = f"{address.host}:{address.port}: "
+
+    def complaints() -> list[str]:
+        return [line for line in newcomer.log().splitlines() if "no peer reachable" in line]
+
+    def told() -> list[str]:
+        return [line for line in complaints() if any(said + reason in line for reason in why)]
+
     with closing(newcomer):
-        await eventually(lambda: "no peer reachable" in newcomer.log(), seconds=20)
+        await eventually(told)
         await trio.sleep(2)
-        (line,) = [line for line in newcomer.log().splitlines() if "no peer reachable" in line]
-        assert f"{address.host}:{address.port}: {why}" in line
+        # Once a minute: on a busy machine the first one may be about a deadline.
+        assert len(complaints()) <= 2
+        line = told()[0]
         assert "retrying" in line
         assert len(line) < 200
         (folder / "done").touch()
@@ -327,7 +338,7 @@ async def recovers(folder: Path, port: int, honest: Process) -> None:
         await eventually(lambda: newcomer.log().count("connection refused") == 2)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(forward, port, honest.address.port)
-            await eventually(lambda: version(newcomer) == 7, seconds=40)
+            await eventually(lambda: version(newcomer) == 7)
             nursery.cancel_scope.cancel()
         assert "joined the peer-to-peer network" in newcomer.log()
         (folder / "done").touch()

@@ -7,6 +7,7 @@ After each the victim is up, as small as it was, and serves who comes.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -119,7 +120,8 @@ def test_whoever_sends_what_no_honest_peer_sends_is_shunned(scene: Scene, made) 
     async def attack() -> None:
         async with hostile(scene.address, key=key) as connection:
             stream = await connection.open()
-            await connection.data(stream, framed(made()) * 50)
+            with contextlib.suppress(Gone):  # the first is enough to be hung up on
+                await connection.data(stream, framed(made()) * 50)
             await connection.until_ended(stream)
         async with hostile(scene.address, key=key) as connection:
             with pytest.raises(Gone):
@@ -284,7 +286,7 @@ def test_a_greeting_is_not_had_again_and_again(scene: Scene) -> None:
     """A few bytes bring a descriptor and a handful of records: a stream after another would keep the node sending."""
 
     async def attack() -> None:
-        greeted = 0
+        greeted, began = 0, time.monotonic()
         async with hostile(scene.address) as connection:
             for _ in range(60):
                 try:
@@ -296,7 +298,7 @@ def test_a_greeting_is_not_had_again_and_again(scene: Scene) -> None:
                 await connection.send(WINDOW_UPDATE, RST, stream, 0)
                 if connection.gone.is_set():
                     break
-        assert 1 <= greeted <= 8
+        assert 1 <= greeted <= 8 + (time.monotonic() - began) / 5
 
     trio.run(attack)
 

@@ -33,7 +33,7 @@ def runs(pid: int) -> bool:
     """Whether there is such a process, and more of it than its exit status."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -132,7 +132,7 @@ PARENT = """
 import sys, time
 from coordinator.run.peer_child import PeerChild
 with PeerChild({command!r}):
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ STUBBORN = (
 WITH_CHILD = (
     "import subprocess, sys, time\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-    "print('child', child.pid, flush=True)\n"
+    "print(f'child {child.pid}', flush=True)\n"
     "time.sleep(600)"
 )
 QUICK = RestartPolicy(first_seconds=0.05, max_seconds=0.2, settled_seconds=60.0, attempts=4)
@@ -36,7 +35,7 @@ def sleeper(name: str = "sleeper", *, program: str = SLEEPER, wave: int = 0) -> 
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -70,9 +69,7 @@ def test_a_process_that_is_killed_is_started_again_and_counted(supervisor: Super
 def test_a_program_that_cannot_start_ends_the_demo_and_shows_its_log(supervisor: Supervisor) -> None:
     supervisor.start([sleeper(program="raise SystemExit('no such option')")])
     with pytest.raises(KeepsDying, match="no such option"):
-        for _ in range(600):
-            supervisor.poll()
-            time.sleep(0.02)
+        until(lambda: False, meanwhile=supervisor.poll)
 
 
 def test_stop_ends_all_processes_even_one_that_ignores_sigterm(supervisor: Supervisor) -> None:
@@ -84,7 +81,7 @@ def test_stop_ends_all_processes_even_one_that_ignores_sigterm(supervisor: Super
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_a_later_wave_is_stopped_before_an_earlier_one(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_later_wave_is_stopped_before_an_earlier_one(tmp_path: Path) -> None:
     """A worker has to hand its slot back while the coordinator still takes it."""
     program = (
         "import pathlib, signal, sys, time\n"
@@ -95,10 +92,11 @@ def test_a_later_wave_is_stopped_before_an_earlier_one(supervisor: Supervisor, t
         "print('up', flush=True)\n"
         "time.sleep(600)"
     )
-    for name, wave in (("1", 1), ("0", 0), ("2", 2)):
-        supervisor.start([Command(name, ("-c", program, name), wave=wave)])
-        wait_for_word(supervisor, "up", name=name)
-    supervisor.stop()
+    with Supervisor(tmp_path / "logs", grace_seconds=60.0) as supervisor:
+        for name, wave in (("1", 1), ("0", 0), ("2", 2)):
+            supervisor.start([Command(name, ("-c", program, name), wave=wave)])
+            wait_for_word(supervisor, "up", name=name)
+        supervisor.stop()
     assert (tmp_path / "order").read_text() == "210"
 
 
@@ -108,9 +106,7 @@ def test_what_a_dead_process_had_started_does_not_live_on(supervisor: Supervisor
     grandchild = int(supervisor.log_path("sleeper").read_text().split()[1])
     assert is_running(grandchild)
     os.kill(supervisor.pid("sleeper"), signal.SIGKILL)
-    time.sleep(0.1)
-    supervisor.poll()
-    until(lambda: not is_running(grandchild))
+    until(lambda: not is_running(grandchild), meanwhile=supervisor.poll)
 
 
 def test_a_supervisor_killed_with_9_leaves_no_child(tmp_path: Path) -> None:

@@ -96,10 +96,13 @@ def test_a_package_that_hangs_on_import_costs_its_deadline_and_leaves_no_process
     )
     package("torchvision", f"{code}pathlib.Path({str(pid_file)!r}).write_text(str(p.pid))\np.wait()")
     installed = doctor_packages.list_installed()
-    started = time.monotonic()
-    check = doctor_packages.check_torchvision(installed, seconds=3)
-    assert time.monotonic() - started < 30
-    assert "within 3 s" in check.sentence
+    for seconds in (3, 15, 40):  # the package has to have got so far as to hang
+        started = time.monotonic()
+        check = doctor_packages.check_torchvision(installed, seconds=seconds)
+        assert time.monotonic() - started < seconds + 30
+        assert f"within {seconds} s" in check.sentence
+        if pid_file.exists() and pid_file.read_text():
+            break
     left = Path(f"/proc/{pid_file.read_text()}")
 
     def is_gone():
@@ -108,7 +111,7 @@ def test_a_package_that_hangs_on_import_costs_its_deadline_and_leaves_no_process
         return True
 
     while not is_gone():  # a killed process takes a moment to end
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < seconds + 30
         time.sleep(0.05)
 
 
