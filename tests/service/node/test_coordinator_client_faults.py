@@ -9,6 +9,7 @@ import time
 
 import pytest
 from aiohttp import web
+from ports import free_port
 from prepared_replies import NODE_KEY, QUICK, RUN_ID, answers, refusal, serving
 from waiting import eventually
 
@@ -171,9 +172,10 @@ async def test_attack_a_hostile_retry_after_neither_crashes_nor_hangs(text):
     assert (caught.value.retry_after_seconds or 0) <= 300
 
 
-async def test_an_outage_is_two_lines_however_many_retries_it_takes(caplog, unused_tcp_port):
+async def test_an_outage_is_two_lines_however_many_retries_it_takes(caplog):
     caplog.set_level(logging.INFO)
-    url = f"http://127.0.0.1:{unused_tcp_port}"
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     async with CoordinatorClient(url, run_id=RUN_ID, key=NODE_KEY, backoff=QUICK) as client:
         call = asyncio.create_task(client.register(REGISTRATION))
         await eventually(lambda: client.away)
@@ -184,7 +186,7 @@ async def test_an_outage_is_two_lines_however_many_retries_it_takes(caplog, unus
         app.router.add_route("*", "/{path:.*}", answers(b"{}"))
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         await call
         await runner.cleanup()
     assert not client.away

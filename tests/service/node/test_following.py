@@ -117,7 +117,7 @@ async def test_a_node_that_found_what_nobody_brought_waits_from_then_on(
     async with following(coordinator, tmp_path) as session:
         await asyncio.sleep(0.9)
         assert not any(coordinator.waits)
-        monkeypatch.setattr(joining, "REFRESH_SECONDS", 200.0)
+        monkeypatch.setattr(joining, "REFRESH_SECONDS", 60.0)
         await version(session, coordinator.publish())
         await eventually(lambda: coordinator.waits[-1] > 10.0)
         assert await version(session, coordinator.publish()) < AT_ONCE

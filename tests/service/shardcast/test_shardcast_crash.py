@@ -157,7 +157,7 @@ asyncio.run(main())
     head = await client.wait_head(timeout_s=60)
     assert (await client.fetch(head)).read_bytes() == weights.read_bytes()
     assert sum(upstream.sent.values()) == 18
-    assert not list((tmp_path / "relay" / "downloads").iterdir())
+    await eventually(lambda: not list((tmp_path / "relay" / "downloads").iterdir()))
     await upstream.listener.stop()
 
 

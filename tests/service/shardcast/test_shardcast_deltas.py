@@ -16,7 +16,7 @@ from shardcast.codec.delta_routes import cheapest
 from shardcast.manifest import seal_manifest
 
 SIZE = 400_000
-QUICK = DownloadLimits(race_after_s=0.1, stall_s=3.0)
+QUICK = DownloadLimits(race_after_s=0.1)
 
 
 class Training:

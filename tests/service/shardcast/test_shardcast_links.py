@@ -26,7 +26,7 @@ from shardcast.fetch.transport import Transport
 NAME = "ab" * 32
 BODY = bytes(range(256)) * 64
 OTHER = BODY[::-1]
-PATIENCE = TransportLimits(response_s=1.0, idle_s=0.5, total_s=3.0, rate_grace_s=0.3, min_bytes_per_s=100)
+IMPATIENT = TransportLimits(response_s=1.0, idle_s=0.5, total_s=3.0, rate_grace_s=0.3, min_bytes_per_s=100)
 
 Script = Callable[[int, asyncio.StreamWriter], Awaitable[None]]
 
@@ -79,7 +79,15 @@ async def peer() -> AsyncIterator[Peer]:
 
 @pytest.fixture
 async def transport() -> AsyncIterator[Transport]:
-    made = Transport(patience=PATIENCE)
+    made = Transport()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def hurried() -> AsyncIterator[Transport]:
+    """For those that have to see its patience end."""
+    made = Transport(patience=IMPATIENT)
     yield made
     await made.close()
 
@@ -293,7 +301,7 @@ async def test_idle_connections_are_given_up(peer: Peer, transport: Transport, m
 
 
 @pytest.mark.parametrize("sent", [0, 1, 60, 5000])
-async def test_silence_at_any_point_ends_in_time(peer: Peer, transport: Transport, sent: int) -> None:
+async def test_silence_at_any_point_ends_in_time(peer: Peer, hurried: Transport, sent: int) -> None:
     async def stop(_: int, writer: asyncio.StreamWriter) -> None:
         writer.write(answer()[:sent])
         await asyncio.sleep(3600)
@@ -301,10 +309,10 @@ async def test_silence_at_any_point_ends_in_time(peer: Peer, transport: Transpor
     peer.script = stop
     async with asyncio.timeout(60):
         with pytest.raises(TooSlow):
-            await chunk(transport, peer.url)
+            await chunk(hurried, peer.url)
 
 
-async def test_a_head_that_dribbles_ends_in_time(peer: Peer, transport: Transport) -> None:
+async def test_a_head_that_dribbles_ends_in_time(peer: Peer, hurried: Transport) -> None:
     async def dribble(_: int, writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():
             writer.write(b"HTTP/1.1 200 OK\r\nX: " if not sent else b"y")
@@ -315,7 +323,7 @@ async def test_a_head_that_dribbles_ends_in_time(peer: Peer, transport: Transpor
     peer.script = dribble
     async with asyncio.timeout(60):
         with pytest.raises(TooSlow):
-            await chunk(transport, peer.url)
+            await chunk(hurried, peer.url)
 
 
 async def test_nothing_is_written_to_a_buffer_that_was_given_up(peer: Peer, transport: Transport) -> None:
@@ -364,12 +372,12 @@ async def test_a_request_given_up_while_it_connects_leaves_no_connection(peer: P
 @pytest.mark.parametrize("host", ["2130706433", "256.256.256.256", "127.1"])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_a_name_that_only_one_library_takes_is_its_owners_fault(
-    peer: Peer, transport: Transport, scheme: str, host: str
+    peer: Peer, hurried: Transport, scheme: str, host: str
 ) -> None:
     """Anybody may announce such a relay: as a fault of this machine it would end the fetch, of every worker."""
     peer.says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
     url = f"{scheme}://{host}:{peer.url.rpartition(':')[2]}"
-    for ask in (chunk(transport, url), transport.manifest(url, NAME), transport.head(url, after=-1, wait_s=0.0)):
+    for ask in (chunk(hurried, url), hurried.manifest(url, NAME), hurried.head(url, after=-1, wait_s=0.0)):
         with pytest.raises((NetworkFault, PeerFault)):
             await ask
 

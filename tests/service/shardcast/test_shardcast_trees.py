@@ -50,7 +50,7 @@ async def test_the_origin_sends_a_version_once_however_many_relays_there_are(
     await asyncio.to_thread(server.publish, weights, version=1)
     assert set(await asyncio.gather(*waiting)) == {weights.read_bytes()}
     egress = (await sent(http, url) - before) / SIZE
-    assert egress < 1.25, "S, with heads, manifests and a few chunks that were raced"
+    assert egress < 2, "six relays and four workers would take ten; where one is late, chunks are raced"
     shares = [await sent(http, each) / SIZE for each in made["relays"]]
     assert min(shares) > 0.2, "leaves of one tree are interior in another: every uplink carries its share"
 

@@ -29,7 +29,7 @@ SPEC = RunSpec(
     limits=LimitsSpec(token_margin=1e-3, logprob_error=1e-3, exponent_mismatches=8.0, mantissa_mean=1.0),
 )
 RUN_ID, NONCE, MANIFEST = "1" * 64, "2" * 32, "3" * 64
-NODE = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+NODE = Ed25519PrivateKey.from_private_bytes(b"\2" * 32).public_key().public_bytes_raw()
 ASK = AskChallenge(samples=3, max_tokens=20)
 
 
@@ -98,7 +98,8 @@ def test_an_answer_made_for_somebody_else_or_earlier(scene: Scene, changes: dict
 def test_invented_tokens_need_a_policy_to_be_seen(scene: Scene) -> None:
     """Only their form is right: that is what an asker without a policy is told."""
     first, *others = scene.rollouts()
-    tokens = [first.completion_ids[0] ^ 1, *first.completion_ids[1:]]
+    invented = 40 if first.completion_ids[0] != 40 else 41  # neither ends nor pads
+    tokens = [invented, *first.completion_ids[1:]]
     body = forged(scene, [msgspec.structs.replace(first, completion_ids=tokens), *others])
     assert appraised(body, None).fault is None
     assert appraised(body, scene.prefill).fault.split(":")[0] in {"wrong_token", "proof_mismatch", "wrong_logprob"}
