@@ -254,8 +254,8 @@ class Scene:
         until(lambda: self.victim.status()["descriptor_version"] == self.version)
 
     def served(self) -> tuple[float, int]:
-        """The seconds that a newcomer took, and what it learned; of three, as one pause of the machine is no harm."""
-        for _ in range(3):
+        """The seconds that a newcomer took, and what it learned; another may try after a pause of the machine."""
+        for _ in range(2):
             took, got = self.newcomer.joins(self.address)
             if took < SERVED_SECONDS:
                 break

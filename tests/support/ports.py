@@ -15,7 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         share = len(layout._PORTS) // worker["workercount"]
-        first = int(worker["workerid"].removeprefix("gw")) * share
+        # A process that has died is replaced under a new number.
+        first = int(worker["workerid"].removeprefix("gw")) % worker["workercount"] * share
         layout._PORTS = layout._PORTS[first : first + share]
 
 

@@ -87,6 +87,7 @@ def test_a_small_demo_admits_honest_work_only_and_is_confirmed_by_its_audit(tmp_
     rules = SMALL_RUN.replace("random-tiny", f"random-{model}")
     if model == "frame-action":
         rules = rules.replace("reverse", "terminal")
+    assert parse_run_toml(rules).batch.pools is not None
     summary = Demonstration(DemoSettings(out=tmp_path, headless=True), run_toml=rules).run()
     (folder,) = tmp_path.iterdir()
     assert [step.step for step in summary.steps] == [0, 1, 2]

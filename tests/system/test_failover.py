@@ -70,7 +70,7 @@ token_margin = 0.001
 rollout_margin_mean = 0.001
 logprob_error = 0.001
 """
-GO_ON_SECONDS = 20.0
+GO_ON_SECONDS = 10.0
 START_SECONDS = 90.0
 SECONDS = 60.0
 GROUPS = 3

@@ -25,6 +25,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ports import free_port
 from waiting import until
 
+from coordinator.lab.processes.layout import free_ports
+
 pytest.importorskip("libp2p")
 
 from coordinator.run.definition import read_run_file
@@ -199,7 +201,7 @@ def join_of(coordinator: Started) -> str:
 
 @pytest.mark.timeout(600)
 def test_the_string_that_a_coordinator_prints_is_all_that_a_contributor_needs(scene: Scene) -> None:
-    port, peer_port = free_port(), free_port()
+    port, peer_port = free_ports(2)
     coordinator = scene.coordinator("--peer-port", str(peer_port), port=port)
     join = join_of(coordinator)
     assert [address.port for address in parse_join(join).peers] == [peer_port]

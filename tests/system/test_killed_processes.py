@@ -114,7 +114,7 @@ def check_nothing_was_lost_or_used_twice(entries: list[LogEntry], *, admitted_an
     assert all(len(batch.submissions) >= GROUPS_PER_STEP for batch in batches)
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: str) -> None:
     run.until(lambda: run.status().get("finished_steps", 0) >= 1, seconds=START_SECONDS)

@@ -19,8 +19,8 @@ import aiohttp
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from locations import ROOT
-from ports import free_port
 
+from coordinator.lab.processes.layout import free_ports
 from shardcast import Client, Origin, OriginServer, Payload, Relay, wire
 
 NGINX = shutil.which("nginx", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin")
@@ -90,7 +90,7 @@ class Front:
 def running(tmp_path: Path) -> Iterator[tuple[int, int]]:
     """(port of nginx, port that it expects the relay at)"""
     assert NGINX is not None
-    port, upstream_port = free_port(), free_port()
+    port, upstream_port = free_ports(2)
     prefix = tmp_path / "nginx"
     prefix.mkdir()
     process = subprocess.Popen([NGINX, "-p", str(prefix), "-c", str(configured(prefix, port, upstream_port))])

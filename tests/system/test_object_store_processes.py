@@ -12,6 +12,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_store import object_store
@@ -50,8 +51,12 @@ def test_a_run_over_an_object_store_survives_a_killed_coordinator_and_a_killed_v
         monkeypatch.setattr(supervisors, "_KEPT_VARIABLES", (*supervisors._KEPT_VARIABLES, *store.environment))
         swarm = by_the_store(lay_out(tmp_path / "run", RUN_TOML, honest=2, hostile=(), leaves=1), store.url)
 
-        def status() -> dict[str, object]:
-            return get_json(f"{swarm.coordinator_url}/v1/status", seconds=5.0) or {}
+        def status() -> dict[str, Any]:
+            return get_json(f"{swarm.coordinator_url}/v1/status", seconds=60.0) or {}
+
+        def is_quiet() -> bool:
+            slots = status().get("slots")
+            return slots is not None and not slots["submitted"] and not slots["leased"]
 
         with Supervisor(swarm.folder / "logs", grace_seconds=4.0) as supervisor:
             supervisor.start(swarm.commands)
@@ -60,9 +65,9 @@ def test_a_run_over_an_object_store_survives_a_killed_coordinator_and_a_killed_v
                 until(lambda: status().get("finished_steps", 0) >= steps, seconds=START_SECONDS, meanwhile=poll)  # noqa: B023
                 victim = supervisor.pid(kind)
                 os.kill(victim, signal.SIGKILL)
-                until(lambda: supervisor.pid(kind) not in {None, victim}, seconds=10.0, meanwhile=poll)  # noqa: B023
+                until(lambda: supervisor.pid(kind) not in {None, victim}, seconds=60.0, meanwhile=poll)  # noqa: B023
             until(lambda: bool(status().get("finished")), seconds=FINISH_SECONDS, meanwhile=poll)
-            until(lambda: not status()["slots"]["submitted"], seconds=30.0, meanwhile=poll)
+            until(is_quiet, seconds=120.0, meanwhile=poll)
             settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
             sources = {"sources": [swarm.origin_url]}
             asyncio.run(run_audit(swarm.coordinator_url, run_id=swarm.run_id, as_json=True, **settings, **sources))

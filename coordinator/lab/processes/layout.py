@@ -179,7 +179,7 @@ def free_ports(count: int) -> list[int]:
     """Return `count` distinct free ports of this machine, all bound while they are chosen."""
     held: list[socket.socket] = []
     try:
-        for port in SystemRandom().sample(_PORTS, k=1000):
+        for port in SystemRandom().sample(_PORTS, k=min(1000, len(_PORTS))):
             candidate = socket.socket()
             held.append(candidate)
             # What a server does too: an earlier run's closed connections are no obstacle.

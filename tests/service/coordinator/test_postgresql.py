@@ -114,7 +114,7 @@ def test_a_lease_that_ends_while_it_is_submitted_is_one_or_the_other(others: lis
     first.register("a", "b")
     first.publish(0)
     outcomes = set[bool]()
-    for number in range(300):
+    for number in range(36):
         if number >= 30 and len(outcomes) == 2:
             break
         first.now = second.now = first.now + 100

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from aiohttp import web
+from ports import free_port
 from prepared_replies import (
     DESCRIPTOR,
     NODE_KEY,
@@ -28,6 +29,7 @@ from prepared_replies import (
 )
 from waiting import eventually
 
+from coordinator.lab.processes.layout import free_ports
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff, ExchangeLimits
 from node.errors import BadReply, Refused, Unavailable
@@ -54,8 +56,8 @@ def lines(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("node.")]
 
 
-async def test_a_node_whose_coordinator_is_gone_goes_on_with_the_next_at_once(caplog, unused_tcp_port):
-    gone, handler = f"http://127.0.0.1:{unused_tcp_port}", answers(b"{}")
+async def test_a_node_whose_coordinator_is_gone_goes_on_with_the_next_at_once(caplog):
+    gone, handler = f"http://127.0.0.1:{free_port()}", answers(b"{}")
     async with served(handler) as url, client_of(gone, url, backoff=NEVER) as client:
         started = time.monotonic()
         await client.register(REGISTRATION, patience_seconds=0)
@@ -131,8 +133,8 @@ async def test_attack_a_coordinator_that_asks_for_a_long_pause_cannot_have_it_fo
         await asyncio.wait_for(client.register(REGISTRATION), 60)
 
 
-async def test_patience_ends_with_a_sentence_that_names_them_all(unused_tcp_port_factory):
-    urls = [f"http://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2)]
+async def test_patience_ends_with_a_sentence_that_names_them_all():
+    urls = [f"http://127.0.0.1:{port}" for port in free_ports(2)]
     async with client_of(*urls) as client:
         with pytest.raises(Unavailable) as caught:
             await client.relays(patience_seconds=0.2)
@@ -254,9 +256,9 @@ async def test_a_receipt_that_one_coordinator_does_not_know_of_is_asked_for_at_t
     assert caught.value.code == Reason.NOT_FOUND
 
 
-async def test_a_refusal_is_not_waited_over_because_another_coordinator_is_away_for_good(unused_tcp_port):
+async def test_a_refusal_is_not_waited_over_because_another_coordinator_is_away_for_good():
     unknown = answers(sealed_descriptor(), lambda: refusal(404, Reason.NOT_FOUND))
-    async with served(unknown) as url, client_of(url, f"http://127.0.0.1:{unused_tcp_port}", backoff=NEVER) as client:
+    async with served(unknown) as url, client_of(url, f"http://127.0.0.1:{free_port()}", backoff=NEVER) as client:
         await client.descriptor()
         with pytest.raises(Refused):
             await asyncio.wait_for(client.receipt("c" * 64, wait_seconds=0, patience_seconds=float("inf")), 60)

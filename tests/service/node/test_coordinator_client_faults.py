@@ -196,9 +196,10 @@ async def test_an_outage_is_two_lines_however_many_retries_it_takes(caplog):
     assert "back after" in lines[1]
 
 
-async def test_patience_ends_with_a_sentence_that_names_the_address(unused_tcp_port):
-    async with CoordinatorClient(f"http://127.0.0.1:{unused_tcp_port}", run_id=RUN_ID, backoff=QUICK) as client:
-        with pytest.raises(CoordinatorFault, match=rf"127.0.0.1:{unused_tcp_port} cannot be reached"):
+async def test_patience_ends_with_a_sentence_that_names_the_address():
+    port = free_port()
+    async with CoordinatorClient(f"http://127.0.0.1:{port}", run_id=RUN_ID, backoff=QUICK) as client:
+        with pytest.raises(CoordinatorFault, match=rf"127.0.0.1:{port} cannot be reached"):
             await client.relays(patience_seconds=0.2)
 
 

@@ -265,11 +265,11 @@ async def test_a_deadline_is_kept_and_the_next_fetch_goes_on(
     )
     head = await client.wait_head(timeout_s=60)
     started = time.monotonic()
-    with pytest.raises(TooSlow):
-        await client.fetch(head, timeout_s=1)
+    while not client.fetched.bytes_in:  # a pause may last for all of the second
+        with pytest.raises(TooSlow):
+            await client.fetch(head, timeout_s=1)
     assert time.monotonic() - started < 30
     already = client.fetched.bytes_in
-    assert already > 0
     client.set_sources([url])
     assert (await client.fetch(head)).read_bytes() == weights.read_bytes()
     from_origin = next(row for row in client.sources_status() if row["url"] == url)["bytes_received"]
@@ -283,7 +283,6 @@ class ThrottledProxy:
     def __init__(self, url: str, *, bytes_per_s: int) -> None:
         self._host, port = url.removeprefix("http://").split(":")
         self._port, self._rate = int(port), bytes_per_s
-        self.sent = 0
 
     async def start(self) -> ThrottledProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -302,7 +301,6 @@ class ThrottledProxy:
                     sink.write(data)
                     await sink.drain()
                     if rate:
-                        self.sent += len(data)
                         await asyncio.sleep(len(data) / rate)
             except ConnectionError:
                 pass

@@ -159,7 +159,12 @@ async def test_circuits_of_one_peer_and_of_all_are_few(scene: Scene) -> None:
 @on_circuits(RelayLimits(requests_per_peer=4))
 async def test_requests_that_never_come_cost_others_nothing(scene: Scene) -> None:
     """Somebody opens streams and says nothing: a few wait, the rest is ended at once."""
-    ended = 0
+    ended = heard = 0
+
+    def is_over() -> bool:
+        nonlocal heard
+        heard = max(heard, scene.relaying._requests[scene.stranger.node])
+        return ended >= 26
 
     async def wait() -> None:
         nonlocal ended
@@ -171,7 +176,8 @@ async def test_requests_that_never_come_cost_others_nothing(scene: Scene) -> Non
     async with trio.open_nursery() as nursery:
         for _ in range(30):
             nursery.start_soon(wait)
-        await scene.settle(lambda: ended >= 26)
+        await scene.settle(is_over)
+        assert heard <= 4
         await scene.assert_sound()
         nursery.cancel_scope.cancel()
     await scene.assert_sound()

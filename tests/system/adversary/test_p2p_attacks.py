@@ -174,21 +174,25 @@ def test_half_open_connections_and_slow_handshakes_keep_nobody_out(scene: Scene)
             await trio.sleep(1)
             await scene.assert_served()
             assert scene.victim.sockets() - before < 60
+            is_over.set()
             with trio.fail_after(60):
                 while scene.victim.sockets() > before + 1:
                     await trio.sleep(0.2)
             nursery.cancel_scope.cancel()
 
     async def speak(source: str, said: bytes) -> None:
-        async with await raw(scene.address, source=source) as stream:
-            try:
-                for byte in said:
-                    await stream.send_all(bytes([byte]))
-                    await trio.sleep(1)
-            except trio.BrokenResourceError:
-                return
-            await trio.sleep_forever()
+        """Come again as soon as it is thrown out."""
+        while not is_over.is_set():
+            with contextlib.suppress(trio.BrokenResourceError, OSError):
+                async with await raw(scene.address, source=source) as stream:
+                    for byte in said:
+                        await stream.send_all(bytes([byte]))
+                        await trio.sleep(1)
+                    while await stream.receive_some(1000):
+                        pass
+            await trio.sleep(1)
 
+    is_over = trio.Event()
     trio.run(attack)
 
 
@@ -249,7 +253,7 @@ def test_one_key_from_two_places_holds_one_link(scene: Scene) -> None:
 
     async def attack() -> None:
         async def one_of_two() -> None:
-            for _ in range(20):
+            while True:
                 async with hostile(scene.address, key=key) as connection:
                     try:
                         await connection.frame(await connection.open(), seconds=1)
@@ -259,7 +263,9 @@ def test_one_key_from_two_places_holds_one_link(scene: Scene) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(one_of_two)
             nursery.start_soon(one_of_two)
+            await trio.sleep(2)
             await scene.assert_served()
+            nursery.cancel_scope.cancel()
 
     trio.run(attack)
     assert scene.neighbours().count(name) <= 1

@@ -277,7 +277,7 @@ def test_a_byte_a_second_is_cut_off(scene: Scene) -> None:
     async def attack() -> None:
         async with hostile(scene.address) as connection:
             stream, started = await connection.open(), trio.current_time()
-            for byte in (1000).to_bytes(4) + bytes(60):
+            for byte in (1000).to_bytes(4) + bytes(300):
                 await connection.data(stream, bytes([byte]))
                 with trio.move_on_after(1):
                     await connection.until_ended(stream)

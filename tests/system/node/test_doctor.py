@@ -91,9 +91,8 @@ def test_a_torch_that_dies_on_import_is_a_sentence_and_not_the_doctors_end(packa
 
 def test_a_package_that_hangs_on_import_costs_its_deadline_and_leaves_no_process_behind(package, tmp_path):
     pid_file = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, pathlib\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-    )
+    child = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+    code = f"import subprocess, sys, pathlib\np = subprocess.Popen({child})\n"
     package("torchvision", f"{code}pathlib.Path({str(pid_file)!r}).write_text(str(p.pid))\np.wait()")
     installed = doctor_packages.list_installed()
     for seconds in (3, 15, 40):  # the package has to have got so far as to hang

@@ -169,8 +169,8 @@ def test_depth_is_logarithmic_and_no_uplink_is_stronger_than_its_parents(kinds_o
             above = ancestors(asked, url)
             depths.append(len(above))
             if serving[url] and above[0] != ORIGIN:
-                # In classes, which round down to a whole number and by an eighth at most.
-                assert min(uplink[url], 2**50) * 7 / 8 <= uplink[above[0]] + 1
+                # In classes, which round down to a whole number, at least 1, and by an eighth at most.
+                assert min(uplink[url], 2**50) * 7 / 8 <= max(1.0, uplink[above[0]]) + 1
     assert planned.depth() == max(depths) <= bound
 
 
