@@ -20,7 +20,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from run_files import small_run_toml
-from waiting import until
+from waiting import is_quiet, until
 
 from coordinator.lab.processes.layout import Swarm, free_ports, lay_out
 from coordinator.lab.processes.local_http import get, get_json
@@ -112,10 +112,6 @@ def observe(folder: Path) -> Observed:
         def status() -> dict[str, Any]:
             return get_json(f"{swarm.coordinator_url}/v1/status", seconds=60.0) or {}
 
-        def is_quiet() -> bool:
-            slots = status().get("slots")
-            return slots is not None and not slots["submitted"] and not slots["leased"]
-
         def tails() -> dict[str, str]:
             return {name: supervisor.log_tail(name, lines=4) for name in supervisor.pids}
 
@@ -123,7 +119,7 @@ def observe(folder: Path) -> Observed:
         until(lambda: status().get("finished_steps", 0) >= 1, seconds=START_SECONDS, meanwhile=poll, what=tails)
         ask_wrongly(swarm.coordinator_url)
         until(lambda: bool(status().get("finished")), seconds=FINISH_SECONDS, meanwhile=poll, what=tails)
-        until(is_quiet, seconds=120.0, meanwhile=poll, what=tails)
+        until(lambda: is_quiet(status()), seconds=120.0, meanwhile=poll, what=tails)
         time.sleep(1.1)  # what an API shows is up to a second old
         observed = Observed(swarm)
         for role, url in urls.items():

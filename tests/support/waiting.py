@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 SECONDS = 120.0
 """A test that passes waits only as long as it has to: the deadline is for one that fails."""
@@ -31,6 +31,12 @@ def until(
         assert time.monotonic() < deadline, f"not in {seconds:.0f} s: {what()}"
         time.sleep(0.02)
     return found
+
+
+def is_quiet(status: Mapping[str, Any]) -> bool:
+    """Return whether a coordinator's /v1/status shows a run in which no verdict can come any more."""
+    slots = status.get("slots")
+    return slots is not None and not slots["submitted"] and not slots["leased"]
 
 
 async def eventually(condition: Callable[[], T], *, seconds: float = SECONDS, what: Callable[[], object] = str) -> T:

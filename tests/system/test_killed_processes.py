@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from run_files import small_run_toml
-from waiting import until
+from waiting import is_quiet, until
 
 from coordinator.lab.processes.layout import Swarm, lay_out
 from coordinator.lab.processes.local_http import get, get_json
@@ -52,11 +52,6 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         return get_json(f"{self.swarm.coordinator_url}/v1/status", seconds=60.0) or {}
-
-    def is_quiet(self) -> bool:
-        """Whether no verdict can come any more."""
-        slots = self.status().get("slots")
-        return slots is not None and not slots["submitted"] and not slots["leased"]
 
     def until(self, condition: Callable[[], bool], *, seconds: float) -> None:
         until(
@@ -125,7 +120,7 @@ def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: 
 
     run.until(lambda: run.supervisor.pid(kind) not in {None, victim}, seconds=60.0)
     run.until(lambda: bool(run.status().get("finished")), seconds=FINISH_SECONDS)
-    run.until(run.is_quiet, seconds=120.0)
+    run.until(lambda: is_quiet(run.status()), seconds=120.0)
 
     after, status = run.checkpoint(), run.status()
     leaves = run.leaves(after.size)

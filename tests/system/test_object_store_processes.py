@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from object_store import object_store
 from run_files import small_run_toml
-from waiting import until
+from waiting import is_quiet, until
 
 from coordinator.lab.processes import supervisor as supervisors
 from coordinator.lab.processes.layout import Swarm, lay_out
@@ -54,10 +54,6 @@ def test_a_run_over_an_object_store_survives_a_killed_coordinator_and_a_killed_v
         def status() -> dict[str, Any]:
             return get_json(f"{swarm.coordinator_url}/v1/status", seconds=60.0) or {}
 
-        def is_quiet() -> bool:
-            slots = status().get("slots")
-            return slots is not None and not slots["submitted"] and not slots["leased"]
-
         with Supervisor(swarm.folder / "logs", grace_seconds=4.0) as supervisor:
             supervisor.start(swarm.commands)
             poll = supervisor.poll
@@ -67,7 +63,7 @@ def test_a_run_over_an_object_store_survives_a_killed_coordinator_and_a_killed_v
                 os.kill(victim, signal.SIGKILL)
                 until(lambda: supervisor.pid(kind) not in {None, victim}, seconds=60.0, meanwhile=poll)  # noqa: B023
             until(lambda: bool(status().get("finished")), seconds=FINISH_SECONDS, meanwhile=poll)
-            until(is_quiet, seconds=120.0, meanwhile=poll)
+            until(lambda: is_quiet(status()), seconds=120.0, meanwhile=poll)
             settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
             sources = {"sources": [swarm.origin_url]}
             asyncio.run(run_audit(swarm.coordinator_url, run_id=swarm.run_id, as_json=True, **settings, **sources))

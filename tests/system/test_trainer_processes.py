@@ -31,6 +31,7 @@ LAUNCH = (
     "--rdzv-endpoint",
     "127.0.0.1:0",
 )
+TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
 def launched(state: Path, processes: int, **arguments: object) -> list[dict[str, float]]:
@@ -72,10 +73,14 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         ({}, (2, 4), 1e-5, "tiny"),
         # Inside Muon there is bfloat16, which rounds each of 8 updates of about 2e-4 to one part in 256.
         ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
-        ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "recompute": True}, (2,), 1e-5, "goldfinch"),
+        ({**TERMS, "recompute": True}, (2,), 1e-5, "goldfinch"),
         ({}, (2,), 1e-5, "frame-action"),
+        pytest.param(
+            {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny", marks=pytest.mark.nightly
+        ),
+        pytest.param({}, (2,), 1e-5, "finch", marks=pytest.mark.nightly),
     ],
-    ids=["plain", "muon", "recurrent", "frames"],
+    ids=["plain", "muon", "recurrent", "frames", "terms", "finch"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
     tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str
@@ -90,12 +95,13 @@ def test_several_processes_have_the_loss_curve_of_one(
 
 
 @pytest.mark.timeout(600)
-def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
-    """Two write it, one goes on, then two: a machine that breaks must not end a run."""
-    whole = launched(beginning(tmp_path / "whole"), 1, steps=3)
+@pytest.mark.parametrize("numbers", [(2, 1, 2), pytest.param((4, 2, 1), marks=pytest.mark.nightly)])
+def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """So many write it, and others go on: a machine that breaks must not end a run."""
+    whole = launched(beginning(tmp_path / "whole"), 1, steps=6)
     state = beginning(tmp_path / "parts")
-    for processes in (2, 1, 2):
-        curve = launched(state, processes, steps=1)
+    for processes in numbers:
+        curve = launched(state, processes, steps=2)
     close(whole, curve)
     assert len(checkpoints(state / "checkpoints")) == 3
 

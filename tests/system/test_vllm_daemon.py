@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from processes import is_running
 from swarm import Swarm, running, small_spec
 from waiting import until
 
@@ -55,17 +56,11 @@ def family(daemon: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def ended(processes: list[psutil.Process]) -> bool:
-    return not any(map(lives, processes))
-
-
-def lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may end between two questions
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return not any(is_running(one.pid) for one in processes)
 
 
 def is_engine(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may end before it is asked
         return "EngineCore" in process.name()
     return False
 

@@ -15,6 +15,7 @@ import click
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ports import free_port
+from processes import is_running
 from waiting import until
 
 from coordinator.run import peer_child
@@ -27,14 +28,6 @@ from node.protocol.peers import parse_address, parse_join, peer_id_of
 SOON = 60.0
 RUN = "5f" * 32
 OTHER = peer_id_of(Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key().public_bytes_raw())
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process, and more of it than its exit status."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def script(folder: Path, body: str) -> list[str]:
@@ -63,8 +56,8 @@ def test_it_runs_as_long_as_its_coordinator_and_no_longer(tmp_path: Path) -> Non
     with PeerChild(script(tmp_path, WAIT)):
         until(lambda: began(tmp_path))
         (pid, _) = began(tmp_path)[0]
-        assert runs(pid)
-    assert not runs(pid)
+        assert is_running(pid)
+    assert not is_running(pid)
     assert len(began(tmp_path)) == 1
 
 
@@ -73,7 +66,7 @@ def test_one_that_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCaptur
         until(lambda: began(tmp_path))
         os.kill(began(tmp_path)[0][0], signal.SIGKILL)
         until(lambda: len(began(tmp_path)) == 2)
-        assert runs(began(tmp_path)[1][0])
+        assert is_running(began(tmp_path)[1][0])
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == "the peer ended with exit code -9; restarting it in 0.1 s"
 
@@ -109,7 +102,7 @@ def test_one_that_does_not_listen_to_signals_is_killed(tmp_path: Path) -> None:
         until((tmp_path / "deaf").exists)
         (pid, _) = began(tmp_path)[0]
         before = time.monotonic()
-    until(lambda: not runs(pid))
+    until(lambda: not is_running(pid))
     assert time.monotonic() - before < 30, "it ended by itself, after its 60 s"
 
 
@@ -117,7 +110,7 @@ def test_a_stop_right_after_the_start_leaves_nobody(tmp_path: Path) -> None:
     for _ in range(5):
         with PeerChild(script(tmp_path, WAIT)):
             pass
-    until(lambda: not any(runs(pid) for pid, _ in began(tmp_path)))
+    until(lambda: not any(is_running(pid) for pid, _ in began(tmp_path)))
 
 
 def test_a_ctrl_c_is_the_coordinators(tmp_path: Path) -> None:
@@ -148,7 +141,7 @@ def test_the_peer_itself_ends_with_a_coordinator_that_is_killed(tmp_path: Path) 
         (pid,) = children(parent.pid)
         parent.kill()
         parent.wait(SOON)
-        until(lambda: not runs(pid))
+        until(lambda: not is_running(pid))
     finally:
         parent.kill()
         parent.wait()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import is_running
 from waiting import until
 
 from coordinator.lab.processes.errors import KeepsDying
@@ -30,13 +31,6 @@ QUICK = RestartPolicy(first_seconds=0.05, max_seconds=0.2, settled_seconds=60.0,
 
 def sleeper(name: str = "sleeper", *, program: str = SLEEPER, wave: int = 0) -> Command:
     return Command(name, ("-c", program), wave=wave)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture
