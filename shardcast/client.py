@@ -24,10 +24,12 @@ from shardcast.errors import (
     ShardcastError,
     Stale,
     TooSlow,
-    Unreachable,
 )
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.fetch.fetcher import Fetched, Fetcher, VersionProgress
+from shardcast.fetch.head_poll import HeadPoll
+from shardcast.fetch.hedging import first_accepted
+from shardcast.fetch.raw_http import MayConnect, anywhere
 from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
 from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
@@ -39,12 +41,12 @@ from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
 logger = logging.getLogger(__name__)
 
-HEAD_SOURCES = 3
-"""Sources polled for the newest head at once: a single one could withhold it."""
-
 
 class Client:
-    """Client of one run, bound to one event loop; use `async with`, or call `close()`."""
+    """Client of one run, bound to one event loop; use `async with`, or call `close()`.
+
+    `may_connect` decides which addresses it connects to, e.g. where strangers name the sources.
+    """
 
     def __init__(
         self,
@@ -59,12 +61,13 @@ class Client:
         download_limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
         source_limits: SourceLimits = DEFAULT_SOURCE_LIMITS,
         transport_limits: TransportLimits = DEFAULT_TRANSPORT_LIMITS,
+        may_connect: MayConnect = anywhere,
         clock: Callable[[], float] = time.time,
     ) -> None:
         root = Path(state_dir)
         self._root, self._poll_s, self._clock = root, poll_s, clock
         self._sources = Sources(sources, limits=source_limits)
-        self._transport = Transport(limits=limits, patience=transport_limits)
+        self._transport = Transport(limits=limits, patience=transport_limits, may_connect=may_connect)
         self._store = Store(root, run_id=run_id, keep=keep, keep_deltas=0, limits=limits)
         try:
             self._trust = TrustedState(
@@ -82,6 +85,7 @@ class Client:
             limits=download_limits,
         )
         self._last_logged_code: dict[str, str] = {}
+        self._heads = HeadPoll(self._sources, self._ask_head, poll_s=poll_s)
         self._served: ServedState | None = None
         self._listener: Listener | None = None
         self._shown: Announced | None = None
@@ -129,12 +133,15 @@ class Client:
             self._shown = Announced(seen.version, seen.head)
             self._served.announce()
 
-    def set_sources(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
+    def set_sources(
+        self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = (), last_resort: Iterable[str] = ()
+    ) -> None:
         """Replace the sources; those that stay keep their measurements.
 
-        `stripes` lists the candidate URLs of each stripe, as planned by `shardcast.tree`.
+        `stripes` lists the candidate URLs of each stripe, as planned by `shardcast.tree`; `last_resort` those that are
+        asked where the others come to nothing, e.g. the operator's own.
         """
-        self._sources.set_urls(urls, stripes=stripes)
+        self._sources.set_urls(urls, stripes=stripes, last_resort=last_resort)
 
     @property
     def fetched(self) -> Fetched:
@@ -153,38 +160,7 @@ class Client:
         None means that some source showed a fresh head. Otherwise raises the most telling error: Equivocation, Stale if
         sources show only expired or older heads (a freeze), another PeerFault, or a NetworkFault.
         """
-        deadline = time.monotonic() + timeout_s
-        urls = self._sources.usable(time.monotonic())[:HEAD_SOURCES] or self._sources.urls[:HEAD_SOURCES]
-        if not urls:
-            raise Unreachable("no source to poll for a head: configure at least one", code="no_sources")
-        watchers = [asyncio.create_task(self._watch_head(url, after, deadline)) for url in urls]
-        try:
-            return await _first_newer(watchers, after)
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
-
-    async def _watch_head(self, url: str, after: int, deadline: float) -> Head:
-        """Poll one source until it shows a version above `after` or the deadline passes; return its last head."""
-        attempt = 0
-        while True:
-            polled_at = time.monotonic()
-            wait_s = max(0.0, min(self._poll_s, deadline - polled_at))
-            outcome = await self._ask_head(url, after, wait_s)
-            if isinstance(outcome, Equivocation):
-                raise outcome
-            if isinstance(outcome, Head) and outcome.version > after:
-                return outcome
-            # A source that answers a long poll at once without news must not make this loop spin.
-            waited = time.monotonic() - polled_at > wait_s / 2
-            attempt = 0 if waited else min(attempt + 1, 10)
-            pause_s = 0.0 if waited else min(2.0, 0.05 * 2**attempt)
-            if time.monotonic() + pause_s >= deadline:
-                if isinstance(outcome, ShardcastError):
-                    raise outcome
-                return outcome
-            await asyncio.sleep(pause_s)
+        return await self._heads.wait(after, timeout_s)
 
     async def _ask_head(self, url: str, after: int, wait_s: float) -> Head | ShardcastError:
         try:
@@ -286,21 +262,12 @@ class Client:
     async def _manifest(
         self, request: Callable[[str], Awaitable[bytes]], accept: Callable[[bytes], SignedManifest]
     ) -> SignedManifest:
-        """Request the manifest from one source after the other; return the first that `accept` validates."""
-        last_error: ShardcastError = Unreachable(
-            "no source to request a manifest from: configure at least one", code="no_sources"
-        )
-        for url in self._sources.usable(time.monotonic()) or self._sources.urls:
-            try:
-                return accept(await request(url))
-            except Equivocation as error:
-                self._note_failure(url, error)
-                raise
-            except ShardcastError as error:
-                self._note_failure(url, error)
-                if not (isinstance(last_error, PeerFault) and not isinstance(error, PeerFault)):
-                    last_error = error
-        raise last_error
+        """Request the manifest from the sources; return the first that `accept` validates."""
+
+        async def ask(url: str) -> SignedManifest:
+            return accept(await request(url))
+
+        return await first_accepted(self._sources.by_promise(time.monotonic()), ask, failed=self._note_failure)
 
     async def _archived(self, version: int, manifest_digest: str | None = None) -> SignedManifest:
         return await self._manifest(
@@ -323,22 +290,3 @@ class Client:
         await asyncio.to_thread(self._store.add_manifest, signed)
         self._announce_if_held(signed)
         return await self._fetcher.complete(signed, progress)
-
-
-async def _first_newer(watchers: list[asyncio.Task[Head]], after: int) -> Head | None:
-    """Return the first head above `after`; None if the newest one shown is fresh but not newer."""
-    fresh, errors = False, list[ShardcastError]()
-    for finished in asyncio.as_completed(watchers):
-        try:
-            head = await finished
-        except Equivocation:
-            raise
-        except ShardcastError as error:
-            errors.append(error)
-        else:
-            if head.version > after:
-                return head
-            fresh = True
-    if fresh:
-        return None
-    raise next((error for error in errors if isinstance(error, PeerFault)), errors[0])

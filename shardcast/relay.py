@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shardcast.errors import Equivocation, LocalFault, NotServed, NoVersionYet, PeerFault, ShardcastError, Stale
+from shardcast.errors import Equivocation, LocalFault, NoVersionYet, PeerFault, ShardcastError, Stale
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.fetch.fetcher import Fetcher, Watch, no_watch
+from shardcast.fetch.hedging import first_accepted
+from shardcast.fetch.raw_http import MayConnect, anywhere
 from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
 from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
@@ -49,13 +51,14 @@ class Relay:
         transport_limits: TransportLimits = DEFAULT_TRANSPORT_LIMITS,
         server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
         watch: Watch = no_watch,
+        may_connect: MayConnect = anywhere,
         clock: Callable[[], float] = time.time,
     ) -> None:
         root = Path(store_dir)
         self._root, self._state_path, self._poll_s, self._clock = root, root / "state.json", poll_s, clock
         self._server_limits, self._watch_fetch = server_limits, watch
         self._sources = Sources(upstreams, limits=source_limits)
-        self._transport = Transport(limits=limits, patience=transport_limits)
+        self._transport = Transport(limits=limits, patience=transport_limits, may_connect=may_connect)
         self._store = Store(root, run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
         try:
             self._trust = TrustedState(
@@ -114,12 +117,15 @@ class Relay:
         """Return one row per upstream: state, quarantine reason, success rate, bandwidth, bytes."""
         return self._sources.status(time.monotonic())
 
-    def set_upstreams(self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = ()) -> None:
+    def set_upstreams(
+        self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = (), last_resort: Iterable[str] = ()
+    ) -> None:
         """Replace the upstreams; those that stay keep their measurements.
 
-        `stripes` lists the candidate URLs of each stripe, as planned by `shardcast.tree`.
+        `stripes` lists the candidate URLs of each stripe, as planned by `shardcast.tree`; `last_resort` those that are
+        asked where the others come to nothing.
         """
-        self._sources.set_urls(urls, stripes=stripes)
+        self._sources.set_urls(urls, stripes=stripes, last_resort=last_resort)
         for url in [url for url in self._watchers if url not in self._sources.urls]:
             self._watchers.pop(url).cancel()
         self._watch_upstreams()
@@ -185,6 +191,7 @@ class Relay:
             return await self._adopt(url, data)
 
     async def _adopt(self, url: str, data: bytes) -> bool:
+        """Show a newer head once its manifest is held; whoever showed it first need not send the manifest."""
         previous_version = self._trust.version
         head = self._trust.accept_head(data, self._clock())
         if self._trust.version > previous_version and self._trust.seen is not None:
@@ -194,13 +201,22 @@ class Relay:
                 self._shown = (head, data)
             return False
         if self._store.by_digest(head.manifest_digest) is None:
-            envelope = await self._transport.manifest(url, head.manifest_digest)
-            self._served.traffic.bytes_in += len(envelope)
-            signed = self._trust.accept_manifest(envelope, self._clock(), head.manifest_digest)
+            signed = await self._manifest(url, head.manifest_digest)
             await asyncio.to_thread(self._store.add_manifest, signed)
         self._shown = (head, data)
         self._served.announce()
         return True
+
+    async def _manifest(self, shown_by: str, digest: str) -> SignedManifest:
+        """Fetch the manifest of a head, first from the upstream that showed it."""
+
+        async def ask(url: str) -> SignedManifest:
+            envelope = await self._transport.manifest(url, digest)
+            self._served.traffic.bytes_in += len(envelope)
+            return self._trust.accept_manifest(envelope, self._clock(), digest)
+
+        others = (url for url in self._sources.usable(time.monotonic()) if url != shown_by)
+        return await first_accepted((shown_by, *others), ask, failed=self._note_failure)
 
     # -- chunks
 
@@ -231,9 +247,8 @@ class Relay:
 
     async def _archived(self, version: int) -> SignedManifest:
         """Fetch the manifest of an old version from the first upstream that has it."""
-        for url in self._sources.usable(time.monotonic()):
-            try:
-                return self._trust.accept_archived(await self._transport.version(url, version), version)
-            except ShardcastError as error:
-                self._note_failure(url, error)
-        raise NotServed(f"no upstream has version {version}", code="no_such_version")
+
+        async def ask(url: str) -> SignedManifest:
+            return self._trust.accept_archived(await self._transport.version(url, version), version)
+
+        return await first_accepted(self._sources.usable(time.monotonic()), ask, failed=self._note_failure)

@@ -1,9 +1,10 @@
 """Chunk scheduler shared by relays and clients: downloads many chunks from many sources at once.
 
 Chunks are requested in order, each from the parent of its stripe or from a source drawn by its measurements. A source
-that has delivered its own stripe helps with the one that lags. Once every chunk is requested, unusually slow requests
-are raced by a second source, so a hanging source costs no more than a slow chunk. A bad chunk costs exactly that chunk
-again.
+that has delivered its own stripe helps with the one that lags. A request that is late at an unproven source, or that
+hardly moves, is hedged: the chunk is asked elsewhere as well, and the first to deliver wins. Once every chunk is
+requested, all late requests are. Where every slot is taken, the hopeless request gives way, so that any number of
+hanging sources costs a fraction of a second each, many at a time. A bad chunk costs exactly that chunk again.
 """
 
 from __future__ import annotations
@@ -32,24 +33,44 @@ REFUSALS_BELIEVED = 3
 class DownloadLimits:
     """Download concurrency and patience. Chunks in flight are held in memory: at most `window_bytes`, but at least two.
 
-    After `stall_s` without a new chunk the download ends with the most telling error.
+    A source that has no chunk yet is asked to wait `chunk_wait_s` for it, and must answer then: one that only lags
+    differs so from one that hangs. A request is late after twice the usual time, at least `race_after_s`. Without a
+    chunk for `last_resort_s` the sources of last resort are asked; after `stall_s` the download ends with the most
+    telling error.
     """
 
     window_bytes: int = 64 * MIB
     max_in_flight: int = 16
-    chunk_wait_s: float = 20.0
+    chunk_wait_s: float = 2.0
     race_after_s: float = 0.5
+    last_resort_s: float = 10.0
     stall_s: float = 60.0
 
 
 DEFAULT_DOWNLOAD_LIMITS = DownloadLimits()
 
 
-@dataclass(frozen=True, slots=True)
+_HOPELESS_SHARE = 1 / 8
+"""Of the usual rate: a request below it is as good as hanging."""
+_OVERDUE_S = 0.5
+"""After the wait that a source was asked for, until its silence counts."""
+_SHORTEST_TRANSFER_S = 0.25
+"""Progress is looked at that often: a chunk that came sooner says no more of the rate."""
+
+
+@dataclass(slots=True, eq=False)
 class _Attempt:
     index: int
     url: str
     started: float
+    received: int = 0
+    began: float | None = None
+    is_hopeless: bool = False
+
+    def progressed(self, received: int) -> None:
+        self.received = received
+        if self.began is None and received:
+            self.began = time.monotonic()
 
 
 class Download:
@@ -79,6 +100,7 @@ class Download:
         self._buffers = list[bytearray]()
         self._running: dict[asyncio.Task[None], _Attempt] = {}
         self._recent_durations_s: deque[float] = deque(maxlen=32)
+        self._recent_rates: deque[float] = deque(maxlen=32)
         fitting = limits.window_bytes // max(1, file.payload.chunk_bytes)
         self._max_in_flight = max(2, min(limits.max_in_flight, fitting))
         self._last_progress = time.monotonic()
@@ -91,17 +113,16 @@ class Download:
         self._last_progress = time.monotonic()
         try:
             while self._missing:
-                self._start_requests()
+                await self._start_requests()
                 await self._next_event()
                 self._raise_if_stalled()
         finally:
             await self._cancel(list(self._running))
 
-    def _start_requests(self) -> None:
+    async def _start_requests(self) -> None:
+        await self._hedge_late_requests()
         while len(self._running) < self._max_in_flight and (self._start_next() or self._help_lagging_stripe()):
             pass
-        if not any(self._waiting):
-            self._race_slow_chunks()
 
     def _start_next(self) -> bool:
         """Request the next chunk of the longest stripe whose parent is free; return whether one was."""
@@ -110,6 +131,11 @@ class Download:
             if waiting and (url := self._sources.parent(waiting[0], now)) is not None:
                 self._start(waiting.popleft(), url, now)
                 return True
+        longest = max(self._waiting, key=len)
+        is_last_resort = longest and now - self._last_progress > self._limits.last_resort_s
+        if is_last_resort and (url := self._sources.resort(now)) is not None:
+            self._start(longest.popleft(), url, now)
+            return True
         return False
 
     def _help_lagging_stripe(self) -> bool:
@@ -123,20 +149,47 @@ class Download:
             self._start(longest.pop(), url, now)
         return url is not None
 
-    def _race_slow_chunks(self) -> None:
-        """Request from a second source every chunk that takes a multiple of the usual time."""
-        patience_s = max(self._limits.race_after_s, 2 * median(self._recent_durations_s or [0.0]))
+    async def _hedge_late_requests(self) -> None:
+        """Request elsewhere every chunk that is late where that is worth a second transfer."""
         now = time.monotonic()
-        racing: dict[int, set[str]] = {}
-        for attempt in self._running.values():
-            racing.setdefault(attempt.index, set()).add(attempt.url)
-        for attempt in sorted(self._running.values(), key=lambda attempt: attempt.started):
-            if now - attempt.started < patience_s or len(self._running) >= self._max_in_flight:
-                return
-            if len(racing[attempt.index]) == 1:
-                url = self._sources.helper(attempt.index, now, exclude=racing[attempt.index])
-                if url is not None:
-                    self._start(attempt.index, url, now)
+        patience_s = max(self._limits.race_after_s, 2 * median(self._recent_durations_s or [0.0]))
+        by_chunk: dict[int, list[tuple[asyncio.Task[None], _Attempt]]] = {}
+        for task, attempt in self._running.items():
+            by_chunk.setdefault(attempt.index, []).append((task, attempt))
+        for index, attempts in by_chunk.items():
+            for _, attempt in attempts:
+                attempt.is_hopeless = self._is_hopeless(attempt, now, patience_s)
+            hopeless = [task for task, attempt in attempts if attempt.is_hopeless]
+            # Proven sources that are merely slow are not asked for the same chunk one after the other.
+            wait_s = patience_s * 2.0 ** min(16, len(attempts) - len(hopeless) - 1)
+            late = now - max(attempt.started for _, attempt in attempts) > wait_s
+            if not late or not (len(hopeless) == len(attempts) or not any(self._waiting)):
+                continue
+            if len(self._running) >= self._max_in_flight and not hopeless:
+                continue
+            if (url := self._helper(index, now, exclude={attempt.url for _, attempt in attempts})) is None:
+                continue
+            if len(self._running) >= self._max_in_flight:
+                self._sources.lost_race(self._running[hopeless[0]].url, now, hopelessly=True)
+                await self._cancel(hopeless[:1])
+            self._start(index, url, now)
+
+    def _is_hopeless(self, attempt: _Attempt, now: float, patience_s: float) -> bool:
+        """Whether a request is unlikely to end in useful time; a proven source may be waiting for its own upstream."""
+        if attempt.began is None:
+            wait_s = self._limits.chunk_wait_s + _OVERDUE_S if self._sources.is_proven(attempt.url) else 0.0
+            return now - attempt.started > max(patience_s, wait_s)
+        usual = median(self._recent_rates) if self._recent_rates else 0.0
+        seconds = now - attempt.began
+        return seconds > patience_s and attempt.received < _HOPELESS_SHARE * usual * seconds
+
+    def _helper(self, index: int, now: float, *, exclude: set[str]) -> str | None:
+        url = self._sources.helper(index, now, exclude=exclude)
+        if url is None or not self._sources.is_proven(url):
+            without_chunk_s = now - self._last_progress
+            if without_chunk_s > self._limits.last_resort_s:
+                return self._sources.resort(now, exclude=exclude) or url
+        return url
 
     def _start(self, index: int, url: str, now: float) -> None:
         self._sources.started(url)
@@ -149,9 +202,15 @@ class Download:
         chunk = memoryview(buffer)[:length]
         try:
             await self._transport.chunk(
-                attempt.url, self._name, attempt.index, into=chunk, wait_s=self._limits.chunk_wait_s
+                attempt.url,
+                self._name,
+                attempt.index,
+                into=chunk,
+                wait_s=self._limits.chunk_wait_s,
+                progress=attempt.progressed,
             )
-            duration_s = time.monotonic() - attempt.started
+            now = time.monotonic()
+            duration_s, transfer_s = now - attempt.started, now - (attempt.began or attempt.started)
             await asyncio.to_thread(self._file.write, attempt.index, chunk)
         finally:
             self._sources.finished(attempt.url)
@@ -159,6 +218,7 @@ class Download:
         self._buffers.append(buffer)
         self._sources.succeeded(attempt.url, received_bytes=length, seconds=duration_s, now=time.monotonic())
         self._recent_durations_s.append(duration_s)
+        self._recent_rates.append(length / max(transfer_s, _SHORTEST_TRANSFER_S))
 
     async def _next_event(self) -> None:
         """Sleep until a request ends, a source becomes usable, or it is time to race."""
@@ -183,10 +243,19 @@ class Download:
         if error is None:
             await self._record_chunk(attempt)
         elif isinstance(error, ShardcastError) and not isinstance(error, LocalFault):
-            logger.warning(
-                "chunk %d from %s failed: %s (%s); retrying elsewhere", attempt.index, attempt.url, error, error.code
+            logger.log(
+                logging.DEBUG if error.code == "not_yet" else logging.WARNING,
+                "chunk %d from %s failed: %s (%s); retrying elsewhere",
+                attempt.index,
+                attempt.url,
+                error,
+                error.code,
             )
-            self._sources.failed(attempt.url, error, time.monotonic())
+            now = time.monotonic()
+            if error.code == "not_yet" and now - attempt.started > self._limits.chunk_wait_s / 2:
+                self._sources.lagged(attempt.url, now)
+            else:
+                self._sources.failed(attempt.url, error, now, of_chunk=True)
             self._refusals[attempt.url] += error.code == "not_served"
             if attempt.index in self._missing and not self._is_running(attempt.index):
                 self._waiting[attempt.index % self._stripes].appendleft(attempt.index)
@@ -201,9 +270,9 @@ class Download:
         self._last_progress = time.monotonic()
         self._arrived(self._payload.chunk_length(attempt.index))
         losers = [task for task, other in self._running.items() if other.index == attempt.index]
-        for task in losers:
-            if self._running[task].started < attempt.started:
-                self._sources.lost_race(self._running[task].url, time.monotonic())
+        for other in (self._running[task] for task in losers):
+            if other.started < attempt.started:
+                self._sources.lost_race(other.url, time.monotonic(), hopelessly=other.is_hopeless)
         await self._cancel(losers)
 
     def _is_running(self, index: int) -> bool:

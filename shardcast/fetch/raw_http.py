@@ -1,18 +1,26 @@
-"""Chunk download over plain HTTP straight into the caller's buffer, where a broadcast spends its CPU time.
+"""HTTP/1.1 client for hostile servers: GET requests, and only the simplest responses.
 
-aiohttp copies each piece of a body three times; here the kernel writes it into place. Only the simplest response is
-parsed: HTTP/1.1 in the clear, a short head, one Content-Length. Anything else is reported as unsupported, and the
-caller repeats the request with aiohttp.
+A response is read when it has one status line, a short head and one Content-Length, uncompressed; anything else (an
+interim or chunked response, two lengths, a head above MAX_HEAD_BYTES) is malformed and ends the connection. Nothing a
+server sends is read without a limit, and the body of a chunk, where a broadcast spends its CPU time, is written by the
+kernel into the caller's buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import re
+import socket
+import ssl
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import aiohappyeyeballs
+
+from shardcast.errors import Unreachable
 from shardcast.manifest import KIB
 
 MAX_HEAD_BYTES = 4 * KIB
@@ -23,40 +31,44 @@ IDLE_S = 15.0
 _NEXT_ADDRESS_S = 0.25
 """When a host's next address is tried beside the one before it (RFC 8305)."""
 
-_URL = re.compile(r"http://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?((?:/[A-Za-z0-9._~-]+)+(?:\?[a-z0-9.=]*)?)")
+_URL = re.compile(
+    r"(http|https)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?((?:/[A-Za-z0-9._~-]+)+(?:\?[a-z0-9.=&]*)?)"
+)
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t ]*([\t\x20-\x7e\x80-\xff]*)")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _UNSUPPORTED_FIELDS = {b"transfer-encoding", b"content-encoding", b"upgrade"}
+_NO_CONTENT = 204
+
+MayConnect = Callable[[str], bool]
+"""Whether a connection to an IP address is allowed; asked after name resolution, before each connection."""
+
+
+def anywhere(_: str) -> bool:
+    """Allow every address: for URLs that this machine's own operator gave."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """A GET of a plain URL: host, port and request bytes."""
+    """A GET of a plain URL: host, port, whether over TLS, and request bytes."""
 
     host: str
     port: int
+    tls: bool
     data: bytes
 
     @classmethod
     def for_url(cls, url: str) -> Self | None:
         """Build the request; None unless every character of `url` may be sent unescaped."""
         parts = _URL.fullmatch(url)
-        if parts is None or int((parts[2] or ":80")[1:]) > _MAX_PORT:
+        if parts is None or int((parts[3] or ":80")[1:]) > _MAX_PORT:
             return None
-        host, port, target = parts[1], parts[2] or "", parts[3]
+        tls, host, port, target = parts[1] == "https", parts[2], parts[3] or "", parts[4]
         head = (
             f"GET {target} HTTP/1.1\r\nHost: {host}{port}\r\nUser-Agent: shardcast/1\r\nAccept-Encoding: identity\r\n"
         )
-        return cls(host.strip("[]"), int(port[1:] or 80), head.encode() + b"\r\n")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return cls(host.strip("[]"), int(port[1:] or (443 if tls else 80)), tls, head.encode() + b"\r\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +81,7 @@ class ResponseHead:
 
 
 def read_head(head: bytes) -> ResponseHead | None:
-    """Parse a response head without its final empty line; None if it is unsupported."""
+    """Parse a response head without its final empty line; None if it is not one that is read."""
     first, *fields = head.split(b"\r\n")
     status, length, keep = _STATUS.fullmatch(first), None, True
     if status is None or len(fields) > MAX_FIELDS:
@@ -85,6 +97,8 @@ def read_head(head: bytes) -> ResponseHead | None:
             length = int(value)
         elif name == b"connection":
             keep = keep and value.lower() == b"keep-alive"
+    if length is None and int(status[1]) == _NO_CONTENT:
+        length = 0
     return None if length is None else ResponseHead(int(status[1]), length, keep)
 
 
@@ -96,27 +110,33 @@ class RawConnection(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self._head, self._head_size = bytearray(MAX_HEAD_BYTES), 0
-        self._into = self._unfilled = memoryview(b"")
+        self._into: memoryview | None = None
+        self._unfilled = memoryview(b"")
+        self._max_bytes = 0
+        self.body = memoryview(b"")
         self.finished: asyncio.Future[None] | None = None
 
-    def send(self, request: RawRequest, into: memoryview) -> asyncio.Future[None]:
+    def send(self, request: RawRequest, *, into: memoryview | None = None, max_bytes: int = 0) -> asyncio.Future[None]:
         """Send a request; the returned future is done when the response was read or never will be.
 
-        Then `is_whole`: head parsed and, for a 200 of the expected length, body in `into`. `is_unsupported`: head could
-        not be parsed. `is_silent`: nothing received.
+        The body of a 200 is read if it fills `into` exactly or, without `into`, has at most `max_bytes`. Then
+        `is_whole`: head parsed and such a body in `body`. `is_malformed`: head not to be read. `is_silent`: nothing
+        received.
         """
         self.response: ResponseHead | None = None
         self.received = self._head_size = 0
-        self.is_unsupported = self.is_whole = self.is_reusable = False
+        self.is_malformed = self.is_whole = self.is_reusable = False
         self.is_silent = True
-        self._into = into
+        self._into, self._max_bytes, self.body = into, max_bytes, memoryview(b"")
         self.finished = asyncio.get_running_loop().create_future()
         self.transport.write(request.data)
         return self.finished
 
     def end(self, *, reusable: bool = False) -> None:
         """Release the caller's buffer, and close the connection unless it is reusable."""
-        self._into = self._unfilled = memoryview(b"")
+        self._into, self._unfilled = None, memoryview(b"")
+        if not self.is_whole:
+            self.body = memoryview(b"")
         self._head_size = 0
         self.is_reusable = reusable
         if not reusable:
@@ -129,6 +149,7 @@ class RawConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.is_whole = False
 
     def get_buffer(self, _: int) -> memoryview:
         return self._unfilled or memoryview(self._head)[self._head_size :]
@@ -152,18 +173,22 @@ class RawConnection(asyncio.BufferedProtocol):
         if end < 0 and self._head_size < MAX_HEAD_BYTES:
             return
         self.response = response = read_head(bytes(self._head[: max(0, end)]))
-        self.is_unsupported = response is None
-        body = memoryview(self._head)[end + 4 : self._head_size]
-        if response is None or response.status != 200 or response.length != len(self._into):
+        self.is_malformed = response is None
+        rest = memoryview(self._head)[end + 4 : self._head_size]
+        if response is None or response.status != 200 or not self._is_wanted(response.length):
             self.is_whole = response is not None
-            self.end(reusable=response is not None and response.keep and response.length == len(body))
+            self.end(reusable=response is not None and response.keep and response.length == len(rest))
             return
-        size = min(len(body), response.length)
-        self._into[:size] = body[:size]
-        self._advance(self._into[size:], reusable=len(body) == size)
+        self.body = memoryview(bytearray(response.length)) if self._into is None else self._into
+        size = min(len(rest), response.length)
+        self.body[:size] = rest[:size]
+        self._advance(self.body[size:], reusable=len(rest) == size)
+
+    def _is_wanted(self, length: int) -> bool:
+        return length <= self._max_bytes if self._into is None else length == len(self._into)
 
     def _advance(self, unfilled: memoryview, *, reusable: bool = True) -> None:
-        """Note that only `rest` of the chunk is still to come; finish when it is empty."""
+        """Note that only `unfilled` of the body is still to come; finish when it is empty."""
         assert self.response is not None
         self._unfilled, self.received = unfilled, self.response.length - len(unfilled)
         if not unfilled:
@@ -172,28 +197,43 @@ class RawConnection(asyncio.BufferedProtocol):
 
 
 class ConnectionPool:
-    """Connections of one event loop, kept for `IDLE_S` while unused."""
+    """Connections of one event loop, kept for `IDLE_S` while unused; only to addresses that `may_connect` allows."""
 
-    def __init__(self) -> None:
-        self._idle: list[tuple[str, int, RawConnection]] = []
+    def __init__(self, *, may_connect: MayConnect = anywhere) -> None:
+        self._idle: list[tuple[RawRequest, RawConnection]] = []
+        self._may_connect = may_connect
+        self._tls: ssl.SSLContext | None = None
 
     def acquire_idle(self, request: RawRequest) -> RawConnection | None:
         """Take the most recently used idle connection to the request's host; None if there is none."""
-        self._idle = [entry for entry in self._idle if not entry[2].transport.is_closing()]
+        self._idle = [entry for entry in self._idle if not entry[1].transport.is_closing()]
         for position in reversed(range(len(self._idle))):
-            host, port, link = self._idle[position]
-            if (host, port) == (request.host, request.port):
+            earlier, link = self._idle[position]
+            if (earlier.tls, earlier.host, earlier.port) == (request.tls, request.host, request.port):
                 del self._idle[position]
                 link.expiry.cancel()
                 return link
         return None
 
     async def connect(self, request: RawRequest) -> RawConnection:
-        """Open a new connection. Raises OSError."""
-        # Only a name can have several addresses to race; asyncio's race loses its socket when cancelled as it is won.
-        delay = None if _is_address(request.host) else _NEXT_ADDRESS_S
+        """Open a new connection. Raises OSError, or Unreachable "not_allowed" if no address of the host is allowed."""
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_connection(RawConnection, request.host, request.port, happy_eyeballs_delay=delay)
+        found = await _addresses(request.host, request.port)
+        allowed = [info for info in found if self._may_connect(str(info[4][0]))]
+        if not allowed:
+            raise Unreachable(
+                f"{request.host} is nearer to this machine than whoever named it; it is not called", code="not_allowed"
+            )
+        sock = await aiohappyeyeballs.start_connection(allowed, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+        tls = self._tls_context() if request.tls else None
+        try:
+            _, link = await loop.create_connection(
+                RawConnection, sock=sock, ssl=tls, server_hostname=request.host if tls else None
+            )
+        except BaseException:
+            with contextlib.suppress(OSError):
+                sock.close()
+            raise
         return link
 
     def release(self, request: RawRequest, link: RawConnection) -> None:
@@ -201,12 +241,28 @@ class ConnectionPool:
         if not link.is_reusable:
             link.end()
             return
-        self._idle.append((request.host, request.port, link))
+        self._idle.append((request, link))
         link.expiry = asyncio.get_running_loop().call_later(IDLE_S, link.end)
 
     async def close(self) -> None:
-        for _, _, link in self._idle:
+        for _, link in self._idle:
             link.expiry.cancel()
             link.end()
         self._idle.clear()
         await asyncio.sleep(0)  # lets asyncio close the sockets
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+
+async def _addresses(host: str, port: int) -> Sequence[aiohappyeyeballs.AddrInfoType]:
+    """Resolve a host; an IP address is not looked up."""
+    try:
+        literal = ipaddress.ip_address(host)
+    except ValueError:
+        return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    if literal.version == 4:
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
+    return [(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port, 0, 0))]

@@ -105,6 +105,11 @@ def test_a_liar_is_quarantined_with_the_reason_and_longer_when_it_lies_again() -
 def test_slots_per_source_are_bounded() -> None:
     """A source that hangs must not hold every slot of a download."""
     sources = pool(FAST, per_source=2)
+    assert sources.draw(0) == FAST
+    sources.started(FAST)
+    assert sources.draw(0) is None, "an unproven source gets one chunk"
+    sources.finished(FAST)
+    sources.succeeded(FAST, received_bytes=1, seconds=1, now=0)
     for _ in range(2):
         assert sources.draw(0) == FAST
         sources.started(FAST)
