@@ -104,6 +104,7 @@ class Download:
         fitting = limits.window_bytes // max(1, file.payload.chunk_bytes)
         self._max_in_flight = max(2, min(limits.max_in_flight, fitting))
         self._last_progress = time.monotonic()
+        self._resorts = False
         self._refusals = Counter[str]()
 
     async def run(self) -> None:
@@ -132,8 +133,7 @@ class Download:
                 self._start(waiting.popleft(), url, now)
                 return True
         longest = max(self._waiting, key=len)
-        is_last_resort = longest and now - self._last_progress > self._limits.last_resort_s
-        if is_last_resort and (url := self._sources.resort(now)) is not None:
+        if longest and self._needs_last_resort(now) and (url := self._sources.resort(now)) is not None:
             self._start(longest.popleft(), url, now)
             return True
         return False
@@ -185,11 +185,13 @@ class Download:
 
     def _helper(self, index: int, now: float, *, exclude: set[str]) -> str | None:
         url = self._sources.helper(index, now, exclude=exclude)
-        if url is None or not self._sources.is_proven(url):
-            without_chunk_s = now - self._last_progress
-            if without_chunk_s > self._limits.last_resort_s:
-                return self._sources.resort(now, exclude=exclude) or url
+        if (url is None or not self._sources.is_proven(url)) and self._needs_last_resort(now):
+            return self._sources.resort(now, exclude=exclude) or url
         return url
+
+    def _needs_last_resort(self, now: float) -> bool:
+        """Whether the other sources have come to nothing, and as long as none of them delivers."""
+        return self._resorts or now - self._last_progress > self._limits.last_resort_s
 
     def _start(self, index: int, url: str, now: float) -> None:
         self._sources.started(url)
@@ -268,6 +270,7 @@ class Download:
         self._missing.discard(attempt.index)
         self._refusals.clear()
         self._last_progress = time.monotonic()
+        self._resorts = attempt.url in self._sources.last_resort
         self._arrived(self._payload.chunk_length(attempt.index))
         losers = [task for task, other in self._running.items() if other.index == attempt.index]
         for other in (self._running[task] for task in losers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -90,6 +91,12 @@ CASES = {
         equal={"completions": 32, "honest_rejected": 0},
     ),
     "levels": Case("--groups 256 --deals 1 --warm-start 0.01", "judged_24 rejected_24 drifted_24 clean_24"),
+    "liveness": Case(
+        "--size-mib 1 --repeats 1 --hanging 3 --behaviour 'hangs on everything'",
+        "fetch_all_good_s fetch_worst_s fetch_worst_cpu_s fetch_3_hanging_s",
+        equal={"behaviours": 1, "fetch_not_right": 0},
+        sections=["rows"],
+    ),
     "load": Case(
         """--workers 20 --rate 40 --seconds 4 --busy 4 --registrations-per-s 50 --apis 2 --groups 40""",
         """workers errors p99_ms_sqlite p99_ms_postgresql requests_per_s_sqlite requests_per_s_postgresql
@@ -165,7 +172,7 @@ def test_a_benchmark_prints_the_figures_that_it_promises(name):
     for package in case.needs:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *case.options.split()]
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *shlex.split(case.options)]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=880, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]

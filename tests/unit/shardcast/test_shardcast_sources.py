@@ -218,3 +218,101 @@ def test_a_source_that_is_back_is_asked_at_once() -> None:
     sources.failed(FAST, CorruptChunk("lied"), 3)
     sources.answered(FAST)
     assert sources.draw(4) is None, "a liar stays in quarantine, however politely it answers"
+
+
+# -- strangers: addresses are free, so that any number of sources may be there that never deliver
+
+
+STRANGERS = [f"http://stranger-{number}:1" for number in range(40)]
+
+
+def deliver(sources: Sources, url: str) -> None:
+    sources.started(url)
+    sources.finished(url)
+    sources.succeeded(url, received_bytes=100, seconds=1, now=0)
+
+
+def test_strangers_together_get_few_chunks_while_somebody_delivers() -> None:
+    """Each was weighted like the best, so that forty that hang had every request in flight."""
+    sources = pool(FAST, *STRANGERS, unproven_in_flight=2)
+    deliver(sources, FAST)
+    asked = []
+    while (url := sources.draw(0)) is not None:
+        asked.append(url)
+        sources.started(url)
+    assert asked.count(FAST) == sources.limits.per_source
+    assert len(asked) - asked.count(FAST) == 2
+    assert len(set(asked)) == 3, "and each stranger one"
+
+
+def test_each_stranger_gets_its_turn_before_any_gets_a_second() -> None:
+    sources = pool(*STRANGERS, first_backoff_s=0)
+    asked = []
+    for _ in STRANGERS:
+        url = sources.draw(0)
+        assert url is not None
+        asked.append(url)
+        sources.lost_race(url, 0, hopelessly=True)
+    assert sorted(asked) == sorted(STRANGERS)
+
+
+def test_a_chunk_is_hedged_at_whoever_delivers_and_else_at_any_stranger() -> None:
+    sources = pool(FAST, *STRANGERS)
+    assert sources.helper(0, 0, exclude=[FAST]) in STRANGERS
+    deliver(sources, FAST)
+    assert sources.helper(0, 0, exclude=STRANGERS[:1]) == FAST
+
+
+def test_a_stranger_that_is_first_in_its_stripe_is_tried_beside_a_candidate_that_delivers() -> None:
+    sources = striped(per_source=2)
+    deliver(sources, B)
+    assert sources.parent(0, 0) == A, "it is the plan's first"
+    sources.started(A)
+    assert sources.parent(0, 0) == B, "and is not waited for"
+    sources.finished(A)
+    sources.failed(A, TooSlow("nothing"), 0, of_chunk=True)
+    assert sources.parent(0, 0) == B
+
+
+def test_who_delivered_and_then_hangs_has_to_prove_itself_anew() -> None:
+    sources = pool(FAST, SLOW, first_backoff_s=0)
+    for url in (FAST, SLOW):
+        deliver(sources, url)
+    sources.failed(FAST, TooSlow("nothing"), 0, of_chunk=True)
+    assert not sources.is_proven(FAST)
+    assert sources.usable(0)[0] == SLOW
+
+
+def test_who_answers_everything_but_chunks_does_not_end_its_back_off_so() -> None:
+    """Heads cost a hostile source nothing."""
+    sources = pool(BAD, first_backoff_s=10)
+    sources.failed(BAD, TooSlow("no chunk"), 0, of_chunk=True)
+    sources.answered(BAD)
+    assert sources.draw(1) is None
+
+
+def test_a_parent_that_only_lags_is_asked_again_until_it_lags_too_long() -> None:
+    """A relay whose own upstream is slow is no liar, and the tree's load stays where it was planned."""
+    sources = striped(lag_s=4)
+    for url in (A, B):
+        deliver(sources, url)
+    sources.lagged(A, 10)
+    assert sources.parent(0, 13) == A
+    assert sources.parent(0, 14.5) == B
+    deliver(sources, A)
+    assert sources.parent(0, 15) == A
+
+
+def test_a_last_resort_is_asked_only_as_such_and_for_one_chunk_at_a_time() -> None:
+    sources = pool(FAST)
+    sources.set_urls([FAST], last_resort=[SPARE, FAST])
+    assert sources.last_resort == (SPARE,), "what is in the set besides is no last resort"
+    assert {sources.draw(0), sources.parent(0, 0), sources.helper(0, 0)} == {FAST}
+    assert sources.usable(0) == [FAST, SPARE]
+    assert sources.resort(0) == SPARE
+    sources.started(SPARE)
+    assert sources.resort(0) is None
+    sources.set_urls([], last_resort=[SPARE])
+    assert sources.draw(0) is None, "it is busy"
+    sources.finished(SPARE)
+    assert sources.draw(0) == SPARE, "where there is nobody else it is a source like any"
