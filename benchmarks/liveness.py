@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.broadcasting.delivery import BroadcastFile, digest_of
 from benchmarks.report import make_parser, report, say
-from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, Exchange, HostileRelay
+from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, HostileExchange, HostileRelay
 from node.protocol.run import run_id_of
 from shardcast import Origin, OriginServer
 
@@ -41,7 +41,7 @@ MIB: Final = 2**20
 T = TypeVar("T")
 
 
-async def _serve_honestly(exchange: Exchange) -> None:
+async def _serve_honestly(exchange: HostileExchange) -> None:
     await exchange.honest()
 
 

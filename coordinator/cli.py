@@ -32,11 +32,11 @@ from coordinator.commands.trainer import trainer
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
-from node.client.http import checked_url
 from node.commands.engine_options import check_engine, engine_options, prefills_maker
 from node.commands.options import EXISTING_FILE, listen_options, metrics_options
 from node.keys.identity import load_key
 from node.protocol.run import HonestSpec, RunSpec
+from node.relay.advice import source_url
 from node.runtime.logs import name_process
 from node.runtime.signals import stop_on_signals
 
@@ -209,8 +209,7 @@ def coordinator(
 
     _, spec = read_run_file(run_file)
     run_key = load_key(key)
-    for url in relays:
-        checked_url(url)
+    relays = tuple(map(source_url, relays))
     limits = ConnectionLimits(
         connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
     )

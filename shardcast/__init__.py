@@ -28,6 +28,7 @@ from shardcast.serve.listener import Listener, ServerLimits, listen
 from shardcast.serve.server import make_app
 from shardcast.serve.state import ServedState
 from shardcast.trust import FraudProof, TrustedState, check_fraud_proof
+from shardcast.urls import normalise_url, valid_sources
 
 __all__ = [
     "Client",
@@ -57,4 +58,6 @@ __all__ = [
     "listen",
     "make_app",
     "no_watch",
+    "normalise_url",
+    "valid_sources",
 ]

@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 from coordinator.run.home import Home
-from coordinator.run.relays import RelayRegistry
 from coordinator.storage import locks
 from coordinator.storage.database import Connection
 from coordinator.storage.descriptors import StoredDescriptor, add_descriptor, newest_descriptor
@@ -28,8 +27,8 @@ log = logging.getLogger(__name__)
 VALID_SECONDS = 3600
 RENEW_SECONDS = VALID_SECONDS / 2
 SETTLE_SECONDS = 10.0
-"""Minimum time between versions unless the policy is new: relays come and go, and two coordinators with different
-contacts would supersede each other many times a second."""
+"""Minimum time between versions unless the policy is new: two coordinators with different contacts would supersede each
+other many times a second."""
 
 CACHE_SECONDS = 0.05
 """Maximum age of a descriptor that is served without reading the database."""
@@ -37,9 +36,12 @@ CACHE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contacts:
-    """Coordinator URLs, bootstrap peers and revoked keys; the same for every coordinator process of a run."""
+    """What the operator gave: URLs of coordinators and relays, bootstrap peers and revoked keys; the same for every
+    coordinator process of a run.
+    """
 
     endpoints: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     revoked: tuple[str, ...] = ()
 
@@ -49,13 +51,12 @@ NO_CONTACTS = Contacts()
 
 @dataclass(frozen=True, slots=True)
 class IssuedDescriptor:
-    """A signed version, with a digest each of its policy and rules, its contacts, and its relays."""
+    """A signed version, with a digest each of its policy and rules, and of its contacts."""
 
     version: int
     envelope: bytes
     policy: str
     contacts: str
-    relays: str
     issued_at: float
 
     def is_current(self, wanted: IssuedDescriptor, *, now: float) -> bool:
@@ -63,14 +64,14 @@ class IssuedDescriptor:
         age = now - self.issued_at
         if not 0 <= age < RENEW_SECONDS or self.policy != wanted.policy:
             return False
-        return (self.contacts, self.relays) == (wanted.contacts, wanted.relays) or age < SETTLE_SECONDS
+        return self.contacts == wanted.contacts or age < SETTLE_SECONDS
 
 
 class Descriptors:
     """Signs the descriptors of one run."""
 
-    def __init__(self, home: Home, *, key: Ed25519PrivateKey, relays: RelayRegistry, contacts: Contacts) -> None:
-        self._home, self._key, self._relays, self._contacts = home, key, relays, contacts
+    def __init__(self, home: Home, *, key: Ed25519PrivateKey, contacts: Contacts) -> None:
+        self._home, self._key, self._contacts = home, key, contacts
         self._lock = threading.Lock()
         self._cached: tuple[float, IssuedDescriptor] | None = None
         self._issued = -1
@@ -89,21 +90,20 @@ class Descriptors:
             return self._cached[1]
 
     def _current(self, now: float) -> IssuedDescriptor:
-        urls = tuple(self._relays.urls(now=now))
         with self._home.database.read() as connection:
-            wanted, last = self._wanted(connection, urls, now), _last(connection)
+            wanted, last = self._wanted(connection, now), _last(connection)
         if last is not None and last.is_current(wanted, now=now):
             return last
         with self._home.database.write() as connection:
             locks.deciding(connection)
-            wanted, last = self._wanted(connection, urls, now), _last(connection)
+            wanted, last = self._wanted(connection, now), _last(connection)
             if last is not None and last.is_current(wanted, now=now):
                 return last
             if last is not None:
                 self._warn_of_conflict(last, wanted)
             # At least the time, so that a run restored from an older backup signs no version again.
             version = max(int(now), 0 if last is None else last.version + 1)
-            issued = self._issue(connection, self._described(connection, urls, version, now), now)
+            issued = self._issue(connection, self._described(connection, version, now), now)
         self._issued = issued.version
         return issued
 
@@ -113,22 +113,23 @@ class Descriptors:
         if replaced and not self._conflict_logged:
             self._conflict_logged = True
             log.warning(
-                "another coordinator of this run publishes other endpoints, peers or revoked keys: start all with the "
-                "same --endpoint and --revoke; where one runs the peer, start the others with --no-peer --introduce"
+                "another coordinator of this run publishes other endpoints, relays, peers or revoked keys: start all "
+                "with the same --endpoint, --relay and --revoke; where one runs the peer, start the others with "
+                "--no-peer --introduce"
             )
 
-    def _wanted(self, connection: Connection, urls: tuple[str, ...], now: float) -> IssuedDescriptor:
-        described = self._described(connection, urls, 0, now)
+    def _wanted(self, connection: Connection, now: float) -> IssuedDescriptor:
+        described = self._described(connection, 0, now)
         return IssuedDescriptor(0, b"", *_digests(described), now)
 
-    def _described(self, connection: Connection, urls: tuple[str, ...], version: int, now: float) -> Descriptor:
+    def _described(self, connection: Connection, version: int, now: float) -> Descriptor:
         head = newest_head(connection)
         return Descriptor(
             run_id=self._home.run_id,
             version=version,
             spec=self._home.spec,
             endpoints=self._contacts.endpoints,
-            relays=urls,
+            relays=self._contacts.relays,
             peers=self._contacts.peers,
             head=None if head is None else PolicyHead(version=head[0], manifest_digest=head[1]),
             revoked=self._contacts.revoked,
@@ -139,23 +140,22 @@ class Descriptors:
     def _issue(self, connection: Connection, described: Descriptor, now: float) -> IssuedDescriptor:
         envelope = seal(encode(described), domain=DESCRIPTOR_DOMAIN, version=DESCRIPTOR_VERSION, key=self._key)
         issued = IssuedDescriptor(described.version, envelope, *_digests(described), now)
-        content = f"{issued.policy} {issued.contacts} {issued.relays}"
+        content = f"{issued.policy} {issued.contacts}"
         add_descriptor(connection, StoredDescriptor(issued.version, content, envelope, now))
         return issued
 
 
-def _digests(described: Descriptor) -> tuple[str, str, str]:
-    """Return the digests of policy and rules, contacts, and relays, without version and dates."""
+def _digests(described: Descriptor) -> tuple[str, str]:
+    """Return the digests of policy and rules, and of contacts, without version and dates."""
     bare = structs.replace(described, version=0, issued_at=0, expires_at=0)
     policy = structs.replace(bare, endpoints=(), relays=(), peers=(), revoked=())
-    contacts = structs.replace(bare, relays=(), head=None)
-    relays = structs.replace(bare, endpoints=(), peers=(), revoked=(), head=None)
-    return digest(encode(policy)), digest(encode(contacts)), digest(encode(relays))
+    contacts = structs.replace(bare, head=None)
+    return digest(encode(policy)), digest(encode(contacts))
 
 
 def _last(connection: Connection) -> IssuedDescriptor | None:
     row = newest_descriptor(connection)
     if row is None:
         return None
-    policy, contacts, relays = row.content.split(" ")
-    return IssuedDescriptor(row.version, row.envelope, policy, contacts, relays, row.issued_at)
+    policy, contacts = row.content.split(" ")
+    return IssuedDescriptor(row.version, row.envelope, policy, contacts, row.issued_at)

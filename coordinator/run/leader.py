@@ -1,7 +1,7 @@
 """The leader runs a run's periodic maintenance, in one process at a time (`storage.leadership`).
 
-Other candidates stand by and take over within seconds. Nodes and training do not depend on it: without a leader, only
-expired leases and abandoned uploads remain.
+Other candidates stand by and take over within seconds. Nodes and training do not depend on it: without a leader,
+expired leases and abandoned uploads remain, and new relays are not told about.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from coordinator.errors import StorageFault
 from coordinator.run.home import Home
+from coordinator.run.relay_probes import RelayProbes
 from coordinator.storage import locks, uploads, work
 from coordinator.storage.database import Connection
 from coordinator.storage.facts import LEADER, put_fact, read_fact
@@ -58,6 +59,9 @@ class Leader:
         """Lead or stand by until `stop` is set."""
         leadership = self._home.database.leadership()
         unavailable = False
+        probes = RelayProbes(self._home, leads=lambda: self._leading)
+        probing = threading.Thread(target=probes.run, args=(stop,), name="relay probes")
+        probing.start()
         try:
             while not stop.is_set():
                 try:
@@ -74,6 +78,7 @@ class Leader:
                 stop.wait(POLL_SECONDS)
         finally:
             self._leading = False
+            probing.join()
             leadership.release()
 
     def work(self, now: float) -> None:

@@ -1,7 +1,8 @@
 """The run's relays: their announcements, and the plan of who fetches from whom.
 
-Anybody may register a relay, since clients verify everything they fetch. The registry plans the trees of
-`shardcast.tree` over recently announced relays; the plan is advisory, and clients switch away from bad sources.
+Anybody may register a relay, since clients verify everything they fetch. Nodes are told of those that serve, as probes
+found (`coordinator.run.relay_probes`); over these the registry plans the trees of `shardcast.tree`. The plan is
+advisory, and clients switch away from bad sources.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import msgspec
 
 from coordinator.storage import locks
 from coordinator.storage.database import Database
 from coordinator.storage.relays import RegisteredRelay, put_relay, relays_seen_since
+from node.client.ssrf import reach_of
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement, RelayList
+from node.protocol.reasons import Reason, Refusal
 from shardcast.tree import Member, TreePlan, median_reports, plan
 
 RELAY_SECONDS = 60
 MAX_RELAYS = 256
+GOOD_SECONDS = 900
+"""How long a relay is told about after a probe found it good, where nobody probes it meanwhile."""
 PLAN_SECONDS = 5.0
 """Maximum age of a plan, and so the delay until a new relay gets its place or a dead one loses it."""
 
@@ -43,7 +49,12 @@ class RelayRegistry:
         self._planned: _Planned | None = None
 
     def announce(self, node: str, announcement: RelayAnnouncement, *, address: str, now: float) -> None:
-        """Store an announcement, which expires after RELAY_SECONDS; raises Refusal if the registry is full."""
+        """Store an announcement from `address`, which expires after RELAY_SECONDS.
+
+        Raises Refusal if the registry is full of good relays, or the URL is nearer than whoever announces it: nodes
+        would send requests to themselves, or to their own network.
+        """
+        _check_distance(announcement.url, address)
         relay = RegisteredRelay(
             node=node,
             url=announcement.url,
@@ -57,8 +68,8 @@ class RelayRegistry:
             put_relay(connection, relay, forget_before=now - RELAY_SECONDS, most=MAX_RELAYS)
 
     def urls(self, *, now: float) -> list[str]:
-        """Return at most MAX_RELAYS relay URLs: the fixed ones, then the others by node id."""
-        return list(dict.fromkeys((*self._fixed, *(row.url for row in self._fresh(now)))))[:MAX_RELAYS]
+        """Return at most MAX_RELAYS relay URLs: the fixed ones, then the good others by node id."""
+        return list(dict.fromkeys((*self._fixed, *(row.url for row in self._good(now)))))[:MAX_RELAYS]
 
     def advice(self, node: str | None, *, address: str, now: float) -> RelayList:
         """Return all relays and, per stripe, the sources of `node`; without a node or a plan only the relays."""
@@ -81,7 +92,7 @@ class RelayRegistry:
 
     def members(self, now: float) -> list[Member]:
         """Return the relays to plan with: each URL once, with its bandwidth as the median of others' reports."""
-        rows = _distinct(self._fresh(now), self._fixed)
+        rows = _distinct(self._good(now), self._fixed)
         reports = _reports(rows)
         return [
             Member(
@@ -97,9 +108,16 @@ class RelayRegistry:
         members = self.members(now)
         return plan(self._fixed, members, salt=self._salt) if self._fixed and members else None
 
-    def _fresh(self, now: float) -> Sequence[RegisteredRelay]:
+    def _good(self, now: float) -> Sequence[RegisteredRelay]:
         with self._database.read() as connection:
-            return relays_seen_since(connection, now - RELAY_SECONDS)
+            fresh = relays_seen_since(connection, now - RELAY_SECONDS)
+        return [row for row in fresh if row.good_at is not None and now - row.good_at < GOOD_SECONDS]
+
+
+def _check_distance(url: str, address: str) -> None:
+    announcer, announced = reach_of(address), reach_of(urlsplit(url).hostname or "")
+    if announcer is not None and announced is not None and announced < announcer:
+        raise Refusal(Reason.BAD_REQUEST, "A relay cannot be nearer to others than it is to the coordinator.")
 
 
 def place_of(address: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -19,7 +20,7 @@ from coordinator.storage.blobs import Upload, UploadStore
 from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import Incoming
 from coordinator.storage.signed_requests import SignedRequestLog
-from coordinator.storage.steps import newest_manifest
+from coordinator.storage.steps import manifest_of
 from coordinator.storage.submissions import receipt_row
 from node.protocol import merkle, requests
 from node.protocol.admission import Outcome
@@ -61,7 +62,7 @@ class Coordinator:
         self.relays = RelayRegistry(
             home.database, fixed=relay_urls, salt=derive("swarmproof/1 relay tree", key.private_bytes_raw())
         )
-        self.descriptors = Descriptors(home, key=key, relays=self.relays, contacts=contacts)
+        self.descriptors = Descriptors(home, key=key, contacts=replace(contacts, relays=relay_urls))
 
     def descriptor(self, *, now: float) -> bytes:
         """Return the signed descriptor."""
@@ -70,7 +71,7 @@ class Coordinator:
     def newest_policy(self) -> bytes:
         """Return the signed manifest of the newest policy; raises Refusal before the first."""
         with self.home.database.read() as connection:
-            manifest = newest_manifest(connection)
+            manifest = manifest_of(connection)
         if manifest is None:
             raise Refusal(Reason.NOT_FOUND, "No policy is published yet.")
         return manifest

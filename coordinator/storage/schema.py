@@ -133,6 +133,9 @@ relays = Table(
     Column("received", Text, nullable=False, server_default="[]"),
     Column("place", Text, nullable=False, server_default=""),
     Column("version", BigInteger),
+    Column("good_at", Double),
+    Column("probed_at", Double),
+    Column("failed_probes", Integer, nullable=False, server_default="0"),
 )
 
 nonces = Table(

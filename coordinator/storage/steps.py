@@ -109,9 +109,10 @@ def policies_after(connection: Connection, version: int) -> list[PublishedPolicy
     return [PublishedPolicy(*row) for row in connection.execute(query.order_by(policies.c.version))]
 
 
-def newest_manifest(connection: Connection) -> bytes | None:
-    """Return the signed manifest of the newest policy, None before the first."""
-    found = connection.execute(select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)).scalar()
+def manifest_of(connection: Connection, version: int | None = None) -> bytes | None:
+    """Return the signed manifest of a policy, by default the newest; None if there is none."""
+    query = select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
+    found = connection.execute(query if version is None else query.where(policies.c.version == version)).scalar()
     return None if found is None else bytes(found)
 
 

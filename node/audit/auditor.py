@@ -29,6 +29,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -38,6 +39,7 @@ from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdict
 from node.audit.report import Report, render_json, show
 from node.client.api import CoordinatorClient
 from node.client.http import ExchangeLimits, printable
+from node.client.ssrf import not_nearer
 from node.errors import BadReply, ConfigError, NodeError, StateError
 from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
@@ -54,6 +56,7 @@ from node.protocol.run import Descriptor
 from shardcast.envelope import open_envelope
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.files import read_bounded, write_atomically
+from shardcast.urls import valid_sources
 from shardcast.wire import decode, digest, is_digest
 
 DEFAULT_SAMPLE: Final = 20
@@ -254,13 +257,16 @@ class _Auditor:
         if not drawn:
             return
         announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
-        sources = tuple(dict.fromkeys((*self._sources, *descriptor.relays, *announced.relays)))
+        sources = valid_sources((*self._sources, *descriptor.relays, *announced.relays))
         async with EvidenceAuditor(
             self._coordinator,
             descriptor=descriptor,
             checkpoint=checkpoint,
             entries=entries,
             sources=sources,
+            may_connect=not_nearer(
+                lambda: self._coordinator.reach, own={urlsplit(url).hostname or "" for url in self._sources}
+            ),
             folder=self._state / "policies",
         ) as evidence:
             for verdict in drawn:

@@ -39,6 +39,7 @@ from node.verification.readings import read_by_transformers
 from node.verification.verify import verify
 from shardcast import Client
 from shardcast.errors import ShardcastError
+from shardcast.fetch.raw_http import MayConnect
 from shardcast.wire import digest, encode
 
 POLICIES_IN_MEMORY: Final = 2
@@ -73,6 +74,7 @@ class EvidenceAuditor:
         checkpoint: Checkpoint,
         entries: Sequence[LogEntry | None],
         sources: Sequence[str],
+        may_connect: MayConnect,
         folder: Path,
     ) -> None:
         if coordinator.run_key is None:
@@ -84,7 +86,7 @@ class EvidenceAuditor:
         environments = [load_environment(environment) for environment in descriptor.spec.environments]
         self._rules = Rules(self._run_id, self._spec, environments)
         keep = self._spec.sampling.max_version_lead + POLICIES_IN_MEMORY
-        broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep)
+        broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep, may_connect=may_connect)
         self._archive = _Archive(broadcast, spec=self._spec)
 
     async def __aenter__(self) -> Self:

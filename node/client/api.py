@@ -16,7 +16,8 @@ from typing import Final, Self, TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.client.calls import CoordinatorReply, CoordinatorTransport, decoded, request_to
-from node.client.http import Backoff, ExchangeLimits, printable, valid_urls
+from node.client.http import Backoff, ExchangeLimits, printable
+from node.client.ssrf import Reach
 from node.client.submit import SubmissionUploader
 from node.errors import BadReply, ConfigError
 from node.keys.identity import node_id
@@ -37,6 +38,7 @@ from node.protocol.messages import (
 from node.protocol.run import Descriptor, open_descriptor
 from shardcast.envelope import open_envelope
 from shardcast.errors import PeerFault
+from shardcast.urls import valid_sources
 from shardcast.wire import decode
 
 FOREVER: Final = float("inf")
@@ -104,6 +106,11 @@ class CoordinatorClient:
     def away(self) -> bool:
         """Whether every coordinator has failed since the last answer."""
         return self._caller.endpoints.away
+
+    @property
+    def reach(self) -> Reach:
+        """How far the nearest coordinator is: what it names is called no nearer (`node.client.ssrf`)."""
+        return self._caller.nearest()
 
     def now(self) -> float:
         """Return the estimated clock of the coordinator in use, in Unix seconds."""
@@ -254,5 +261,5 @@ def _nothing(_answer: CoordinatorReply) -> None:
 def _relay_list(answer: CoordinatorReply) -> RelayList:
     """Drop invalid URLs; drop all stripes if one is left without candidates."""
     advice = decoded(endpoints.RELAYS, answer)
-    stripes = tuple(valid_urls(each) for each in advice.stripes)
-    return RelayList(relays=valid_urls(advice.relays), stripes=stripes if all(stripes) else ())
+    stripes = tuple(valid_sources(each) for each in advice.stripes)
+    return RelayList(relays=valid_sources(advice.relays), stripes=stripes if all(stripes) else ())

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 from node.client.endpoints import Endpoints
 from node.client.http import Backoff, Exchange, ExchangeLimits, Reply, Request, measure_body, printable
-from node.client.ssrf import Reach
+from node.client.ssrf import Reach, reach_of
 from node.errors import BadReply, ConfigError, CoordinatorFault, Refused, Unavailable
 from node.protocol.endpoints import Endpoint
 from node.protocol.messages import MAX_MESSAGE_BYTES, ErrorReply, RequestClaim
@@ -48,6 +49,10 @@ class CoordinatorReply:
     status: int
     body: bytes
     request_id: str
+
+
+def _literal(url: str) -> Reach | None:
+    return reach_of(urlsplit(url).hostname or "")
 
 
 class CoordinatorTransport:
@@ -89,6 +94,11 @@ class CoordinatorTransport:
     def reach(self, url: str) -> Reach:
         """Return the reach of the coordinator at `url`; INTERNET if it is no longer connected."""
         return self._exchanges[url].reach if url in self._exchanges else Reach.INTERNET
+
+    def nearest(self) -> Reach:
+        """Return the reach of the nearest coordinator; INTERNET while none is known by its address."""
+        known = [self._exchanges[url].reach if url in self._exchanges else _literal(url) for url in self.endpoints.urls]
+        return min((reach for reach in known if reach is not None), default=Reach.INTERNET)
 
     def set_urls(self, urls: Iterable[str]) -> None:
         """Replace the endpoints (`Endpoints.replace`); requests in flight complete where they are."""

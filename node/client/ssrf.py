@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import ipaddress
 import socket
+from collections.abc import Callable, Collection
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import DefaultResolver
@@ -44,6 +45,18 @@ def reach_of(host: str) -> Reach | None:
     if address.is_link_local:
         return Reach.THIS_LINK
     return Reach.INTERNET if address.is_global else Reach.THIS_NETWORK
+
+
+def not_nearer(least: Callable[[], Reach], *, own: Collection[str] = ()) -> Callable[[str, str], bool]:
+    """Return a guard (host, address) that allows addresses at `least()` or farther, and the `own` hosts anywhere.
+
+    For `shardcast.Client` and the like, where somebody else names the sources.
+    """
+
+    def may_connect(host: str, address: str) -> bool:
+        return host in own or (reach_of(address) or Reach.NOWHERE) >= least()
+
+    return may_connect
 
 
 class SsrfGuardResolver(AbstractResolver):

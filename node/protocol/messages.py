@@ -11,6 +11,7 @@ from node.protocol.evidence import Totals
 from node.protocol.reasons import Reason
 from node.protocol.run import Url
 from node.protocol.slots import MOST_CANDIDATES
+from shardcast.urls import valid_sources
 from shardcast.wire import Count, Digest, PublicKey, Wire
 
 REQUEST_DOMAIN = "swarmproof/request"
@@ -76,12 +77,17 @@ class ReceivedFrom(Wire, frozen=True):
 class RelayAnnouncement(Wire, frozen=True):
     """Announcement of a relay's URL and of its measured sources; open to all, since nothing served is trusted.
 
-    `version` is the newest complete policy, null before the first.
+    `version` is the newest complete policy, null before the first. A URL that clients would not use as a source is
+    refused: it would be told to everybody.
     """
 
     url: PlainUrl
     received: Annotated[tuple[ReceivedFrom, ...], Meta(max_length=32)] = ()
     version: Count | None = None
+
+    def __post_init__(self) -> None:
+        if valid_sources([self.url]) != (self.url,):
+            raise ValueError("url is no source: use http://host:port with an IP address in its usual form, or a name")
 
 
 class RelayList(Wire, frozen=True):

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from node.client.http import printable
 from node.errors import ConfigError
-from node.protocol.messages import PlainUrl, ReceivedFrom, RelayAnnouncement, RelayList
+from node.protocol.messages import ReceivedFrom, RelayAnnouncement, RelayList
+from shardcast.errors import LocalFault
+from shardcast.urls import normalise_url
 
 ANNOUNCE_SECONDS = 15.0
 """The coordinator forgets a relay after 60 s."""
@@ -34,7 +35,7 @@ class Serving:
 
 def announcement(url: str, sources: Iterable[Mapping[str, Any]], *, version: int | None) -> RelayAnnouncement:
     """Build the announcement of this node at `url`; `sources` are the rows of a client's or relay's status."""
-    known = [row for row in sources if row["bytes_per_s"] and _is_plain(row["url"])]
+    known = [row for row in sources if row["bytes_per_s"]]
     received = [ReceivedFrom(url=row["url"], bytes_per_s=round(row["bytes_per_s"])) for row in known]
     return RelayAnnouncement(url=url, received=tuple(received[:MAX_RECEIVED]), version=version)
 
@@ -58,15 +59,15 @@ def serving_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def source_url(url: str) -> str:
+    """Return `url` as others are told it; raises ConfigError unless it can be a source."""
+    try:
+        return normalise_url(url)
+    except LocalFault as error:
+        raise ConfigError(f"{printable(str(error))}.") from error
+
+
 def _is_wildcard(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_unspecified
     return host == ""
-
-
-def _is_plain(url: str) -> bool:
-    try:
-        msgspec.convert(url, PlainUrl)
-    except msgspec.ValidationError:
-        return False
-    return True

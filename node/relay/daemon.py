@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.client.api import FOREVER, CoordinatorClient
-from node.client.http import checked_url, valid_urls
+from node.client.ssrf import not_nearer
 from node.errors import CoordinatorFault
 from node.joining.session import JoinSettings, RunSession, join_run
-from node.relay.advice import ANNOUNCE_SECONDS, announcement, serving_url, sources_of
+from node.relay.advice import ANNOUNCE_SECONDS, announcement, serving_url, source_url, sources_of
 from node.runtime.signals import root_failure
 from shardcast import Relay, ServerLimits, Watch, no_watch
+from shardcast.fetch.raw_http import anywhere
+from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
 
@@ -78,28 +81,33 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         quota_bytes=settings.quota_bytes,
         server_limits=settings.server_limits,
         watch=watch,
+        may_connect=anywhere if settings.upstreams else not_nearer(lambda: client.reach),
     )
     port = await relay.start(settings.host, settings.port)
     try:
-        url = checked_url(settings.public_url or serving_url(settings.host, port))
+        url = source_url(settings.public_url or serving_url(settings.host, port))
         log.info("relaying run %s… at %s", settings.join.run_id[:16], url)
+        operators = [known for known in valid_sources(descriptor.relays) if known != url]
         if not settings.upstreams:
-            relay.set_upstreams(known for known in valid_urls(descriptor.relays) if known != url)
+            relay.set_upstreams(operators)
         while True:
-            await _keep_in_touch(client, relay, url, take_advice=not settings.upstreams)
+            await _keep_in_touch(client, relay, url, None if settings.upstreams else operators)
             await asyncio.sleep(ANNOUNCE_SECONDS)
     finally:
         await relay.stop()
 
 
-async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, *, take_advice: bool) -> None:
-    """Announce this relay and update its upstreams; failures are logged."""
+async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, operators: Sequence[str] | None) -> None:
+    """Announce this relay and, unless `operators` is None, update its upstreams, with those for a last resort.
+
+    Failures are logged.
+    """
     try:
         said = announcement(url, relay.upstreams(), version=await asyncio.to_thread(relay.newest_whole))
         advice = await client.announce(said, patience_seconds=FOREVER)
     except CoordinatorFault as error:
         log.warning("this relay is not announced: %s", error)
         return
-    if take_advice:
+    if operators is not None:
         urls, stripes = sources_of(advice, own=url)
-        relay.set_upstreams(urls, stripes=stripes)
+        relay.set_upstreams(urls, stripes=stripes, last_resort=operators)

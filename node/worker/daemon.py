@@ -22,7 +22,8 @@ from typing import Any, Final
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.client.api import DEFAULT_BACKOFF, FOREVER
-from node.client.http import Backoff, valid_urls
+from node.client.http import Backoff
+from node.client.ssrf import not_nearer
 from node.engines.base import DoesNotFit, Engine, WrongEngine
 from node.errors import BadReply, EngineFailed, Refused
 from node.joining.session import JoinSettings, RunSession, join_run
@@ -48,6 +49,7 @@ from node.worker.state import WorkerState
 from node.worker.status import figures, save_status
 from shardcast import Client as BroadcastClient
 from shardcast import ServerLimits
+from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +104,10 @@ async def run_worker(
             broadcast = BroadcastClient(
                 settings.join.run_id,
                 session.run_key,
-                valid_urls(descriptor.relays),
+                valid_sources(descriptor.relays),
                 settings.state / "shardcast",
                 keep=descriptor.spec.batch.max_async + 1,
+                may_connect=not_nearer(lambda: session.client.reach),
             )
             worker = Worker(
                 settings,
@@ -134,7 +137,7 @@ class Worker:
     ) -> None:
         self._settings, self._session, self._state, self._observer = settings, session, state, observer
         self._client, self._spec = client, spec = session.client, session.descriptor.spec
-        self._known_relays = valid_urls(session.descriptor.relays)
+        self._known_relays = valid_sources(session.descriptor.relays)
         self._changed = changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
         backoff, run_id = settings.backoff, settings.join.run_id
@@ -361,7 +364,9 @@ class Worker:
                     said = announcement(own, self._feed.sources(), version=max(self._feed.versions(), default=None))
                     advice = await self._client.announce(said, patience_seconds=FOREVER)
                 others = any(url != own for url in advice.relays)
-                self._feed.use_relays(advice if others else RelayList(relays=self._known_relays), own=own)
+                self._feed.use_relays(
+                    advice if others else RelayList(relays=self._known_relays), own=own, last_resort=self._known_relays
+                )
             except (Refused, BadReply) as error:
                 self._warn_once.note("no list of relays", error)
             await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)

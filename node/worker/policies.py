@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from node.client.http import Backoff, checked_url, printable
+from node.client.http import Backoff, printable
 from node.protocol.messages import RelayList
-from node.relay.advice import Serving, serving_url, sources_of
+from node.relay.advice import Serving, serving_url, source_url, sources_of
 from node.runtime.signals import Stopped, race
 from node.worker.events import NO_OBSERVER, EventKind, Observer
 from shardcast import Client, Fetched, Head, ServerLimits, VersionProgress
@@ -52,18 +53,21 @@ class PolicyFeed:
         self._advice = RelayList(relays=())
         self._sources_changed = asyncio.Event()
 
-    def use_relays(self, advice: RelayList, *, own: str | None = None) -> None:
-        """Fetch from these relays from now on (URLs already validated), except this node's `own`."""
+    def use_relays(self, advice: RelayList, *, own: str | None = None, last_resort: Iterable[str] = ()) -> None:
+        """Fetch from these relays from now on (URLs already validated), except this node's `own`.
+
+        `last_resort` are the operator's, for when those come to nothing.
+        """
         if advice != self._advice:
             urls, stripes = sources_of(advice, own=own)
-            self._broadcast.set_sources(urls, stripes=stripes)
+            self._broadcast.set_sources(urls, stripes=stripes, last_resort=last_resort)
             self._advice = advice
             self._sources_changed.set()
 
     async def serve(self, serving: Serving, limits: ServerLimits) -> str:
         """Serve fetched policies to others; return the public URL."""
         port = await self._broadcast.serve(serving.host, serving.port, limits=limits)
-        url = checked_url(serving.public_url or serving_url(serving.host, port))
+        url = source_url(serving.public_url or serving_url(serving.host, port))
         log.info("serving policies at %s", url)
         return url
 

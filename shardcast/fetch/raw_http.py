@@ -22,29 +22,26 @@ import aiohappyeyeballs
 
 from shardcast.errors import Unreachable
 from shardcast.manifest import KIB
+from shardcast.urls import split_url
 
 MAX_HEAD_BYTES = 4 * KIB
 MAX_FIELDS = 64
-_MAX_PORT = 65535
 IDLE_S = 15.0
 """How long an idle connection is kept."""
 _NEXT_ADDRESS_S = 0.25
 """When a host's next address is tried beside the one before it (RFC 8305)."""
 
-_URL = re.compile(
-    r"(http|https)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?((?:/[A-Za-z0-9._~-]+)+(?:\?[a-z0-9.=&]*)?)"
-)
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t ]*([\t\x20-\x7e\x80-\xff]*)")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _UNSUPPORTED_FIELDS = {b"transfer-encoding", b"content-encoding", b"upgrade"}
 _NO_CONTENT = 204
 
-MayConnect = Callable[[str], bool]
-"""Whether a connection to an IP address is allowed; asked after name resolution, before each connection."""
+MayConnect = Callable[[str, str], bool]
+"""Whether a connection to a URL's host is allowed at an IP address that it resolved to."""
 
 
-def anywhere(_: str) -> bool:
+def anywhere(_host: str, _address: str) -> bool:
     """Allow every address: for URLs that this machine's own operator gave."""
     return True
 
@@ -60,15 +57,13 @@ class RawRequest:
 
     @classmethod
     def for_url(cls, url: str) -> Self | None:
-        """Build the request; None unless every character of `url` may be sent unescaped."""
-        parts = _URL.fullmatch(url)
-        if parts is None or int((parts[3] or ":80")[1:]) > _MAX_PORT:
+        """Build the request; None for a URL that `shardcast.urls` does not take."""
+        parts = split_url(url)
+        if parts is None:
             return None
-        tls, host, port, target = parts[1] == "https", parts[2], parts[3] or "", parts[4]
-        head = (
-            f"GET {target} HTTP/1.1\r\nHost: {host}{port}\r\nUser-Agent: shardcast/1\r\nAccept-Encoding: identity\r\n"
-        )
-        return cls(host.strip("[]"), int(port[1:] or (443 if tls else 80)), tls, head.encode() + b"\r\n")
+        head = f"GET {parts.target} HTTP/1.1\r\nHost: {parts.authority}\r\n"
+        head += "User-Agent: shardcast/1\r\nAccept-Encoding: identity\r\n\r\n"
+        return cls(parts.host, parts.port, parts.tls, head.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +214,7 @@ class ConnectionPool:
         """Open a new connection. Raises OSError, or Unreachable "not_allowed" if no address of the host is allowed."""
         loop = asyncio.get_running_loop()
         found = await _addresses(request.host, request.port)
-        allowed = [info for info in found if self._may_connect(str(info[4][0]))]
+        allowed = [info for info in found if self._may_connect(request.host, str(info[4][0]))]
         if not allowed:
             raise Unreachable(
                 f"{request.host} is nearer to this machine than whoever named it; it is not called", code="not_allowed"

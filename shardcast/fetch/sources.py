@@ -17,9 +17,9 @@ import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from shardcast.errors import LocalFault, NetworkFault, NotServed, PeerFault, ShardcastError, Unreachable
+from shardcast.errors import NetworkFault, NotServed, PeerFault, ShardcastError, Unreachable
+from shardcast.urls import normalise_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,15 +372,3 @@ class Sources:
             "offences": source.offences,
             "in_flight": source.in_flight,
         }
-
-
-def normalise_url(url: str) -> str:
-    """Strip a trailing slash from `url`; raises LocalFault "bad_url" for anything but http(s)://host[:port][/path]."""
-    try:
-        parts = urlsplit(url.strip())
-        valid = parts.scheme in {"http", "https"} and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        valid = False
-    if not valid or parts.query or parts.fragment or parts.username:
-        raise LocalFault(f"{url!r} is not a valid source URL: use http://host:port", code="bad_url")
-    return url.strip().rstrip("/")

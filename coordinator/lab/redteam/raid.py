@@ -17,7 +17,7 @@ from coordinator.lab.processes.layout import WORKER_KEY
 from coordinator.lab.redteam.attack import Attack, DoorAttack, Forged, SlotAttack
 from coordinator.lab.redteam.http_client import HostileClient, Identity
 from coordinator.lab.redteam.workshop import Workshop
-from node.client.http import Backoff, valid_urls
+from node.client.http import Backoff
 from node.keys.identity import load_or_create_key
 from node.protocol.messages import MAX_MESSAGE_BYTES, Lease, RelayList
 from node.protocol.reasons import Reason
@@ -26,6 +26,7 @@ from node.runtime.signals import Stopped, race
 from node.worker.policies import PolicyFeed
 from shardcast import Client
 from shardcast.errors import PeerFault
+from shardcast.urls import valid_sources
 from shardcast.wire import decode
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class Raid:
             with contextlib.suppress(PeerFault):
                 if answer.accepted:
                     advice = decode(RelayList, answer.body, max_bytes=4 * MAX_MESSAGE_BYTES)
-                    self.feed.use_relays(RelayList(relays=valid_urls(advice.relays)))
+                    self.feed.use_relays(RelayList(relays=advice.relays))
             await asyncio.sleep(REFRESH_SECONDS if self.feed.versions() else 1.0)
 
 
@@ -242,7 +243,7 @@ async def open_raid(settings: RaidSettings) -> AsyncIterator[Raid]:
             Client(
                 settings.run_id,
                 run_key,
-                valid_urls(descriptor.relays),
+                valid_sources(descriptor.relays),
                 settings.state / "shardcast",
                 keep=descriptor.spec.batch.max_async + 2,  # one more than it is leased: to send what is stale
             )

@@ -30,7 +30,7 @@ _MAX_REQUEST_BYTES: Final = 8192
 
 
 @dataclass(slots=True)
-class Exchange:
+class HostileExchange:
     """A request, the honest response to it, and where the response is written; `number` counts chunks of this relay."""
 
     path: str
@@ -53,7 +53,7 @@ class Exchange:
             await asyncio.sleep(every_s)
 
 
-Act = Callable[[Exchange], Awaitable[None]]
+Act = Callable[[HostileExchange], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class HostileRelay:
 
     async def _answer(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/health":
-            await Exchange(path, 200, b"ok\n", writer, 0).honest()
+            await HostileExchange(path, 200, b"ok\n", writer, 0).honest()
             return
         spoiled, is_chunk = self._behaviour.concerns(path), path.startswith(_PATHS["chunks"])
         self._chunks += is_chunk
@@ -129,7 +129,7 @@ class HostileRelay:
                 status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError):
             status, body = 503, b""
-        exchange = Exchange(path, status, body, writer, self._chunks)
+        exchange = HostileExchange(path, status, body, writer, self._chunks)
         if spoiled and (status == 200 or self._behaviour.scope == "everything"):
             self._on_spoiled()
             await self._behaviour.act(exchange)
@@ -140,32 +140,32 @@ class HostileRelay:
 # -- never, or late
 
 
-async def hang(_: Exchange) -> None:
+async def hang(_: HostileExchange) -> None:
     await asyncio.sleep(_FOREVER_S)
 
 
-async def close_at_once(exchange: Exchange) -> None:
+async def close_at_once(exchange: HostileExchange) -> None:
     exchange.writer.transport.abort()
 
 
-async def close_midway(exchange: Exchange) -> None:
+async def close_midway(exchange: HostileExchange) -> None:
     await exchange.send(response(exchange.body)[: -len(exchange.body) // 2 or None])
     exchange.writer.transport.abort()
 
 
-async def half_then_silence(exchange: Exchange) -> None:
+async def half_then_silence(exchange: HostileExchange) -> None:
     whole = response(exchange.body)
     await exchange.send(whole[: len(whole) // 2])
     await asyncio.sleep(_FOREVER_S)
 
 
-async def head_then_silence(exchange: Exchange) -> None:
+async def head_then_silence(exchange: HostileExchange) -> None:
     await exchange.send(response(exchange.body)[: -len(exchange.body) or None])
     await asyncio.sleep(_FOREVER_S)
 
 
 def trickle(bytes_per_s: int) -> Act:
-    async def act(exchange: Exchange) -> None:
+    async def act(exchange: HostileExchange) -> None:
         await exchange.send(response(exchange.body)[: -len(exchange.body) or None])
         step = max(1, bytes_per_s // 10)
         for at in range(0, len(exchange.body), step):
@@ -175,21 +175,21 @@ def trickle(bytes_per_s: int) -> Act:
     return act
 
 
-async def trickle_head(exchange: Exchange) -> None:
+async def trickle_head(exchange: HostileExchange) -> None:
     await exchange.send(b"HTTP/1.1 200 OK\r\nX: ")
     await exchange.forever(b"y", every_s=0.2)
 
 
-async def late(exchange: Exchange) -> None:
+async def late(exchange: HostileExchange) -> None:
     await asyncio.sleep(8.0)
     await exchange.honest()
 
 
-async def not_yet_at_once(exchange: Exchange) -> None:
+async def not_yet_at_once(exchange: HostileExchange) -> None:
     await exchange.send(response(b"{}", status=503))
 
 
-async def not_yet_after_waiting(exchange: Exchange) -> None:
+async def not_yet_after_waiting(exchange: HostileExchange) -> None:
     wait_s = float(exchange.path.rpartition("wait=")[2].partition("&")[0] or 0)
     await asyncio.sleep(wait_s)
     await not_yet_at_once(exchange)
@@ -198,7 +198,7 @@ async def not_yet_after_waiting(exchange: Exchange) -> None:
 def prove_then(after: Act, *, chunks: int = 1) -> Act:
     """Serve some chunks well, so as to be preferred, and then do otherwise."""
 
-    async def act(exchange: Exchange) -> None:
+    async def act(exchange: HostileExchange) -> None:
         await (exchange.honest() if exchange.number <= chunks else after(exchange))
 
     return act
@@ -207,36 +207,36 @@ def prove_then(after: Act, *, chunks: int = 1) -> Act:
 # -- too much
 
 
-async def endless_interim(exchange: Exchange) -> None:
+async def endless_interim(exchange: HostileExchange) -> None:
     await exchange.forever(b"HTTP/1.1 103 Early Hints\r\nLink: </x>; rel=preload\r\n\r\n" * 64)
 
 
-async def endless_chunk_extensions(exchange: Exchange) -> None:
+async def endless_chunk_extensions(exchange: HostileExchange) -> None:
     await exchange.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;")
     await exchange.forever(b"x" * 65536)
 
 
-async def endless_chunked_body(exchange: Exchange) -> None:
+async def endless_chunked_body(exchange: HostileExchange) -> None:
     await exchange.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     await exchange.forever(b"10000\r\n" + bytes(65536) + b"\r\n")
 
 
-async def endless_body(exchange: Exchange) -> None:
+async def endless_body(exchange: HostileExchange) -> None:
     await exchange.send(response(exchange.body))
     await exchange.forever(bytes(65536))
 
 
-async def endless_fields(exchange: Exchange) -> None:
+async def endless_fields(exchange: HostileExchange) -> None:
     await exchange.send(b"HTTP/1.1 200 OK\r\n")
     await exchange.forever(b"X: y\r\n" * 1024)
 
 
-async def endless_status_line(exchange: Exchange) -> None:
+async def endless_status_line(exchange: HostileExchange) -> None:
     await exchange.send(b"HTTP/1.1 200 ")
     await exchange.forever(b"O" * 65536)
 
 
-async def gzip_bomb(exchange: Exchange) -> None:
+async def gzip_bomb(exchange: HostileExchange) -> None:
     packed = gzip.compress(bytes(16 * 2**20))
     await exchange.send(response(packed, "Content-Encoding: gzip"))
 
@@ -247,7 +247,7 @@ async def gzip_bomb(exchange: Exchange) -> None:
 def reply(*fields: str, status: int = 200, length: str | None = None, body: bytes | None = None) -> Act:
     """Answer with the honest body, or `body`, under another head."""
 
-    async def act(exchange: Exchange) -> None:
+    async def act(exchange: HostileExchange) -> None:
         sent = exchange.body if body is None else body
         await exchange.send(response(sent, *fields, status=status, length=length))
 
@@ -255,7 +255,7 @@ def reply(*fields: str, status: int = 200, length: str | None = None, body: byte
 
 
 def raw(data: bytes) -> Act:
-    async def act(exchange: Exchange) -> None:
+    async def act(exchange: HostileExchange) -> None:
         await exchange.send(data)
 
     return act
@@ -264,18 +264,18 @@ def raw(data: bytes) -> Act:
 def changed(change: Callable[[bytes], bytes]) -> Act:
     """Answer with a changed body."""
 
-    async def act(exchange: Exchange) -> None:
+    async def act(exchange: HostileExchange) -> None:
         await exchange.send(response(change(exchange.body)))
 
     return act
 
 
-async def trailers(exchange: Exchange) -> None:
+async def trailers(exchange: HostileExchange) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X\r\n\r\n"
     await exchange.send(head + f"{len(exchange.body):x}\r\n".encode() + exchange.body + b"\r\n0\r\nX: y\r\n\r\n")
 
 
-async def smuggled(exchange: Exchange) -> None:
+async def smuggled(exchange: HostileExchange) -> None:
     """Put another response behind each, for the next request on the connection."""
     await exchange.send(response(exchange.body) + response(bytes(len(exchange.body))))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from broadcast_scene import PUBLIC, RUN_ID, Scene, fetched, row
 
-from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, Exchange, HostileRelay
+from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, HostileExchange, HostileRelay
 from shardcast import Client, DownloadLimits
 
 ENOUGH_S = 40.0
@@ -70,7 +70,7 @@ async def test_bytes_that_are_no_body_are_limited_as_well(scene: Scene, hostile:
     """2.2 GB were read from one source, at 33 s of processor time."""
     sent = 0
 
-    async def counted(exchange: Exchange) -> None:
+    async def counted(exchange: HostileExchange) -> None:
         nonlocal sent
         write = exchange.writer.write
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from coordinator.run.relays import RELAY_SECONDS, RelayRegistry, place_of
+from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS, RelayRegistry, place_of
 from coordinator.storage.database import Database
+from coordinator.storage.relays import RegisteredRelay, note_probe, relays_seen_since
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement
+from node.protocol.reasons import Refusal
+from shardcast.errors import Malformed
+from shardcast.wire import decode
 
 ORIGIN = "http://192.0.2.1:8700"
 NOW = 1_000_000.0
@@ -34,10 +39,26 @@ def url(number: int) -> str:
 
 
 def announce(
-    registry: RelayRegistry, number: int, *received: ReceivedFrom, at: str | None = None, now: float = NOW
+    registry: RelayRegistry,
+    number: int,
+    *received: ReceivedFrom,
+    at: str | None = None,
+    now: float = NOW,
+    address: str = "192.0.2.9",
+    probe: bool | None = True,
 ) -> None:
+    """Announce a relay, and let a probe find that it serves, or (False) that it does not; None: nobody probes it."""
     message = RelayAnnouncement(url=at or url(number), received=received)
-    registry.announce(node(number), message, address="192.0.2.9", now=now)
+    registry.announce(node(number), message, address=address, now=now)
+    if probe is not None:
+        with registry._database.write() as connection:
+            relay = next(row for row in relays_seen_since(connection, 0.0) if row.node == node(number))
+            note_probe(connection, relay, good_at=now if probe else None, now=now)
+
+
+def known(registry: RelayRegistry) -> dict[str, RegisteredRelay]:
+    with registry._database.read() as connection:
+        return {row.node: row for row in relays_seen_since(connection, 0.0)}
 
 
 def test_every_relay_is_told_its_parents_and_every_worker_its_relays(registry: RelayRegistry) -> None:
@@ -102,3 +123,104 @@ def test_places_are_networks() -> None:
     assert place_of("192.0.2.77") == place_of("192.0.2.3") == "192.0.2.0/24"
     assert place_of("2001:db8:1:2::3") == "2001:db8:1::/48"
     assert place_of("not an address") == ""
+
+
+# -- what strangers' relays may not do
+
+
+def test_a_relay_that_was_not_seen_to_serve_is_told_to_nobody(registry: RelayRegistry) -> None:
+    """Twelve free keys that announced hanging relays took a run from 13 steps a minute to none."""
+    announce(registry, 0)
+    for number in range(1, 13):
+        announce(registry, number, probe=[None, False][number % 2])
+    assert registry.urls(now=NOW) == [ORIGIN, url(0)]
+    assert [member.url for member in registry.members(NOW)] == [url(0)]
+
+
+def test_a_relay_that_fails_a_probe_or_moves_has_to_show_itself_again(registry: RelayRegistry) -> None:
+    announce(registry, 0)
+    announce(registry, 0, at=url(1), probe=None)
+    assert registry.urls(now=NOW) == [ORIGIN], "another address begins anew"
+    announce(registry, 0, at=url(1))
+    announce(registry, 0, at=url(1), now=NOW + 15, probe=None)
+    assert registry.urls(now=NOW + 15) == [ORIGIN, url(1)], "the same one goes on"
+    announce(registry, 0, at=url(1), now=NOW + 30, probe=False)
+    assert registry.urls(now=NOW + 30) == [ORIGIN]
+
+
+def test_relays_that_nobody_probes_any_more_are_forgotten_in_time(registry: RelayRegistry) -> None:
+    announce(registry, 0)
+    announce(registry, 0, now=NOW + GOOD_SECONDS, probe=None)
+    assert registry.urls(now=NOW + GOOD_SECONDS) == [ORIGIN]
+
+
+def test_256_keys_from_three_addresses_do_not_fill_the_list(
+    registry: RelayRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They shut every honest relay out within two seconds."""
+    monkeypatch.setattr("coordinator.run.relays.MAX_RELAYS", 12)
+    announce(registry, 1, address="198.51.100.1")
+    for number in range(10, 40):
+        announce(registry, number, address=f"203.0.113.{number % 3}", probe=None, now=NOW + 1)
+    announce(registry, 2, address="192.0.2.5", probe=None, now=NOW + 2)
+    announce(registry, 3, address="192.0.2.5", probe=None, now=NOW + 2)
+    for number in range(40, 80):
+        announce(registry, number, address=f"203.0.113.{number % 3}", probe=None, now=NOW + 3)
+    rows = known(registry)
+    assert {node(1), node(2), node(3)} <= set(rows), "they make place for each other"
+    assert len(rows) == 12
+
+
+def test_relays_that_failed_their_probe_give_way_first(
+    registry: RelayRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.run.relays.MAX_RELAYS", 3)
+    for number, probe in ((1, None), (2, False), (3, None)):
+        announce(registry, number, probe=probe)
+    announce(registry, 4, probe=None)
+    assert set(known(registry)) == {node(1), node(3), node(4)}
+
+
+def test_a_list_of_relays_that_all_serve_takes_no_more_and_keeps_those_on_it(
+    registry: RelayRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.run.relays.MAX_RELAYS", 2)
+    announce(registry, 1)
+    announce(registry, 2)
+    with pytest.raises(Refusal, match="full"):
+        announce(registry, 3)
+    announce(registry, 2, now=NOW + 15, probe=None)
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["http://127.0.0.1:22", "http://[::1]:8720", "http://169.254.169.254", "http://10.0.0.7:8720", "http://0.0.0.0:1"],
+)
+def test_ssrf_by_announcement_is_refused(registry: RelayRegistry, named: str) -> None:
+    """Workers and relays sent requests to their own loopback and their cloud's metadata, as a stranger named them."""
+    with pytest.raises(Refusal, match="nearer"):
+        announce(registry, 1, at=named, address="8.8.8.8", probe=None)
+    announce(registry, 1, at="http://127.0.0.1:8720", address="127.0.0.1", probe=None)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "http://[dA5.10AD]",
+        "http://[1.2.3.4]",
+        "http://[::::]",
+        "http://2130706433:22",
+        "http://0x7f000001:22",
+        "http://127.1",
+        "http://0177.0.0.1",
+        "http://a..b",
+        "http://h:0",
+        "http://h:65536",
+        "http://h/a/",
+        "http://-h",
+    ],
+)
+def test_a_url_that_clients_would_not_use_cannot_be_announced(named: str) -> None:
+    """One such announcement made the run's page answer 500, and every audit end, for as long as it was renewed."""
+    with pytest.raises(Malformed):
+        decode(RelayAnnouncement, json.dumps({"url": named}).encode(), max_bytes=1000)
