@@ -24,6 +24,7 @@ from coordinator.storage.steps import manifest_of
 from coordinator.storage.verdicts import clock
 from node.client.ssrf import Reach, not_nearer, reach_of
 from shardcast.errors import NotServed, NoVersionYet, ShardcastError
+from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS
 from shardcast.fetch.transport import Transport, TransportLimits
 from shardcast.manifest import Payload, open_manifest
 from shardcast.wire import digest
@@ -34,6 +35,8 @@ TICK_SECONDS: Final = 1.0
 AT_ONCE: Final = 16
 PROBE_SECONDS: Final = 4.0
 """For a whole probe: connecting, and one chunk."""
+WAIT_SECONDS: Final = DEFAULT_DOWNLOAD_LIMITS.chunk_wait_s
+"""As every client asks, so that a relay cannot tell a probe by its request."""
 AGAIN_SECONDS: Final = 15.0
 MAX_AGAIN_SECONDS: Final = 300.0
 """Until a relay that failed several times is probed again."""
@@ -116,7 +119,7 @@ class RelayProbes:
         index = random.randrange(payload.chunk_count)
         chunk = memoryview(bytearray(payload.chunk_length(index)))
         try:
-            await transport.chunk(row.url, payload.digest, index, into=chunk, wait_s=1.0)
+            await transport.chunk(row.url, payload.digest, index, into=chunk, wait_s=WAIT_SECONDS)
         except NotServed:
             if row.version is None:  # it is fetching, and was good while there was nothing to fetch
                 return row.good_at

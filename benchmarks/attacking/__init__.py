@@ -1,0 +1,1 @@
+"""Attacks on a run's availability: hostile relays around a fetch and around a swarm."""
