@@ -7,6 +7,9 @@ good sources alone is measured in the same run, before and after. A behaviour is
 
 swarm: admitted groups a minute of a real swarm, in turn without and with dozens of hostile relays of six kinds that
 announce themselves under free keys and change their addresses; and the time that a worker takes to join.
+
+hoarding: the same while free keys of three networks take leases, and hold them or return them at once; and how long a
+newcomer of another network waits for its first lease.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from benchmarks.attacking.fetches import measure_fetch
-from benchmarks.attacking.swarm import measure_swarm
+from benchmarks.attacking.swarm import measure_hoarding, measure_swarm
 from benchmarks.report import make_parser, report
 from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS
 
-PARTS: Final = ("fetch", "swarm")
+PARTS: Final = ("fetch", "swarm", "hoarding")
 
 
 def main() -> None:
@@ -29,6 +32,7 @@ def main() -> None:
     parser.add_argument("--behaviour", action="append", choices=list(BEHAVIOURS), help="of relays (default: all)")
     parser.add_argument("--hanging", type=int, nargs="*", default=[3, 49], help="sources that hang (default 3 49)")
     parser.add_argument("--relays", type=int, default=36, help="hostile ones around the swarm (default 36)")
+    parser.add_argument("--hoarders", type=int, default=60, help="free keys that take leases (default 60)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the swarm, each time (default 60)")
     given = parser.parse_args()
     figures, rows = dict[str, Any](), list[dict[str, Any]]()
@@ -37,10 +41,9 @@ def main() -> None:
         figures, rows = found["figures"], found["rows"]
     if "swarm" in given.only:
         figures |= measure_swarm(given.seconds, given.repeats, given.relays)
-    notes = {
-        "selective_delivery_bias": "not measured yet: it needs batches that wait for a withheld slot",
-        "hoarding_share": "not measured yet: it needs leases shared by address block and waiting time",
-    }
+    if "hoarding" in given.only:
+        figures |= measure_hoarding(given.seconds, given.repeats, given.hoarders)
+    notes = {"selective_delivery_bias": "not measured yet: it needs batches that wait for a withheld slot"}
     report("liveness", given, figures | dict.fromkeys(notes), notes, rows=rows)
 
 

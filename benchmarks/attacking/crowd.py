@@ -52,8 +52,9 @@ class Crowd:
         async with CoordinatorClient(self._coordinator, run_id=self._run_id, key=key) as client:
             while True:
                 relay = HostileRelay(self._upstream, BEHAVIOURS[kind])
+                url = await relay.start()
                 try:
-                    await self._stay(client, await relay.start())
+                    await self._stay(client, url)
                 finally:
                     self.asked += relay.asked.total()
                     await relay.stop()

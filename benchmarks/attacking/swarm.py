@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.attacking.crowd import ANY, TWO_FACED, Crowd
+from benchmarks.attacking.hoarders import Hoarders, newcomer_waits
 from benchmarks.attacking.loop import Loop
 from benchmarks.report import say
 from coordinator.lab.processes.layout import Swarm, lay_out
@@ -49,6 +50,8 @@ WORKERS: Final = 2
 WARM_STEPS: Final = 4
 WARM_S: Final = 180.0
 JOIN_S: Final = 240.0
+NEWCOMERS: Final = 5
+NEWCOMER_S: Final = 30.0
 TICK_S: Final = 0.1
 _HERE: Final = re.compile(r"policy \d+ is here")
 
@@ -99,6 +102,22 @@ class SwarmUnderAttack:
             yield crowd
         finally:
             self.loop.run(crowd.stop())
+
+    @contextlib.contextmanager
+    def hoarded(self, count: int) -> Iterator[Hoarders]:
+        """Have free keys take leases within the block."""
+        hoarders = Hoarders(self.swarm.coordinator_url, self.swarm.run_id, count=count)
+        self.loop.run(hoarders.start())
+        try:
+            yield hoarders
+        finally:
+            self.loop.run(hoarders.stop())
+
+    def newcomers(self, first: int) -> list[float | None]:
+        """Return how long each of some new keys, of networks of their own, waits for its first lease."""
+        run = (self.swarm.coordinator_url, self.swarm.run_id)
+        numbers = range(first, first + NEWCOMERS)
+        return [self.loop.run(newcomer_waits(*run, number=number, patience_s=NEWCOMER_S)) for number in numbers]
 
     def join(self, name: str) -> float | None:
         """Start one more worker; return the seconds until it has its first policy, None if it has none in time."""
@@ -156,3 +175,34 @@ def measure_swarm(seconds: float, repeats: int, relays: int) -> dict[str, float 
         "join_s": join_s,
         "join_s_attacked": join_attacked_s,
     }
+
+
+def measure_hoarding(seconds: float, repeats: int, hoarders: int) -> dict[str, float | None]:
+    """Return the figures of the part `hoarding`: rates in turn, and how long newcomers wait for a lease."""
+    clean, hoarded = list[float](), list[float]()
+    waits, waits_hoarded = list[float | None](), list[float | None]()
+    leased = returned = 0
+    with started(0) as swarm:
+        for number in range(repeats):
+            say(f"{seconds:.0f} s without hoarders")
+            clean.append(swarm.groups_per_minute(seconds))
+            waits += swarm.newcomers(2 * number * NEWCOMERS)
+            say(f"{seconds:.0f} s with {hoarders}")
+            with swarm.hoarded(hoarders) as crowd:
+                hoarded.append(swarm.groups_per_minute(seconds))
+                waits_hoarded += swarm.newcomers((2 * number + 1) * NEWCOMERS)
+            leased, returned = leased + crowd.leased, returned + crowd.returned
+    return {
+        "hoarders": hoarders,
+        "hoarded_leases": leased,
+        "hoarded_leases_returned": returned,
+        "hoarding_share": statistics.median(hoarded) / statistics.median(clean),
+        "hoarding_groups_per_minute_clean": statistics.median(clean),
+        "newcomer_wait_s": _longest(waits),
+        "newcomer_wait_s_hoarded": _longest(waits_hoarded),
+        "newcomers_without_lease_hoarded": sum(wait is None for wait in waits_hoarded),
+    }
+
+
+def _longest(waits: Sequence[float | None]) -> float | None:
+    return max((wait for wait in waits if wait is not None), default=None)

@@ -7,7 +7,6 @@ advisory, and clients switch away from bad sources.
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import msgspec
 
 from coordinator.storage import locks
 from coordinator.storage.database import Database
+from coordinator.storage.places import place_of
 from coordinator.storage.relays import RegisteredRelay, put_relay, relays_seen_since
 from node.client.ssrf import reach_of
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement, RelayList
@@ -118,15 +118,6 @@ def _check_distance(url: str, address: str) -> None:
     announcer, announced = reach_of(address), reach_of(urlsplit(url).hostname or "")
     if announcer is not None and announced is not None and announced < announcer:
         raise Refusal(Reason.BAD_REQUEST, "A relay cannot be nearer to others than it is to the coordinator.")
-
-
-def place_of(address: str) -> str:
-    """Return the network that stands for an address's location: its /24, or its /48 in IPv6 (RFC 6177); "" if none."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return ""
-    return str(ipaddress.ip_network((parsed, 24 if parsed.version == 4 else 48), strict=False))
 
 
 def _distinct(rows: Sequence[RegisteredRelay], fixed: tuple[str, ...]) -> list[RegisteredRelay]:

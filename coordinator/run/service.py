@@ -102,7 +102,7 @@ class Coordinator:
 
     def return_lease(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
         """End a lease early, on its holder's request."""
-        work.return_lease(connection, node=node, lease_id=lease_id, now=now)
+        work.return_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
 
     def check_may_submit(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
         """Raise Refusal unless `node` may submit for this lease; called before the body is read."""

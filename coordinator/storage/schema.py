@@ -95,6 +95,8 @@ nodes = Table(
     Column("verified", Integer, nullable=False, server_default="0"),
     Column("strikes", Integer, nullable=False, server_default="0"),
     Column("address", Text, nullable=False, server_default=""),
+    Column("place", Text, nullable=False, server_default=""),
+    Column("returned", Integer, nullable=False, server_default="0"),
     Column("instance", Text, nullable=False, server_default=""),
     Column("instance_name", Text, nullable=False, server_default=""),
     Column("instance_seen_at", Double, nullable=False, server_default="0"),
@@ -189,8 +191,10 @@ leases = Table(
     Column("state", Text, nullable=False),
     Column("issued_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
+    Column("ended_at", Double),
     Index(None, "state", "expires_at"),
     Index(None, "node", "state"),
+    Index(None, "ended_at"),
 )
 
 uploads = Table(

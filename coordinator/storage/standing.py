@@ -5,7 +5,7 @@ The rules are `node.protocol.standing`'s, which auditors reproduce from the log;
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, not_, or_, select, update
 
 from coordinator.storage import stakes
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
@@ -15,6 +15,9 @@ from node.protocol.standing import Standing
 
 RECHECK_SECONDS = 120.0
 """How long a second verdict is retried; then it is indeterminate."""
+FREE_RETURNS = 16
+"""Leases that a proven node may return, beyond what it has done since, before it has to wait: a worker that ends
+returns all that it holds."""
 
 
 def standing_of(connection: Connection, node: str) -> Standing:
@@ -37,7 +40,8 @@ def apply_verdict(
     connection.execute(row.values(verified=standing.verified, strikes=standing.strikes))
     if outcome is Outcome.ADMITTED:
         gained = {"admitted": nodes.c.admitted + 1, "tokens": nodes.c.tokens + tokens, "rejected_streak": 0}
-        connection.execute(row.values(gained))
+        fewer_returned = case((nodes.c.returned > 0, nodes.c.returned - 1), else_=0)
+        connection.execute(row.values(gained | {"returned": fewer_returned}))
     elif outcome is Outcome.REJECTED:
         connection.execute(row.values(rejected=nodes.c.rejected + 1))
         start_backoff(connection, node, batch=spec.batch, now=now)
@@ -60,6 +64,24 @@ def start_backoff(connection: Connection, node: str, *, batch: BatchSpec, now: f
     wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
     row = update(nodes).where(nodes.c.node == node)
     connection.execute(row.values(rejected_streak=streak + 1, not_before=now + wait))
+
+
+def note_return(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
+    """Count a returned lease; beyond the node's budget, withhold leases from it for a while, longer each time.
+
+    Returning is what an honest node does that ends or whose engine fails: each node may once, and as many times more as
+    it has admitted groups, up to FREE_RETURNS. An admitted group takes one return back.
+    """
+    row = connection.execute(
+        update(nodes)
+        .where(nodes.c.node == node)
+        .values(returned=nodes.c.returned + 1)
+        .returning(nodes.c.returned, nodes.c.admitted)
+    ).one()
+    beyond = row.returned - 1 - min(FREE_RETURNS, row.admitted)
+    if beyond > 0:
+        wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(beyond - 1, 30))
+        connection.execute(update(nodes).where(nodes.c.node == node).values(not_before=now + wait))
 
 
 def backoff_seconds(not_before: float, *, batch: BatchSpec, now: float) -> float:

@@ -4,7 +4,9 @@ Every function takes a write transaction, the time and the run's spec, and keeps
 
 - A slot is leased to one node at a time, and never again to a node whose submission for it was rejected.
 - A new node gets one slot at a time, and one more with each fully measured and admitted group, until one is rejected;
-  unproven nodes together hold at most half of all slots in flight, and nodes of one address a fixed number of leases.
+  unproven nodes together hold at most half of all slots in flight, those of one place at most PLACE_SHARE times what
+  they leave free for others, and nodes of one address a fixed number of leases.
+- What a node returns or lets lapse goes to nodes of other places first; who returns more than its budget waits.
 - A banned node gets no lease.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
   before a step can use it; and as many more as are open, where the next step would otherwise lack groups.
@@ -15,6 +17,7 @@ Every function takes a write transaction, the time and the run's spec, and keeps
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +26,9 @@ from sqlalchemy import Connection, Select
 
 from coordinator.storage import locks, pools
 from coordinator.storage import work_statements as statements
+from coordinator.storage.places import place_of
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
-from coordinator.storage.standing import backoff_seconds, most_slots, start_backoff
+from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import BatchSpec, RunSpec
@@ -32,6 +36,11 @@ from node.protocol.standing import Standing
 from shardcast.wire import is_digest
 
 IDLE_RETRY_SECONDS = 0.25
+PLACE_SHARE = 3
+"""Keys are free and addresses nearly so: n places that take all they get hold 3 / (1 + 3 n) of the newcomers' slots
+each, and leave some for the next one (dynamic thresholds; Choudhury and Hahne, 1998)."""
+OTHERS_FIRST_SECONDS = 5.0
+"""For how long a slot that was given up is not leased to the same place again."""
 CLOCK_STEP_SECONDS = 5.0
 """A clock correction by less than this ends no lease."""
 
@@ -93,8 +102,9 @@ def lease(
     most = most_slots(standing.of_slots, batch=spec.batch) - unfinished
     if quota.most_leases:
         most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
+    place = place_of(quota.address)
     if not standing.proven:
-        most = min(most, _unproven_capacity(connection, at, spec=spec))
+        most = min(most, _unproven_capacity(connection, at, spec=spec, place=place))
     wanted = min(request.slots, most)
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
@@ -103,7 +113,8 @@ def lease(
     # The oldest usable version delays the next step until its verdicts: not leased once that step has its groups.
     if last_chance in usable and _count(connection, statements.GROUPS_WAITING) >= spec.batch.groups_per_step:
         usable.remove(last_chance)
-    chosen = _take_open(connection, node=node, proven=standing.proven, versions=usable, most=wanted)
+    who: dict[str, str | float] = {"node": node, "place": place, "lately": now - OTHERS_FIRST_SECONDS}
+    chosen = _take_open(connection, who, proven=standing.proven, versions=usable, most=wanted)
     if at.head in usable and len(chosen) < wanted and all(row.version == at.head for row in chosen):
         chosen += _open_new(connection, at=at, manifest=manifest, most=wanted - len(chosen), spec=spec, now=now)
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
@@ -118,15 +129,16 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
     # All leases have one length, so that the indexed end tells when a lease was issued.
     too_late = now + CLOCK_STEP_SECONDS + spec.batch.lease_seconds
     for name, node in connection.execute(statements.OVERDUE, {"now": now, "too_late": too_late}).all():
-        _end_lease(connection, name, LeaseState.EXPIRED)
+        _end_lease(connection, name, LeaseState.EXPIRED, now=now)
         start_backoff(connection, node, batch=spec.batch, now=now)
 
 
-def return_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> None:
+def return_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
     """End a lease on its holder's request and reopen the slot; raises Refusal."""
     locks.submitting(connection)
     _active_lease(connection, node=node, lease_id=lease_id, now=now)
-    _end_lease(connection, lease_id, LeaseState.RETURNED)
+    _end_lease(connection, lease_id, LeaseState.RETURNED, now=now)
+    note_return(connection, node, batch=spec.batch, now=now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +223,8 @@ class _SlotRow:
     candidate: int | None = None
 
 
-def _end_lease(connection: Connection, name: str, state: LeaseState) -> None:
-    connection.execute(statements.LEASE_STATE, {"of_lease": name, "new_state": state})
+def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: float) -> None:
+    connection.execute(statements.END_LEASE, {"of_lease": name, "new_state": state, "now": now})
     connection.execute(statements.REOPEN_SLOT, {"of_lease": name})
 
 
@@ -232,7 +244,7 @@ class _Standing:
 
 def _standing(connection: Connection, *, node: str, address: str, now: float) -> _Standing:
     """Read a node's standing and update when and where it was seen; raises Refusal for an unknown node."""
-    seen = {"of_node": node, "now": now, "from_address": address}
+    seen = {"of_node": node, "now": now, "from_address": address, "from_place": place_of(address)}
     row = connection.execute(statements.NODE_SEEN, seen).first()
     if row is None:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
@@ -240,11 +252,18 @@ def _standing(connection: Connection, *, node: str, address: str, now: float) ->
     return _Standing(row.admitted, row.rejected_streak, row.not_before, of_slots)
 
 
-def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec) -> int:
-    """Return how many more slots unproven nodes may take: half of all, so that free keys cannot crowd out others."""
+def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str) -> int:
+    """Return how many more slots unproven nodes of a place may take: together half of all, so that free keys cannot
+    crowd out others, and of one place no more than PLACE_SHARE times what is free.
+    """
     held = _count(connection, statements.HELD_BY_UNPROVEN)
     waiting = _count(connection, statements.UNJUDGED_OF_UNPROVEN)
-    return max(1, _capacity(at, spec=spec) // 2) - held - waiting
+    free = max(1, _capacity(at, spec=spec) // 2) - held - waiting
+    if not place or free <= 0:
+        return free
+    there = _count(connection, statements.HELD_BY_UNPROVEN_THERE, place=place)
+    there += _count(connection, statements.UNJUDGED_OF_UNPROVEN_THERE, place=place)
+    return min(free, PLACE_SHARE * free - there)
 
 
 def _count(connection: Connection, statement: Select[Any], **values: str) -> int:
@@ -266,14 +285,17 @@ def unjudged(connection: Connection, node: str) -> int:
     return _count(connection, statements.UNJUDGED, node=node)
 
 
-def _take_open(connection: Connection, *, node: str, proven: bool, versions: list[int], most: int) -> list[_SlotRow]:
-    """Take reopened slots, oldest first, all of one version.
+def _take_open(
+    connection: Connection, who: Mapping[str, str | float], *, proven: bool, versions: list[int], most: int
+) -> list[_SlotRow]:
+    """Take reopened slots, oldest first, all of one version; `who` has the node, its place, and since when (`lately`)
+    that place may not have given the slot up.
 
     Slots that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
     few remaining slots again and again.
     """
     query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
-    found = connection.execute(query, {"node": node, "versions": versions, "most": most})
+    found = connection.execute(query, {**who, "versions": versions, "most": most})
     rows = [_SlotRow(*row) for row in found]
     rows = [row for row in rows if row.version == rows[0].version]
     for row in rows:

@@ -58,7 +58,7 @@ PROGRESS = select(_HEAD, _LAST_STEP)
 NODE_SEEN = (
     update(nodes)
     .where(nodes.c.node == bindparam("of_node"))
-    .values(seen_at=bindparam("now"), address=bindparam("from_address"))
+    .values(seen_at=bindparam("now"), address=bindparam("from_address"), place=bindparam("from_place"))
     .returning(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
 )
 
@@ -74,6 +74,9 @@ HELD_AT = _how_many(_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == b
 HELD_BY_UNPROVEN = _how_many(_ACTIVE, leases.c.node == nodes.c.node, is_unproven())
 UNJUDGED = _how_many(submissions.c.node == bindparam("node"), *_WITHOUT_VERDICT)
 UNJUDGED_OF_UNPROVEN = _how_many(*_WITHOUT_VERDICT, submissions.c.node == nodes.c.node, is_unproven())
+_THERE = nodes.c.place == bindparam("place")
+HELD_BY_UNPROVEN_THERE = HELD_BY_UNPROVEN.where(_THERE)
+UNJUDGED_OF_UNPROVEN_THERE = UNJUDGED_OF_UNPROVEN.where(_THERE)
 
 SITUATION = select(
     _HEAD,
@@ -105,6 +108,11 @@ OVERDUE = (
     .with_for_update(skip_locked=True)
 )
 NEW_LEASE = insert(leases)
+END_LEASE = (
+    update(leases)
+    .where(leases.c.lease == bindparam("of_lease"))
+    .values(state=bindparam("new_state"), ended_at=bindparam("now"))
+)
 LEASE_STATE = update(leases).where(leases.c.lease == bindparam("of_lease")).values(state=bindparam("new_state"))
 
 GROUPS_WAITING = _how_many(groups.c.step.is_(None))
@@ -130,8 +138,9 @@ REOPEN_SLOT = (
 def _open_slots(*, with_failures: bool) -> Select[Any]:
     """Select open slots, oldest first, that `node` neither failed nor let lapse twice.
 
-    One lapse may be a lost reply; a problem that the node cannot solve must not occupy it for good. Without
-    `with_failures`, also not those with MOST_FAILURES failures of any node.
+    One lapse may be a lost reply; a problem that the node cannot solve must not occupy it for good. What a node of
+    `place` gave up since `lately` is for others first. Without `with_failures`, also not those with MOST_FAILURES
+    failures of any node.
     """
     failed_here = select(submissions.c.slot_id).where(
         submissions.c.node == bindparam("node"),
@@ -140,8 +149,13 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
     lapsed_here = _how_many(
         leases.c.slot_id == slots.c.id, leases.c.node == bindparam("node"), leases.c.state == LeaseState.EXPIRED
     )
-    # Of an open slot, every expired or submitted lease is a failure.
-    failed = _one_of(leases.c.state, LeaseState.EXPIRED, LeaseState.SUBMITTED)
+    given_up = select(leases.c.slot_id).where(
+        leases.c.ended_at > bindparam("lately"),
+        leases.c.node == nodes.c.node,
+        or_(nodes.c.node == bindparam("node"), and_(_THERE, nodes.c.place != "")),
+    )
+    # Of an open slot, every lease but an active one is a failure.
+    failed = _one_of(leases.c.state, LeaseState.EXPIRED, LeaseState.SUBMITTED, LeaseState.RETURNED)
     failures = _how_many(leases.c.slot_id == slots.c.id, failed).scalar_subquery()
     return (
         select(slots.c.id, slots.c.version, slots.c.number, policies.c.manifest_digest, slots.c.candidate)
@@ -150,6 +164,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
             slots.c.state == SlotState.OPEN,
             slots.c.version.in_(bindparam("versions", expanding=True)),
             slots.c.id.not_in(failed_here),
+            slots.c.id.not_in(given_up),
             lapsed_here.scalar_subquery() < MOST_FAILURES,
             true() if with_failures else failures < MOST_FAILURES,
         )

@@ -92,10 +92,10 @@ CASES = {
     ),
     "levels": Case("--groups 256 --deals 1 --warm-start 0.01", "judged_24 rejected_24 drifted_24 clean_24"),
     "liveness": Case(
-        "--size-mib 1 --repeats 1 --hanging 3 --behaviour 'hangs on everything' --relays 4 --seconds 5",
+        "--size-mib 1 --repeats 1 --hanging 3 --behaviour 'hangs on everything' --relays 4 --hoarders 6 --seconds 5",
         """fetch_all_good_s fetch_worst_s fetch_worst_cpu_s fetch_3_hanging_s relays_hanging_share join_s_attacked
-        selective_delivery_bias hoarding_share""",
-        equal={"behaviours": 1, "fetch_not_right": 0},
+        selective_delivery_bias hoarding_share newcomer_wait_s_hoarded""",
+        equal={"behaviours": 1, "fetch_not_right": 0, "newcomers_without_lease_hoarded": 0},
         sections=["rows"],
     ),
     "load": Case(

@@ -70,12 +70,17 @@ class Actors:
             training.record_policy(connection, policy, now=self.now)
             training.finish_step(connection, version - 1, stats={}, now=self.now)
 
-    def lease(self, node: str, *, held: tuple[int, ...], count: int = 1) -> list[work.Lease]:
+    def lease(self, node: str, *, held: tuple[int, ...], count: int = 1, address: str = "") -> list[work.Lease]:
         with self.home.database.write() as connection:
             request = LeaseRequest(held_versions=held, slots=count, instance="0" * 32)
-            return list(
-                work.lease(connection, node=who(node), request=request, spec=self.home.spec, now=self.now).leases
-            )
+            quota, spec = work.AddressQuota(address), self.home.spec
+            reply = work.lease(connection, node=who(node), request=request, spec=spec, now=self.now, quota=quota)
+            return list(reply.leases)
+
+    def give_back(self, node: str, lease: work.Lease) -> None:
+        with self.home.database.write() as connection:
+            name = lease.lease_id
+            work.return_lease(connection, node=who(node), lease_id=name, spec=self.home.spec, now=self.now)
 
     def submit(self, node: str, lease_id: str, *, draw: float | None = None) -> str:
         """A file of its own; `draw` is in place of chance."""

@@ -87,9 +87,9 @@ class HostileRelay:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; return the URL."""
+        self._server = await asyncio.start_server(self._accept, host, port)
         timeout = aiohttp.ClientTimeout(total=90.0)
         self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False)
-        self._server = await asyncio.start_server(self._accept, host, port)
         return f"http://{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
@@ -98,8 +98,10 @@ class HostileRelay:
         open_ones = list(self._connections)
         for task in open_ones:
             task.cancel()
-        await asyncio.gather(*open_ones, return_exceptions=True)
-        await self._session.close()
+        try:
+            await asyncio.gather(*open_ones, return_exceptions=True)
+        finally:
+            await self._session.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))

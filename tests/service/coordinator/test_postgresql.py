@@ -142,8 +142,7 @@ def test_a_lease_that_ends_while_it_is_submitted_is_one_or_the_other(others: lis
         assert state == ("submitted" if submitted else "leased" if held else "open")
         outcomes.add(submitted)
         for one in again:
-            with others[1].database.write() as connection:
-                work.return_lease(connection, node=who("b"), lease_id=one.lease_id, now=second.now)
+            second.give_back("b", one)
         while claimed := first.claim():
             first.decide(claimed, Outcome.ADMITTED)
     assert outcomes == {True, False}, "neither ever came first"
@@ -168,10 +167,7 @@ def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None
                     if rng.random() < 0.8:
                         actor.submit(names[index], lease.lease_id)
                     else:
-                        with actor.home.database.write() as connection:
-                            work.return_lease(
-                                connection, node=who(names[index]), lease_id=lease.lease_id, now=actor.now
-                            )
+                        actor.give_back(names[index], lease)
                 except Refusal as refusal:  # its policy grew too old meanwhile
                     assert refusal.reason.value in {"stale_policy", "expired_lease"}
 

@@ -102,7 +102,9 @@ def test_a_new_node_gets_one_slot_and_one_more_with_each_admitted_group(actors: 
             actors.decide(actors.claim(), Outcome.ADMITTED)
         with actors.home.database.write() as connection:
             for lease in leased[1:]:
-                work.return_lease(connection, node=who("new"), lease_id=lease.lease_id, now=actors.now)
+                work.return_lease(
+                    connection, node=who("new"), lease_id=lease.lease_id, spec=actors.home.spec, now=actors.now
+                )
 
 
 def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actors: Actors) -> None:
@@ -116,8 +118,52 @@ def test_free_keys_that_hoard_leases_cannot_keep_proven_nodes_from_working(actor
         assert len(mine) == 2
         with actors.home.database.write() as connection:
             for lease in mine:
-                work.return_lease(connection, node=who("a"), lease_id=lease.lease_id, now=actors.now)
+                work.return_lease(
+                    connection, node=who("a"), lease_id=lease.lease_id, spec=actors.home.spec, now=actors.now
+                )
         actors.now += 51
+
+
+def test_free_keys_of_a_few_networks_leave_newcomers_of_another_a_slot(actors: Actors) -> None:
+    """400 keys that took leases and held them kept a newcomer out for as long as they liked."""
+    hoarders = [f"h{i}" for i in range(50)]
+    actors.register(*hoarders, "newcomer", "neighbour", admitted=0)
+    held = [lease for name in hoarders for lease in actors.lease(name, held=(0,), address="203.0.113.7")]
+    assert 0 < len(held) < 4, "half of nine slots are for new nodes"
+    assert actors.lease("newcomer", held=(0,), address="198.51.100.1")
+    assert not actors.lease("neighbour", held=(0,), address="203.0.113.200"), "of the same network"
+
+
+def test_what_a_node_gives_back_goes_to_others_first(actors: Actors) -> None:
+    """Keys that returned slots and took them again kept everybody else from them, a fifth of a second at a time."""
+    actors.register("c")
+    (first,) = actors.lease("a", held=(0,), address="203.0.113.7")
+    actors.give_back("a", first)
+    for name, address in (("a", "203.0.113.7"), ("b", "203.0.113.8")):
+        (taken,) = actors.lease(name, held=(0,), address=address)
+        assert taken.slot != first.slot
+    (taken,) = actors.lease("c", held=(0,), address="198.51.100.1")
+    assert taken.slot == first.slot
+    actors.give_back("c", taken)
+    actors.now += work.OTHERS_FIRST_SECONDS
+    (taken,) = actors.lease("a", held=(0,), address="203.0.113.7")
+    assert taken.slot == first.slot, "nobody else wanted it"
+
+
+def test_a_node_that_returns_more_than_it_does_waits(actors: Actors) -> None:
+    """Nine proven keys returned 197 leases and took 166 of them again while others waited."""
+    actors.register("returner", admitted=1)
+    for _ in range(2):
+        actors.give_back("returner", *actors.lease("returner", held=(0,)))
+    (third,) = actors.lease("returner", held=(0,))
+    actors.give_back("returner", third)
+    assert actors.lease("returner", held=(0,)) == []
+    actors.now += 4
+    (lease,) = actors.lease("returner", held=(0,))
+    actors.submit("returner", lease.lease_id)
+    actors.decide(actors.claim(), Outcome.ADMITTED)
+    actors.give_back("returner", *actors.lease("returner", held=(0,)))
+    assert actors.lease("returner", held=(0,)), "what it did counts against what it gave back"
 
 
 def test_letting_a_lease_lapse_makes_a_node_wait(actors: Actors) -> None:
@@ -208,7 +254,9 @@ def test_rejections_make_a_node_wait_longer_each_time(actors: Actors) -> None:
             actors.now += 1
         waits.append(actors.now - before)
         with actors.home.database.write() as connection:
-            work.return_lease(connection, node=who("a"), lease_id=got[0].lease_id, now=actors.now)
+            work.return_lease(
+                connection, node=who("a"), lease_id=got[0].lease_id, spec=actors.home.spec, now=actors.now
+            )
     assert waits == [4, 8, 10, 10]
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS, RelayRegistry, place_of
+from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS, RelayRegistry
 from coordinator.storage.database import Database
+from coordinator.storage.places import place_of
 from coordinator.storage.relays import RegisteredRelay, note_probe, relays_seen_since
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement
 from node.protocol.reasons import Refusal

@@ -1,0 +1,14 @@
+"""Places: the networks that addresses belong to, each of which counts as one stranger."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def place_of(address: str) -> str:
+    """Return the network that stands for an address's location: its /24, or its /48 in IPv6 (RFC 6177); "" if none."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    return str(ipaddress.ip_network((parsed, 24 if parsed.version == 4 else 48), strict=False))
