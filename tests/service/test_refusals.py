@@ -158,7 +158,10 @@ def test_expired_lease(swarm: Swarm) -> None:
     assert (reply.status, reply.code) == (409, "expired_lease")
 
 
-def test_returned_lease(swarm: Swarm) -> None:
+def test_returned_lease(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.storage.work.OTHERS_FIRST_SECONDS", 0.0)  # there is nobody else
+    with swarm.home.database.write() as connection:  # those that others gave up already go to proven nodes
+        connection.exec_driver_sql("UPDATE slots SET state = 'stale' WHERE state = 'open'")
     peer = swarm.peer()
     lease = peer.lease()
     assert peer.signed("POST", f"/v1/leases/{lease.lease_id}/return", b"").status == 200

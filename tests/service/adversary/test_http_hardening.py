@@ -306,7 +306,8 @@ def insert_waiting(connection: object, submission: str) -> None:
         f"rejected_streak, not_before) VALUES ('{node}', '', '', 0, 0, 0, 0, 0, 0, 0)"
     )
     run("INSERT INTO slots (id, version, number, state, opened_at) VALUES (1, 0, 0, 'submitted', 0)")
-    run(f"INSERT INTO leases VALUES ('{lease}', 1, '{node}', 'submitted', 0, 0)")
+    columns = "lease, slot_id, node, state, issued_at, expires_at"
+    run(f"INSERT INTO leases ({columns}) VALUES ('{lease}', 1, '{node}', 'submitted', 0, 0)")
     run(
         f"INSERT INTO submissions (submission, lease, slot_id, node, request, body, body_bytes, received_at, state, "
         f"attempts) VALUES ('{submission}', '{lease}', 1, '{node}', '', '', 0, 0, 'queued', 0)"
