@@ -84,6 +84,7 @@ class Client:
             mirror_deltas=False,
             limits=download_limits,
         )
+        self._saved_version = self._trust.version
         self._last_logged_code: dict[str, str] = {}
         self._heads = HeadPoll(self._sources, self._ask_head, poll_s=poll_s)
         self._served: ServedState | None = None
@@ -165,11 +166,10 @@ class Client:
     async def _ask_head(self, url: str, after: int, wait_s: float) -> Head | ShardcastError:
         try:
             data = await self._transport.head(url, after=after, wait_s=wait_s)
-            previous_version = self._trust.version
             head = self._trust.accept_head(data, self._clock())
             self._last_logged_code.pop(url, None)
             self._sources.answered(url)
-            if self._trust.version > previous_version:
+            if self._trust.version > self._saved_version:
                 self._save_seen()
             elif self._shown is not None and self._trust.seen is not None and self._shown.version == head.version:
                 # Re-signed head of the same version: pass it on, or downstream peers would see it expire.
@@ -185,6 +185,7 @@ class Client:
     def _save_seen(self) -> None:
         if self._trust.seen is not None:
             save_seen(self._root / "state.json", self._trust.seen)
+            self._saved_version = self._trust.version
 
     def _note_failure(self, url: str, error: ShardcastError) -> None:
         # Log a source's repeated fault once; numbers in the message may differ, so compare codes.

@@ -75,6 +75,7 @@ class Relay:
             mirror_deltas=True,
             limits=download_limits,
         )
+        self._saved_version = self._trust.version
         self._shown: tuple[Head, bytes] | None = None
         self._adopting = asyncio.Lock()
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -192,10 +193,10 @@ class Relay:
 
     async def _adopt(self, url: str, data: bytes) -> bool:
         """Show a newer head once its manifest is held; whoever showed it first need not send the manifest."""
-        previous_version = self._trust.version
         head = self._trust.accept_head(data, self._clock())
-        if self._trust.version > previous_version and self._trust.seen is not None:
+        if self._trust.version > self._saved_version and self._trust.seen is not None:
             await asyncio.to_thread(save_seen, self._state_path, self._trust.seen)
+            self._saved_version = self._trust.version
         if self._shown is not None and self._shown[0].version == head.version:
             if head.issued_at > self._shown[0].issued_at:
                 self._shown = (head, data)

@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 TICK_SECONDS: Final = 1.0
 AT_ONCE: Final = 16
 PROBE_SECONDS: Final = 4.0
-"""For a whole probe: connecting, and one chunk."""
+"""For a probe, but for the bytes of its chunk."""
+LEAST_BYTES_PER_S: Final = 128 * 1024
+"""Of an uplink that is of use to anybody."""
 WAIT_SECONDS: Final = DEFAULT_DOWNLOAD_LIMITS.chunk_wait_s
 """As every client asks, so that a relay cannot tell a probe by its request."""
 AGAIN_SECONDS: Final = 15.0
@@ -44,7 +46,11 @@ BYTES_PER_S: Final = 2 * 2**20
 """What probes of good relays may read together."""
 
 _PATIENCE: Final = TransportLimits(
-    connect_s=PROBE_SECONDS / 2, response_s=PROBE_SECONDS / 2, idle_s=PROBE_SECONDS / 2, total_s=PROBE_SECONDS
+    connect_s=PROBE_SECONDS / 2,
+    response_s=PROBE_SECONDS / 2,
+    idle_s=PROBE_SECONDS / 2,
+    rate_grace_s=PROBE_SECONDS / 2,
+    min_bytes_per_s=LEAST_BYTES_PER_S,
 )
 
 
@@ -102,7 +108,7 @@ class RelayProbes:
         guard = not_nearer(lambda: reach_of(row.place.partition("/")[0]) or Reach.INTERNET)
         transport = Transport(patience=_PATIENCE, may_connect=guard)
         try:
-            async with asyncio.timeout(PROBE_SECONDS):
+            async with asyncio.timeout(PROBE_SECONDS + self._largest_chunk() / LEAST_BYTES_PER_S):
                 return await self._ask(transport, row, now)
         except (ShardcastError, TimeoutError) as error:
             log.info("relay %s of node %s… fails its probe: %s", row.url, row.node[:16], error)
@@ -125,6 +131,10 @@ class RelayProbes:
                 return row.good_at
             raise
         return now if digest(chunk) == payload.chunk_digest(index) else None
+
+    def _largest_chunk(self) -> int:
+        payload = self._payload(None)
+        return 0 if payload is None else payload.chunk_bytes
 
     def _payload(self, version: int | None) -> Payload | None:
         """Return the full payload of a policy, of the newest one for None; None before the first."""

@@ -11,6 +11,7 @@ import enum
 import ipaddress
 import socket
 from collections.abc import Callable, Collection
+from typing import Final
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import DefaultResolver
@@ -26,6 +27,17 @@ class Reach(enum.IntEnum):
     INTERNET = 4
 
 
+_EMBEDDING: Final = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("::/96"))
+"""NAT64, and IPv4-compatible addresses: a gateway may lead on to the IPv4 address at their end."""
+
+
+def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """Return the IPv4 address that an IPv6 address stands for, if any."""
+    if any(address in network for network in _EMBEDDING) and int(address) > 1:  # not :: and ::1
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour
+
+
 class SsrfBlocked(Exception):
     """No address of the named host is far enough away."""
 
@@ -36,15 +48,16 @@ def reach_of(host: str) -> Reach | None:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return None
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
+    if isinstance(address, ipaddress.IPv6Address):
+        address = _embedded(address) or address
     if address.is_unspecified or address.is_multicast:
         return Reach.NOWHERE
     if address.is_loopback:
         return Reach.THIS_MACHINE
     if address.is_link_local:
         return Reach.THIS_LINK
-    return Reach.INTERNET if address.is_global else Reach.THIS_NETWORK
+    is_site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    return Reach.INTERNET if address.is_global and not is_site_local else Reach.THIS_NETWORK
 
 
 def not_nearer(least: Callable[[], Reach], *, own: Collection[str] = ()) -> Callable[[str, str], bool]:
@@ -54,7 +67,7 @@ def not_nearer(least: Callable[[], Reach], *, own: Collection[str] = ()) -> Call
     """
 
     def may_connect(host: str, address: str) -> bool:
-        return host in own or (reach_of(address) or Reach.NOWHERE) >= least()
+        return host.lower() in own or (reach_of(address) or Reach.NOWHERE) >= least()
 
     return may_connect
 

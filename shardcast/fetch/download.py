@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from statistics import median
 from shardcast.errors import LocalFault, NotServed, ShardcastError, TooSlow, Unreachable
 from shardcast.fetch.sources import Sources
 from shardcast.fetch.transport import Transport
-from shardcast.manifest import MIB
+from shardcast.manifest import KIB, MIB
 from shardcast.store.payload_file import PayloadFile
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ DEFAULT_DOWNLOAD_LIMITS = DownloadLimits()
 
 _HOPELESS_SHARE = 1 / 8
 """Of the usual rate: a request below it is as good as hanging."""
+_USEFUL_BYTES_PER_S = 512 * KIB
+"""What a source is measured against where none has delivered for long."""
 _OVERDUE_S = 0.5
 """After the wait that a source was asked for, until its silence counts."""
 _SHORTEST_TRANSFER_S = 0.25
@@ -66,6 +69,10 @@ class _Attempt:
     received: int = 0
     began: float | None = None
     is_hopeless: bool = False
+
+    def rate(self, now: float) -> float:
+        """Return the bytes per second since the first one."""
+        return 0.0 if self.began is None else self.received / max(now - self.began, _SHORTEST_TRANSFER_S)
 
     def progressed(self, received: int) -> None:
         self.received = received
@@ -105,6 +112,8 @@ class Download:
         self._max_in_flight = max(2, min(limits.max_in_flight, fitting))
         self._last_progress = time.monotonic()
         self._resorts = False
+        # Spread out: the workers of a slow tree must not all turn to the operator's sources in one second.
+        self._last_resort_s = limits.last_resort_s * random.uniform(1.0, 2.0)
         self._refusals = Counter[str]()
 
     async def run(self) -> None:
@@ -159,7 +168,8 @@ class Download:
         for index, attempts in by_chunk.items():
             for _, attempt in attempts:
                 attempt.is_hopeless = self._is_hopeless(attempt, now, patience_s)
-            hopeless = [task for task, attempt in attempts if attempt.is_hopeless]
+                self._sources.set_late(attempt.url, late=attempt.is_hopeless)
+            hopeless = [task for task, attempt in attempts if attempt.is_hopeless and not task.done()]
             # Proven sources that are merely slow are not asked for the same chunk one after the other.
             wait_s = patience_s * 2.0 ** min(16, len(attempts) - len(hopeless) - 1)
             late = now - max(attempt.started for _, attempt in attempts) > wait_s
@@ -179,9 +189,10 @@ class Download:
         if attempt.began is None:
             wait_s = self._limits.chunk_wait_s + _OVERDUE_S if self._sources.is_proven(attempt.url) else 0.0
             return now - attempt.started > max(patience_s, wait_s)
-        usual = median(self._recent_rates) if self._recent_rates else 0.0
-        seconds = now - attempt.began
-        return seconds > patience_s and attempt.received < _HOPELESS_SHARE * usual * seconds
+        usual = max([median(self._recent_rates or [0.0]), *(other.rate(now) for other in self._running.values())])
+        if self._needs_last_resort(now):  # all may be as slow
+            usual = max(usual, _USEFUL_BYTES_PER_S)
+        return now - attempt.began > patience_s and attempt.rate(now) < _HOPELESS_SHARE * usual
 
     def _helper(self, index: int, now: float, *, exclude: set[str]) -> str | None:
         url = self._sources.helper(index, now, exclude=exclude)
@@ -191,7 +202,7 @@ class Download:
 
     def _needs_last_resort(self, now: float) -> bool:
         """Whether the other sources have come to nothing, and as long as none of them delivers."""
-        return self._resorts or now - self._last_progress > self._limits.last_resort_s
+        return self._resorts or now - self._last_progress > self._last_resort_s
 
     def _start(self, index: int, url: str, now: float) -> None:
         self._sources.started(url)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from shardcast.errors import Equivocation, PeerFault, ShardcastError, TooSlow, Unreachable
+from shardcast.errors import Equivocation, LocalFault, PeerFault, ShardcastError, TooSlow, Unreachable
 from shardcast.fetch.hedging import STAGGER_S
 from shardcast.fetch.sources import Sources
 from shardcast.manifest import Head
@@ -54,7 +54,10 @@ class _Round:
     def __init__(self, sources: Sources, ask: AskHead, poll_s: float, after: int, timeout_s: float) -> None:
         self._ask, self._poll_s, self._after, self._timeout_s = ask, poll_s, after, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._waiting = deque(sources.by_promise(time.monotonic()))
+        urls = sources.by_promise(time.monotonic())
+        if len(urls) > HEAD_SOURCES:  # one at random: those that are always the best could withhold a head together
+            urls.insert(HEAD_SOURCES - 1, urls.pop(random.randrange(HEAD_SOURCES - 1, len(urls))))
+        self._waiting = deque(urls)
         self._watchers = dict[asyncio.Task[Head], str]()
         self._prompt = set[str]()
         self._fresh, self._errors = False, list[ShardcastError]()
@@ -102,7 +105,7 @@ class _Round:
         self._prompt.discard(self._watchers.pop(watcher))
         try:
             head = watcher.result()
-        except Equivocation:
+        except (Equivocation, LocalFault):
             raise
         except ShardcastError as error:
             self._errors.append(error)
@@ -123,7 +126,7 @@ class _Round:
             outcome = await self._ask(url, self._after, wait_s)
             if isinstance(outcome, Head):
                 self._prompt.add(url)
-            if isinstance(outcome, Equivocation):
+            if isinstance(outcome, Equivocation | LocalFault):
                 raise outcome
             if isinstance(outcome, Head) and outcome.version > self._after:
                 return outcome

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from shardcast.errors import Equivocation, LocalFault, PeerFault, ShardcastError, Unreachable
+from shardcast.errors import Equivocation, LocalFault, NotServed, PeerFault, ShardcastError, Unreachable
 
 STAGGER_S = 0.25
 """After which the next source is asked beside those that have not answered."""
@@ -20,27 +21,37 @@ async def first_accepted(
 ) -> T:
     """Return the first reply that `ask` accepts; a source that does not answer within STAGGER_S delays no other.
 
-    With MAX_AT_ONCE requests open the oldest is given up. `failed` is told of each source that failed. Raises
+    A source that does not have it yet is asked again while others are. With MAX_AT_ONCE requests open one is given up,
+    but for the first two: those of the most promising sources. `failed` is told of each source that failed. Raises
     Equivocation and LocalFault at once, otherwise the most telling error once all have failed: a lie before a failure.
     """
-    waiting, running = iter(urls), dict[asyncio.Task[T], str]()
+    waiting, running = deque(urls), dict[asyncio.Task[T], str]()
+    refused, told = list[str](), set[str]()
     last_error: ShardcastError = Unreachable("no source to ask: configure at least one", code="no_sources")
     try:
         while True:
-            if (url := next(waiting, None)) is not None:
+            if waiting:
                 if len(running) == MAX_AT_ONCE:
-                    await _cancel([next(iter(running))], running)
+                    await _cancel(list(running)[2:3], running)
+                url = waiting.popleft()
                 running[asyncio.create_task(ask(url))] = url
             elif not running:
                 raise last_error
-            timeout_s = None if url is None else STAGGER_S
+            else:
+                waiting.extend(refused)
+                refused.clear()
+            timeout_s = STAGGER_S if waiting or refused else None
             done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 asked = running.pop(task)
                 try:
                     return task.result()
                 except ShardcastError as error:
-                    failed(asked, error)
+                    if asked not in told:
+                        failed(asked, error)
+                        told.add(asked)
+                    if isinstance(error, NotServed):
+                        refused.append(asked)
                     if isinstance(error, Equivocation | LocalFault):
                         raise
                     if not isinstance(last_error, PeerFault) or isinstance(error, PeerFault):

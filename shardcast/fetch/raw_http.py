@@ -15,7 +15,9 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import aiohappyeyeballs
@@ -35,7 +37,9 @@ _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t ]*([\t\x20-\x7e\x80-\xff]*)")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _UNSUPPORTED_FIELDS = {b"transfer-encoding", b"content-encoding", b"upgrade"}
-_NO_CONTENT = 204
+_OK, _NO_CONTENT = 200, 204
+_LOOKUPS = 2
+"""Names looked up at once. A server of names may hang for half a minute: that must hold up nothing but lookups."""
 
 MayConnect = Callable[[str, str], bool]
 """Whether a connection to a URL's host is allowed at an IP address that it resolved to."""
@@ -78,9 +82,23 @@ class ResponseHead:
 def read_head(head: bytes) -> ResponseHead | None:
     """Parse a response head without its final empty line; None if it is not one that is read."""
     first, *fields = head.split(b"\r\n")
-    status, length, keep = _STATUS.fullmatch(first), None, True
-    if status is None or len(fields) > MAX_FIELDS:
+    line = _STATUS.fullmatch(first)
+    if line is None or len(fields) > MAX_FIELDS:
         return None
+    status = int(line[1])
+    framing = _read_framing(fields)
+    if framing is None:
+        # The connection is closed unread: a proxy may frame its own refusals as it likes.
+        return None if status in {_OK, _NO_CONTENT} else ResponseHead(status, 0, keep=False)
+    length, keep = framing
+    if length is None and status != _NO_CONTENT:
+        return None if status == _OK else ResponseHead(status, 0, keep=False)
+    return ResponseHead(status, length or 0, keep)
+
+
+def _read_framing(fields: list[bytes]) -> tuple[int | None, bool] | None:
+    """Return the Content-Length and whether the connection may be kept; None for fields that are not read."""
+    length, keep = None, True
     for field in fields:
         parts = _FIELD.fullmatch(field)
         if parts is None or (name := parts[1].lower()) in _UNSUPPORTED_FIELDS:
@@ -92,9 +110,7 @@ def read_head(head: bytes) -> ResponseHead | None:
             length = int(value)
         elif name == b"connection":
             keep = keep and value.lower() == b"keep-alive"
-    if length is None and int(status[1]) == _NO_CONTENT:
-        length = 0
-    return None if length is None else ResponseHead(int(status[1]), length, keep)
+    return length, keep
 
 
 class RawConnection(asyncio.BufferedProtocol):
@@ -126,6 +142,11 @@ class RawConnection(asyncio.BufferedProtocol):
         self.finished = asyncio.get_running_loop().create_future()
         self.transport.write(request.data)
         return self.finished
+
+    def take_body(self) -> memoryview:
+        """Hand out the body; a connection that waits for its next use must not keep megabytes."""
+        body, self.body = self.body, memoryview(b"")
+        return body
 
     def end(self, *, reusable: bool = False) -> None:
         """Release the caller's buffer, and close the connection unless it is reusable."""
@@ -198,6 +219,7 @@ class ConnectionPool:
         self._idle: list[tuple[RawRequest, RawConnection]] = []
         self._may_connect = may_connect
         self._tls: ssl.SSLContext | None = None
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="lookup")
 
     def acquire_idle(self, request: RawRequest) -> RawConnection | None:
         """Take the most recently used idle connection to the request's host; None if there is none."""
@@ -213,7 +235,7 @@ class ConnectionPool:
     async def connect(self, request: RawRequest) -> RawConnection:
         """Open a new connection. Raises OSError, or Unreachable "not_allowed" if no address of the host is allowed."""
         loop = asyncio.get_running_loop()
-        found = await _addresses(request.host, request.port)
+        found = await self._addresses(request.host, request.port)
         allowed = [info for info in found if self._may_connect(request.host, str(info[4][0]))]
         if not allowed:
             raise Unreachable(
@@ -223,7 +245,7 @@ class ConnectionPool:
         tls = self._tls_context() if request.tls else None
         try:
             _, link = await loop.create_connection(
-                RawConnection, sock=sock, ssl=tls, server_hostname=request.host if tls else None
+                RawConnection, sock=sock, ssl=tls, server_hostname=request.host.rstrip(".") if tls else None
             )
         except BaseException:
             with contextlib.suppress(OSError):
@@ -244,6 +266,7 @@ class ConnectionPool:
             link.expiry.cancel()
             link.end()
         self._idle.clear()
+        self._lookups.shutdown(wait=False, cancel_futures=True)
         await asyncio.sleep(0)  # lets asyncio close the sockets
 
     def _tls_context(self) -> ssl.SSLContext:
@@ -251,13 +274,13 @@ class ConnectionPool:
             self._tls = ssl.create_default_context()
         return self._tls
 
-
-async def _addresses(host: str, port: int) -> Sequence[aiohappyeyeballs.AddrInfoType]:
-    """Resolve a host; an IP address is not looked up."""
-    try:
-        literal = ipaddress.ip_address(host)
-    except ValueError:
-        return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    if literal.version == 4:
-        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
-    return [(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port, 0, 0))]
+    async def _addresses(self, host: str, port: int) -> Sequence[aiohappyeyeballs.AddrInfoType]:
+        """Resolve a host; an IP address is not looked up."""
+        try:
+            literal = ipaddress.ip_address(host)
+        except ValueError:
+            look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            return await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
+        if literal.version == 4:
+            return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
+        return [(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port, 0, 0))]

@@ -63,6 +63,7 @@ class Source:
     quarantine_reason: ShardcastError | None = None
     is_proven: bool = False
     has_answered: bool = False
+    is_late: bool = False
     failed_chunks: int = 0
     lags_since: float | None = None
     _consecutive: int = 0
@@ -181,7 +182,10 @@ class Sources:
         prompt = [source for source in usable if not self._lags(source, now)]
         for source in prompt:
             if source.is_proven or not any(other.is_proven for other in prompt):
-                return source.url if self._has_room(source) else None
+                if self._has_room(source):
+                    return source.url
+                if not source.is_late:
+                    return None
             if self._may_probe(source):
                 return source.url
         return self.draw(now) or next((source.url for source in usable if self._has_room(source)), None)
@@ -220,6 +224,7 @@ class Sources:
         ]
         if not ready:
             return None
+        ready = [source for source in ready if not self._lags(source, now)] or ready
         if not any(source.is_proven for source in ready):  # each gets its turn
             fewest = min(source.failed_chunks for source in ready)
             ready = [source for source in ready if source.failed_chunks == fewest]
@@ -269,6 +274,7 @@ class Sources:
     def finished(self, url: str) -> None:
         if (source := self._sources.get(url)) is not None:
             source.in_flight = max(0, source.in_flight - 1)
+            source.is_late = False
 
     def succeeded(self, url: str, *, received_bytes: int, seconds: float, now: float) -> None:
         """Record a verified transfer; `seconds` counts from the request, waiting included."""
@@ -292,10 +298,16 @@ class Sources:
                 source.failed_chunks += 1
                 source.back_off(now, self.limits, self._rng)
 
+    def set_late(self, url: str, *, late: bool) -> None:
+        """Note whether a request in flight is as good as lost: nobody waits for this source meanwhile."""
+        if (source := self._sources.get(url)) is not None:
+            source.is_late = late
+
     def lagged(self, url: str, now: float) -> None:
         """Record that a source waited for a chunk in vain, as an honest relay does whose own upstream lags."""
         if (source := self._sources.get(url)) is not None:
             source.has_answered = True
+            source.sample_success(0.0, now, self.limits)
             source.lags_since = now if source.lags_since is None else source.lags_since
 
     def failed(self, url: str, error: ShardcastError, now: float, *, of_chunk: bool = False) -> None:

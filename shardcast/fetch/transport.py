@@ -84,8 +84,8 @@ class Transport:
         """Fill `into` with an unverified chunk of payload `name`, waiting up to `wait_s` for the peer to have it."""
         address = f"{url}/v1/payloads/{name}/{index}?wait={max(0.0, wait_s):.3f}"
         within_s = wait_s + self._patience.response_s
-        connection = await self._request(address, into=into, within_s=within_s, progress=progress)
-        size = _body_size(address, connection.response, len(into))
+        response, _ = await self._request(address, into=into, within_s=within_s, progress=progress)
+        size = _body_size(address, response, len(into))
         if size != len(into):
             raise Malformed(f"{url} sent {size or 0} bytes of {len(into)}", code="wrong_length")
 
@@ -97,9 +97,9 @@ class Transport:
 
     async def _get(self, address: str, max_bytes: int, *, wait_s: float = 0.0) -> bytes | None:
         """Return the body of a 200, None for a 204; raise a typed error for anything else."""
-        connection = await self._request(address, max_bytes=max_bytes, within_s=wait_s + self._patience.response_s)
-        size = _body_size(address, connection.response, max_bytes)
-        return None if size is None else bytes(connection.body)
+        within_s = wait_s + self._patience.response_s
+        response, body = await self._request(address, max_bytes=max_bytes, within_s=within_s)
+        return None if _body_size(address, response, max_bytes) is None else bytes(body)
 
     async def _request(
         self,
@@ -109,7 +109,7 @@ class Transport:
         into: memoryview | None = None,
         max_bytes: int = 0,
         progress: Progress | None = None,
-    ) -> RawConnection:
+    ) -> tuple[ResponseHead | None, memoryview]:
         """Send a request and read its response, which must begin within `within_s`."""
         request = RawRequest.for_url(address)
         if request is None:  # usually supplied by others: a LocalFault would end the whole fetch
@@ -130,7 +130,7 @@ class Transport:
             if connection.is_malformed:
                 raise Malformed(f"{address} sent a response that is not read: not HTTP/1.1 with one Content-Length")
             if connection.is_whole:
-                return connection
+                return connection.response, connection.take_body()
             if is_new or not connection.is_silent:  # a server may close a connection just as it is used again
                 raise Unreachable(f"{address}: the connection was closed before the end of the response")
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from broadcast_scene import PUBLIC, RUN_ID, Scene, fetched, row
 
-from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, HostileExchange, HostileRelay
+from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, HostileExchange, HostileRelay, prove_then
 from shardcast import Client, DownloadLimits
+from shardcast.errors import NotServed
+from shardcast.fetch.hedging import first_accepted
 
 ENOUGH_S = 40.0
 """On a busy machine; each hanging source alone would be waited for that long."""
@@ -96,3 +98,45 @@ async def test_a_last_resort_serves_a_worker_whose_every_relay_hangs(scene: Scen
     async with asyncio.timeout(ENOUGH_S), joining(scene, download_limits=SOON) as client:
         client.set_sources(bad, stripes=[bad[:2], bad[2:]], last_resort=[scene.url])
         assert await fetched(client) == scene.weights
+
+
+SLOWLY = "a rate just above the limit"
+
+
+async def test_first_parents_that_trickle_from_their_first_byte_are_gone_round(scene: Scene, hostile: Start) -> None:
+    """Before anything was delivered there was no rate to compare with, and a stripe waited for its parent alone."""
+    bad = [await hostile(SLOWLY) for _ in range(2)]
+    async with asyncio.timeout(ENOUGH_S), joining(scene, download_limits=SOON) as client:
+        client.set_sources([], stripes=[[bad[0], scene.url], [bad[1], scene.url]])
+        assert await fetched(client) == scene.weights
+
+
+async def test_more_trickling_sources_than_slots_do_not_hold_the_slots(scene: Scene, hostile: Start) -> None:
+    bad = [await hostile(SLOWLY) for _ in range(20)]
+    async with asyncio.timeout(ENOUGH_S), joining(scene, *bad, scene.url, download_limits=SOON) as client:
+        assert await fetched(client) == scene.weights
+
+
+async def test_proven_sources_that_then_have_nothing_yet_are_left_to_wait(scene: Scene, hostile: Start) -> None:
+    """To answer that a chunk has not come yet cost a source nothing, and held four of sixteen slots each time."""
+    waits = BEHAVIOURS["waits, then has no chunk yet"].act
+    bad = [await hostile(Behaviour("chunks", prove_then(waits, chunks=4))) for _ in range(4)]
+    async with asyncio.timeout(ENOUGH_S), joining(scene, *bad, scene.url) as client:
+        assert await fetched(client) == scene.weights
+
+
+async def test_who_shows_a_head_first_cannot_withhold_its_manifest() -> None:
+    """The others did not have it yet when they were asked, and were not asked again."""
+    asked = 0
+
+    async def ask(url: str) -> str:
+        nonlocal asked
+        if url == "first":
+            await asyncio.sleep(3600)
+        asked += 1
+        if asked < 3:
+            raise NotServed("it is on its way")
+        return url
+
+    async with asyncio.timeout(ENOUGH_S):
+        assert await first_accepted(["first", "later"], ask, failed=lambda _url, _error: None) == "later"

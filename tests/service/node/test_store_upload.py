@@ -128,6 +128,11 @@ async def test_a_coordinator_on_this_machine_may_have_its_store_here(body: Path)
         ("8.8.8.8", Reach.INTERNET),
         ("2606:4700::1", Reach.INTERNET),
         ("store.example", None),
+        ("64:ff9b::a9fe:a9fe", Reach.THIS_LINK),
+        ("64:ff9b::808:808", Reach.INTERNET),
+        ("2002:7f00:1::1", Reach.THIS_MACHINE),
+        ("::7f00:1", Reach.THIS_MACHINE),
+        ("fec0::1", Reach.THIS_NETWORK),
     ],
 )
 def test_how_far_an_address_is(address: str, reach: Reach | None) -> None:

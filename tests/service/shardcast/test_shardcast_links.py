@@ -212,6 +212,11 @@ HOSTILE_ANSWERS: dict[str, tuple[bytes, type[ShardcastError], str]] = {
     "not yet": (answer(b"{}", "503 Service Unavailable"), NotServed, "not_yet"),
     "refused": (answer(b"{}", "404 Not Found"), NotServed, "not_served"),
     "a body for what has none": (answer(BODY, "304 Not Modified"), NotServed, "not_served"),
+    "refused in chunks, by a proxy": (
+        b"HTTP/1.1 502 Bad Gateway\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        NotServed,
+        "not_served",
+    ),
     "part": (answer(BODY, "206 Partial Content", "Content-Range: bytes 0-16383/99999"), NotServed, "not_served"),
 }
 
