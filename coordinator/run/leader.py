@@ -78,8 +78,8 @@ class Leader:
                 stop.wait(POLL_SECONDS)
         finally:
             self._leading = False
-            probing.join()
             leadership.release()
+            probing.join()
 
     def work(self, now: float) -> None:
         """Run the tasks that are due; one that fails is retried after its period."""

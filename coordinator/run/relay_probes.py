@@ -12,18 +12,18 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from coordinator.run.home import Home
-from coordinator.run.relays import RELAY_SECONDS
+from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS
 from coordinator.storage import locks
-from coordinator.storage.faults import DatabaseFault
-from coordinator.storage.relays import RegisteredRelay, note_probe, relays_seen_since
-from coordinator.storage.steps import manifest_of
+from coordinator.storage.relays import ProbedRelay, RegisteredRelay, note_probe, relays_seen_since
+from coordinator.storage.steps import manifest_of, newest_head
 from coordinator.storage.verdicts import clock
 from node.client.ssrf import Reach, not_nearer, reach_of
-from shardcast.errors import NotServed, NoVersionYet, ShardcastError
+from shardcast.errors import CorruptChunk, Malformed, NotServed, NoVersionYet, PeerFault, ShardcastError
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS
 from shardcast.fetch.transport import Transport, TransportLimits
 from shardcast.manifest import Payload, open_manifest
@@ -42,6 +42,9 @@ WAIT_SECONDS: Final = DEFAULT_DOWNLOAD_LIMITS.chunk_wait_s
 AGAIN_SECONDS: Final = 15.0
 MAX_AGAIN_SECONDS: Final = 300.0
 """Until a relay that failed several times is probed again."""
+DOUBT_SECONDS: Final = 5.0
+FORGIVEN: Final = 2
+"""Failures in a row, of a good relay that may be busy, for which others are still told of it."""
 BYTES_PER_S: Final = 2 * 2**20
 """What probes of good relays may read together."""
 
@@ -54,11 +57,24 @@ _PATIENCE: Final = TransportLimits(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Policies:
+    """The newest policy, -1 before the first, and the payloads of those that relays are asked for."""
+
+    newest: int
+    payloads: Mapping[int, Payload]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return max((payload.chunk_bytes for payload in self.payloads.values()), default=0)
+
+
 class RelayProbes:
     """Probes the relays of one run, while `leads` says so."""
 
     def __init__(self, home: Home, *, leads: Callable[[], bool] = lambda: True) -> None:
         self._home, self._leads = home, leads
+        self._chunk_bytes = 0
 
     def run(self, stop: threading.Event) -> None:
         """Probe what is due, every second, until `stop` is set."""
@@ -67,7 +83,7 @@ class RelayProbes:
                 continue
             try:
                 self.probe_due(clock())
-            except (DatabaseFault, OSError) as error:
+            except Exception as error:  # noqa: BLE001  (nobody would notice that a thread has ended)
                 log.warning("could not probe relays, retrying: %s", error)
 
     def probe_due(self, now: float) -> int:
@@ -77,69 +93,95 @@ class RelayProbes:
         """
         with self._home.database.read() as connection:
             rows = relays_seen_since(connection, now - RELAY_SECONDS)
+        if not rows:
+            return 0
         good = sum(row.good_at is not None for row in rows)
-        due = [row for row in rows if self._is_due(row, good, now)]
+        apart_s = min(GOOD_SECONDS / 3, good * self._chunk_bytes / BYTES_PER_S)
+        due = [row for row in rows if _is_due(row, apart_s, now)]
         random.shuffle(due)
         known = sorted((row for row in due if row.probed_at is not None), key=lambda row: row.probed_at or 0.0)
         new = [row for row in due if row.probed_at is None]
         drawn = [*known[: AT_ONCE // 2], *new, *known[AT_ONCE // 2 :]][:AT_ONCE]
         if drawn:
-            asyncio.run(self._probe_all(drawn, now))
+            held = self._policies(drawn)
+            self._chunk_bytes = held.chunk_bytes
+            probed = asyncio.run(self._probe_all(drawn, held, now))
+            with self._home.database.write(durable=False) as connection:
+                locks.leasing(connection)
+                for one in probed:
+                    note_probe(connection, one, now=now)
         return len(drawn)
 
-    def _is_due(self, row: RegisteredRelay, good: int, now: float) -> bool:
-        if row.probed_at is None or row.probed_at > now:
-            return True
-        if row.good_at is None:
-            return now - row.probed_at >= min(MAX_AGAIN_SECONDS, AGAIN_SECONDS * 2.0 ** min(row.failed_probes - 1, 16))
-        payload = self._payload(None)
-        apart_s = 0.0 if payload is None else good * payload.chunk_bytes / BYTES_PER_S
-        return now - row.probed_at >= max(AGAIN_SECONDS, apart_s)
+    async def _probe_all(self, rows: Sequence[RegisteredRelay], held: _Policies, now: float) -> list[ProbedRelay]:
+        found = await asyncio.gather(*(self._probe(row, held, now) for row in rows), return_exceptions=True)
+        return [one for one in found if isinstance(one, ProbedRelay)]
 
-    async def _probe_all(self, rows: Sequence[RegisteredRelay], now: float) -> None:
-        found = await asyncio.gather(*(self._probe(row, now) for row in rows))
-        with self._home.database.write(durable=False) as connection:
-            locks.leasing(connection)
-            for row, good_at in zip(rows, found, strict=True):
-                note_probe(connection, row, good_at=good_at, now=now)
-
-    async def _probe(self, row: RegisteredRelay, now: float) -> float | None:
-        """Return when it was last good: now if it serves, as before if it only lags, None if it failed."""
-        guard = not_nearer(lambda: reach_of(row.place.partition("/")[0]) or Reach.INTERNET)
+    async def _probe(self, row: RegisteredRelay, held: _Policies, now: float) -> ProbedRelay:
+        """Ask a relay for a chunk. One that only lags stays as it was, and a good one may fail twice in a row."""
+        announcer = reach_of(row.place.partition("/")[0])
+        guard = not_nearer(lambda: Reach.INTERNET if announcer is None else announcer)
         transport = Transport(patience=_PATIENCE, may_connect=guard)
         try:
-            async with asyncio.timeout(PROBE_SECONDS + self._largest_chunk() / LEAST_BYTES_PER_S):
-                return await self._ask(transport, row, now)
+            async with asyncio.timeout(PROBE_SECONDS + held.chunk_bytes / LEAST_BYTES_PER_S):
+                if await self._serves(transport, row, held):
+                    return ProbedRelay(row, good_at=now, failed_probes=0)
+                return ProbedRelay(row, good_at=row.good_at, failed_probes=row.failed_probes)
         except (ShardcastError, TimeoutError) as error:
             log.info("relay %s of node %s… fails its probe: %s", row.url, row.node[:16], error)
-            return None
+            failed = row.failed_probes + 1
+            is_forgiven = failed <= FORGIVEN and not isinstance(error, PeerFault)
+            return ProbedRelay(row, good_at=row.good_at if is_forgiven else None, failed_probes=failed)
         finally:
             await transport.close()
 
-    async def _ask(self, transport: Transport, row: RegisteredRelay, now: float) -> float | None:
-        payload = self._payload(row.version)
-        if payload is None:  # before the first policy it can only be there
+    async def _serves(self, transport: Transport, row: RegisteredRelay, held: _Policies) -> bool:
+        """Return whether it serves; False if it only lags. Raises ShardcastError."""
+        if held.newest < 0:  # before the first policy it can only be there
             with contextlib.suppress(NoVersionYet):
                 await transport.head(row.url, after=-1, wait_s=0.0)
-            return now
-        index = random.randrange(payload.chunk_count)
-        chunk = memoryview(bytearray(payload.chunk_length(index)))
-        try:
-            await transport.chunk(row.url, payload.digest, index, into=chunk, wait_s=WAIT_SECONDS)
-        except NotServed:
-            if row.version is None:  # it is fetching, and was good while there was nothing to fetch
-                return row.good_at
-            raise
-        return now if digest(chunk) == payload.chunk_digest(index) else None
+            return True
+        if row.version is not None and row.version > held.newest:
+            raise Malformed(f"it says that it holds policy {row.version} of {held.newest}")
+        # What it announced may be dropped since for a newer one.
+        for version in dict.fromkeys((held.newest if row.version is None else row.version, held.newest)):
+            if (payload := held.payloads.get(version)) is None:
+                continue
+            index = random.randrange(payload.chunk_count)
+            chunk = memoryview(bytearray(payload.chunk_length(index)))
+            try:
+                await transport.chunk(row.url, payload.digest, index, into=chunk, wait_s=WAIT_SECONDS)
+            except NotServed as error:
+                if error.code == "not_yet" or version < held.newest:
+                    continue
+                raise
+            if digest(chunk) != payload.chunk_digest(index):
+                raise CorruptChunk(f"chunk {index} of policy {version} is wrong")
+            return True
+        return False
 
-    def _largest_chunk(self) -> int:
-        payload = self._payload(None)
-        return 0 if payload is None else payload.chunk_bytes
-
-    def _payload(self, version: int | None) -> Payload | None:
-        """Return the full payload of a policy, of the newest one for None; None before the first."""
+    def _policies(self, rows: Sequence[RegisteredRelay]) -> _Policies:
+        """Read the manifests that probes of `rows` need, each once."""
         with self._home.database.read() as connection:
-            manifest = manifest_of(connection, version)
-        if manifest is None:
-            return None
-        return open_manifest(manifest, run_id=self._home.run_id, publisher_key=self._home.public_key).manifest.full
+            head = newest_head(connection)
+            newest = -1 if head is None else head[0]
+            wanted = {row.version for row in rows if row.version is not None and row.version < newest} | {newest}
+            found = {version: manifest_of(connection, version) for version in wanted if version >= 0}
+        run_id, key = self._home.run_id, self._home.public_key
+        return _Policies(
+            newest,
+            {
+                version: open_manifest(manifest, run_id=run_id, publisher_key=key).manifest.full
+                for version, manifest in found.items()
+                if manifest is not None
+            },
+        )
+
+
+def _is_due(row: RegisteredRelay, apart_s: float, now: float) -> bool:
+    if row.probed_at is None or row.probed_at > now:
+        return True
+    if row.good_at is None:
+        wait_s = min(MAX_AGAIN_SECONDS, AGAIN_SECONDS * 2.0 ** min(max(0, row.failed_probes - 1), 16))
+    else:
+        wait_s = DOUBT_SECONDS if row.failed_probes else max(AGAIN_SECONDS, apart_s)
+    return now - row.probed_at >= wait_s

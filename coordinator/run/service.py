@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
 from coordinator.run.home import Home
 from coordinator.run.relays import RelayRegistry
-from coordinator.storage import accounts, instances, log, nodes, uploads, work
+from coordinator.storage import accounts, instances, locks, log, nodes, uploads, work
 from coordinator.storage.blobs import Upload, UploadStore
 from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import Incoming
@@ -92,6 +92,7 @@ class Coordinator:
     ) -> LeaseReply:
         """Lease slots to a node that requests them from network `address`."""
         quota = work.AddressQuota(address, self._leases_per_address)
+        locks.leasing(connection)  # before the node's row, which others change while they hold it
         instances.record_activity(connection, node, request.instance, now=now)
         return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now, quota=quota)
 

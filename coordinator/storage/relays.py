@@ -31,11 +31,21 @@ class RegisteredRelay:
     failed_probes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ProbedRelay:
+    """What a probe found of a relay, as RegisteredRelay has it."""
+
+    relay: RegisteredRelay
+    good_at: float | None
+    failed_probes: int
+
+
 def put_relay(connection: Connection, relay: RegisteredRelay, *, forget_before: float, most: int) -> None:
     """Replace the node's announcement and delete those last seen before `forget_before`.
 
     What probes found is kept while its URL stays. With `most` other relays, one that serves nothing gives way: of the
-    place that has most of those, first one that failed its probes. Raises Refusal if all are good.
+    place that has most of those, first one that failed its probes. Where all serve, one of the place that has most
+    gives way; raises Refusal if no place has two.
     """
     connection.execute(delete(relays).where(relays.c.seen_at < forget_before))
     known = relays_seen_since(connection, forget_before)
@@ -46,15 +56,18 @@ def put_relay(connection: Connection, relay: RegisteredRelay, *, forget_before: 
     values = asdict(relay)
     if before is not None and before.url == relay.url:
         values |= {name: getattr(before, name) for name in ("good_at", "probed_at", "failed_probes")}
+        if before.version is None and relay.version is not None:
+            values["probed_at"] = None  # now there is something to ask for
     connection.execute(delete(relays).where(relays.c.node == relay.node))
     connection.execute(insert(relays).values(values))
 
 
 def _least_useful(rows: Sequence[RegisteredRelay]) -> RegisteredRelay:
-    idle = [row for row in rows if row.good_at is None]
-    if not idle:
-        raise Refusal(Reason.TOO_MANY_REQUESTS, "The list of relays is full.")
+    # Many keys may announce one good URL: so the good ones of a crowded place are not safe either.
+    idle = [row for row in rows if row.good_at is None] or rows
     crowds = Counter(row.place for row in idle)
+    if idle is rows and max(crowds.values()) == 1:
+        raise Refusal(Reason.TOO_MANY_REQUESTS, "The list of relays is full.")
     return max(idle, key=lambda row: (crowds[row.place], row.failed_probes, -row.seen_at))
 
 
@@ -65,8 +78,8 @@ def relays_seen_since(connection: Connection, since: float) -> Sequence[Register
     return [RegisteredRelay(*row) for row in found]
 
 
-def note_probe(connection: Connection, relay: RegisteredRelay, *, good_at: float | None, now: float) -> None:
-    """Store what a probe of `relay` found, unless it has announced another URL since; `good_at` None: it failed."""
-    same = (relays.c.node == relay.node) & (relays.c.url == relay.url)
-    failed = 0 if good_at is not None else relays.c.failed_probes + 1
-    connection.execute(update(relays).where(same).values(good_at=good_at, probed_at=now, failed_probes=failed))
+def note_probe(connection: Connection, found: ProbedRelay, *, now: float) -> None:
+    """Store what a probe found, unless the relay has announced another URL since."""
+    same = (relays.c.node == found.relay.node) & (relays.c.url == found.relay.url)
+    values = {"good_at": found.good_at, "failed_probes": found.failed_probes, "probed_at": now}
+    connection.execute(update(relays).where(same).values(values))

@@ -76,11 +76,12 @@ def note_return(connection: Connection, node: str, *, batch: BatchSpec, now: flo
         update(nodes)
         .where(nodes.c.node == node)
         .values(returned=nodes.c.returned + 1)
-        .returning(nodes.c.returned, nodes.c.admitted)
+        .returning(nodes.c.returned, nodes.c.admitted, nodes.c.not_before)
     ).one()
     beyond = row.returned - 1 - min(FREE_RETURNS, row.admitted)
     if beyond > 0:
         wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(beyond - 1, 30))
+        wait = max(wait, backoff_seconds(row.not_before, batch=batch, now=now))
         connection.execute(update(nodes).where(nodes.c.node == node).values(not_before=now + wait))
 
 

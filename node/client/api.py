@@ -109,8 +109,8 @@ class CoordinatorClient:
 
     @property
     def reach(self) -> Reach:
-        """How far the nearest coordinator is: what it names is called no nearer (`node.client.ssrf`)."""
-        return self._caller.nearest()
+        """How far the coordinator in use is: what it names is called no nearer (`node.client.ssrf`)."""
+        return self._caller.current_reach
 
     def now(self) -> float:
         """Return the estimated clock of the coordinator in use, in Unix seconds."""

@@ -51,10 +51,6 @@ class CoordinatorReply:
     request_id: str
 
 
-def _literal(url: str) -> Reach | None:
-    return reach_of(urlsplit(url).hostname or "")
-
-
 class CoordinatorTransport:
     """Transport to the coordinators of one run under one key; without a key, unsigned requests only.
 
@@ -78,12 +74,14 @@ class CoordinatorTransport:
         self._backoff = backoff
         self._clock = clock
         self._exchanges: dict[str, Exchange] = {}
+        self._is_closed = False
         self._clock_offsets: dict[str, float] = {}
         self._away_since: float | None = None
         self._outage_logged = False
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; nothing can be sent afterwards."""
+        self._is_closed = True
         for exchange in list(self._exchanges.values()):
             await exchange.close()
 
@@ -95,10 +93,12 @@ class CoordinatorTransport:
         """Return the reach of the coordinator at `url`; INTERNET if it is no longer connected."""
         return self._exchanges[url].reach if url in self._exchanges else Reach.INTERNET
 
-    def nearest(self) -> Reach:
-        """Return the reach of the nearest coordinator; INTERNET while none is known by its address."""
-        known = [self._exchanges[url].reach if url in self._exchanges else _literal(url) for url in self.endpoints.urls]
-        return min((reach for reach in known if reach is not None), default=Reach.INTERNET)
+    @property
+    def current_reach(self) -> Reach:
+        """The reach of the coordinator in use; INTERNET while its address is not known."""
+        url = self.endpoints.current
+        literal = reach_of(urlsplit(url).hostname or "")
+        return self.reach(url) if literal is None else literal
 
     def set_urls(self, urls: Iterable[str]) -> None:
         """Replace the endpoints (`Endpoints.replace`); requests in flight complete where they are."""
@@ -142,6 +142,8 @@ class CoordinatorTransport:
         if measured is not None:
             headers["Authorization"], envelope = self._sign(url, request, *measured)
             request_id, body_bytes = digest(envelope), 0 if request.elsewhere else measured[1]
+        if self._is_closed:  # a task that outlives its client would open connections that nobody closes
+            raise Unavailable("the client is closed", code="closed")
         if url not in self._exchanges:
             self._exchanges[url] = Exchange(url, limits=self._limits)
         reply = await self._exchanges[url].send(request, body_bytes=body_bytes, headers=headers)

@@ -84,6 +84,7 @@ class Exchange:
         self.limits = limits
         self.in_flight = 0
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
         self._resolver = SsrfGuardResolver()
 
     @property
@@ -96,6 +97,7 @@ class Exchange:
 
     async def close(self) -> None:
         """Close the connections; nothing can be sent afterwards."""
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -115,6 +117,8 @@ class Exchange:
             self.in_flight -= 1
 
     async def _send(self, request: Request, body_bytes: int, headers: Mapping[str, str]) -> Reply:
+        if self._is_closed:
+            raise Unavailable("the client is closed", code="closed")
         if self._session is None:
             self._session = new_session(self.limits, self._resolver)
         async with self._session.request(

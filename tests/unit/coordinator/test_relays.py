@@ -10,7 +10,7 @@ import pytest
 from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS, RelayRegistry
 from coordinator.storage.database import Database
 from coordinator.storage.places import place_of
-from coordinator.storage.relays import RegisteredRelay, note_probe, relays_seen_since
+from coordinator.storage.relays import ProbedRelay, RegisteredRelay, note_probe, relays_seen_since
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement
 from node.protocol.reasons import Refusal
 from shardcast.errors import Malformed
@@ -54,7 +54,8 @@ def announce(
     if probe is not None:
         with registry._database.write() as connection:
             relay = next(row for row in relays_seen_since(connection, 0.0) if row.node == node(number))
-            note_probe(connection, relay, good_at=now if probe else None, now=now)
+            found = ProbedRelay(relay, good_at=now if probe else None, failed_probes=0 if probe else 1)
+            note_probe(connection, found, now=now)
 
 
 def known(registry: RelayRegistry) -> dict[str, RegisteredRelay]:
@@ -123,6 +124,8 @@ def test_a_relay_does_not_rise_by_praising_itself(registry: RelayRegistry) -> No
 def test_places_are_networks() -> None:
     assert place_of("192.0.2.77") == place_of("192.0.2.3") == "192.0.2.0/24"
     assert place_of("2001:db8:1:2::3") == "2001:db8:1::/48"
+    assert place_of("2001:db8:1:2::/64") == "2001:db8:1::/48", "as requests are counted"
+    assert place_of("::ffff:192.0.2.3") == "192.0.2.0/24"
     assert place_of("not an address") == ""
 
 
@@ -186,11 +189,22 @@ def test_a_list_of_relays_that_all_serve_takes_no_more_and_keeps_those_on_it(
     registry: RelayRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.run.relays.MAX_RELAYS", 2)
-    announce(registry, 1)
-    announce(registry, 2)
+    announce(registry, 1, address="203.0.113.1")
+    announce(registry, 2, address="198.51.100.1")
     with pytest.raises(Refusal, match="full"):
         announce(registry, 3)
-    announce(registry, 2, now=NOW + 15, probe=None)
+    announce(registry, 2, address="198.51.100.1", now=NOW + 15, probe=None)
+
+
+def test_many_keys_that_announce_one_good_url_give_way(
+    registry: RelayRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.run.relays.MAX_RELAYS", 3)
+    for number in (1, 2, 3):
+        announce(registry, number, at=url(0), address="203.0.113.1")
+    announce(registry, 4)
+    announce(registry, 5, address="198.51.100.1")
+    assert {node(4), node(5)} <= set(known(registry))
 
 
 @pytest.mark.parametrize(
