@@ -114,7 +114,15 @@ class RelayProbes:
 
     async def _probe_all(self, rows: Sequence[RegisteredRelay], held: _Policies, now: float) -> list[ProbedRelay]:
         found = await asyncio.gather(*(self._probe(row, held, now) for row in rows), return_exceptions=True)
-        return [one for one in found if isinstance(one, ProbedRelay)]
+        probed = []
+        for row, one in zip(rows, found, strict=True):
+            if isinstance(one, ProbedRelay):
+                probed.append(one)
+                continue
+            # A defect of ours must cost neither the other probes nor a probe each second.
+            log.error("the probe of relay %s ended unforeseen", row.url, exc_info=one)
+            probed.append(ProbedRelay(row, good_at=None, failed_probes=row.failed_probes + 1))
+        return probed
 
     async def _probe(self, row: RegisteredRelay, held: _Policies, now: float) -> ProbedRelay:
         """Ask a relay for a chunk. One that only lags stays as it was, and a good one may fail twice in a row."""

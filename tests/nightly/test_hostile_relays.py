@@ -7,8 +7,6 @@ announced relays.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from broadcast_scene import PUBLIC, RUN_ID, Scene, fetched
@@ -19,14 +17,6 @@ from shardcast import Client, Relay
 
 ENOUGH_S = 60.0
 """On a busy machine; before sources had to prove themselves, ten of the behaviours cost more on a quiet one."""
-
-
-@pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    made = Scene(tmp_path)
-    await made.publish(1)
-    yield made
-    await made.close()
 
 
 def test_there_are_fifty_behaviours() -> None:

@@ -1,0 +1,1 @@
+from attacked import scene  # noqa: F401  (fixtures)
