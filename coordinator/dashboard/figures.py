@@ -12,8 +12,9 @@ import msgspec
 from coordinator.dashboard.history import History, Step
 from coordinator.dashboard.relay_tree import RelayView, relay_view
 from coordinator.run.relays import RelayRegistry
-from coordinator.storage import log, nodes, tallies, work
+from coordinator.storage import log, nodes, tallies
 from coordinator.storage.database import Connection
+from coordinator.storage.progress import progress
 from coordinator.storage.steps import PublishedPolicy, finished_steps
 from coordinator.storage.submissions import queue_length
 from coordinator.storage.tallies import DAY, HOUR, MINUTE, Tally, VerdictKind
@@ -116,7 +117,7 @@ def read_figures(
     connection: Connection, registry: RelayRegistry, history: History, *, spec: RunSpec, now: float
 ) -> RunPage:
     """Read the run's figures at `now` (Unix seconds)."""
-    at = work.progress(connection)
+    at = progress(connection)
     whole = tallies.whole_run(connection)
     first = [tally for tally in whole if tally.kind is not VerdictKind.SECOND]
     slots = slot_counts(connection)

@@ -18,9 +18,10 @@ from prometheus_client.registry import Collector
 from coordinator.run.home import Home
 from coordinator.run.leader import last_leader
 from coordinator.run.status import ACTIVE_SECONDS
-from coordinator.storage import log, nodes, pools, tallies, work
+from coordinator.storage import log, nodes, pools, tallies
 from coordinator.storage.database import Connection
 from coordinator.storage.faults import DatabaseFault
+from coordinator.storage.progress import progress
 from coordinator.storage.relays import relays_seen_since
 from coordinator.storage.schema import LeaseState
 from coordinator.storage.steps import finished_steps, newest_finished_step
@@ -118,7 +119,7 @@ class RunCollector(Collector):
 
 
 def _progress(connection: Connection, *, total_steps: int) -> Iterator[Metric]:
-    at, finished = work.progress(connection), finished_steps(connection)
+    at, finished = progress(connection), finished_steps(connection)
     yield _gauge("swarmproof_policy_version", "Newest policy, -1 before the first.", at.head)
     yield _gauge("swarmproof_next_step", "First training step without a batch.", at.next_step)
     yield family("counter", "swarmproof_steps_finished", "Training steps whose policy is published.", finished)
@@ -186,7 +187,7 @@ def _verdicts(connection: Connection) -> Iterator[Metric]:
 def _leases(connection: Connection) -> Iterator[Metric]:
     yield _gauge("swarmproof_active_leases", "Leases that nodes hold.", count_leases(connection, LeaseState.ACTIVE))
     ended = CounterMetricFamily("swarmproof_leases_ended", "Leases that ended without a submission.", labels=["how"])
-    for state in (LeaseState.RETURNED, LeaseState.EXPIRED):
+    for state in (LeaseState.RETURNED, LeaseState.EXPIRED, LeaseState.OVERTAKEN):
         ended.add_metric([state.value], count_leases(connection, state))
     yield ended
 

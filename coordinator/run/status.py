@@ -6,8 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from coordinator.run.leader import last_leader
-from coordinator.storage import log, nodes, relays, steps, totals, work
+from coordinator.storage import log, nodes, relays, steps, totals
 from coordinator.storage.database import Connection
+from coordinator.storage.progress import progress
 from node.protocol.run import StandingSpec
 from node.protocol.standing import Standing
 
@@ -25,7 +26,7 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
     """Return the run's status at `now` as JSON values."""
     home = coordinator.home
     with home.database.read() as connection:
-        at = work.progress(connection)
+        at = progress(connection)
         finished = steps.finished_steps(connection)
         return {
             "run_id": home.run_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, func, select, union_all
 
 from coordinator.storage import stakes, standing, work
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import RECHECK_DUE, log_entries, nodes, submissions
 from node.client.http import printable
 from node.protocol.admission import Outcome
@@ -24,7 +25,7 @@ def standing_report(connection: Connection, node: str, *, spec: RunSpec, now: fl
     """Return the node's account at `now`; an unknown node's is a new one's."""
     row = connection.execute(select(nodes).where(nodes.c.node == node)).first()
     of_slots = Standing() if row is None else Standing(verified=row.verified, strikes=row.strikes)
-    banned, over = of_slots.is_banned(spec.standing), work.progress(connection).is_over(spec)
+    banned, over = of_slots.is_banned(spec.standing), progress(connection).is_over(spec)
     stake = stakes.held(connection, node)
     in_part = stake >= spec.standing.stake and not over
     unvested, void = standing.unvested_tokens(connection, node, rules=spec.standing), _void_tokens(connection, node)

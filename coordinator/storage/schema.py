@@ -3,7 +3,7 @@
 Times are Unix seconds as floats. Digests and keys are lower-case hexadecimal.
 
 Slot states: open -> leased -> submitted -> admitted -> used; back to open when the lease ends or the submission is
-rejected; stale once no training step may use its policy version.
+rejected; stale, a gap of the log, once no training step may use its policy version.
 Submission states: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. If only the row
 `spot` was measured, it is queued again once its node is rejected (`recheck`: due, then the second outcome), and `void`
 if a rejection voided its credit.
@@ -48,6 +48,8 @@ class LeaseState(StrEnum):
     SUBMITTED = "submitted"
     RETURNED = "returned"
     EXPIRED = "expired"
+    OVERTAKEN = "overtaken"
+    """Late with a slot that a step was about to need: another node has it, or it is a gap."""
 
 
 RECHECK_DUE = "due"

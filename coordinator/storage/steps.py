@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 
-from coordinator.storage import work
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import groups, policies, steps
 
 _STEPS_UNDER_WAY = 16
@@ -51,7 +51,7 @@ def finished_steps(connection: Connection) -> int:
     """Return how many steps have published their policy; steps finish in order."""
     newest = select(steps.c.finished_at).order_by(steps.c.step.desc()).limit(_STEPS_UNDER_WAY)
     unfinished = sum(finished_at is None for finished_at in connection.execute(newest).scalars())
-    return work.progress(connection).next_step - unfinished
+    return progress(connection).next_step - unfinished
 
 
 def newest_steps(connection: Connection, *, most: int) -> list[StepRow]:

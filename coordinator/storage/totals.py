@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, func, select
 
-from coordinator.storage import tallies, work
+from coordinator.storage import tallies
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import RECHECK_DUE, LeaseState, SlotState, leases, slots, submissions, verdict_tallies
 from coordinator.storage.tallies import MINUTE, VerdictKind
 from node.protocol.admission import Outcome
@@ -61,7 +62,7 @@ def slot_counts(connection: Connection) -> dict[str, int]:
     """
     counts = Counter[str]()
     live = select(slots.c.state, func.count(), func.min(slots.c.version)).where(slots.c.state.in_(_LIVE))
-    before = work.progress(connection).head
+    before = progress(connection).head
     for state, count, oldest in connection.execute(live.group_by(slots.c.state)):
         counts[state] = int(count)
         before = min(before, oldest)

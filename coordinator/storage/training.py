@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from coordinator.storage import locks, log
+from coordinator.storage import gaps, locks, log, work
+from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import SlotState, groups, policies, slots, steps
 from coordinator.storage.standing import rechecks_due, settle
-from coordinator.storage.work import Progress, progress
 from node.protocol.messages import BatchEntry, PolicyEntry
 from node.protocol.run import RunSpec
 
@@ -32,22 +32,31 @@ class _Ready:
     version: int
 
 
-def may_assign(connection: Connection, *, spec: RunSpec) -> bool:
+def may_assign(connection: Connection, *, spec: RunSpec, now: float) -> bool:
     """Return whether `assign_batch` would find a batch; takes no lock, so the result may be stale."""
-    return _choose(connection, progress(connection), spec=spec) is not None
+    return _choose(connection, progress(connection), spec=spec, now=now) is not None
+
+
+def missing_for_next_step(connection: Connection, *, spec: RunSpec, now: float) -> tuple[int, float]:
+    """Return how many slots a step that has its groups waits for, and for how many seconds at most; (0, 0) for none."""
+    at = progress(connection)
+    missing = len(gaps.missing_slots(connection, at, spec=spec))
+    seconds = gaps.seconds_to_wait(connection, at, missing=missing, spec=spec, now=now)
+    return (missing, seconds) if seconds > 0 else (0, 0.0)
 
 
 def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | None:
     """Assign groups to the next step and return its number, or None while there are too few.
 
-    Marks slots stale that no later step may use. The last step's batch also queues all unvested groups for a second
-    verdict (`standing.settle`).
+    Logs as gaps the missing slots that no later step may use, and marks them stale. The last step's batch also queues
+    all unvested groups for a second verdict (`standing.settle`).
     """
     locks.exclusive(connection)
     at = progress(connection)
-    chosen = _choose(connection, at, spec=spec)
+    chosen = _choose(connection, at, spec=spec, now=now)
     if chosen is None:
         return None
+    missing = gaps.missing_slots(connection, at, spec=spec)
     step, ids = at.next_step, [row.slot_id for row in chosen]
     connection.execute(update(groups).where(groups.c.slot_id.in_(ids)).values(step=step))
     connection.execute(update(slots).where(slots.c.id.in_(ids)).values(state=SlotState.USED))
@@ -59,25 +68,33 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
             staleness_mean=sum(step - row.version for row in chosen) / len(chosen),
         )
     )
-    floor = progress(connection).floor(spec.batch)
-    abandoned = update(slots).where(slots.c.state.in_((SlotState.OPEN, SlotState.LEASED)), slots.c.version < floor)
-    connection.execute(abandoned.values(state=SlotState.STALE))
-    log.append(connection, BatchEntry(step=step, submissions=tuple(row.submission for row in chosen)))
+    lost = [slot.id for slot in missing]
+    for lease, holder in work.active_leases(connection, lost):
+        work.overtake(connection, lease, holder, spec=spec, now=now)
+    connection.execute(update(slots).where(slots.c.id.in_(lost)).values(state=SlotState.STALE))
+    entry = BatchEntry(
+        step=step,
+        submissions=tuple(row.submission for row in chosen),
+        gaps=tuple(slot.gap for slot in missing),
+        missed=gaps.missed_slots(connection, [*ids, *lost]),
+    )
+    log.append(connection, entry)
     if step + 1 == spec.training.steps:
         settle(connection, spec=spec, now=now)
     return step
 
 
-def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Ready] | None:
+def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float) -> list[_Ready] | None:
     """Return the next step's groups, oldest first, or None while it has to wait.
 
     Groups that no later step may use are added even beyond `groups_per_step`, and their pending verifications are
-    waited for, so that no admitted group is lost. Unused groups due for a second verdict block every step.
+    waited for, so that no admitted group is lost; missing ones are waited for, too, but not for ever (`gaps`). Unused
+    groups due for a second verdict block every step.
     """
     step = at.next_step
     if step >= spec.training.steps or step > at.head:
         return None
-    last_chance = step - spec.batch.max_async
+    last_chance = at.last_chance(spec.batch)
     pending = select(func.count()).where(slots.c.state == SlotState.SUBMITTED, slots.c.version <= last_chance)
     if connection.execute(pending).scalar_one() or rechecks_due(connection):
         return None
@@ -89,6 +106,8 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec) -> list[_Rea
     )
     ready = [_Ready(*row) for row in connection.execute(query)]
     if len(ready) < spec.batch.groups_per_step:
+        return None
+    if missing_for_next_step(connection, spec=spec, now=now)[0]:
         return None
     return [row for rank, row in enumerate(ready) if rank < spec.batch.groups_per_step or row.version <= last_chance]
 

@@ -78,9 +78,8 @@ def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWE
     Uploads waiting for a verdict stay. One that completes after its removal is left to the bucket's lifecycle rule
     (docs/operating.md).
     """
-    ended = or_(
-        leases.c.state.in_([LeaseState.EXPIRED, LeaseState.RETURNED]), leases.c.expires_at <= now - OFFER_SECONDS
-    )
+    given_up = leases.c.state.in_([LeaseState.EXPIRED, LeaseState.RETURNED, LeaseState.OVERTAKEN])
+    ended = or_(given_up, leases.c.expires_at <= now - OFFER_SECONDS)
     abandoned = and_(uploads.c.submission.is_(None), ended)
     query = (
         select(*_COLUMNS)

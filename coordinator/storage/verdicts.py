@@ -11,6 +11,7 @@ from msgspec.structs import asdict, replace
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, not_, or_, select, update
 
 from coordinator.storage import locks, log, pools, stakes, standing, tallies
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import (
     RECHECK_DUE,
     SlotState,
@@ -22,7 +23,6 @@ from coordinator.storage.schema import (
     submissions,
 )
 from coordinator.storage.tallies import VerdictKind
-from coordinator.storage.work import progress
 from node.protocol.admission import Outcome, Verdict, has_signal, judge_drift
 from node.protocol.evidence import Drift, follow
 from node.protocol.messages import VerdictEntry

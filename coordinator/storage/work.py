@@ -2,7 +2,8 @@
 
 Every function takes a write transaction, the time and the run's spec, and keeps these invariants:
 
-- A slot is leased to one node at a time, and never again to a node whose submission for it was rejected.
+- A slot is leased to one node at a time, and never again to a node whose submission for it was rejected. One that a
+  step is about to need goes from a node that is late to a proven one.
 - A new node gets one slot at a time, and one more with each fully measured and admitted group, until one is rejected;
   unproven nodes together hold at most half of all slots in flight, those of one place at most PLACE_SHARE times what
   they leave free for others, and nodes of one address a fixed number of leases.
@@ -17,21 +18,22 @@ Every function takes a write transaction, the time and the run's spec, and keeps
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec import UNSET
 from sqlalchemy import Connection, Select
 
-from coordinator.storage import locks, pools
+from coordinator.storage import gaps, locks, pools
 from coordinator.storage import work_statements as statements
 from coordinator.storage.places import place_of
+from coordinator.storage.progress import Progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import BatchSpec, RunSpec
+from node.protocol.run import RunSpec
 from node.protocol.standing import Standing
 from shardcast.wire import is_digest
 
@@ -41,33 +43,10 @@ PLACE_SHARE = 3
 each, and leave some for the next one (dynamic thresholds; Choudhury and Hahne, 1998)."""
 OTHERS_FIRST_SECONDS = 5.0
 """For how long a slot that was given up is not leased to the same place again."""
+OF_LATE_SECONDS = 60.0
+"""Nodes that asked for work within it count as there."""
 CLOCK_STEP_SECONDS = 5.0
 """A clock correction by less than this ends no lease."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The newest policy version (-1 before the first) and the first step without a batch."""
-
-    head: int
-    next_step: int
-
-    def floor(self, batch: BatchSpec) -> int:
-        """Return the oldest policy version that a later step may still train on."""
-        return max(0, self.next_step - batch.max_async)
-
-    def is_over(self, spec: RunSpec) -> bool:
-        """Return whether the last step has its groups."""
-        return self.next_step >= spec.training.steps
-
-
-def progress(connection: Connection) -> Progress:
-    """Read the run's progress."""
-    return _progress(*connection.execute(statements.PROGRESS).one())
-
-
-def _progress(head: int | None, last_step: int | None) -> Progress:
-    return Progress(head=-1 if head is None else head, next_step=0 if last_step is None else last_step + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +73,7 @@ def lease(
     locks.leasing(connection)
     expire_leases(connection, spec=spec, now=now)
     head, last_step, manifest, unfinished = connection.execute(statements.SITUATION, {"node": node}).one()
-    at = _progress(head, last_step)
+    at = Progress.of(head, last_step)
     standing = _standing(connection, node=node, address=quota.address, now=now)
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
@@ -108,17 +87,58 @@ def lease(
     wanted = min(request.slots, most)
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
-    last_chance = at.next_step - spec.batch.max_async
-    usable = [v for v in request.held_versions if at.floor(spec.batch) <= v <= at.head]
-    # The oldest usable version delays the next step until its verdicts: not leased once that step has its groups.
-    if last_chance in usable and _count(connection, statements.GROUPS_WAITING) >= spec.batch.groups_per_step:
-        usable.remove(last_chance)
+    usable = _usable_versions(connection, request.held_versions, at, spec=spec, now=now)
     who: dict[str, str | float] = {"node": node, "place": place, "lately": now - OTHERS_FIRST_SECONDS}
+    if standing.proven:
+        who["seen_since"] = now - OF_LATE_SECONDS
+        _reopen_late(connection, at, node=node, place=place, versions=usable, most=wanted, spec=spec, now=now)
     chosen = _take_open(connection, who, proven=standing.proven, versions=usable, most=wanted)
     if at.head in usable and len(chosen) < wanted and all(row.version == at.head for row in chosen):
         chosen += _open_new(connection, at=at, manifest=manifest, most=wanted - len(chosen), spec=spec, now=now)
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
+
+
+def _usable_versions(
+    connection: Connection, held: Sequence[int], at: Progress, *, spec: RunSpec, now: float
+) -> list[int]:
+    """Return the held versions whose slots may be leased: such as a step that has its groups still waits for.
+
+    Otherwise junk for the oldest slots, submitted again and again, would keep it waiting for verdicts.
+    """
+    usable = [version for version in held if at.floor(spec.batch) <= version <= at.head]
+    last_chance = at.last_chance(spec.batch)
+    if not any(version <= last_chance for version in usable):
+        return usable
+    if _count(connection, statements.GROUPS_WAITING) < spec.batch.groups_per_step:
+        return usable
+    missing = len(gaps.missing_slots(connection, at, spec=spec))
+    if gaps.seconds_to_wait(connection, at, missing=missing, spec=spec, now=now) > 0:
+        return usable
+    return [version for version in usable if version > last_chance]
+
+
+def _reopen_late(
+    connection: Connection,
+    at: Progress,
+    *,
+    node: str,
+    place: str,
+    versions: Sequence[int],
+    most: int,
+    spec: RunSpec,
+    now: float,
+) -> None:
+    """End at most `most` late leases of slots that a step is about to need, so that this proven node can take them."""
+    where = {"node": node, "place": place, "versions": versions}
+    for name, holder in gaps.late_leases(connection, at, **where, spec=spec, now=now)[:most]:  # type: ignore[arg-type]
+        overtake(connection, name, holder, spec=spec, now=now)
+
+
+def overtake(connection: Connection, lease_id: str, holder: str, *, spec: RunSpec, now: float) -> None:
+    """End another node's late lease and reopen its slot; counts as a return."""
+    _end_lease(connection, lease_id, LeaseState.OVERTAKEN, now=now)
+    note_return(connection, holder, batch=spec.batch, now=now)
 
 
 def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
@@ -204,7 +224,7 @@ def _active_lease(connection: Connection, *, node: str, lease_id: str, now: floa
         raise Refusal(Reason.STALE_POLICY, f"Policy {version} is too old now.")
     if state != LeaseState.ACTIVE or expires_at <= now:
         raise Refusal(Reason.EXPIRED_LEASE, f"Lease {lease_id[:16]}… ended.")
-    return _LeaseRow(slot_id=slot_id, version=version, at=_progress(head, last_step))
+    return _LeaseRow(slot_id=slot_id, version=version, at=Progress.of(head, last_step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +293,12 @@ def _count(connection: Connection, statement: Select[Any], **values: str) -> int
 def _capacity(at: Progress, *, spec: RunSpec) -> int:
     """Return how many slots may be in flight."""
     return (min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step) * spec.batch.groups_per_step
+
+
+def active_leases(connection: Connection, slot_ids: Sequence[int]) -> list[tuple[str, str]]:
+    """Return (lease, holder) of the active leases of some slots."""
+    rows = connection.execute(statements.ACTIVE_OF, {"ids": list(slot_ids)})
+    return [(row.lease, row.node) for row in rows]
 
 
 def held_leases(connection: Connection, node: str) -> int:

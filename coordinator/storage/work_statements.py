@@ -19,7 +19,6 @@ from sqlalchemy import (
     not_,
     or_,
     select,
-    true,
     update,
 )
 
@@ -107,6 +106,7 @@ OVERDUE = (
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)
 )
+ACTIVE_OF = select(leases.c.lease, leases.c.node).where(_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True)))
 NEW_LEASE = insert(leases)
 END_LEASE = (
     update(leases)
@@ -135,12 +135,21 @@ REOPEN_SLOT = (
 )
 
 
+_ME = nodes.alias()
+_PROVEN_OF_LATE = (nodes.c.seen_at > bindparam("seen_since"), not_(is_unproven()))
+_VERIFIED = select(_ME.c.verified).where(_ME.c.node == bindparam("node")).scalar_subquery()
+_IS_SENIOR = (
+    2 * _how_many(*_PROVEN_OF_LATE, nodes.c.verified > _VERIFIED).scalar_subquery()
+    <= _how_many(*_PROVEN_OF_LATE).scalar_subquery()
+)
+
+
 def _open_slots(*, with_failures: bool) -> Select[Any]:
     """Select open slots, oldest first, that `node` neither failed nor let lapse twice.
 
     One lapse may be a lost reply; a problem that the node cannot solve must not occupy it for good. What a node of
-    `place` gave up since `lately` is for others first. Without `with_failures`, also not those with MOST_FAILURES
-    failures of any node.
+    `place` gave up since `lately` is for others first; what has failed MOST_FAILURES times, for the half of the proven
+    nodes seen since `seen_since` with the most slots verified, or not at all without `with_failures`.
     """
     failed_here = select(submissions.c.slot_id).where(
         submissions.c.node == bindparam("node"),
@@ -155,8 +164,9 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
         or_(nodes.c.node == bindparam("node"), and_(_THERE, nodes.c.place != "")),
     )
     # Of an open slot, every lease but an active one is a failure.
-    failed = _one_of(leases.c.state, LeaseState.EXPIRED, LeaseState.SUBMITTED, LeaseState.RETURNED)
-    failures = _how_many(leases.c.slot_id == slots.c.id, failed).scalar_subquery()
+    ended = _one_of(leases.c.state, *(state for state in LeaseState if state is not LeaseState.ACTIVE))
+    failures = _how_many(leases.c.slot_id == slots.c.id, ended).scalar_subquery()
+    ended_lately = _how_many(leases.c.slot_id == slots.c.id, leases.c.ended_at > bindparam("lately")).scalar_subquery()
     return (
         select(slots.c.id, slots.c.version, slots.c.number, policies.c.manifest_digest, slots.c.candidate)
         .join(policies, policies.c.version == slots.c.version)
@@ -166,7 +176,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
             slots.c.id.not_in(failed_here),
             slots.c.id.not_in(given_up),
             lapsed_here.scalar_subquery() < MOST_FAILURES,
-            true() if with_failures else failures < MOST_FAILURES,
+            or_(failures < MOST_FAILURES, ended_lately == 0, _IS_SENIOR) if with_failures else failures < MOST_FAILURES,
         )
         .order_by(slots.c.id)
         .limit(bindparam("most"))

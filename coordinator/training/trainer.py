@@ -89,6 +89,7 @@ class Trainer:
         self._state = settings.state
         self._team = Team(settings.state, settings.execution)
         self._stop = threading.Event()
+        self._missing = 0
 
     def stop(self) -> None:
         """Make `run` return soon; safe from a signal handler or another thread."""
@@ -189,12 +190,20 @@ class Trainer:
         """Return the step a killed trainer left unfinished, else a new one if enough groups were admitted."""
         with self._home.database.read() as connection:
             unfinished = training.unfinished_step(connection)
-            if unfinished is None and not training.may_assign(connection, spec=self._home.spec):
+            if unfinished is None and not training.may_assign(connection, spec=self._home.spec, now=clock()):
+                self._report_missing(*training.missing_for_next_step(connection, spec=self._home.spec, now=clock()))
                 return None
+        self._missing = 0
         if unfinished is not None:
             return unfinished
         with self._home.database.write() as connection:
             return training.assign_batch(connection, spec=self._home.spec, now=clock())
+
+    def _report_missing(self, missing: int, seconds: float) -> None:
+        """Log what a step waits for that has its groups, once for each number of slots."""
+        if missing and missing != self._missing:
+            log.info("the next step has its groups; waiting at most %.0f s for %d missing slots", seconds, missing)
+        self._missing = missing
 
     def _train(self, learner: Learner, *, waited: float) -> None:
         """Train one step and make it durable."""

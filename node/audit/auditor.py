@@ -12,6 +12,9 @@ for it. An audit does not show that every submission was logged: for that, worke
     log                   {entries, policies, batches, admitted, rejected, indeterminate}
     coordinator_indeterminate   log indexes of verdicts that the coordinator could not decide
     reached_training      [{log_index, submission, step}]: groups that a second verdict did not bear out, too late
+    withholding           {gaps, nodes: [{node, delivered, missed, environment, environment_probability,
+                          signal, signal_probability}]}: who had slots and did not deliver them, and how likely it is
+                          that this has nothing to do with their environment, or with whether the group had signal
     accounts              [{node, credit, pending, void, verified, strikes, banned, full_rate}], summed up from the log
     results               {agree, disagree, indeterminate, unavailable, unseen}: counts over `verdicts`
     verdicts              [{log_index, submission, node, version, slot, logged: {outcome, reason},
@@ -246,6 +249,7 @@ class _Auditor:
         reading = read_log(entries, run_id=self._report.run_id, spec=descriptor.spec)
         self._report.problems += reading.problems
         self._report.reached_training = reading.reached_training
+        self._report.withholding = reading.withholding
         self._report.accounts, self._report.rules = reading.accounts, descriptor.spec.standing
         return entries
 

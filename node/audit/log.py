@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from node.audit.gaps import GapChecker, Withholding
 from node.audit.pools import PoolChecker
 from node.protocol.admission import (
     DRIFT,
@@ -109,6 +110,7 @@ class LogReading:
     problems: list[AuditProblem] = field(default_factory=list)
     accounts: dict[str, Account] = field(default_factory=dict)
     reached_training: list[tuple[int, str, int]] = field(default_factory=list)
+    withholding: Withholding = field(default_factory=Withholding)
 
 
 def read_log(entries: Sequence[LogEntry | None], *, run_id: str, spec: RunSpec) -> LogReading:
@@ -155,6 +157,7 @@ class _Checker:
         self._owed: dict[str, int] = {}
         self._since_ban: Counter[str] = Counter()
         self._pools = PoolChecker(run_id=run_id, spec=spec)
+        self._gaps = GapChecker(run_id=run_id, spec=spec)
 
     def check(self, index: int, entry: LogEntry | None) -> None:
         if index == 0 and not isinstance(entry, RunEntry):
@@ -207,6 +210,9 @@ class _Checker:
                 self._note(index, "duplicate_admission", f"Slot {entry.version}/{entry.slot} was admitted before.")
             self._taken.add((entry.version, entry.slot))
             self._admitted[entry.submission] = entry.version
+            missing = self._gaps.admit(entry)
+            if missing is not None:
+                self._note(index, "unfounded_gap", missing)
             if self._spec.batch.only_signal and not has_signal(entry.rewards or ()):
                 self._dull.add(entry.submission)
 
@@ -226,6 +232,8 @@ class _Checker:
         else:
             self._admitted.pop(entry.submission, None)
             self._taken.discard((entry.version, entry.slot))
+            if entry.submission not in self._dull:
+                self._gaps.revoke(entry)
 
     def _follow(self, index: int, entry: VerdictEntry) -> None:
         """Return the node's standing: whether it allowed what was not measured, and what has to be measured now."""
@@ -250,6 +258,7 @@ class _Checker:
     def end(self) -> LogReading:
         """Finish the checks that need the whole log, and return the result."""
         self._check_shares()
+        self.reading.withholding = self._gaps.withholding
         used = self._used
         self.reading.reached_training += [(at, name, used[name]) for name, at in self._owed.items() if name in used]
         return self.reading
@@ -305,6 +314,8 @@ class _Checker:
             if submission in self._used:
                 self._note(index, "batch_reuse", f"Submission {submission[:16]}… is used twice.")
             self._used[submission] = entry.step
+        for code, detail in self._gaps.check(entry, self._manifests):
+            self._note(index, code, detail)
 
 
 def _contradiction(entry: VerdictEntry, *, spec: RunSpec) -> str | None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from node.audit.gaps import WithheldRow, Withholding
 from node.audit.log import AuditProblem, LoggedVerdict
 from node.client.http import printable
 from node.protocol.admission import Outcome, Verdict
@@ -23,6 +24,8 @@ from node.protocol.standing import Account
 
 AGREE, DISAGREE, INCOMPLETE = 0, 1, 2
 MAX_SHOWN = 50
+EVEN = 0.05
+"""Unevenness that is likelier by chance is not shown."""
 
 
 class AuditResult(StrEnum):
@@ -62,6 +65,7 @@ class Report:
     checked: list[Checked] = field(default_factory=list)
     problems: list[AuditProblem] = field(default_factory=list)
     reached_training: list[tuple[int, str, int]] = field(default_factory=list)
+    withholding: Withholding = field(default_factory=Withholding)
     accounts: dict[str, Account] = field(default_factory=dict)
     rules: StandingSpec = field(default_factory=StandingSpec)
     fault: tuple[str, str] | None = None
@@ -112,6 +116,10 @@ def render_json(report: Report) -> str:
             {"log_index": index, "submission": submission, "step": step}
             for index, submission, step in report.reached_training
         ],
+        "withholding": {
+            "gaps": report.withholding.gaps,
+            "nodes": [asdict(row) for row in report.withholding.rows()],
+        },
         "accounts": [
             {
                 "node": node,
@@ -165,6 +173,10 @@ def show(report: Report, console: Console) -> None:
         console.print(_disputes(disputed))
     if report.accounts:
         console.print(_accounts(report))
+    if withheld := report.withholding.rows():
+        console.print(_withheld(withheld))
+    if report.withholding.gaps:
+        console.print(f"{report.withholding.gaps} slots were delivered by nobody in time, and not trained on")
     if report.reached_training:
         steps = ", ".join(map(str, sorted({step for _, _, step in report.reached_training})[:MAX_SHOWN]))
         count = len(report.reached_training)
@@ -205,6 +217,26 @@ def _accounts(report: Report) -> Table:
         counts = (account.vested, account.pending, account.void, standing.verified, standing.strikes)
         table.add_row(f"{node[:16]}…", *map(str, counts), coming)
     return table
+
+
+def _withheld(rows: list[WithheldRow]) -> Table:
+    """Render what nodes had and did not deliver, the least likely to be chance first."""
+    caption = "by chance: how often an honest node looks as uneven. A slow machine lets go what takes long."
+    table = Table(title="slots that nodes had and did not deliver", caption=caption)
+    for column in ("node", "delivered", "missed", "above all of", "by chance"):
+        table.add_column(column, justify="right" if column in ("delivered", "missed") else "left")
+    for row in rows[:MAX_SHOWN]:
+        kind, probability = min(
+            (row.environment, row.environment_probability), (row.signal, row.signal_probability), key=lambda one: one[1]
+        )
+        uneven = (printable(kind), _chance(probability)) if probability < EVEN else ("-", "-")
+        table.add_row(f"{row.node[:16]}…", str(row.delivered), str(row.missed), *map(Text, uneven))
+    return table
+
+
+def _chance(probability: float) -> str:
+    rarest = 1e-9
+    return f"less than 1 in {1 / rarest:,.0f}" if probability < rarest else f"1 in {1 / probability:,.0f}"
 
 
 def _disputes(checks: list[Checked]) -> Table:

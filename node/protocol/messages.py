@@ -281,11 +281,33 @@ class VerdictEntry(Wire, frozen=True, tag_field="type", tag="verdict"):
         return Verdict(**{name: getattr(self, name) for name in Verdict.__struct_fields__})
 
 
+class Gap(Wire, frozen=True):
+    """A slot that no step trains on, because nobody delivered it in time (section 7.7)."""
+
+    version: Count
+    slot: Count
+
+
+class MissedSlot(Wire, frozen=True):
+    """A node that had a slot leased and delivered nothing: the lease expired, was returned, or went to another node."""
+
+    version: Count
+    slot: Count
+    node: PublicKey
+    how: Literal["expired", "returned", "overtaken"]
+
+
 class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):
-    """The training step that makes policy `step` + 1 uses exactly these submissions."""
+    """The training step that makes policy `step` + 1 uses exactly these submissions.
+
+    `gaps` are the slots whose last chance it was and that are missing; `missed` says who had them, or a slot of
+    `submissions`, before without delivering it.
+    """
 
     step: Count
     submissions: tuple[Digest, ...]
+    gaps: tuple[Gap, ...] = ()
+    missed: tuple[MissedSlot, ...] = ()
 
 
 LogEntry = RunEntry | PolicyEntry | VerdictEntry | BatchEntry

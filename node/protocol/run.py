@@ -156,16 +156,31 @@ class PoolsSpec(Wire, frozen=True):
 
 
 class BatchSpec(Wire, frozen=True):
-    """How much work is in flight; with `only_signal`, no step takes groups whose rewards are all equal."""
+    """How much work is in flight; with `only_signal`, no step takes groups whose rewards are all equal.
+
+    A step that has its groups waits `gap_seconds` for missing slots whose last chance it is, and as long again for each
+    further `most_gaps` of them.
+    """
 
     groups_per_step: Positive = 16
     only_signal: bool = False
     max_async: Annotated[int, Meta(ge=0, le=64)] = 2
+    gap_seconds: NonNegativeFloat = 30.0
+    gap_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
     lease_seconds: PositiveFloat = 60.0
     max_leases_per_node: Positive = 8
     rejection_backoff_seconds: NonNegativeFloat = 0.5
     rejection_backoff_max_seconds: NonNegativeFloat = 60.0
     pools: PoolsSpec | UnsetType = UNSET
+
+    @property
+    def most_gaps(self) -> int:
+        """How many slots a step may lack after one `gap_seconds`."""
+        return max(1, int(self.gap_share * self.groups_per_step))
+
+    def gap_wait_seconds(self, missing: int) -> float:
+        """Return how long a step that has its groups waits for `missing` others."""
+        return self.gap_seconds * -(-missing // self.most_gaps)
 
 
 class LevelSpec(Wire, frozen=True):

@@ -23,9 +23,9 @@ class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measurement of one span under its policy, per chunk and per token.
 
     `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_errors` eight of each
-    token, in steps; each is empty where the run's proofs do not have it. `sketch_gaps` say of each token how far two
-    readings of it are apart (`node.verification.readings`); empty where there was one. `logprobs` are the recomputed
-    ones; `margins` say by how much each token lost against the forced one.
+    token, in steps; each is empty where the run's proofs do not have it. `sketch_disagreements` say of each token how
+    far two readings of it are apart (`node.verification.readings`); empty where there was one. `logprobs` are the
+    recomputed ones; `margins` say by how much each token lost against the forced one.
     """
 
     exponent_mismatches: list[float]
@@ -34,7 +34,7 @@ class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sketch_errors: list[list[float]]
     logprobs: list[float]
     margins: list[float]
-    sketch_gaps: list[float] = []
+    sketch_disagreements: list[float] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Deviations:
     sketch_distances: Sequence[float]
     margins: Sequence[float]
     errors: Sequence[float]
-    sketch_gaps: Sequence[float] = ()
+    sketch_disagreements: Sequence[float] = ()
 
     @staticmethod
     def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float]) -> Deviations:
@@ -65,7 +65,7 @@ class Deviations:
             mantissa_means=joined("mantissa_means"),
             mantissa_medians=joined("mantissa_medians"),
             sketch_distances=sketch_distances(joined("sketch_errors")),
-            sketch_gaps=joined("sketch_gaps"),
+            sketch_disagreements=joined("sketch_disagreements"),
             margins=joined("margins"),
             errors=[abs(ours - theirs) for ours, theirs in zip(joined("logprobs"), logprobs, strict=True)],
         )
@@ -85,9 +85,9 @@ class Deviations:
     @property
     def _sketch_values(self) -> list[float]:
         values = [sketch_value(distance) for distance in self.sketch_distances]
-        if not self.sketch_gaps:
+        if not self.sketch_disagreements:
             return values
-        return [value - sketch_value(gap) / 2 for value, gap in zip(values, self.sketch_gaps, strict=True)]
+        return [value - sketch_value(apart) / 2 for value, apart in zip(values, self.sketch_disagreements, strict=True)]
 
     def totals(self, limits: LimitsSpec) -> Totals:
         """Sum up the statistics under the run's levels."""

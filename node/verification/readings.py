@@ -95,13 +95,13 @@ def _merged(one: SpanMeasured | Refusal, exact: SpanMeasured | Refusal) -> SpanM
     if isinstance(one, Refusal) or isinstance(exact, Refusal):
         return one if isinstance(one, Refusal) else exact
     errors, exact_errors = torch.tensor(one.sketch_errors), torch.tensor(exact.sketch_errors)
-    gaps = _wrapped(errors - exact_errors)
+    apart = _wrapped(errors - exact_errors)
     return SpanMeasured(
         exponent_mismatches=_nearer(one.exponent_mismatches, exact.exponent_mismatches),
         mantissa_means=_nearer(one.mantissa_means, exact.mantissa_means),
         mantissa_medians=_nearer(one.mantissa_medians, exact.mantissa_medians),
-        sketch_errors=_wrapped(exact_errors + gaps / 2).tolist(),
-        sketch_gaps=distances(gaps).tolist() if one.sketch_errors else [],
+        sketch_errors=_wrapped(exact_errors + apart / 2).tolist(),
+        sketch_disagreements=distances(apart).tolist() if one.sketch_errors else [],
         logprobs=exact.logprobs,
         margins=_nearer(one.margins, exact.margins),
     )

@@ -9,6 +9,7 @@ from sqlalchemy import insert, update
 
 from coordinator.run.home import Home
 from coordinator.storage import log, training, verdicts, work
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import nodes, submissions
 from coordinator.storage.work import StoredSubmission
 from node.audit.log import LogReading, read_log
@@ -120,7 +121,7 @@ class Actors:
     def work(self, node: str, outcome: Outcome = Outcome.ADMITTED, *, draw: float = 0.0) -> str:
         """One slot of the newest policy, from lease to verdict; `draw` is in place of chance (0: measured in full)."""
         with self.home.database.read() as connection:
-            head = work.progress(connection).head
+            head = progress(connection).head
         for _ in range(1000):
             if leases := self.lease(node, held=(head,)):
                 break

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group
 from node.protocol.evidence import Drift, Total, Totals, evidence_limit, follow
-from node.protocol.messages import BatchEntry, PolicyEntry, VerdictEntry
+from node.protocol.messages import BatchEntry, Gap, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import (
     BatchSpec,
@@ -83,8 +85,10 @@ def policy(version: int) -> PolicyEntry:
     return PolicyEntry(version=version, manifest_digest=f"{version + 100:064x}", result_digest="44" * 32)
 
 
-def batch(step: int, *numbers: int) -> BatchEntry:
-    return BatchEntry(step=step, submissions=tuple(map(submission, numbers)))
+def batch(step: int, *numbers: int, gaps: Sequence[tuple[int, int]] = (), **changes: object) -> BatchEntry:
+    """A step, with `gaps` as (version, slot)."""
+    missing = tuple(Gap(version=version, slot=slot) for version, slot in gaps)
+    return replace(BatchEntry(step=step, submissions=tuple(map(submission, numbers)), gaps=missing), **changes)
 
 
 def together(totals: Totals, **changes: object) -> VerdictEntry:

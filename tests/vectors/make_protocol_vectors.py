@@ -168,7 +168,12 @@ def log_entries() -> list[m.LogEntry]:
             totals=totals,
             tokens=64,
         ),
-        m.BatchEntry(step=0, submissions=(DIGEST_A,)),
+        m.BatchEntry(
+            step=0,
+            submissions=(DIGEST_A,),
+            gaps=(m.Gap(version=0, slot=7),),
+            missed=(m.MissedSlot(version=0, slot=7, node=_public(NODE_KEY), how="overtaken"),),
+        ),
     ]
 
 

@@ -26,6 +26,7 @@ from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
 from coordinator.storage import work
 from coordinator.storage.faults import is_away
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import leases, log_entries, slots, submissions
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
@@ -161,7 +162,7 @@ def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None
         actor.files = 10_000 * (index + 1)
         while not over.is_set():
             with actor.home.database.read() as connection:
-                head = work.progress(connection).head
+                head = progress(connection).head
             for lease in actor.lease(names[index], held=tuple(range(max(0, head - 2), head + 1)), count=3):
                 try:
                     if rng.random() < 0.8:

@@ -189,33 +189,6 @@ def test_a_slot_that_a_node_lets_lapse_twice_goes_to_others_alone(actors: Actors
     assert again.slot == 0
 
 
-def test_no_more_last_chances_are_given_out_once_a_batch_is_ready(tmp_path: Path, database_url: str | None) -> None:
-    """Otherwise junk for the oldest slots, submitted again and again, would keep the trainer waiting for verdicts."""
-    home = create_home(
-        tmp_path, public_key=PUBLIC_KEY, spec=spec_of(groups_per_step=2, max_async=1), database_url=database_url
-    )
-    actors = Actors(home)
-    actors.register("a", "b", "c")
-    actors.publish(0)
-    for count in (2, 1):
-        leased = actors.lease("a", held=(0,), count=count)
-        for lease in leased:
-            actors.submit("a", lease.lease_id)
-            actors.decide(actors.claim(), Outcome.ADMITTED)
-    (late,) = actors.lease("b", held=(0,))
-    assert actors.assign() == 0
-    actors.publish(1)
-    for lease in actors.lease("a", held=(1,), count=1):
-        actors.submit("a", lease.lease_id)
-        actors.decide(actors.claim(), Outcome.ADMITTED)
-    actors.submit("b", late.lease_id)
-    assert actors.assign() is None, "the last chance that is under way is waited for"
-    actors.decide(actors.claim(), Outcome.REJECTED)
-    assert all(lease.version == 1 for lease in actors.lease("c", held=(0, 1), count=3))
-    assert actors.assign() == 1
-    home.database.close()
-
-
 def test_groups_without_signal_are_credited_and_a_step_waits_for_others(
     tmp_path: Path, database_url: str | None
 ) -> None:
@@ -359,6 +332,7 @@ def test_any_order_of_events_loses_and_repeats_nothing(
             break
     assert head == 6, "the run went on to its end"
     check_log(actors, max_async=max_async)
+    assert actors.reading().problems == [], "no slot was left out without a word"
     home.database.close()
 
 

@@ -31,11 +31,11 @@ from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entrie
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals, drift_limit
 from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
-from node.protocol.messages import LogEntry, RunEntry, VerdictEntry
+from node.protocol.messages import Gap, LogEntry, MissedSlot, RunEntry, VerdictEntry
 from node.protocol.pools import first_candidate
 from node.protocol.reasons import Reason
 from node.protocol.run import EnvironmentSpec, PoolsSpec, ProblemsSpec
-from node.protocol.slots import MOST_CANDIDATES, SlotProblem
+from node.protocol.slots import MOST_CANDIDATES, SlotProblem, slot_problem
 from shardcast.wire import encode
 
 RULES = RunEntry(run_id=RUN, spec_digest=SPEC.digest)
@@ -52,12 +52,16 @@ HONEST: list[LogEntry] = [
     batch(0, 1),
     policy(1),
     admitted(6, version=1, slot=1),
-    batch(1, 3, 6),
+    batch(1, 3, 6, gaps=[(0, 0), (0, 2)]),
 ]
 
 
 def codes(entries: list[LogEntry | None]) -> list[tuple[str, int | None]]:
     return [(problem.code, problem.log_index) for problem in read_log(entries, run_id=RUN, spec=SPEC).problems]
+
+
+def replace_last_batch(**changes: object) -> list[LogEntry]:
+    return [*HONEST[:-1], replace(HONEST[-1], **changes)]
 
 
 def test_a_step_that_took_a_group_without_signal_is_seen() -> None:
@@ -72,6 +76,55 @@ def test_a_step_that_took_a_group_without_signal_is_seen() -> None:
     ):
         problems = read_log(entries, run_id=RUN, spec=spec).problems
         assert [(problem.code, problem.log_index) for problem in problems] == wanted
+
+
+def test_slots_that_an_operator_leaves_out_without_a_word_are_seen() -> None:
+    """Who lets slots fall under the table chooses what is trained on, and can blame a worker."""
+    silent = replace_last_batch(gaps=())
+    assert codes(silent) == [("unexplained_gap", 10)]
+    assert "2 slots of policy 0 from 0 on" in read_log(silent, run_id=RUN, spec=SPEC).problems[0].detail
+    assert codes(replace_last_batch(gaps=(Gap(version=0, slot=0),))) == [("unexplained_gap", 10)]
+
+
+def test_a_gap_that_is_none_is_seen() -> None:
+    gaps = HONEST[-1].gaps
+    for invented in (Gap(version=0, slot=3), Gap(version=1, slot=0), Gap(version=7, slot=0)):
+        assert codes(replace_last_batch(gaps=(*gaps, invented))) == [("unfounded_gap", 10)]
+    assert codes([*HONEST, admitted(9, slot=0)]) == [("unfounded_gap", 11)]
+    blamed = MissedSlot(version=1, slot=5, node="22" * 32, how="expired")
+    assert codes(replace_last_batch(missed=(blamed,))) == [("unfounded_gap", 10)]
+
+
+def test_a_gap_far_beyond_what_any_memory_holds_costs_no_time() -> None:
+    far = Gap(version=0, slot=2**53 - 1)
+    assert codes(replace_last_batch(gaps=(*HONEST[-1].gaps, far))) == [("unexplained_gap", 10)]
+
+
+def test_what_a_node_withholds_is_counted_by_what_it_was_for() -> None:
+    """A node that lets go one environment's slots differs from one that lets go any: told by log alone."""
+    spec = msgspec.structs.replace(SPEC, environments=tuple(EnvironmentSpec(name=str(at)) for at in range(2)))
+    entries: list[LogEntry] = [RunEntry(run_id=RUN, spec_digest=spec.digest), policy(0)]
+    environments = [
+        slot_problem(spec, run_id=RUN, manifest_digest=policy(0).manifest_digest, slot=slot).environment
+        for slot in range(80)
+    ]
+    missed = []
+    for slot, environment in enumerate(environments):
+        node, choosy = f"{slot % 3:02}" * 32, slot % 3 == 1
+        if choosy and environment == 1:
+            missed.append(MissedSlot(version=0, slot=slot, node=node, how="returned"))
+            node = "00" * 32
+        elif slot % 3 == 2 and slot % 4 == 0:  # a machine that fails now and then
+            missed.append(MissedSlot(version=0, slot=slot, node=node, how="expired"))
+            node = "00" * 32
+        entries.append(admitted(slot, node=node))
+    entries.append(batch(0, *range(80), missed=tuple(missed)))
+    reading = read_log(entries, run_id=RUN, spec=spec)
+    assert reading.problems == []
+    choosy, failing = (reading.withholding.by_environment[f"{at:02}" * 32].unevenness() for at in (1, 2))
+    assert choosy.kind == 1
+    assert choosy.probability < 1e-5
+    assert failing.probability > 0.05
 
 
 POOLS = PoolsSpec(easy=1, normal=1, hard=0, easy_from=0.9, hard_to=0.1)
@@ -164,16 +217,16 @@ ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
     "a verdict on other weights": (edited(2, admitted(1, manifest_digest="99" * 32)), [("unknown_policy", 2)]),
     "one submission judged twice": ([*HONEST, rejected(2)], [("duplicate_verdict", 11)]),
     "one slot admitted twice": ([*HONEST, admitted(9, slot=1)], [("duplicate_admission", 11)]),
-    "training on rejected work": ([*HONEST, batch(2, 2)], [("batch_not_admitted", 11)]),
-    "training on undecided work": ([*HONEST, batch(2, 4)], [("batch_not_admitted", 11)]),
-    "training on work nobody submitted": ([*HONEST, batch(2, 77)], [("batch_not_admitted", 11)]),
+    "training on rejected work": ([*HONEST, batch(2, 2, gaps=[(1, 0)])], [("batch_not_admitted", 11)]),
+    "training on undecided work": ([*HONEST, batch(2, 4, gaps=[(1, 0)])], [("batch_not_admitted", 11)]),
+    "training on work nobody submitted": ([*HONEST, batch(2, 77, gaps=[(1, 0)])], [("batch_not_admitted", 11)]),
     "training on work before it is admitted": (
         [*HONEST[:2], batch(0, 1), *HONEST[2:7], policy(1)],
         [("batch_not_admitted", 2)],
     ),
-    "one group trained on twice": ([*HONEST, batch(2, 6)], [("batch_reuse", 11)]),
+    "one group trained on twice": ([*HONEST, batch(2, 6, gaps=[(1, 0)])], [("batch_reuse", 11)]),
     "one group twice in a step": (edited(7, batch(0, 1, 1)), [("batch_reuse", 7)]),
-    "work that is too old": ([*HONEST[:7], batch(2, 1)], [("batch_stale", 7)]),
+    "work that is too old": ([*HONEST[:7], batch(2, 1, gaps=[(0, 0), (0, 2)])], [("batch_stale", 7)]),
     "work of a later policy": ([*HONEST[:7], policy(1), admitted(6, version=1), batch(0, 6)], [("batch_stale", 9)]),
     "a step done again": ([*HONEST, batch(1)], [("batch_order", 11)]),
     "admitted over its limit": (edited(2, admitted(1, figures=WRONG)), [("contradictory_verdict", 2)]),

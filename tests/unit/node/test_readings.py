@@ -105,7 +105,7 @@ def test_a_sketch_counts_from_the_middle_of_both_readings_also_across_the_seam()
     """The grid goes round: from 7.5 to -7.5 it is one step, and the middle is at 8, not at 0."""
     found = merged(numbers(sketch_errors=[[7.5] * 8]), numbers(sketch_errors=[[-7.5] * 8]))
     assert isinstance(found, SpanMeasured)
-    assert found.sketch_gaps == [1.0]
+    assert found.sketch_disagreements == [1.0]
     assert [abs(error) for error in found.sketch_errors[0]] == [8.0] * 8
     (distance,) = Deviations.of([found], [-1.0]).sketch_distances
     assert distance == 8.0
@@ -143,7 +143,7 @@ def test_honest_work_of_another_kernel_is_nearer_to_two_readings_than_to_one(pat
     )
     assert max(twice) < FAR_STEPS
     assert sum(map(sketch_value, twice)) < sum(map(sketch_value, once))
-    assert all(gap > 0 for one in readings[1] for gap in one.sketch_gaps)
+    assert all(apart > 0 for one in readings[1] for apart in one.sketch_disagreements)
 
 
 def test_a_number_that_is_none_does_not_hide_behind_the_other_reading() -> None:

@@ -203,11 +203,12 @@ def test_a_banned_node_that_goes_on_being_served_is_seen() -> None:
 
 
 def test_training_need_not_wait_for_second_verdicts_on_what_it_has_used() -> None:
+    later = batch(1, 1, gaps=[(0, 0)])
     log = (*PROVEN, spot(4), batch(0, 4), rejected(5))
-    assert codes(*log, batch(1, 1)) == []
-    assert codes(*log, batch(1, 1), recheck(4)) == []
-    assert [(name, step) for _, name, step in reading(*log, batch(1, 1)).reached_training] == [(f"{4:064x}", 0)]
-    assert reading(*log, batch(1, 1), recheck(4)).reached_training == []
+    assert codes(*log, later) == []
+    assert codes(*log, later, recheck(4)) == []
+    assert [(name, step) for _, name, step in reading(*log, later).reached_training] == [(f"{4:064x}", 0)]
+    assert reading(*log, later, recheck(4)).reached_training == []
 
 
 def test_a_slot_of_which_one_row_made_the_node_drift_is_compared_in_that_row() -> None:

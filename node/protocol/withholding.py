@@ -1,0 +1,75 @@
+"""Whether what a node did not deliver depends on what it was (docs/protocol.md, section 7.7).
+
+A node that lets slots go whatever they are for loses time. One that lets go what it dislikes would choose, were it not
+for others. The probability says how often an honest node would look as uneven by chance. It is evidence for standing,
+never of fraud: long problems may simply be too long for a slow machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Kind = int | bool
+"""An environment's number, or whether the group had signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unevenness:
+    """The kind of which a node withheld most beyond its share, and the probability of that much or more by chance."""
+
+    kind: Kind | None = None
+    probability: float = 1.0
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """Slots that one node had and delivered, or did not, by kind."""
+
+    delivered: Counter[Kind] = field(default_factory=Counter)
+    missed: Counter[Kind] = field(default_factory=Counter)
+
+    def unevenness(self) -> Unevenness:
+        """Test the independence of what was missed from its kind, corrected for the number of kinds (Bonferroni)."""
+        kinds = sorted(self.delivered.keys() | self.missed.keys())
+        total, missed = self.delivered.total() + self.missed.total(), self.missed.total()
+        if len(kinds) < 2 or not missed:
+            return Unevenness()
+        found = {
+            kind: at_least(self.missed[kind], of_kind=self.delivered[kind] + self.missed[kind], drawn=missed, of=total)
+            for kind in kinds
+        }
+        worst = min(found, key=found.__getitem__)
+        return Unevenness(worst, min(1.0, found[worst] * len(kinds)))
+
+
+def at_least(count: int, *, of_kind: int, drawn: int, of: int) -> float:
+    """Return the hypergeometric probability that of `drawn` from `of` slots at least `count` are of a kind.
+
+    `of_kind` of all are of it.
+    """
+    largest = min(of_kind, drawn)
+    if count <= max(0, drawn - (of - of_kind)):
+        return 1.0
+    all_ways = _log_choose(of, drawn)
+    ways = (
+        math.exp(_log_choose(of_kind, hits) + _log_choose(of - of_kind, drawn - hits) - all_ways)
+        for hits in range(count, largest + 1)
+    )
+    return min(1.0, math.fsum(ways))
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def most_uneven(by_node: Mapping[str, Deliveries]) -> tuple[str, Unevenness] | None:
+    """Return the node whose deliveries are the least likely to be chance, corrected for the number of nodes."""
+    found = {node: deliveries.unevenness() for node, deliveries in by_node.items()}
+    if not found:
+        return None
+    node = min(found, key=lambda name: found[name].probability)
+    worst = found[node]
+    return node, Unevenness(worst.kind, min(1.0, worst.probability * len(found)))
