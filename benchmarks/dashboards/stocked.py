@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Table, insert
 from coordinator.run.home import Home
 from coordinator.storage import log
 from coordinator.storage.schema import (
+    deliveries,
     groups,
     leases,
     log_entries,
@@ -87,7 +88,8 @@ class _Shelf:
 
     def store(self) -> None:
         """Insert everything in an order that foreign keys allow."""
-        for table in (nodes, relays, policies, slots, leases, submissions, groups, steps, verdict_tallies):
+        in_order = (nodes, relays, policies, slots, leases, submissions, groups, deliveries, steps, verdict_tallies)
+        for table in in_order:
             _insert(self.connection, table, iter(self.rows[table.name]))
         append_many(self.connection, self.leaves)
 
@@ -127,6 +129,7 @@ def _submissions(shelf: _Shelf, what: Stock, names: list[str], rng: random.Rando
             ready, version = [], version + 1
             _policy(shelf, version, at=at + wait + 1)
     _nodes(shelf, what, names, done, rng, now=now)
+    _deliveries(shelf, names, done)
     for key, value in counted.items():
         row = dict(zip(verdict_tallies.columns.keys(), (*key, *value), strict=True))
         shelf.put(verdict_tallies, **row)
@@ -188,8 +191,18 @@ def _submission(
         decided_at=at + wait,
     )
     if rewards is not None:
-        shelf.put(groups, slot_id=slot, submission=own, blob=body, reward_mean=sum(rewards) / 8, step=None)
+        group = {"slot_id": slot, "submission": own, "blob": body, "reward_mean": sum(rewards) / 8, "step": None}
+        shelf.put(groups, **group, signal=min(rewards) < max(rewards))
     return own
+
+
+def _deliveries(shelf: _Shelf, names: list[str], done: Mapping[str, list[int]]) -> None:
+    """Make the second worker one that withholds groups with signal, and the third one that fails now and then."""
+    for number, name in enumerate(names):
+        for signal in (0, 1):
+            delivered = done[name][0] // (8 if number == 1 and signal else 2)
+            missed = delivered * 3 if number == 1 and signal else delivered // 20 if number == 2 else 0
+            shelf.put(deliveries, node=name, environment=0, signal=signal, delivered=delivered, missed=missed)
 
 
 def _count(

@@ -11,10 +11,12 @@ import msgspec
 
 from coordinator.dashboard.history import History, Step
 from coordinator.dashboard.relay_tree import RelayView, relay_view
+from coordinator.dashboard.withheld import WithholdingRow, read_rows
 from coordinator.run.relays import RelayRegistry
 from coordinator.storage import log, nodes, tallies
 from coordinator.storage.database import Connection
 from coordinator.storage.progress import progress
+from coordinator.storage.schema import SlotState
 from coordinator.storage.steps import PublishedPolicy, finished_steps
 from coordinator.storage.submissions import queue_length
 from coordinator.storage.tallies import DAY, HOUR, MINUTE, Tally, VerdictKind
@@ -107,10 +109,16 @@ class RunPage:
     slots: dict[str, int]
     log_size: int
     latest: Sequence[LatestVerdict]
+    withheld: Sequence[WithholdingRow]
 
     @property
     def is_over(self) -> bool:
         return self.finished_steps >= self.total_steps
+
+    @property
+    def gaps(self) -> int:
+        """Slots that nobody delivered in time."""
+        return self.slots[SlotState.STALE]
 
 
 def read_figures(
@@ -147,6 +155,7 @@ def read_figures(
         slots=slots,
         log_size=log_size,
         latest=_latest(connection, log_size),
+        withheld=read_rows(connection, spec=spec),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from sqlalchemy import Connection, delete, insert, select, update
 
 from coordinator.storage.schema import facts
+from node.protocol.run import run_id_of
 
 FACTS = facts.name
 PUBLIC_KEY, SPEC, BLOBS, LEADER = "public_key", "spec", "blobs", "leader"
@@ -22,6 +23,12 @@ def read_facts(connection: Connection) -> dict[str, str]:
 def add_facts(connection: Connection, known: Mapping[str, str]) -> None:
     """Insert facts; raises IntegrityError for one that exists."""
     connection.execute(insert(facts), [{"name": name, "value": value} for name, value in known.items()])
+
+
+def read_run_id(connection: Connection) -> str:
+    """Return the run's id."""
+    key: str = connection.execute(select(facts.c.value).where(facts.c.name == PUBLIC_KEY)).scalar_one()
+    return run_id_of(bytes.fromhex(key))
 
 
 def read_fact(connection: Connection, name: str) -> str | None:

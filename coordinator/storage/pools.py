@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from coordinator.storage.schema import facts, problem_means, slots
+from coordinator.storage.facts import read_run_id
+from coordinator.storage.schema import problem_means, slots
 from node.protocol.pools import Pool, candidates, first_candidate, group_mean, has_pools
-from node.protocol.run import PoolsSpec, ProblemsSpec, RunSpec, run_id_of
+from node.protocol.run import PoolsSpec, ProblemsSpec, RunSpec
 from node.protocol.slots import SlotProblem, kept_problems
 
-_PUBLIC_KEY = select(facts.c.value).where(facts.c.name == "public_key")
 _MEANS = select(problem_means).where(
     problem_means.c.environment == bindparam("of_environment"),
     problem_means.c.problem.in_(bindparam("problems", expanding=True)),
@@ -32,8 +32,7 @@ def slot_columns(
     """Return the problem columns of a new slot at the newest policy, {} in a run without pools; raises HeadMoved."""
     if not isinstance(spec.batch.pools, PoolsSpec):
         return {}
-    run_id = run_id_of(bytes.fromhex(connection.execute(_PUBLIC_KEY).scalar_one()))
-    where = {"run_id": run_id, "manifest_digest": manifest_digest}
+    where = {"run_id": read_run_id(connection), "manifest_digest": manifest_digest}
     tried = list(candidates(spec, **where, slot=number))
     means = _means(connection, tried, version=version) if has_pools(spec, tried[0].environment) else {}
     candidate = first_candidate(spec, **where, slot=number, mean_of=means.get)

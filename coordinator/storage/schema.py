@@ -266,7 +266,19 @@ groups = Table(
     Column("submission", Text, ForeignKey("submissions.submission"), nullable=False, unique=True),
     Column("blob", Text, nullable=False),
     Column("reward_mean", Double, nullable=False),
+    Column("signal", Boolean, nullable=False),
     Column("step", Integer, index=True),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("node", Text, ForeignKey("nodes.node"), primary_key=True),
+    Column("environment", Integer, primary_key=True, autoincrement=False),
+    Column("signal", Integer, primary_key=True, autoincrement=False),
+    Column("delivered", Integer, nullable=False),
+    Column("missed", Integer, nullable=False),
+    Index(None, "missed"),
 )
 
 steps = Table(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from coordinator.storage import gaps, locks, log, work
+from coordinator.storage import deliveries, gaps, locks, log, work
 from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import SlotState, groups, policies, slots, steps
 from coordinator.storage.standing import rechecks_due, settle
@@ -79,6 +79,7 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
         missed=gaps.missed_slots(connection, [*ids, *lost]),
     )
     log.append(connection, entry)
+    deliveries.count_step(connection, step, entry.missed, spec=spec)
     if step + 1 == spec.training.steps:
         settle(connection, spec=spec, now=now)
     return step

@@ -233,7 +233,11 @@ def _record_first(
         rewards = verdict.rewards or ()
         mean = sum(rewards) / len(rewards)
         row = insert(groups).values(
-            slot_id=claimed.slot_id, submission=claimed.submission, blob=group, reward_mean=mean
+            slot_id=claimed.slot_id,
+            submission=claimed.submission,
+            blob=group,
+            reward_mean=mean,
+            signal=has_signal(rewards),
         )
         connection.execute(row)
     standing.apply_verdict(

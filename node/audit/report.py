@@ -21,11 +21,10 @@ from node.protocol.admission import Outcome, Verdict
 from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.run import StandingSpec
 from node.protocol.standing import Account
+from node.protocol.withholding import EVEN, odds
 
 AGREE, DISAGREE, INCOMPLETE = 0, 1, 2
 MAX_SHOWN = 50
-EVEN = 0.05
-"""Unevenness that is likelier by chance is not shown."""
 
 
 class AuditResult(StrEnum):
@@ -229,14 +228,9 @@ def _withheld(rows: list[WithheldRow]) -> Table:
         kind, probability = min(
             (row.environment, row.environment_probability), (row.signal, row.signal_probability), key=lambda one: one[1]
         )
-        uneven = (printable(kind), _chance(probability)) if probability < EVEN else ("-", "-")
+        uneven = (printable(kind), odds(probability)) if probability < EVEN else ("-", "-")
         table.add_row(f"{row.node[:16]}…", str(row.delivered), str(row.missed), *map(Text, uneven))
     return table
-
-
-def _chance(probability: float) -> str:
-    rarest = 1e-9
-    return f"less than 1 in {1 / rarest:,.0f}" if probability < rarest else f"1 in {1 / probability:,.0f}"
 
 
 def _disputes(checks: list[Checked]) -> Table:

@@ -12,6 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+EVEN = 0.05
+"""Unevenness that is likelier by chance is not worth showing."""
+_RAREST = 1e-9
+
 Kind = int | bool
 """An environment's number, or whether the group had signal."""
 
@@ -22,6 +26,11 @@ class Unevenness:
 
     kind: Kind | None = None
     probability: float = 1.0
+
+    @property
+    def odds(self) -> str:
+        """Describe the probability to people."""
+        return odds(self.probability)
 
 
 @dataclass(slots=True)
@@ -43,6 +52,13 @@ class Deliveries:
         }
         worst = min(found, key=found.__getitem__)
         return Unevenness(worst, min(1.0, found[worst] * len(kinds)))
+
+
+def odds(probability: float) -> str:
+    """Describe a probability to people: "1 in 4,000"."""
+    if probability < _RAREST:
+        return f"less than 1 in {1 / _RAREST:,.0f}"
+    return f"1 in {1 / probability:,.0f}"
 
 
 def at_least(count: int, *, of_kind: int, drawn: int, of: int) -> float:

@@ -66,7 +66,8 @@ def admit(home: Home) -> None:
                 Sample((5, 6, 7), tuple(rng.randrange(5, 100) for _ in range(6)), (-4.0,) * 6) for _ in range(4)
             )
             blob = home.blobs.put(encode_group(Group(0, (1.0, 0.0, 0.0, 1.0), samples)))
-            connection.execute(insert(groups).values(slot_id=slot, submission=name, blob=blob, reward_mean=0.5))
+            group = {"slot_id": slot, "submission": name, "blob": blob, "reward_mean": 0.5, "signal": True}
+            connection.execute(insert(groups).values(group))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
 
 from coordinator.run.home import create_home
+from coordinator.storage.deliveries import read_withheld
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, Gap, MissedSlot, VerdictEntry
 from node.protocol.reasons import Reason, Refusal
@@ -234,4 +235,12 @@ def test_a_third_of_the_nodes_that_withhold_what_they_dislike_change_nothing(sta
     assert len(trained) == len(used)
     assert trained == {(version, slot) for version, last in dict(sorted(trained)).items() for slot in range(last + 1)}
     assert {miss.node for batch in batches for miss in batch.missed} == {who("c")}
-    assert actors.reading().problems == []
+    reading = actors.reading()
+    assert reading.problems == []
+    with actors.home.database.read() as connection:
+        withheld = read_withheld(connection)
+    logged = reading.withholding
+    for node, counted in withheld.items():
+        assert counted.by_environment == logged.by_environment[node]
+        assert counted.by_signal == logged.by_signal[node]
+    assert set(withheld) == {who("c")}
