@@ -8,6 +8,10 @@ good sources alone is measured in the same run, before and after. A behaviour is
 swarm: admitted groups a minute of a real swarm, in turn without and with dozens of hostile relays of six kinds that
 announce themselves under free keys and change their addresses; and the time that a worker takes to join.
 
+selection: what is trained on, and how fast, while a third of the nodes hold the slots that they dislike: of one
+environment, with signal, or mostly right ones. The bias is the mean reward of what was trained on less that of what was
+leased; beside it, what it would be if all that was withheld had stayed missing.
+
 hoarding: the same while free keys of three networks take leases, and hold them or return them at once; and how long a
 newcomer of another network waits for its first lease.
 """
@@ -17,11 +21,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from benchmarks.attacking.fetches import measure_fetch
+from benchmarks.attacking.selection import measure_selection
 from benchmarks.attacking.swarm import measure_hoarding, measure_swarm
 from benchmarks.report import make_parser, report
 from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS
 
-PARTS: Final = ("fetch", "swarm", "hoarding")
+PARTS: Final = ("fetch", "swarm", "hoarding", "selection")
 
 
 def main() -> None:
@@ -43,8 +48,9 @@ def main() -> None:
         figures |= measure_swarm(given.seconds, given.repeats, given.relays)
     if "hoarding" in given.only:
         figures |= measure_hoarding(given.seconds, given.repeats, given.hoarders)
-    notes = {"selective_delivery_bias": "not measured yet: it needs batches that wait for a withheld slot"}
-    report("liveness", given, figures | dict.fromkeys(notes), notes, rows=rows)
+    if "selection" in given.only:
+        figures |= measure_selection(given.seconds, given.repeats)
+    report("liveness", given, figures, {}, rows=rows)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ keep_versions = 8
 
 WORKERS: Final = 2
 WARM_STEPS: Final = 4
-WARM_S: Final = 180.0
+WARM_S: Final = 300.0
 JOIN_S: Final = 240.0
 NEWCOMERS: Final = 5
 NEWCOMER_S: Final = 30.0
@@ -129,11 +129,11 @@ class SwarmUnderAttack:
 
 
 @contextlib.contextmanager
-def started(relays: int) -> Iterator[SwarmUnderAttack]:
-    """Start a swarm and wait until it trains."""
+def started(relays: int, *, rules: str = RUN_TOML) -> Iterator[SwarmUnderAttack]:
+    """Start a swarm under a run.toml and wait until it trains."""
     with tempfile.TemporaryDirectory(prefix="liveness-swarm-") as name, contextlib.closing(Loop()) as loop:
         folder = Path(name)
-        swarm = lay_out(folder / "run", RUN_TOML, honest=WORKERS + 2, hostile=(), leaves=2)
+        swarm = lay_out(folder / "run", rules, honest=WORKERS + 2, hostile=(), leaves=2)
         late = {f"honest-{WORKERS + 1}", f"honest-{WORKERS + 2}"}
         with Supervisor(folder / "logs") as supervisor:
             supervisor.start(command for command in swarm.commands if command.name not in late)

@@ -18,6 +18,8 @@ STORED = "stored"
 """The code of a submission that the door took: what became of it is in the log."""
 HANDED_BACK = "handed_back"
 """The code of a slot that was not wanted: who did it instead is in the log."""
+HELD = "held"
+"""The code of a slot that was kept until its lease ended, likewise."""
 ACCEPTED = "accepted"
 """The code of a request that succeeded."""
 

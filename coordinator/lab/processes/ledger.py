@@ -95,13 +95,15 @@ class NodeRecord:
 class Ledger:
     """A reader of the log that remembers how far it has read.
 
-    `verdicts` has the last verdict on each submission, `used` the submissions that a training step took.
+    `verdicts` has the last verdict on each submission, `used` the submissions that a training step took, and `gaps` the
+    slots that no step trains on, as version/number.
     """
 
     coordinator_url: str
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     verdicts: dict[str, VerdictEntry] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    gaps: set[str] = field(default_factory=set)
     read: int = 0
 
     def catch_up(self, size: int) -> None:
@@ -122,6 +124,7 @@ class Ledger:
                 self.verdicts[entry.submission] = entry
             elif isinstance(entry, BatchEntry):
                 self.used.update(entry.submissions)
+                self.gaps.update(f"{gap.version}/{gap.slot}" for gap in entry.gaps)
             self.read += 1
 
     def record(self, *nodes: str) -> NodeRecord:

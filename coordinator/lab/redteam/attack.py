@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from coordinator.lab.processes.journal import HANDED_BACK
+from coordinator.lab.processes.journal import HANDED_BACK, HELD
 from coordinator.lab.redteam.workshop import Work
 from node.protocol.submission import Rollout
 from node.submission.writer import write_rollouts
@@ -49,11 +49,12 @@ class Attack(ABC):
 class SlotAttack(Attack):
     """Takes one slot at a time. A key is used for `slots_per_key` slots, or until it gets no more.
 
-    One that `picks_slots` hands some back on purpose.
+    One that `picks_slots` hands some back on purpose, or lets their leases lapse if it `holds_slots`.
     """
 
     slots_per_key: ClassVar[int | None] = None
     picks_slots: ClassVar[bool] = False
+    holds_slots: ClassVar[bool] = False
 
     async def strike(self, raid: Raid) -> bool:
         taken = await raid.lease(self)
@@ -65,9 +66,11 @@ class SlotAttack(Attack):
         except FileNotFoundError:  # the policy went while it was wanted
             forged = None
         if forged is None:
-            await raid.door.give_back(identity, lease)
+            if not self.holds_slots:
+                await raid.door.give_back(identity, lease)
             if self.picks_slots:
-                raid.note(self, HANDED_BACK, node=identity.node, slot=f"{lease.version}/{lease.slot}")
+                code, slot = HELD if self.holds_slots else HANDED_BACK, f"{lease.version}/{lease.slot}"
+                raid.note(self, code, node=identity.node, slot=slot)
             return self.picks_slots
         await raid.submit(self, identity, lease, forged)
         return True
@@ -75,6 +78,21 @@ class SlotAttack(Attack):
     @abstractmethod
     async def forge(self, work: Work) -> Forged | None:
         """Return what to send for a slot, or None to hand it back."""
+
+
+class SelectiveAttack(SlotAttack):
+    """Does the slots that it likes honestly, and lets the lease of each other one lapse."""
+
+    stands_for = "doing some slots and letting go others (a kind of problem, groups with signal, flawless ones)"
+    stopped_by = frozenset({"done_by_others", "left_over"})
+    picks_slots = holds_slots = True
+
+    async def forge(self, work: Work) -> Forged | None:
+        return None if await self.dislikes(work) else submission(await work.honest(), hostile=False)
+
+    @abstractmethod
+    async def dislikes(self, work: Work) -> bool:
+        """Return whether the slot is to be withheld."""
 
 
 class DoorAttack(Attack):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.lab.processes.journal import ACCEPTED, HANDED_BACK, STORED, JournalEntry, read_journal
+from coordinator.lab.processes.journal import ACCEPTED, HANDED_BACK, HELD, STORED, JournalEntry, read_journal
 from coordinator.lab.processes.ledger import Ledger
 from coordinator.lab.processes.summary import END_STEPS, AuditRow
 from coordinator.lab.redteam.attack import Attack
@@ -19,8 +19,9 @@ from node.protocol.reasons import Reason
 SCHEMA = "swarmproof-redteam/1"
 UNDECIDED = "undecided"
 """What a submission came to that has no verdict when the run ends."""
-DONE_BY_OTHERS, LEFT_OVER = "done_by_others", "left_over"
-"""What became of a slot that was handed back: somebody else was given the same one, or nobody until the run ended."""
+DONE_BY_OTHERS, LEFT_OVER, GAP = "done_by_others", "left_over", "gap"
+"""What became of a slot that was handed back or held: somebody else did it, nobody until the run ended, or training
+went on without it."""
 _ANYBODYS: frozenset[str] = frozenset(
     (
         UNDECIDED,
@@ -134,8 +135,8 @@ def _row(
 
 def outcome(entry: JournalEntry, ledger: Ledger, *, admitted: Container[str | None]) -> str:
     """Return ACCEPTED, or the code of what stopped it; `admitted` are slots as version/number."""
-    if entry.code == HANDED_BACK:
-        return DONE_BY_OTHERS if entry.slot in admitted else LEFT_OVER
+    if entry.code in (HANDED_BACK, HELD):
+        return GAP if entry.slot in ledger.gaps else DONE_BY_OTHERS if entry.slot in admitted else LEFT_OVER
     if entry.code != STORED:
         return entry.code
     verdict = ledger.verdicts.get(entry.submission or "")

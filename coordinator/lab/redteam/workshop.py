@@ -96,7 +96,7 @@ class Workshop:
         self.folder = folder
         self._feed = feed
         self._benches: dict[str, _Bench] = {}
-        self._environments = [load_environment(environment) for environment in spec.environments]
+        self.environments = [load_environment(environment) for environment in spec.environments]
         folder.mkdir(parents=True, exist_ok=True)
 
     async def draw(self, version: int, requests: Sequence[SampleRequest], recipe: Recipe = HONEST) -> list[Rollout]:
@@ -122,7 +122,7 @@ class Workshop:
         policy = await self.policy(lease.version)
         where = {"run_id": self.run_id, "manifest_digest": lease.manifest_digest, "slot": lease.slot}
         drawn = slot_problem(self.spec, **where, candidate=candidate_of(lease))  # type: ignore[arg-type]
-        environment = self._environments[drawn.environment]
+        environment = self.environments[drawn.environment]
         problem = environment.problem(drawn.problem)
         prompt = tuple(render_prompt(policy, problem.prompt))
         seeds = group_seeds(self.spec, **where)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from rich.console import Console
 from coordinator.lab.processes.journal import (
     ACCEPTED,
     HANDED_BACK,
+    HELD,
     STORED,
     Journal,
     JournalEntry,
@@ -27,7 +28,7 @@ from coordinator.lab.redteam.rules import redteam_run_toml
 from coordinator.lab.redteam.tally import SCHEMA, AttackResult, AttackRow, attack_rows
 from coordinator.lab.redteam.view import render
 from node.protocol.admission import Figures, Outcome, judge_rows
-from node.protocol.messages import BatchEntry, VerdictEntry
+from node.protocol.messages import BatchEntry, Gap, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import parse_run_toml
 from shardcast.wire import encode
@@ -118,10 +119,12 @@ def test_what_nobody_expected_to_stop_an_attack_is_pointed_out() -> None:
     assert found.unexpected == ("malformed_submission",)
 
 
-@pytest.mark.parametrize(("slot", "came_to"), [("3/5", "done_by_others"), ("3/6", "left_over")])
-def test_a_slot_that_was_handed_back_is_followed_to_whoever_did_it(slot: str, came_to: str) -> None:
-    entry = JournalEntry(0.0, GREEDY.name, NODE, True, HANDED_BACK, slot=slot)
-    assert row([entry], ledger(verdict(1, slot=5))).stopped == {came_to: 1}
+@pytest.mark.parametrize("code", [HANDED_BACK, HELD])
+@pytest.mark.parametrize(("slot", "came_to"), [("3/5", "done_by_others"), ("3/6", "left_over"), ("3/7", "gap")])
+def test_a_slot_that_was_not_done_is_followed_to_whoever_did_it(code: str, slot: str, came_to: str) -> None:
+    entry = JournalEntry(0.0, GREEDY.name, NODE, True, code, slot=slot)
+    step = BatchEntry(step=5, submissions=(), gaps=(Gap(version=3, slot=7),))
+    assert row([entry], ledger(verdict(1, slot=5), step)).stopped == {came_to: 1}
 
 
 def test_a_second_verdict_is_not_another_submission_in_the_nodes_record() -> None:

@@ -19,6 +19,7 @@ from coordinator.lab.redteam.attacks.foreign_proofs import ForeignProofs
 from coordinator.lab.redteam.attacks.forged_logprobs import ForgedLogprobs
 from coordinator.lab.redteam.attacks.forged_signature import ForgedSignature
 from coordinator.lab.redteam.attacks.greedy import Greedy
+from coordinator.lab.redteam.attacks.hanging_relays import HangingRelays
 from coordinator.lab.redteam.attacks.hidden_prompt import HiddenPrompt
 from coordinator.lab.redteam.attacks.hoarding import Hoarding
 from coordinator.lab.redteam.attacks.huge_upload import HugeUpload
@@ -34,9 +35,11 @@ from coordinator.lab.redteam.attacks.prompt_swap import PromptSwap
 from coordinator.lab.redteam.attacks.registrations import Registrations
 from coordinator.lab.redteam.attacks.replay import ReplayedSubmission
 from coordinator.lab.redteam.attacks.replayed_request import ReplayedRequest
+from coordinator.lab.redteam.attacks.returner import Returner
 from coordinator.lab.redteam.attacks.runner_up import RunnerUp
 from coordinator.lab.redteam.attacks.slow_upload import SlowUpload
 from coordinator.lab.redteam.attacks.small_model import SmallModel
+from coordinator.lab.redteam.attacks.squatter import Squatter
 from coordinator.lab.redteam.attacks.stale_policy import StalePolicy
 from coordinator.lab.redteam.attacks.stranger import Stranger
 from coordinator.lab.redteam.attacks.submission_bombs import SubmissionBombs
@@ -44,6 +47,9 @@ from coordinator.lab.redteam.attacks.sybils import Sybils
 from coordinator.lab.redteam.attacks.top_p import TopP
 from coordinator.lab.redteam.attacks.turncoat import Turncoat
 from coordinator.lab.redteam.attacks.two_policies import TwoPolicies
+from coordinator.lab.redteam.attacks.withheld_good import WithheldGood
+from coordinator.lab.redteam.attacks.withheld_kind import WithheldKind
+from coordinator.lab.redteam.attacks.withheld_signal import WithheldSignal
 
 ATTACKS: dict[str, type[Attack]] = {
     attack.name: attack
@@ -66,6 +72,11 @@ ATTACKS: dict[str, type[Attack]] = {
         PromptSwap,
         EasyProblems,
         Abandon,
+        WithheldKind,
+        WithheldSignal,
+        WithheldGood,
+        Squatter,
+        Returner,
         Colluder,
         ForgedLogprobs,
         ForeignProofs,
@@ -88,6 +99,7 @@ ATTACKS: dict[str, type[Attack]] = {
         SlowUpload,
         Registrations,
         Hoarding,
+        HangingRelays,
         ConnectionFlood,
     )
 }
