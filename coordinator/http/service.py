@@ -17,9 +17,10 @@ from coordinator.http.shutdown import Shutdown
 from coordinator.http.signed_requests import SignedRequests
 from coordinator.run.service import Coordinator
 from coordinator.run.status import run_status
+from shardcast.wire import encode
 
 STATUS_SECONDS = 1.0
-"""Maximum age of the public status and metrics, the most expensive of the unauthenticated responses."""
+"""Maximum age of the public status, metrics and puzzle, the most expensive of the unauthenticated responses."""
 
 
 class Cached:
@@ -61,4 +62,5 @@ class Service:
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)
         self.verdicts = LogWatch(coordinator.log_size, coordinator.entries)
         self.figures = Cached(metrics.render)
+        self.puzzle = Cached(lambda: encode(coordinator.puzzle(now=time.time())))
         self.status = Cached(lambda: json.dumps(run_status(coordinator, now=time.time())).encode())

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
 from coordinator.run.home import Home
+from coordinator.run.membership import membership_of
 from coordinator.run.relays import RelayRegistry
 from coordinator.storage import accounts, instances, locks, log, nodes, uploads, work
 from coordinator.storage.blobs import Upload, UploadStore
@@ -25,6 +26,7 @@ from coordinator.storage.submissions import receipt_row
 from node.protocol import merkle, requests
 from node.protocol.admission import Outcome
 from node.protocol.endpoints import Pending
+from node.protocol.membership import Puzzle
 from node.protocol.messages import (
     CHECKPOINT_DOMAIN,
     MESSAGE_VERSION,
@@ -58,6 +60,7 @@ class Coordinator:
         self._key = key
         self._leases_per_address = leases_per_address
         self._signed = SignedRequestLog(home.database)
+        self._membership = membership_of(home, key=key)
         # Secret, or an attacker could search for a node key that is placed next to a victim's.
         self.relays = RelayRegistry(
             home.database, fixed=relay_urls, salt=derive("swarmproof/1 relay tree", key.private_bytes_raw())
@@ -84,8 +87,16 @@ class Coordinator:
             yield connection
 
     def register(self, connection: Connection, node: str, registration: Registration, *, now: float) -> None:
-        """Register a node, or refresh its registration."""
+        """Register a node, or refresh its registration; raises Refusal for a new key that may not join."""
+        locks.leasing(connection)  # new keys one at a time: each counts those before it
+        if not nodes.is_registered(connection, node):
+            self._membership.check(connection, node, registration, now=now)
         nodes.register(connection, node, registration, now=now)
+
+    def puzzle(self, *, now: float) -> Puzzle:
+        """Return what a new key solves to register; raises Refusal in a run that asks for no work."""
+        with self.home.database.read() as connection:
+            return self._membership.puzzle(connection, now=now)
 
     def lease(
         self, connection: Connection, node: str, request: LeaseRequest, *, now: float, address: str = ""

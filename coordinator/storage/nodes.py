@@ -10,6 +10,7 @@ from sqlalchemy import Connection, bindparam, func, insert, literal, select, tup
 
 from coordinator.storage import instances, locks
 from coordinator.storage.schema import nodes, submissions
+from coordinator.storage.standing import is_unproven
 from node.protocol.admission import Outcome
 from node.protocol.messages import Registration
 
@@ -61,6 +62,11 @@ def count_registered(connection: Connection) -> int:
 def count_seen_since(connection: Connection, since: float) -> int:
     """Return how many nodes were seen at `since` or later."""
     return int(connection.execute(select(func.count()).where(nodes.c.seen_at >= since)).scalar_one())
+
+
+def count_unproven_seen_since(connection: Connection, since: float) -> int:
+    """Return how many nodes whose last submission was not admitted were seen at `since` or later."""
+    return int(connection.execute(select(func.count()).where(nodes.c.seen_at >= since, is_unproven())).scalar_one())
 
 
 def count_banned(connection: Connection, *, ban_after: int) -> int:

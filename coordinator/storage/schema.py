@@ -128,6 +128,14 @@ stakes = Table(
     UniqueConstraint("node", "why"),
 )
 
+invited = Table(
+    "invited",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("invite", Text, nullable=False, index=True),
+    Column("at", Double, nullable=False),
+)
+
 relays = Table(
     "relays",
     metadata,

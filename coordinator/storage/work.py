@@ -28,7 +28,7 @@ from sqlalchemy import Connection, Select
 from coordinator.storage import gaps, locks, pools
 from coordinator.storage import work_statements as statements
 from coordinator.storage.places import place_of
-from coordinator.storage.progress import Progress
+from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
@@ -278,12 +278,21 @@ def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, p
     """
     held = _count(connection, statements.HELD_BY_UNPROVEN)
     waiting = _count(connection, statements.UNJUDGED_OF_UNPROVEN)
-    free = max(1, _capacity(at, spec=spec) // 2) - held - waiting
+    free = _unproven_share(at, spec=spec) - held - waiting
     if not place or free <= 0:
         return free
     there = _count(connection, statements.HELD_BY_UNPROVEN_THERE, place=place)
     there += _count(connection, statements.UNJUDGED_OF_UNPROVEN_THERE, place=place)
     return min(free, PLACE_SHARE * free - there)
+
+
+def newcomers_capacity(connection: Connection, spec: RunSpec) -> int:
+    """Return how many slots unproven nodes may have in flight together, at least 1."""
+    return _unproven_share(progress(connection), spec=spec)
+
+
+def _unproven_share(at: Progress, *, spec: RunSpec) -> int:
+    return max(1, _capacity(at, spec=spec) // 2)
 
 
 def _count(connection: Connection, statement: Select[Any], **values: str) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from msgspec import Meta
 
+from node.protocol.membership import Puzzle
 from node.protocol.merkle import MAX_PROOF_HASHES
 from node.protocol.messages import (
     MAX_CLAIM_BYTES,
@@ -54,6 +55,15 @@ _SIGNED: Final = (
     Reason.BODY_MISMATCH,
     Reason.BAD_REQUEST,
     Reason.OVERSIZED_BODY,
+)
+_MEMBERSHIP: Final = (
+    Reason.INVITE_REQUIRED,
+    Reason.BAD_INVITE,
+    Reason.EXPIRED_INVITE,
+    Reason.FOREIGN_INVITE,
+    Reason.SPENT_INVITE,
+    Reason.STAKE_REQUIRED,
+    Reason.WORK_REQUIRED,
 )
 _LEASED: Final = (
     Reason.UNKNOWN_LEASE,
@@ -204,7 +214,14 @@ REGISTER: Final = Endpoint[Registration, Empty](
     body=Registration,
     max_body_bytes=MAX_MESSAGE_BYTES,
     reply=Empty,
-    refusals=(*_SIGNED, Reason.KEY_IN_USE),
+    refusals=(*_SIGNED, *_MEMBERSHIP, Reason.KEY_IN_USE),
+)
+PUZZLE: Final = Endpoint[None, Puzzle](
+    method="GET",
+    path="/v1/puzzle",
+    summary="What a new key solves to register, at most a second old; only of a run that asks for work",
+    reply=Puzzle,
+    refusals=(Reason.NOT_FOUND,),
 )
 STANDING: Final = Endpoint[None, NodeStanding](
     method="GET",
@@ -283,6 +300,7 @@ ENDPOINTS: Final[tuple[Endpoint[Any, Any], ...]] = (
     LOG_INCLUSION,
     LOG_CONSISTENCY,
     REGISTER,
+    PUZZLE,
     STANDING,
     LEASE,
     RETURN_LEASE,

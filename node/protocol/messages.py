@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from node.protocol.admission import Figures, Finding, Outcome, Verdict
 from node.protocol.evidence import Totals
+from node.protocol.membership import MAX_INVITE_ENVELOPE_BYTES, ProofOfWork
 from node.protocol.reasons import Reason
 from node.protocol.run import Url
 from node.protocol.slots import MOST_CANDIDATES
@@ -58,13 +59,16 @@ class RequestClaim(Wire, frozen=True):
 class Registration(Wire, frozen=True):
     """Registration of a node; its key is the request's signer.
 
-    `instance` distinguishes machines with the same key, `name` is this machine's host name.
+    `instance` distinguishes machines with the same key, `name` is this machine's host name. `invite` and `work` are
+    what a new key shows where the run asks for it (section 3.7), and left out elsewhere.
     """
 
     software: Text
     engine: Text
     instance: Nonce
     name: Text
+    invite: Annotated[bytes, Meta(max_length=MAX_INVITE_ENVELOPE_BYTES)] | UnsetType = UNSET
+    work: ProofOfWork | UnsetType = UNSET
 
 
 class ReceivedFrom(Wire, frozen=True):

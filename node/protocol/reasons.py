@@ -11,6 +11,7 @@ from typing import Final, Self
 
 _UPDATE: Final = "Update swarmproof; if it stays, report it with the log of `swarmproof -v worker`."
 _NOTHING: Final = "Nothing: the worker goes on by itself."
+_NEW_INVITE: Final = "Ask the run's operator for an invite, and give it to --invite (or SWARMPROOF_WORKER_INVITE)."
 _NO_PROXY: Final = "Use the coordinator's own address, without a proxy between."
 
 
@@ -104,6 +105,55 @@ class Reason(StrEnum):
             "wait 2 minutes."
         ),
         409,
+    )
+    INVITE_REQUIRED = (
+        "invite_required",
+        "This run takes new keys by invite alone; send one with the registration.",
+        "This run takes in new nodes by invite alone.",
+        _NEW_INVITE,
+        403,
+    )
+    BAD_INVITE = (
+        "bad_invite",
+        "The invite is not one that this run's key signed; send it whole, to the run that it is of.",
+        "The invite is not one of this run, or was changed.",
+        _NEW_INVITE,
+        403,
+    )
+    EXPIRED_INVITE = (
+        "expired_invite",
+        "The invite does not hold now; have a new one made.",
+        "The invite's time is over, or has not begun.",
+        _NEW_INVITE,
+        403,
+    )
+    FOREIGN_INVITE = (
+        "foreign_invite",
+        "The invite is for another key; register with that one, or have one made for this.",
+        "The invite is for another node's key.",
+        _NEW_INVITE,
+        403,
+    )
+    SPENT_INVITE = (
+        "spent_invite",
+        "The invite has let in as many keys as it is for; have a new one made.",
+        "As many nodes as the invite is for have used it.",
+        _NEW_INVITE,
+        403,
+    )
+    STAKE_REQUIRED = (
+        "stake_required",
+        "This run takes new keys with a stake alone; have the operator note one for this key, then register.",
+        "This run takes in new nodes with a stake alone.",
+        "Pay the stake to the run's operator, naming this node's id; the worker joins once it is noted.",
+        403,
+    )
+    WORK_REQUIRED = (
+        "work_required",
+        "This run takes new keys with a proof of work: solve GET /v1/puzzle for this key, then register with it.",
+        "This run takes in new nodes with a proof of work.",
+        _NOTHING,
+        403,
     )
     FOREIGN_LEASE = (
         "foreign_lease",

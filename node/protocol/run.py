@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from node.protocol.membership import MembershipSpec
 from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
 from shardcast.wire import MAX_INTEGER, Count, Digest, PublicKey, Wire, decode, derive, digest, encode
@@ -303,6 +304,7 @@ class RunSpec(Wire, frozen=True):
     batch: BatchSpec = BatchSpec()
     limits: LimitsSpec = LimitsSpec()
     standing: StandingSpec = StandingSpec()
+    membership: MembershipSpec | UnsetType = UNSET
     training: TrainingSpec = TrainingSpec()
     broadcast: BroadcastSpec = BroadcastSpec()
 

@@ -156,8 +156,9 @@ class Peer:
             with error:
                 return Reply(error.code, error.read())
 
-    def register(self) -> Reply:
-        return self.signed("POST", "/v1/nodes", encode(REGISTRATION))
+    def register(self, **shown: object) -> Reply:
+        """Register, with what a new key shows."""
+        return self.signed("POST", "/v1/nodes", encode(msgspec.structs.replace(REGISTRATION, **shown)))
 
     def ask(self, *, held: tuple[int, ...] = (0,), slots: int = 1) -> LeaseReply:
         """Ask for leases, as a worker does."""

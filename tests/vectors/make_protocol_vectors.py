@@ -33,6 +33,18 @@ from node.protocol.control import (
     sign_reply,
 )
 from node.protocol.evidence import Drift, Total, Totals, evidences, follow
+from node.protocol.membership import (
+    Invite,
+    MembershipSpec,
+    ProofOfWork,
+    Puzzle,
+    find_work,
+    invite_token,
+    price_bits,
+    sign_invite,
+    work_bits,
+    work_seed,
+)
 from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
 from node.protocol.peers import Address, Invitation, PeerRecord, peer_id_of, sign_peer
 from node.protocol.pools import candidates, first_candidate, slot_pool
@@ -925,6 +937,47 @@ def log_vectors() -> dict[str, Any]:
     }
 
 
+def membership_vectors() -> dict[str, Any]:
+    """Section 3.7: a run that takes new keys by work, an invite, a solved puzzle, and prices."""
+    rules = MembershipSpec(policy="work", bits=12, most_bits=16)
+    asking = msgspec.structs.replace(spec(), membership=rules)
+    now = 1_760_000_000
+    invite = Invite(run_id=RUN_ID, id=DIGEST_A, keys=3, node=None, issued_at=now, expires_at=now + 86_400)
+    bound = msgspec.structs.replace(invite, keys=1, node=_public(NODE_KEY))
+    puzzle = Puzzle(salt=DIGEST_B, bits=rules.bits, expires_at=now + 1200)
+    seed = work_seed(run_id=RUN_ID, node=_public(NODE_KEY), salt=puzzle.salt)
+    counter = find_work(seed, bits=rules.bits, start=0, attempts=2**20)
+    if counter is None:
+        raise AssertionError("the puzzle of the vectors has a solution")
+    registration = m.Registration(software="swarmproof 0.1.0", engine="torch", instance="0f" * 16, name="gpu-7")
+    shown = {"invite": sign_invite(bound, key=_key(RUN_KEY)), "work": ProofOfWork(salt=puzzle.salt, counter=counter)}
+    return {
+        "run_id": RUN_ID,
+        "node": _public(NODE_KEY),
+        "spec": encode(asking).decode(),
+        "spec_digest": asking.digest,
+        "invites": [
+            {
+                "canonical": encode(each).decode(),
+                "envelope": sign_invite(each, key=_key(RUN_KEY)).hex(),
+                "token": invite_token(sign_invite(each, key=_key(RUN_KEY))),
+            }
+            for each in (invite, bound)
+        ],
+        "puzzle": encode(puzzle).decode(),
+        "seed": seed.hex(),
+        "attempts": [{"counter": at, "zero_bits": work_bits(seed, at)} for at in (0, 1, 2**53 - 1, counter)],
+        "solution": counter,
+        "prices": [
+            {"waiting": waiting, "capacity": 8, "bits": price_bits(rules, waiting=waiting, capacity=8)}
+            for waiting in (0, 7, 8, 15, 16, 31, 32, 63, 64, 1000)
+        ],
+        "registrations": [
+            encode(msgspec.structs.replace(registration, **{name: value})).decode() for name, value in shown.items()
+        ],
+    }
+
+
 def all_vectors() -> dict[str, dict[str, Any]]:
     return {
         "wire": wire_vectors(),
@@ -941,6 +994,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "log": log_vectors(),
         "peers": peer_vectors(),
         "control": control_vectors(),
+        "membership": membership_vectors(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Nodes: registration and standing."""
+"""Nodes: registration, the puzzle that it may need, and standing."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ async def register(call: Annotated[SignedCall[Registration], Depends(signed(endp
         lambda transaction, node, message: coordinator.register(transaction, node, message, now=time.time())
     )
     return respond(endpoints.REGISTER, Empty())
+
+
+@route(router, endpoints.PUZZLE)
+def puzzle(service: ServiceDep) -> Response:
+    return Response(service.puzzle.get(), media_type=endpoints.JSON)
 
 
 @route(router, endpoints.STANDING)

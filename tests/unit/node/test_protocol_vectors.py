@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.util
 import json
@@ -30,6 +31,7 @@ NAMES = [
     "evidence",
     "frames",
     "log",
+    "membership",
     "peers",
     "proofs",
     "run",
@@ -191,6 +193,39 @@ def test_the_control_vectors_open_and_bind_to_one_another() -> None:
         said = decode(control.ControlReply, opened.payload, max_bytes=2**16)
         assert (opened.signer.hex(), said.request) == (asked.to, digest(data))
         assert opened.payload == reply["canonical"].encode()
+
+
+def test_a_reader_of_the_document_checks_invites_and_solves_the_puzzle() -> None:
+    """Worked out from the page alone: the token's base64url, the seed's three parts, zero bits counted one by one."""
+    vector = load("membership")
+    assert digest(vector["spec"].encode()) == vector["spec_digest"]
+    for invite in vector["invites"]:
+        opened = open_envelope(
+            base64.urlsafe_b64decode(invite["token"]), domain="swarmproof/invite", versions=(1,), max_payload_bytes=1024
+        )
+        assert (run_id_of(opened.signer), opened.payload) == (vector["run_id"], invite["canonical"].encode())
+    puzzle = json.loads(vector["puzzle"])
+    parts = [bytes.fromhex(part) for part in (vector["run_id"], vector["node"], puzzle["salt"])]
+    seed = derive("swarmproof/1 proof of work", *parts)
+    assert seed.hex() == vector["seed"]
+    for attempt in vector["attempts"]:
+        bits = "".join(f"{byte:08b}" for byte in blake3(seed + struct.pack(">Q", attempt["counter"])).digest())
+        assert bits.index("1") == attempt["zero_bits"]
+    assert vector["attempts"][-1]["counter"] == vector["solution"]
+    assert vector["attempts"][-1]["zero_bits"] >= puzzle["bits"] == 12
+    by_invite, by_work = (
+        decode(messages.Registration, text.encode(), max_bytes=4096) for text in vector["registrations"]
+    )
+    assert by_invite.invite.hex() == vector["invites"][1]["envelope"]
+    assert (by_work.work.salt, by_work.work.counter) == (puzzle["salt"], vector["solution"])
+
+
+def test_a_reader_of_the_document_computes_the_price() -> None:
+    for case in load("membership")["prices"]:
+        price, queue = 12, case["waiting"]
+        while queue >= case["capacity"]:
+            price, queue = price + 1, queue // 2
+        assert min(price, 16) == case["bits"], case
 
 
 def test_a_reader_of_the_document_derives_the_work_of_a_challenge() -> None:
