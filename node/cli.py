@@ -21,6 +21,7 @@ from node.commands.completion import completion
 from node.commands.config import default_map, load_config
 from node.commands.control import authority, control, control_options
 from node.commands.engine_options import check_engine, engine_maker, engine_options
+from node.commands.invite import invite, invite_option
 from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
 from node.commands.options import FILE, json_option, key_option, listen_options, metrics_options, state_option
@@ -128,6 +129,7 @@ def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
 @json_option("Events on stdout, one JSON object a line, instead of a view.")
+@invite_option
 @control_options
 @worker_serving_options
 @metrics_options
@@ -141,6 +143,7 @@ def worker(
     grace: float,
     once: bool,
     as_json: bool,
+    invite: bytes | None,
     control: frozenset[Purpose],
     serve: str | None,
     public_url: str | None,
@@ -186,6 +189,7 @@ def worker(
                 serving=own,
                 server_limits=limits,
                 control=control,
+                invite=invite,
             )
             make_engine = engine_maker(engine, state=folder, **options)
             probe = StatusProbe(observer)
@@ -394,6 +398,7 @@ main.add_command(completion)
 main.add_command(control)
 main.add_command(publish)
 main.add_command(fetch)
+main.add_command(invite)
 main.add_command(keys)
 main.add_command(peer)
 main.add_command(status)

@@ -23,6 +23,7 @@ from node.errors import BadReply, ConfigError
 from node.keys.identity import node_id
 from node.protocol import endpoints
 from node.protocol.endpoints import Endpoint, LogProof
+from node.protocol.membership import Puzzle
 from node.protocol.messages import (
     MAX_MESSAGE_BYTES,
     MESSAGE_VERSION,
@@ -137,6 +138,14 @@ class CoordinatorClient:
         await self._caller.call(
             request_to(endpoints.REGISTER, body=registration), _nothing, patience_seconds=patience_seconds
         )
+
+    async def puzzle(self, *, patience_seconds: float = 60.0) -> Puzzle:
+        """Return what a new key solves to register; raises Refused in a run that asks for no work."""
+
+        def puzzle_in(answer: CoordinatorReply) -> Puzzle:
+            return decoded(endpoints.PUZZLE, answer)
+
+        return await self._caller.call(request_to(endpoints.PUZZLE), puzzle_in, patience_seconds=patience_seconds)
 
     async def announce(self, announcement: RelayAnnouncement, *, patience_seconds: float = 60.0) -> RelayList:
         """Announce this relay for a minute; return the relays that it should fetch from."""

@@ -55,7 +55,7 @@ MAX_GRANT_BYTES: Final = 2 * MAX_AUTHORITY_BYTES
 NOTHING: Final = "nothing"
 
 
-def _parse_node(_ctx: click.Context, _param: click.Parameter, value: str | None) -> bytes | None:
+def parse_node(_ctx: click.Context, _param: click.Parameter, value: str | None) -> bytes | None:
     """Return a node's public key, from its id or its PeerId; raises BadParameter."""
     if value is None:
         return None
@@ -88,7 +88,7 @@ def control_options(command: F) -> F:
 @click.command()
 @key_option("The run's key file: only the run gives authority.", required=True)
 @click.option(
-    "--node", metavar="NODE", required=True, callback=_parse_node, help="Who may ask: the id of the asker's key."
+    "--node", metavar="NODE", required=True, callback=parse_node, help="Who may ask: the id of the asker's key."
 )
 @click.option(
     "--purpose", "purposes", multiple=True, required=True, type=click.Choice(PURPOSES), help="For what; repeatable."
@@ -100,7 +100,7 @@ def control_options(command: F) -> F:
     help="For how long.",
 )
 @click.option(
-    "--subject", metavar="NODE", callback=_parse_node, help="Only of this node.  [default: of any node of the run]"
+    "--subject", metavar="NODE", callback=parse_node, help="Only of this node.  [default: of any node of the run]"
 )
 def authority(*, key: Path, node: bytes, purposes: tuple[Purpose, ...], hours: float, subject: bytes | None) -> None:
     """Let somebody ask the run's nodes, for named purposes and a while.
@@ -140,7 +140,7 @@ class _Target:
 
 
 _TARGET_OPTIONS = all_of(
-    click.argument("node", metavar="NODE", callback=_parse_node),
+    click.argument("node", metavar="NODE", callback=parse_node),
     key_option("The asker's key file: the one that the authority was given to, or the run's own.", required=True),
     click.option(
         "--authority",

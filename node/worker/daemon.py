@@ -42,7 +42,8 @@ from node.worker.events import NO_OBSERVER, EventKind, Observer
 from node.worker.instance import load_instance
 from node.worker.leases import HAND_BACK_SECONDS, REFUSED_PAUSE_SECONDS, UNSOUND_PAUSE_SECONDS, LeaseClient
 from node.worker.policies import PolicyFeed
-from node.worker.registration import Registrar, software
+from node.worker.proof_of_work import PuzzleSolver
+from node.worker.registration import Registrar, invite_for, software
 from node.worker.slots import ActiveSlots
 from node.worker.standing import StandingPoller
 from node.worker.state import WorkerState
@@ -67,7 +68,8 @@ class WorkerSettings:
     """Settings of one worker: at most `slots` active slots, `grace_seconds` for a shutdown.
 
     `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
-    `control` lists the purposes that the run's operator may use.
+    `control` lists the purposes that the run's operator may use. `invite` is an invite's envelope, for a run that takes
+    new nodes by invite.
     """
 
     join: JoinSettings
@@ -79,6 +81,7 @@ class WorkerSettings:
     server_limits: ServerLimits = field(default_factory=ServerLimits)
     control: frozenset[Purpose] = FREE_PURPOSES
     backoff: Backoff = DEFAULT_BACKOFF
+    invite: bytes | None = field(default=None, repr=False)
 
 
 async def run_worker(
@@ -144,7 +147,15 @@ class Worker:
         self._feed = PolicyFeed(broadcast, backoff=backoff, arrived=changed, observer=observer)
         self._host = EngineHost(engine, self._feed, spec=spec, run_id=run_id, observer=observer)
         instance = load_instance(state.folder)
-        self._registrar = Registrar(client, engine=engine.name, instance=instance, backoff=backoff, changed=changed)
+        self._registrar = Registrar(
+            client,
+            engine=engine.name,
+            instance=instance,
+            solver=PuzzleSolver(client, node=node_id(key), rules=spec.membership),
+            invite=invite_for(spec, settings.invite),
+            backoff=backoff,
+            changed=changed,
+        )
         self._leases = LeaseClient(
             client,
             self._feed,
@@ -380,7 +391,7 @@ class Worker:
             "run_name": self._spec.name,
             "coordinator": self._client.url,
             "coordinator_away": self._client.away,
-            "doing": self._doing,
+            "doing": self._registrar.doing or self._doing,
             "dismissed": None if self._registrar.dismissal is None else str(self._registrar.dismissal),
             "run_is_over": self._leases.is_over,
             "draining": self._control.draining,

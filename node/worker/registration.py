@@ -1,32 +1,56 @@
 """Registration with the coordinator: at the start, when it forgot the node, and as a keep-alive.
 
 The coordinator lets one instance work with a key. This one registers again after a silence, so that none replaces it
-during long slots, and ends if another instance holds the key.
+during long slots, and ends if another instance holds the key. A new key shows what the run asks for (docs/protocol.md,
+3.7): its invite, a stake that it waits for, or a proof of work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
 from importlib import metadata
 from typing import Final
 
+from msgspec import UNSET, UnsetType
+
 from node.client.api import FOREVER, CoordinatorClient
 from node.client.http import Backoff
 from node.errors import BadReply, Refused
+from node.protocol.membership import MAX_BITS, ProofOfWork
 from node.protocol.messages import Registration
 from node.protocol.reasons import Reason
+from node.protocol.run import RunSpec
 from node.worker.complaints import WarnOnce
 from node.worker.instance import Instance
+from node.worker.proof_of_work import PuzzleSolver
+
+log = logging.getLogger(__name__)
 
 HEARD_SECONDS: Final = 50.0
 """An instance silent for 120 s may be replaced (docs/protocol.md, 3.4)."""
+
+MOST_PUZZLES: Final = MAX_BITS
+"""Solved for one registration: so often the price may rise meanwhile, by a bit each time."""
+
+FINAL: Final = (
+    Reason.KEY_IN_USE,
+    Reason.INVITE_REQUIRED,
+    Reason.BAD_INVITE,
+    Reason.EXPIRED_INVITE,
+    Reason.FOREIGN_INVITE,
+    Reason.SPENT_INVITE,
+)
+"""Refusals of a registration that no retry changes."""
 
 
 class Registrar:
     """Registers one instance of a node.
 
-    `dismissal` is the final refusal: the node is banned, or its key is in use elsewhere. `changed` is set with it.
+    `dismissal` is the final refusal: the node is banned, its key is in use elsewhere, or its invite does not let it in.
+    `changed` is set with it. `invite` is shown to a run that takes new keys by invite, and to no other.
     """
 
     def __init__(
@@ -35,6 +59,8 @@ class Registrar:
         *,
         engine: str,
         instance: Instance,
+        solver: PuzzleSolver,
+        invite: bytes | UnsetType,
         backoff: Backoff,
         changed: asyncio.Event,
     ) -> None:
@@ -42,6 +68,8 @@ class Registrar:
         self.instance = instance
         self._client = client
         self._engine = engine
+        self._solver = solver
+        self._invite = invite
         self._backoff = backoff
         self._warn_once = WarnOnce()
         self._changed = changed
@@ -56,18 +84,39 @@ class Registrar:
         self.dismissal = self.dismissal or refusal
         self._changed.set()
 
+    @property
+    def doing(self) -> str:
+        """What registering takes now, "" if it is nothing but the request."""
+        return self._solver.doing
+
     async def register(self) -> None:
-        """Register once, retrying while the coordinator is away. Raises Refused and BadReply, but for `dismissal`."""
-        registration = Registration(
-            software=software(), engine=self._engine, instance=self.instance.id, name=self.instance.name
+        """Register once, with a proof of work if one is asked for, retrying while the coordinator is away.
+
+        Raises Refused and BadReply, but for `dismissal`.
+        """
+        work: ProofOfWork | UnsetType = UNSET
+        for puzzles in itertools.count():
+            try:
+                await self._client.register(self._registration(work), patience_seconds=FOREVER)
+            except Refused as error:
+                if error.code == Reason.WORK_REQUIRED and puzzles < MOST_PUZZLES:
+                    work = await self._solver.solve()
+                    continue
+                if error.code not in FINAL:
+                    raise
+                self.dismiss(error)  # a node that is registered can still deliver finished slots
+            self.heard()
+            return
+
+    def _registration(self, work: ProofOfWork | UnsetType) -> Registration:
+        return Registration(
+            software=software(),
+            engine=self._engine,
+            instance=self.instance.id,
+            name=self.instance.name,
+            invite=self._invite,
+            work=work,
         )
-        try:
-            await self._client.register(registration, patience_seconds=FOREVER)
-        except Refused as error:
-            if error.code != Reason.KEY_IN_USE:
-                raise
-            self.dismiss(error)  # the node is registered, so finished slots can still be delivered
-        self.heard()
 
     async def register_until_known(self) -> None:
         """Retry registering until the coordinator accepts or dismisses this worker."""
@@ -89,6 +138,14 @@ class Registrar:
                 await asyncio.sleep(left)
             else:
                 await self.register_until_known()
+
+
+def invite_for(spec: RunSpec, invite: bytes | None) -> bytes | UnsetType:
+    """Return `invite` where the run takes new keys by invite; to another it would be given away."""
+    asked = not isinstance(spec.membership, UnsetType) and spec.membership.policy == "invite"
+    if invite is not None and not asked:
+        log.info("The run %r takes new nodes without an invite; the one given is not sent.", spec.name)
+    return UNSET if invite is None or not asked else invite
 
 
 def software() -> str:

@@ -291,15 +291,19 @@ def verifying(
 
 
 @contextmanager
-def worker_thread(url: str, run_id: str, state: Path) -> Iterator[Callable[[], dict[str, object]]]:
+def worker_thread(
+    url: str, run_id: str, state: Path, *, key: Ed25519PrivateKey | None = None, invite: bytes | None = None
+) -> Iterator[Callable[[], dict[str, object]]]:
     """A worker in a thread of its own; yields what reads its status."""
+    key = key or Ed25519PrivateKey.generate()
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
     settings = WorkerSettings(
         join=JoinSettings(run_id=run_id, coordinators=(url,)),
         state=state,
         backoff=Backoff(first_seconds=0.02, max_seconds=0.1),
+        invite=invite,
     )
-    work = run_worker(settings, key=Ed25519PrivateKey.generate(), make_engine=TorchEngine, stop=stop)
+    work = run_worker(settings, key=key, make_engine=TorchEngine, stop=stop)
     thread = threading.Thread(target=loop.run_until_complete, args=(work,))
     thread.start()
 

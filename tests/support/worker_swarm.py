@@ -29,6 +29,7 @@ from node.protocol.messages import (
     LeaseReply,
     LeaseRequest,
     Receipt,
+    Registration,
     RelayAnnouncement,
     RelayList,
     SubmissionReply,
@@ -74,6 +75,8 @@ class SmallCoordinator:
         self.receipts_withheld = False
         self.lease_seconds, self.head_version = 30, 0
         self.on_submission = None
+        self.on_registration = None
+        self.puzzle = None
         self.asked = []
 
     def app(self):
@@ -84,6 +87,7 @@ class SmallCoordinator:
                 web.get("/v1/relays", self.list_relays),
                 web.post("/v1/relays", self.announce),
                 web.post("/v1/nodes", self.register),
+                web.get("/v1/puzzle", self.tell_puzzle),
                 web.post("/v1/leases", self.lease),
                 web.post("/v1/leases/{lease}/return", self.give_back),
                 web.put("/v1/submissions/{lease}", self.submit),
@@ -126,9 +130,15 @@ class SmallCoordinator:
         return web.Response(body=encode(RelayList(relays=self.relays)))
 
     async def register(self, request):
-        node, _, _ = await self.authenticated(request)
+        node, body, _ = await self.authenticated(request)
+        registration = decode(Registration, body, max_bytes=65536)
+        if self.on_registration is not None and (reason := self.on_registration(node, registration)):
+            return refusal(reason.status, reason)
         self.nodes.add(node)
         return web.Response(body=b"{}")
+
+    async def tell_puzzle(self, _request):
+        return web.Response(body=encode(self.puzzle))
 
     async def lease(self, request):
         node, body, _ = await self.authenticated(request)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from node.worker.events import EventKind, Status
+from node.worker.proof_of_work import SOLVING
 
 _COUNTED = {
     EventKind.LEASED: "leased",
@@ -100,7 +101,8 @@ def doing(status: dict[str, Any]) -> str:
         at_work = f"; {said}" if status["slots"] else ""
         return f"waiting for the coordinator{at_work}"
     if not status["held_versions"] and status["broadcast"] is not None:
-        said = f"fetching policy {status['broadcast']['version']}"
+        fetching = f"fetching policy {status['broadcast']['version']}"
+        said = f"{said}; {fetching}" if said.startswith(SOLVING) else fetching
     if status["uploading"]:
         slots = "slot" if status["uploading"] == 1 else "slots"
         said += f"; uploading {status['uploading']} {slots}"

@@ -158,6 +158,10 @@ def test_drawing_once_a_second_costs_less_than_a_hundredth_of_a_core():
         ({"coordinator_away": True}, "waiting for the coordinator; generating 4 slots with policy 3"),
         ({"coordinator_away": True, "slots": []}, "waiting for the coordinator"),
         ({"held_versions": [], "doing": "waiting for a policy", "uploading": 0}, "fetching policy 4"),
+        (
+            {"held_versions": [], "doing": "solving a proof of work of 20 bits, to join the run", "uploading": 0},
+            "solving a proof of work of 20 bits, to join the run; fetching policy 4",
+        ),
         ({"doing": "loading policy 3", "uploading": 2}, "loading policy 3; uploading 2 slots"),
     ],
 )

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 from locations import ROOT
 
+from coordinator.run.membership import by_work
 from node.discovery import descriptor as board
 from node.discovery import peer_book
 from node.joining import session as joining
-from node.protocol import control, messages, peers
+from node.protocol import control, membership, messages, peers
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
 from node.protocol.endpoints import ENDPOINTS
 from node.protocol.evidence import STATISTICS, Totals
@@ -38,6 +39,7 @@ from node.protocol.run import (
 )
 from node.protocol.sampling import TABLE_DIGEST
 from node.protocol.submission import MAX_LOGPROB, proof_bytes
+from node.worker import proof_of_work
 from shardcast.manifest import Delta, Head, Manifest, Payload
 
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -139,6 +141,7 @@ MESSAGES = [
     messages.LeaseReply,
     messages.Lease,
 ]
+MESSAGES += [membership.Puzzle, membership.ProofOfWork]
 MESSAGES += [messages.NodeStanding, messages.Rejection, messages.SubmissionReply, messages.ErrorReply]
 
 
@@ -168,6 +171,7 @@ def test_the_fields_of_what_is_signed_are_documented_in_wire_order(cls: type[msg
 
 
 SHORT = [Head, messages.Checkpoint, messages.Receipt, Finding, PolicyHead, peers.PeerRecord, control.Authority]
+SHORT += [membership.Invite]
 
 
 @pytest.mark.parametrize("cls", SHORT, ids=lambda cls: cls.__name__)
@@ -218,6 +222,7 @@ def test_the_constants_are_the_codes() -> None:
 SIGNED = [
     (DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION),
     (peers.PEER_DOMAIN, peers.PEER_VERSION),
+    (membership.INVITE_DOMAIN, membership.INVITE_VERSION),
     (messages.REQUEST_DOMAIN, messages.MESSAGE_VERSION),
     (messages.RECEIPT_DOMAIN, messages.MESSAGE_VERSION),
     (messages.CHECKPOINT_DOMAIN, messages.MESSAGE_VERSION),
@@ -228,6 +233,21 @@ SIGNED = [
 def test_what_is_signed_is_documented_with_its_version(domain: str, version: int) -> None:
     (row,) = [row for row in rows(section(1)) if row[0] == f"`{domain}`"]
     assert row[1] == str(version)
+
+
+def test_the_limits_of_membership_are_the_codes() -> None:
+    """A client of another implementation solves by this page: a bound of its own would have it refused."""
+    limits = {row[0]: row[1] for row in rows(section(12))}
+    days = membership.MAX_INVITE_SECONDS // 86_400
+    sizes = f"{membership.MAX_INVITE_BYTES // 1024} KiB, its envelope {membership.MAX_INVITE_ENVELOPE_BYTES} bytes"
+    assert limits["Invite"] == f"{sizes}, good for {days} days, {membership.MAX_INVITED_KEYS} keys"
+    said = f"{membership.MAX_BITS} bits; a salt is taken for {2 * by_work.SALT_SECONDS} s, and a puzzle given up after"
+    assert limits["proof of work"] == f"{said} {proof_of_work.MOST_SECONDS:.0f} s"
+    text = section(3).split("### 3.7 ")[1]
+    assert f"issued_at + {days} days" in text
+    assert f"issued_at - {membership.MAX_SKEW_SECONDS} s" in text
+    assert f"told for {by_work.SALT_SECONDS} s" in text
+    assert f"last {by_work.WAITING_SECONDS:.0f} s" in text
 
 
 def test_the_limits_of_peers_are_the_codes() -> None:
