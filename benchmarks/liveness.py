@@ -9,8 +9,8 @@ swarm: admitted groups a minute of a real swarm, in turn without and with dozens
 announce themselves under free keys and change their addresses; and the time that a worker takes to join.
 
 selection: what is trained on, and how fast, while a third of the nodes hold the slots that they dislike: of one
-environment, with signal, or mostly right ones. The bias is the mean reward of what was trained on less that of what was
-leased; beside it, what it would be if all that was withheld had stayed missing.
+environment, with signal, or better than the mean. The bias is the mean reward of what was trained on less that of what
+was leased; beside it, what it would be if all that was withheld had stayed missing.
 
 hoarding: the same while free keys of three networks take leases, and hold them or return them at once; and how long a
 newcomer of another network waits for its first lease.

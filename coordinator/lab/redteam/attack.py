@@ -83,7 +83,7 @@ class SlotAttack(Attack):
 class SelectiveAttack(SlotAttack):
     """Does the slots that it likes honestly, and lets the lease of each other one lapse."""
 
-    stands_for = "doing some slots and letting go others (a kind of problem, groups with signal, flawless ones)"
+    stands_for = "doing some slots and letting go others (a kind of problem, groups with signal, good ones)"
     stopped_by = frozenset({"done_by_others", "left_over"})
     picks_slots = holds_slots = True
 
