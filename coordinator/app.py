@@ -24,7 +24,13 @@ DEFAULT_REQUEST_LIMITS = RequestLimits()
 
 def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQUEST_LIMITS) -> FastAPI:
     """Return the ASGI application that serves one run; its `state.service` is what the handlers share."""
-    app = FastAPI(title="swarmproof coordinator", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="swarmproof coordinator",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # the Location would be made of the client's own Host header
+    )
     metrics = Metrics(coordinator, connections=lambda: getattr(app.state, "connections", None))
     service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown())
     app.state.service = service

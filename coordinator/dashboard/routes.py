@@ -45,7 +45,6 @@ SECURITY: Final = {
             "frame-ancestors 'none'",
         )
     ),
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",

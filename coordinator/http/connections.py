@@ -33,6 +33,9 @@ SEND_BUFFER_BYTES = 256 * 1024
 OTHER_FILES = 1024
 """File descriptors besides connections: three per database connection, and blobs being transferred."""
 
+NOSNIFF = ("x-content-type-options", "nosniff")
+"""Header of every response: a blob that a stranger uploaded must not run as a script or a page of this origin."""
+
 MAX_HEAD_LINES = 100
 LEAST_CHUNK_BYTES, FREE_CHUNKS = 256, 64
 """Minimum mean chunk size after the first FREE_CHUNKS: a one-byte chunk costs 13 µs of the event loop."""
@@ -170,7 +173,12 @@ class LimitedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Reply to invalid HTTP with an ErrorReply."""
         body = error_body(Refusal(Reason.BAD_REQUEST, msg))
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers = [
+            NOSNIFF,
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
         try:
             head = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
         except h11.LocalProtocolError:  # a response was started
@@ -228,6 +236,7 @@ def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LI
         log_level="warning",
         access_log=False,
         server_header=False,
+        headers=[NOSNIFF],
         proxy_headers=bool(limits.proxies),
         # Set even if empty: the default trusts loopback and FORWARDED_ALLOW_IPS. A dual-stack socket shows IPv4
         # addresses as mapped into IPv6.

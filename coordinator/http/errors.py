@@ -10,6 +10,7 @@ from collections.abc import Callable
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from coordinator.http.rate_limits import TooManyRequests
 from coordinator.storage.faults import DatabaseAway, is_away
@@ -67,6 +68,12 @@ def _server_error(code: str, message: str, *, status: int) -> Response:
     return Response(encode(reply), status_code=status, media_type=_JSON, headers=headers)
 
 
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of all routes of the request's path: Starlette names those of the first one alone."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods})
+
+
 def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
     """Answer every error of `app` with an ErrorReply; call `count` with each refusal's reason."""
 
@@ -76,11 +83,14 @@ def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None
         return refusal_response(refusal)
 
     @app.exception_handler(404)
-    @app.exception_handler(405)
     async def _unknown(request: Request, _error: Exception) -> Response:
-        return refusal_response(
-            Refusal(Reason.NOT_FOUND, f"Nothing at {request.method[:10]} {request.scope['path'][:100]!r}.")
-        )
+        return refusal_response(Refusal(Reason.NOT_FOUND, f"Nothing at {request.scope['path'][:100]!r}."))
+
+    @app.exception_handler(405)
+    async def _wrong_method(request: Request, _error: Exception) -> Response:
+        response = refusal_response(Refusal(Reason.METHOD_NOT_ALLOWED, f"{request.method[:10]} is not taken here."))
+        response.headers["Allow"] = ", ".join(_methods_of(request))
+        return response
 
     @app.exception_handler(ClientDisconnect)
     async def _disconnected(_request: Request, _error: Exception) -> Response:

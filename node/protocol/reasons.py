@@ -218,6 +218,13 @@ class Reason(StrEnum):
         "Compare the coordinator's address with what you were told.",
         404,
     )
+    METHOD_NOT_ALLOWED = (
+        "method_not_allowed",
+        "This path takes other methods; the Allow header names them.",
+        "The coordinator does not take this kind of request at this address.",
+        _UPDATE,
+        405,
+    )
     # Verdicts, in the order in which they are decided.
     WRONG_BODY = (
         "wrong_body",

@@ -192,7 +192,9 @@ class ShardServer:
         ]
 
     async def not_allowed(self, _: web.Request) -> web.StreamResponse:
-        return refusal(405, "bad_request", "Method Not Allowed")
+        response = refusal(405, "bad_request", "Method Not Allowed")
+        response.headers[hdrs.ALLOW] = hdrs.METH_GET
+        return response
 
     async def not_found(self, _: web.Request) -> web.StreamResponse:
         return refusal(404, "not_found", "Not Found")
@@ -262,6 +264,7 @@ def make_app(served: ServedState, limits: ServerLimits = DEFAULT_SERVER_LIMITS) 
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         served.traffic.requests += 1
         response = await _handle_errors(request, handler)
+        response.headers["X-Content-Type-Options"] = "nosniff"
         if not isinstance(response, _DeadlineResponse):
             response.headers[hdrs.CACHE_CONTROL] = _NO_STORE
         if response.status >= 400:

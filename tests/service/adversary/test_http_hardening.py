@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from waiting import until
 from coordinator.http.connections import ConnectionLimits
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
+from node.protocol.endpoints import ENDPOINTS
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 BLOB_BYTES = 8 * 1024 * 1024
@@ -266,6 +268,73 @@ def test_what_is_not_http_gets_an_error_reply(url: str, attack: bytes) -> None:
     assert not told
 
 
+PAGES = ("/", "/audit", "/submissions", "/submissions/{submission}", "/v1/events", "/v1/events/now", "/openapi.json")
+METHODS_BY_PATH = {
+    **{path: {"GET"} for path in PAGES},
+    **{path: {one.method for one in ENDPOINTS if one.path == path} for path in (each.path for each in ENDPOINTS)},
+}
+METHODS = ("GET", "PUT", "POST", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PATCH", "DELETE", "QUERY", "BREW", "get")
+
+
+def ask(url: str, method: str, path: str, *fields: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, header fields and body of the answer to one request."""
+    head = "\r\n".join((f"{method} {path} HTTP/1.1", "Connection: close", *(fields or ("Host: x",)), "\r\n"))
+    with connect(url) as connection:
+        connection.sendall(head.encode())
+        answer, _, body = everything(connection).partition(b"\r\n\r\n")
+    status, *lines = answer.decode().split("\r\n")
+    return int(status.split()[1]), {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}, body
+
+
+def test_what_is_done_at_a_path_cannot_be_done_by_another_method(url: str) -> None:
+    """A cache or a firewall in front treats methods differently; what slips through must not be answered at all."""
+    for template, taken in METHODS_BY_PATH.items():
+        path = re.sub("{[a-z0-9_]+}", "ab" * 32, template)
+        for method in METHODS:
+            if method in taken:
+                continue
+            status, fields, body = ask(url, method, path)
+            assert (status, fields["allow"]) == (405, ", ".join(sorted(taken))), (method, path)
+            if method == "HEAD":
+                assert not body
+            else:
+                assert json.loads(body)["code"] == "method_not_allowed"
+
+
+def test_a_slash_at_the_end_leads_nobody_to_a_host_that_the_client_named(url: str) -> None:
+    """The redirect's Location would be made of the Host header, which a cache in front may serve to others."""
+    for template, taken in METHODS_BY_PATH.items():
+        if template == "/":
+            continue
+        path = re.sub("{[a-z0-9_]+}", "ab" * 32, template)
+        status, fields, body = ask(url, min(taken), path + "/", "Host: evil.example")
+        assert (status, fields.get("location")) == (404, None), path
+        assert json.loads(body)["code"] == "not_found"
+
+
+def test_no_answer_is_taken_for_another_type_than_it_says(home: tuple[Home, Coordinator], url: str) -> None:
+    """What a stranger uploaded is served from the page's own origin: a browser must not sniff a script in it."""
+    script = home[0].blobs.put(b"<script src='/v1/blobs/'></script>")
+    style = re.search(rb'href="(/assets/[^"]+)"', ask(url, "GET", "/")[2])
+    assert style is not None
+    for method, path, expected in (
+        ("GET", "/", 200),
+        ("GET", style[1].decode(), 200),
+        ("GET", f"/v1/blobs/{script}", 200),
+        ("GET", "/v1/status", 200),
+        ("GET", "/v1/log/checkpoint", 200),
+        ("GET", "/metrics", 200),
+        ("GET", "/nothing", 404),
+        ("POST", "/", 405),
+        ("POST", "/v1/leases", 401),
+        ("GET", "/v1/run?after=x", 400),
+        ("GET", "/submissions?id=" + "ab" * 32, 303),
+        ("not\x00HTTP", "/", 400),
+    ):
+        status, fields, _ = ask(url, method, path)
+        assert (status, fields.get("x-content-type-options")) == (expected, "nosniff"), path
+
+
 def test_a_websocket_is_not_offered(url: str) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
     with connect(url) as connection:
@@ -326,6 +395,7 @@ def test_what_nobody_foresaw_is_told_to_the_log_alone(tmp_path: Path) -> None:
         assert is_served(url)
     home.database.close()
     assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"\r\nx-content-type-options: nosniff\r\n" in head
     reply = json.loads(body)
     assert reply["code"] == "internal_error"
     for inside in (b"log_entries", b"sqlite", b"raceback", b"SELECT", str(tmp_path).encode(), b".py"):

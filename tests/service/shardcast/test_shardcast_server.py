@@ -303,6 +303,21 @@ async def test_path_traversal_finds_nothing(tmp_path: Path, publisher: Any, path
         assert answer.startswith((b"HTTP/1.0 404", b"HTTP/1.1 404", b"HTTP/1.0 400", b"HTTP/1.1 400"))
 
 
+async def test_relays_take_get_alone_and_say_so(tmp_path: Path, publisher: Any) -> None:
+    async with serving(tmp_path, publisher) as (listener, served, _):
+        payload = served.store.versions()[0].manifest.full.digest
+        for path in ("/v1/head", "/v1/versions/1", f"/v1/payloads/{payload}/0", "/v1/status", "/health"):
+            for method in ("HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH"):
+                answer = await raw(listener.port, f"{method} {path} HTTP/1.0\r\n\r\n".encode())
+                assert b" 405 " in answer.partition(b"\r\n")[0], (method, path)
+                assert b"\r\nAllow: GET\r\n" in answer
+                assert b"\r\nX-Content-Type-Options: nosniff\r\n" in answer
+            slash = await raw(listener.port, f"GET {path}/ HTTP/1.0\r\nHost: evil.example\r\n\r\n".encode())
+            assert b" 404 " in slash.partition(b"\r\n")[0]
+        chunk = await raw(listener.port, f"GET /v1/payloads/{payload}/0 HTTP/1.0\r\n\r\n".encode())
+        assert b"\r\nX-Content-Type-Options: nosniff\r\n" in chunk
+
+
 async def test_an_occupied_port_says_so(tmp_path: Path, publisher: Any) -> None:
     async with serving(tmp_path, publisher) as (listener, served, _):
         with pytest.raises(LocalFault) as caught:
