@@ -85,7 +85,7 @@ class RelayAnnouncement(Wire, frozen=True):
     refused: it would be told to everybody.
     """
 
-    url: PlainUrl
+    url: Annotated[PlainUrl, Meta(description="One that clients take as a source: docs/protocol.md, 3.6.")]
     received: Annotated[tuple[ReceivedFrom, ...], Meta(max_length=32)] = ()
     version: Count | None = None
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.middleware import address_of
 from coordinator.http.routing import ServiceDep, SignedCall, limit_registrations, respond, route, signed
 from node.protocol import endpoints
 from node.protocol.messages import RelayAnnouncement
-from node.protocol.reasons import Reason, Refusal
-from shardcast.wire import is_digest
+
+_PUBLIC_KEY = "^[0-9a-f]{64}$"
 
 router = APIRouter()
 
 
 @route(router, endpoints.RELAYS)
-def relays(request: Request, service: ServiceDep, node: str | None = None) -> Response:
-    if node is not None and not is_digest(node):
-        raise Refusal(Reason.BAD_REQUEST, "node must be a public key in hexadecimal.")
+def relays(
+    request: Request, service: ServiceDep, node: Annotated[str | None, Query(pattern=_PUBLIC_KEY)] = None
+) -> Response:
     advice = service.coordinator.relays.advice(node, address=address_of(request.scope), now=time.time())
     return respond(endpoints.RELAYS, advice)
 
