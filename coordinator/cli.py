@@ -210,10 +210,11 @@ def coordinator(
     _, spec = read_run_file(run_file)
     run_key = load_key(key)
     relays = tuple(map(source_url, relays))
-    limits = ConnectionLimits(
-        connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
+    limits = allow_connections(
+        ConnectionLimits(
+            connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
+        )
     )
-    allow_connections(limits)
     listening = listening_socket(host, port)
     public_key = run_key.public_key().public_bytes_raw()
     home = create_home(

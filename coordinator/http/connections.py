@@ -14,7 +14,8 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, ClassVar
 
 import h11
@@ -32,6 +33,18 @@ SEND_BUFFER_BYTES = 256 * 1024
 
 OTHER_FILES = 1024
 """File descriptors besides connections: three per database connection, and blobs being transferred."""
+
+SCARCE_SHARE = 3
+"""Connections take one in so many descriptors where there are few: the database, threads and bursts need the others."""
+
+ACCEPTED_AT_ONCE, QUEUED = 4, 2048
+"""Accepted in one turn of the event loop, each a descriptor before its quota is known; and queued by the kernel."""
+
+SHED_AMONG = 64
+"""The longest waiting connections among which one is chosen to be ended: looking at all would cost a flood nothing."""
+
+UNREAD_CHECKS = 5
+"""How often a reader is looked at within its time. A pause of this process, however long, counts as one of them."""
 
 NOSNIFF = ("x-content-type-options", "nosniff")
 """Header of every response: a blob that a stranger uploaded must not run as a script or a page of this origin."""
@@ -66,11 +79,12 @@ DEFAULT_CONNECTION_LIMITS = ConnectionLimits()
 
 
 class ConnectionQuota:
-    """Open connections, in all and per address."""
+    """Open connections, in all and per address; `awaiting` are those without a request, the longest waiting first."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.refused = 0
+        self.awaiting: dict[LimitedProtocol, None] = {}
         self._from = Counter[str]()
         self._proxies = frozenset(map(canonical_address, limits.proxies))
 
@@ -78,10 +92,13 @@ class ConnectionQuota:
         return self._from.total()
 
     def acquire(self, address: str) -> bool:
-        """Count a connection and return True, or return False if a limit is reached."""
+        """Count a connection and return True, or return False if a limit is reached.
+
+        Where all are taken, one that asks nothing makes room: half-open connections must not silence the coordinator.
+        """
         key = self._key(address)
         full = self._from[key] >= self.limits.connections_per_address and key not in self._proxies
-        if full or len(self) >= self.limits.connections:
+        if full or (len(self) >= self.limits.connections and not self._shed()):
             self.refused += 1
             return False
         self._from[key] += 1
@@ -90,6 +107,16 @@ class ConnectionQuota:
     def release(self, address: str) -> None:
         """Uncount a connection that `acquire` counted."""
         self._from -= Counter((self._key(address),))
+
+    def _shed(self) -> bool:
+        """End one of the longest waiting connections, of whoever has most of all; return whether there was one."""
+        longest = islice(self.awaiting, SHED_AMONG)
+        chosen = max(longest, key=lambda waiting: self._from[self._key(waiting.address)], default=None)
+        if chosen is None:
+            return False
+        self.refused += 1
+        chosen.end()
+        return True
 
     def _key(self, address: str) -> str:
         """Return a proxy's own address, and anybody else's network."""
@@ -132,28 +159,30 @@ class LimitedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _LimitedH11(self.quota.limits.head_bytes)
-        self._counted: str | None = None
+        self.address, self._is_counted = "", False
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        address = self.client[0] if self.client else ""
-        if not self.quota.acquire(address):
+        self.address = self.client[0] if self.client else ""
+        if not self.quota.acquire(self.address):
             transport.abort()
             return
-        self._counted = address
+        self._is_counted = True
         # uvicorn is then notified of every response that the kernel did not take at once, however short.
         transport.set_write_buffer_limits(high=0)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._counted is not None:
-            self.quota.release(self._counted)
-            self._counted = None
-        self._stop_head_timer()
+        self._release()
         self._stop_unread_timer()
         super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Close the connection at once, unsent data and all, and give its place away."""
+        self._release()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -191,23 +220,34 @@ class LimitedProtocol(H11Protocol):
         """Start the timeout of one request head, unless it is running."""
         if self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.quota.limits.head_seconds, self.transport.abort)
+            self.quota.awaiting[self] = None
+
+    def _release(self) -> None:
+        if self._is_counted:
+            self.quota.release(self.address)
+            self._is_counted = False
+        self._stop_head_timer()
 
     def _stop_head_timer(self) -> None:
+        self.quota.awaiting.pop(self, None)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _watch_reader(self) -> None:
-        """Abort unless the write buffer shrinks within `unread_seconds`; nothing is added while writing is paused."""
+    def _watch_reader(self, checks: int = UNREAD_CHECKS) -> None:
+        """Abort unless the write buffer shrinks within so many checks; nothing is added while writing is paused."""
         buffered = self.transport.get_write_buffer_size()
 
         def check_progress() -> None:
             if self.transport.get_write_buffer_size() < buffered:
                 self._watch_reader()
+            elif checks > 1:
+                self._watch_reader(checks - 1)
             else:
                 self.transport.abort()
 
-        self._unread_timer = self.loop.call_later(self.quota.limits.unread_seconds, check_progress)
+        seconds = self.quota.limits.unread_seconds / UNREAD_CHECKS
+        self._unread_timer = self.loop.call_later(seconds, check_progress)
 
     def _stop_unread_timer(self) -> None:
         if self._unread_timer is not None:
@@ -241,24 +281,32 @@ def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LI
         # Set even if empty: the default trusts loopback and FORWARDED_ALLOW_IPS. A dual-stack socket shows IPv4
         # addresses as mapped into IPv6.
         forwarded_allow_ips=[*limits.proxies, *(f"::ffff:{each}" for each in limits.proxies if ":" not in each)],
+        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts that many in one turn; `coordinator.http.shutdown` queues more
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
 
 
-def allow_connections(limits: ConnectionLimits) -> None:
-    """Raise this process's limit of open files to what its connections need, as far as the hard limit allows."""
+def allow_connections(limits: ConnectionLimits) -> ConnectionLimits:
+    """Raise this process's limit of open files to what its connections need, and return the connections that it has room
+    for: fewer where the hard limit is lower. Without a descriptor to spare nothing would be answered, nor written.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.connections + OTHER_FILES
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    files = max(soft, limits.connections + OTHER_FILES)
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    connections = min(limits.connections, max(files - OTHER_FILES, files // SCARCE_SHARE))
+    if connections < limits.connections:
         log.warning(
-            "%d connections need %d open files, the hard limit is %d: raise it or lower --max-connections",
+            "%d connections need %d open files, the hard limit is %d: taking %d at a time; raise the limit or lower "
+            "--max-connections",
             limits.connections,
-            wanted,
+            limits.connections + OTHER_FILES,
             hard,
+            connections,
         )
-        wanted = hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    return replace(limits, connections=connections)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

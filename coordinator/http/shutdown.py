@@ -9,6 +9,8 @@ from types import FrameType
 
 import uvicorn
 
+from coordinator.http.connections import QUEUED
+
 
 class Shutdown:
     """Shutdown signal of one event loop."""
@@ -45,6 +47,12 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         self._shutdown.request()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with a longer queue than asyncio accepts at once: it has one number for both."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(QUEUED)
 
     def serve_on(self, listening: socket.socket) -> None:
         """Serve until SIGINT or SIGTERM, then return."""
