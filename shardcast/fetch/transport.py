@@ -114,7 +114,8 @@ class Transport:
         request = RawRequest.for_url(address)
         if request is None:  # usually supplied by others: a LocalFault would end the whole fetch
             raise Unreachable(f"{address} is not a URL")
-        deadline = asyncio.get_running_loop().time() + within_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within_s
         while True:
             connection = self._pool.acquire_idle(request)
             is_new = connection is None
@@ -124,7 +125,7 @@ class Transport:
                         connection = await self._pool.connect(request)
                 try:
                     finished = connection.send(request, into=into, max_bytes=max_bytes)
-                    await self._wait_for_response(connection, finished, deadline, progress)
+                    await self._wait_for_response(connection, finished, deadline - loop.time(), progress)
                 finally:
                     self._pool.release(request, connection)
             if connection.is_malformed:
@@ -135,24 +136,29 @@ class Transport:
                 raise Unreachable(f"{address}: the connection was closed before the end of the response")
 
     async def _wait_for_response(
-        self, connection: RawConnection, finished: asyncio.Future[None], deadline: float, progress: Progress | None
+        self, connection: RawConnection, finished: asyncio.Future[None], within_s: float, progress: Progress | None
     ) -> None:
-        """Wait for the end of a response within the limits."""
+        """Wait for the end of a response within the limits; raises TimeoutError.
+
+        The peer is held to time that was looked at: a pause of this process, however long, counts as two checks.
+        """
         loop, patience = asyncio.get_running_loop(), self._patience
-        started, received = 0.0, -1
-        async with asyncio.timeout_at(deadline) as timeout:
-            while not finished.done():
-                await asyncio.wait([finished], timeout=_PROGRESS_CHECK_S)
-                if finished.done() or connection.response is None:
-                    continue
-                now = loop.time()
-                started = started or now
+        left_s, transfer_s, received, checked = within_s, 0.0, -1, loop.time()
+        while not finished.done():
+            await asyncio.wait([finished], timeout=max(0.0, min(_PROGRESS_CHECK_S, left_s)))
+            now = loop.time()
+            passed_s, checked = min(now - checked, 2 * _PROGRESS_CHECK_S), now
+            left_s -= passed_s
+            if connection.response is not None and not finished.done():
+                transfer_s += passed_s
                 if connection.received > received:
                     received = connection.received
-                    timeout.reschedule(min(now + patience.idle_s, started + patience.total_s))
+                    left_s = min(patience.idle_s, patience.total_s - transfer_s)
                     if progress is not None:
                         progress(received)
-                _refuse_slow(received, now - started, patience)
+                _refuse_slow(received, transfer_s, patience)
+            if left_s <= 0 and not finished.done():
+                raise TimeoutError
 
 
 def _body_size(address: str, response: ResponseHead | None, max_bytes: int) -> int | None:

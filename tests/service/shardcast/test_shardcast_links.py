@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import gc
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -96,6 +97,34 @@ async def chunk(transport: Transport, url: str, *, size: int = len(BODY)) -> byt
     into = bytearray(size)
     await transport.chunk(url, NAME, 0, into=memoryview(into), wait_s=0.0)
     return bytes(into)
+
+
+@pytest.mark.parametrize(
+    "patience",
+    [
+        TransportLimits(idle_s=1.5, min_bytes_per_s=1),
+        TransportLimits(rate_grace_s=0.3, min_bytes_per_s=5000),
+        TransportLimits(total_s=2.0, min_bytes_per_s=1),
+    ],
+    ids=["silence", "rate", "time"],
+)
+async def test_a_relay_is_not_blamed_for_a_pause_of_the_client(peer: Peer, patience: TransportLimits) -> None:
+    """A machine that was suspended would find all of its sources too slow as it wakes."""
+
+    async def pause(_number: int, writer: asyncio.StreamWriter) -> None:
+        whole = answer()
+        writer.write(whole[:4096])
+        await asyncio.sleep(0.3)
+        time.sleep(3.0)  # noqa: ASYNC251  (the pause)
+        await asyncio.sleep(0.1)  # until the client has noticed how late it is
+        writer.write(whole[4096:])
+
+    peer.script = pause
+    transport = Transport(patience=patience)
+    try:
+        assert await chunk(transport, peer.url) == BODY
+    finally:
+        await transport.close()
 
 
 # -- heads
