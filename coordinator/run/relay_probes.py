@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,6 +35,7 @@ from shardcast.wire import digest
 log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 1.0
+STOP_CHECK_SECONDS: Final = 0.25
 AT_ONCE: Final = 16
 PROBE_SECONDS: Final = 4.0
 """For a probe, but for the bytes of its chunk."""
@@ -77,54 +81,58 @@ class RelayProbes:
         self._chunk_bytes = 0
 
     def run(self, stop: threading.Event) -> None:
-        """Probe what is due, every second, until `stop` is set."""
-        while not stop.wait(TICK_SECONDS):
-            if not self._leads():
-                continue
+        """Probe what is due until `stop` is set, and then leave the probes under way."""
+        while not stop.is_set():
             try:
-                self.probe_due(clock())
+                asyncio.run(self._run(stop))
             except Exception as error:  # noqa: BLE001  (nobody would notice that a thread has ended)
                 log.warning("could not probe relays, retrying: %s", error)
+                stop.wait(TICK_SECONDS)
 
-    def probe_due(self, now: float) -> int:
-        """Probe up to AT_ONCE relays that are due; return how many.
+    async def _run(self, stop: threading.Event) -> None:
+        running: dict[asyncio.Task[ProbedRelay], RegisteredRelay] = {}
+        looked_at = -TICK_SECONDS
+        due: list[RegisteredRelay] = []
+        try:
+            while not stop.is_set():
+                if not self._leads():
+                    due.clear()
+                elif time.monotonic() - looked_at >= TICK_SECONDS:
+                    looked_at, nodes = time.monotonic(), {row.node for row in running.values()}
+                    due = [row for row in await asyncio.to_thread(self._due, clock()) if row.node not in nodes]
+                if drawn := _draw(due, list(running.values())):
+                    held = await asyncio.to_thread(self._policies, drawn)
+                    self._chunk_bytes = held.chunk_bytes
+                    running |= {asyncio.create_task(self._probe(row, held)): row for row in drawn}
+                if not running:
+                    await asyncio.sleep(STOP_CHECK_SECONDS)
+                    continue
+                done, _ = await asyncio.wait(running, timeout=STOP_CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                found = [_outcome(task, running.pop(task)) for task in done]
+                if found and self._leads():
+                    await asyncio.to_thread(self._note, found)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
-        New ones come first, but leave half of the places to others: strangers may announce any number.
-        """
+    def _due(self, now: float) -> list[RegisteredRelay]:
+        """Read the relays whose probe is due: those known for the longest time first, then new ones in any order."""
         with self._home.database.read() as connection:
             rows = relays_seen_since(connection, now - RELAY_SECONDS)
-        if not rows:
-            return 0
         good = sum(row.good_at is not None for row in rows)
         apart_s = min(GOOD_SECONDS / 3, good * self._chunk_bytes / BYTES_PER_S)
         due = [row for row in rows if _is_due(row, apart_s, now)]
         random.shuffle(due)
-        known = sorted((row for row in due if row.probed_at is not None), key=lambda row: row.probed_at or 0.0)
-        new = [row for row in due if row.probed_at is None]
-        drawn = [*known[: AT_ONCE // 2], *new, *known[AT_ONCE // 2 :]][:AT_ONCE]
-        if drawn:
-            held = self._policies(drawn)
-            self._chunk_bytes = held.chunk_bytes
-            probed = asyncio.run(self._probe_all(drawn, held, now))
-            with self._home.database.write(durable=False) as connection:
-                locks.leasing(connection)
-                for one in probed:
-                    note_probe(connection, one, now=now)
-        return len(drawn)
+        return sorted(due, key=lambda row: math.inf if row.probed_at is None else row.probed_at)
 
-    async def _probe_all(self, rows: Sequence[RegisteredRelay], held: _Policies, now: float) -> list[ProbedRelay]:
-        found = await asyncio.gather(*(self._probe(row, held, now) for row in rows), return_exceptions=True)
-        probed = []
-        for row, one in zip(rows, found, strict=True):
-            if isinstance(one, ProbedRelay):
-                probed.append(one)
-                continue
-            # A defect of ours must cost neither the other probes nor a probe each second.
-            log.error("the probe of relay %s ended unforeseen", row.url, exc_info=one)
-            probed.append(ProbedRelay(row, good_at=None, failed_probes=row.failed_probes + 1))
-        return probed
+    def _note(self, found: Sequence[ProbedRelay]) -> None:
+        with self._home.database.write(durable=False) as connection:
+            locks.leasing(connection)
+            for one in found:
+                note_probe(connection, one, now=clock())
 
-    async def _probe(self, row: RegisteredRelay, held: _Policies, now: float) -> ProbedRelay:
+    async def _probe(self, row: RegisteredRelay, held: _Policies) -> ProbedRelay:
         """Ask a relay for a chunk. One that only lags stays as it was, and a good one may fail twice in a row."""
         announcer = reach_of(row.place.partition("/")[0])
         guard = not_nearer(lambda: Reach.INTERNET if announcer is None else announcer)
@@ -132,7 +140,7 @@ class RelayProbes:
         try:
             async with asyncio.timeout(PROBE_SECONDS + held.chunk_bytes / LEAST_BYTES_PER_S):
                 if await self._serves(transport, row, held):
-                    return ProbedRelay(row, good_at=now, failed_probes=0)
+                    return ProbedRelay(row, good_at=clock(), failed_probes=0)
                 return ProbedRelay(row, good_at=row.good_at, failed_probes=row.failed_probes)
         except (ShardcastError, TimeoutError) as error:
             log.info("relay %s of node %s… fails its probe: %s", row.url, row.node[:16], error)
@@ -183,6 +191,37 @@ class RelayProbes:
                 if manifest is not None
             },
         )
+
+
+def _draw(due: list[RegisteredRelay], running: Sequence[RegisteredRelay]) -> list[RegisteredRelay]:
+    """Take from `due` what may be probed beside `running`.
+
+    Strangers may announce any number: new relays take half of the places at most, and those of one network no more than
+    they leave free, so that n networks whose relays hang leave one place in n + 1 for others.
+    """
+    places = Counter(row.place for row in running)
+    new = sum(row.probed_at is None for row in running)
+    free = AT_ONCE - len(running)
+    drawn = list[RegisteredRelay]()
+    for row in due:
+        is_new = row.probed_at is None
+        room = min(free, AT_ONCE // 2 - new) if is_new else free
+        if places[row.place] < room:
+            places[row.place] += 1
+            new += is_new
+            free -= 1
+            drawn.append(row)
+    for row in drawn:
+        due.remove(row)
+    return drawn
+
+
+def _outcome(task: asyncio.Task[ProbedRelay], row: RegisteredRelay) -> ProbedRelay:
+    if (error := task.exception()) is None:
+        return task.result()
+    # A defect of ours must cost neither the other probes nor a probe each second.
+    log.error("the probe of relay %s ended unforeseen", row.url, exc_info=error)
+    return ProbedRelay(row, good_at=None, failed_probes=row.failed_probes + 1)
 
 
 def _is_due(row: RegisteredRelay, apart_s: float, now: float) -> bool:

@@ -15,12 +15,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
 from prometheus_client.parser import text_string_to_metric_families
+from relay_probing import probe
 from swarm import Peer, Swarm, publish, running, serve, small_spec, verifying
 from waiting import SECONDS, until
 
 from coordinator.http.rate_limits import AddressLimiter
 from coordinator.run.home import create_home
-from coordinator.run.relay_probes import RelayProbes
 from coordinator.run.relays import RELAY_SECONDS
 from coordinator.run.service import Coordinator
 from coordinator.verifier import policy_cache
@@ -139,12 +139,12 @@ def test_a_relay_is_told_about_once_it_serves_until_it_is_silent(swarm: Swarm) -
     for url in (proxy, "http://127.0.0.1:9"):
         assert peer.signed("POST", "/v1/relays", encode(RelayAnnouncement(url=url))).status == 200
         assert url not in json.loads(peer.send("GET", "/v1/relays").body)["relays"], "nobody has seen it serve"
-        RelayProbes(swarm.home).probe_due(time.time())
+        probe(swarm.home, url)
         told = json.loads(peer.send("GET", "/v1/relays").body)["relays"]
         assert (url in told) == (url == proxy)
     assert peer.signed("POST", "/v1/relays", encode(RelayAnnouncement(url=proxy))).status == 200
     assert proxy not in json.loads(peer.send("GET", "/v1/relays").body)["relays"], "another URL begins anew"
-    RelayProbes(swarm.home).probe_due(time.time())
+    probe(swarm.home, proxy)
     coordinator = Coordinator(swarm.home, key=Ed25519PrivateKey.generate())
     assert proxy in coordinator.relays.urls(now=time.time())
     assert proxy not in coordinator.relays.urls(now=time.time() + RELAY_SECONDS + 1)

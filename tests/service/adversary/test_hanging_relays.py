@@ -1,0 +1,88 @@
+"""Announced relays that hang: they must cost the leader, and the honest ones beside them, next to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dated_origin import DatedOrigin
+from relay_probing import probing, registered
+from swarm import publish, small_spec
+from waiting import until
+
+from coordinator.run.home import Home, create_home
+from coordinator.run.relays import RelayRegistry
+from node.protocol.messages import RelayAnnouncement
+from shardcast import OriginServer
+
+HANGING = 64
+
+
+@contextlib.contextmanager
+def hanging() -> Iterator[str]:
+    """A server that takes connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=HANGING) as server:
+        kept = list[socket.socket]()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        for one in kept:
+            one.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_policy_path: Path) -> Iterator[tuple[Home, str]]:
+    """A run with one policy, and the URL at which its origin serves."""
+    key = Ed25519PrivateKey.generate()
+    home = create_home(tmp_path / "run", public_key=key.public_key().public_bytes_raw(), spec=small_spec())
+    origin = DatedOrigin(tmp_path / "origin", key, home.run_id)
+    server = OriginServer(origin)
+    port = server.start()
+    publish(home, origin, server, tiny_policy_path, version=0)
+    yield home, f"http://127.0.0.1:{port}"
+    server.stop()
+    origin.close()
+    home.database.close()
+
+
+def announce(home: Home, number: int, url: str, address: str) -> None:
+    registry = RelayRegistry(home.database, fixed=(), salt=b"")
+    registry.announce(f"{number:064x}", RelayAnnouncement(url=url, version=0), address=address, now=time.time())
+
+
+def test_hanging_relays_of_a_few_networks_hold_up_no_honest_one(run: tuple[Home, str]) -> None:
+    """Each takes 4 s of a probe: 64 of three networks, one batch after the other, were 16 s for whoever came last."""
+    home, honest = run
+    with hanging() as url:
+        for number in range(HANGING):
+            announce(home, number, f"{url}/{number}", f"127.0.{number % 3}.1")
+        with probing(home):
+            until(lambda: any(row.probed_at for row in registered(home).values()))
+            began = time.monotonic()
+            announce(home, HANGING, honest, "127.0.9.1")
+            until(lambda: registered(home)[honest].good_at is not None)
+            assert time.monotonic() - began < 3.5
+        assert all(row.good_at is None for url, row in registered(home).items() if url != honest)
+
+
+def test_the_leaders_end_waits_for_no_hanging_relay(run: tuple[Home, str]) -> None:
+    home, _ = run
+    with hanging() as url:
+        for number in range(8):
+            announce(home, number, f"{url}/{number}", f"127.0.{number}.1")
+        with probing(home):
+            time.sleep(1.5)  # the probes are under way
+            began = time.monotonic()
+        assert time.monotonic() - began < 1.5
