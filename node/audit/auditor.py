@@ -32,7 +32,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -268,9 +267,7 @@ class _Auditor:
             checkpoint=checkpoint,
             entries=entries,
             sources=sources,
-            may_connect=not_nearer(
-                lambda: self._coordinator.reach, own={urlsplit(url).hostname or "" for url in self._sources}
-            ),
+            may_connect=not_nearer(lambda: self._coordinator.reach, own=self._sources),
             folder=self._state / "policies",
         ) as evidence:
             for verdict in drawn:

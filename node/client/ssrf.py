@@ -10,11 +10,13 @@ from __future__ import annotations
 import enum
 import ipaddress
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import DefaultResolver
+
+from shardcast.urls import split_url, valid_sources
 
 
 class Reach(enum.IntEnum):
@@ -60,14 +62,17 @@ def reach_of(host: str) -> Reach | None:
     return Reach.INTERNET if address.is_global and not is_site_local else Reach.THIS_NETWORK
 
 
-def not_nearer(least: Callable[[], Reach], *, own: Collection[str] = ()) -> Callable[[str, str], bool]:
-    """Return a guard (host, address) that allows addresses at `least()` or farther, and the `own` hosts anywhere.
+def not_nearer(least: Callable[[], Reach], *, own: Iterable[str] = ()) -> Callable[[str, int, str], bool]:
+    """Return a guard (host, port, address) that allows addresses at `least()` or farther, and `own` URLs anywhere.
 
-    For `shardcast.Client` and the like, where somebody else names the sources.
+    For `shardcast.Client` and the like, where somebody else names the sources. `own` are those that this machine's
+    operator named: another port of the same host is not theirs.
     """
+    parts = [split_url(f"{url}/v1/head") for url in valid_sources(own)]
+    exempt = {(each.host.lower(), each.port) for each in parts if each is not None}
 
-    def may_connect(host: str, address: str) -> bool:
-        return host.lower() in own or (reach_of(address) or Reach.NOWHERE) >= least()
+    def may_connect(host: str, port: int, address: str) -> bool:
+        return (host.lower(), port) in exempt or (reach_of(address) or Reach.NOWHERE) >= least()
 
     return may_connect
 

@@ -41,11 +41,11 @@ _OK, _NO_CONTENT = 200, 204
 _LOOKUPS = 2
 """Names looked up at once. A server of names may hang for half a minute: that must hold up nothing but lookups."""
 
-MayConnect = Callable[[str, str], bool]
-"""Whether a connection to a URL's host is allowed at an IP address that it resolved to."""
+MayConnect = Callable[[str, int, str], bool]
+"""Whether a connection to a URL's host and port is allowed at an IP address that the host resolved to."""
 
 
-def anywhere(_host: str, _address: str) -> bool:
+def anywhere(_host: str, _port: int, _address: str) -> bool:
     """Allow every address: for URLs that this machine's own operator gave."""
     return True
 
@@ -236,7 +236,7 @@ class ConnectionPool:
         """Open a new connection. Raises OSError, or Unreachable "not_allowed" if no address of the host is allowed."""
         loop = asyncio.get_running_loop()
         found = await self._addresses(request.host, request.port)
-        allowed = [info for info in found if self._may_connect(request.host, str(info[4][0]))]
+        allowed = [info for info in found if self._may_connect(request.host, request.port, str(info[4][0]))]
         if not allowed:
             raise Unreachable(
                 f"{request.host} is nearer to this machine than whoever named it; it is not called", code="not_allowed"
