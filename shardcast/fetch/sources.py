@@ -45,6 +45,8 @@ class SourceLimits:
 
 
 DEFAULT_SOURCE_LIMITS = SourceLimits()
+MAX_REMEMBERED = 1024
+"""Dropped sources whose quarantine is remembered; each has cost somebody an address and a lie."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,9 @@ class Source:
 
 
 class Sources:
-    """A mutable set of sources; a URL keeps its measurements while it stays in the set."""
+    """A mutable set of sources; a URL keeps its measurements while it stays in the set, and its quarantine longer:
+    whoever names the sources must not end one by leaving it out once.
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class Sources:
         self.limits = limits
         self._rng = rng or random.Random()
         self._sources: dict[str, Source] = {}
+        self._offenders: dict[str, Source] = {}
         self._stripes: tuple[tuple[str, ...], ...] = ()
         self._last_resort: tuple[str, ...] = ()
         self.set_urls(urls)
@@ -132,7 +137,9 @@ class Sources:
             *(normalise_url(url) for url in urls),
         ]
         reserve = tuple(dict.fromkeys(url for each in last_resort if (url := normalise_url(each)) not in wanted))
-        self._sources = {url: self._sources.get(url) or Source(url) for url in (*wanted, *reserve)}
+        before = self._sources
+        self._sources = {url: before.get(url) or self._remembered(url) for url in (*wanted, *reserve)}
+        self._remember(source for url, source in before.items() if url not in self._sources)
         self._stripes = candidates if all(candidates) else ()
         self._last_resort = reserve if wanted else ()
 
@@ -340,6 +347,21 @@ class Sources:
         source.offences = min(source.offences + 1, 32)
         source.quarantined_until = now + seconds
         source.quarantine_reason = error
+
+    def _remember(self, dropped: Iterable[Source]) -> None:
+        """Keep the offences of dropped sources, of at most MAX_REMEMBERED: the latest to be quarantined."""
+        self._offenders |= {source.url: source for source in dropped if source.offences}
+        if len(self._offenders) > MAX_REMEMBERED:
+            latest = sorted(self._offenders.values(), key=lambda source: -source.quarantined_until)
+            self._offenders = {source.url: source for source in latest[:MAX_REMEMBERED]}
+
+    def _remembered(self, url: str) -> Source:
+        """Return a new source, in quarantine where an earlier one with its URL is."""
+        source = Source(url)
+        if (before := self._offenders.pop(url, None)) is not None:
+            source.offences, source.quarantined_until = before.offences, before.quarantined_until
+            source.quarantine_reason = before.quarantine_reason
+        return source
 
     def _candidates(self, stripe: int) -> list[Source]:
         return [self._sources[url] for url in self._stripes[stripe % len(self._stripes)]] if self._stripes else []

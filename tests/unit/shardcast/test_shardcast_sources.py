@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from shardcast.errors import CorruptChunk, LocalFault, TooSlow, Unreachable
-from shardcast.fetch.sources import SourceLimits, Sources
+from shardcast.fetch.sources import MAX_REMEMBERED, SourceLimits, Sources
 
 FAST, SLOW, BAD = "http://fast:1", "http://slow:1", "http://bad:1"
 
@@ -316,3 +316,28 @@ def test_a_last_resort_is_asked_only_as_such_and_for_one_chunk_at_a_time() -> No
     assert sources.draw(0) is None, "it is busy"
     sources.finished(SPARE)
     assert sources.draw(0) == SPARE, "where there is nobody else it is a source like any"
+
+
+def test_a_liar_that_is_dropped_and_named_again_stays_in_quarantine() -> None:
+    """Whoever names the sources could otherwise end a quarantine by leaving the source out of one list."""
+    sources = Sources(["http://liar", "http://good"])
+    sources.failed("http://liar", CorruptChunk("wrong"), 0.0, of_chunk=True)
+    sources.set_urls(["http://good"])
+    sources.set_urls(["http://liar", "http://good"])
+    assert sources.usable(1.0) == ["http://good"]
+    assert [row["state"] for row in sources.status(1.0)] == ["quarantined", "ok"]
+    sources.failed("http://liar", CorruptChunk("wrong"), 20.0, of_chunk=True)
+    assert "http://liar" not in sources.usable(20.0 + 1.5 * sources.limits.first_quarantine_s), "the second is longer"
+
+
+def test_dropped_liars_take_no_more_memory_than_so_many() -> None:
+    sources = Sources([])
+    for start in range(0, 3 * MAX_REMEMBERED, 256):
+        sources.set_urls([f"http://liar-{start + number}" for number in range(256)])
+        for url in sources.urls:
+            sources.failed(url, CorruptChunk("wrong"), float(start), of_chunk=True)
+    sources.set_urls([])
+    assert len(sources._offenders) == MAX_REMEMBERED
+    last = f"http://liar-{3 * MAX_REMEMBERED - 1}"
+    sources.set_urls(["http://liar-0", last])
+    assert sources.usable(float(3 * MAX_REMEMBERED - 256)) == ["http://liar-0"], "the latest are remembered"
