@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
-from node.client.http import printable
-from node.errors import ConfigError
+from node.client.api import FOREVER, CoordinatorClient
+from node.client.http import Backoff, printable
+from node.errors import ConfigError, Refused, Unavailable
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement, RelayList
 from shardcast.errors import LocalFault
 from shardcast.urls import normalise_url
 
+log = logging.getLogger(__name__)
+
 ANNOUNCE_SECONDS = 15.0
 """The coordinator forgets a relay after 60 s."""
+
+_REFUSED = Backoff(first_seconds=ANNOUNCE_SECONDS, max_seconds=300.0)
+"""Between announcements that are refused: those of a full list must not all come again at once."""
 
 SPARE_RELAYS = 3
 """Fallback relays besides those of the trees, drawn at random to spread the load."""
@@ -31,6 +39,36 @@ class Serving:
     host: str
     port: int
     public_url: str | None = None
+
+
+class Announcer:
+    """Announces a relay; `pause_seconds` is how long to wait at least before the next time, 0 unless it was refused."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+        self._refusals = 0
+        self.pause_seconds = 0.0
+
+    async def announce(self, said: RelayAnnouncement) -> RelayList:
+        """Announce once and return whom to fetch from, which is known also where the list has no room for another one.
+
+        Waits for a coordinator that is away. Raises Refused for anything but too many requests, and BadReply.
+        """
+        self.pause_seconds = 0.0
+        try:
+            advice = await self._client.announce(said, patience_seconds=0.0)
+        except Unavailable:
+            return await self._client.relays(patience_seconds=FOREVER)
+        except Refused as error:
+            if error.status != HTTPStatus.TOO_MANY_REQUESTS:
+                raise
+            self._refusals += 1
+            least_s = (error.retry_after_seconds or 0.0) * random.uniform(1.0, 1.5)
+            self.pause_seconds = max(least_s, _REFUSED.delay(self._refusals))
+            log.warning("this relay is not announced, trying again in %.0f s: %s", self.pause_seconds, error)
+            return await self._client.relays(patience_seconds=FOREVER)
+        self._refusals = 0
+        return advice
 
 
 def announcement(url: str, sources: Iterable[Mapping[str, Any]], *, version: int | None) -> RelayAnnouncement:

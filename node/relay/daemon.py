@@ -15,11 +15,10 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.api import FOREVER, CoordinatorClient
 from node.client.ssrf import not_nearer
 from node.errors import CoordinatorFault
 from node.joining.session import JoinSettings, RunSession, join_run
-from node.relay.advice import ANNOUNCE_SECONDS, announcement, serving_url, source_url, sources_of
+from node.relay.advice import ANNOUNCE_SECONDS, Announcer, announcement, serving_url, source_url, sources_of
 from node.runtime.signals import root_failure
 from shardcast import Relay, ServerLimits, Watch, no_watch
 from shardcast.fetch.raw_http import anywhere
@@ -90,21 +89,22 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         operators = [known for known in valid_sources(descriptor.relays) if known != url]
         if not settings.upstreams:
             relay.set_upstreams(operators)
+        announcer = Announcer(client)
         while True:
-            await _keep_in_touch(client, relay, url, None if settings.upstreams else operators)
-            await asyncio.sleep(ANNOUNCE_SECONDS)
+            await _keep_in_touch(announcer, relay, url, None if settings.upstreams else operators)
+            await asyncio.sleep(max(ANNOUNCE_SECONDS, announcer.pause_seconds))
     finally:
         await relay.stop()
 
 
-async def _keep_in_touch(client: CoordinatorClient, relay: Relay, url: str, operators: Sequence[str] | None) -> None:
+async def _keep_in_touch(announcer: Announcer, relay: Relay, url: str, operators: Sequence[str] | None) -> None:
     """Announce this relay and, unless `operators` is None, update its upstreams, with those for a last resort.
 
     Failures are logged.
     """
     try:
         said = announcement(url, relay.upstreams(), version=await asyncio.to_thread(relay.newest_whole))
-        advice = await client.announce(said, patience_seconds=FOREVER)
+        advice = await announcer.announce(said)
     except CoordinatorFault as error:
         log.warning("this relay is not announced: %s", error)
         return

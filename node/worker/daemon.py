@@ -32,7 +32,7 @@ from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
 from node.protocol.pools import has_candidate
 from node.protocol.run import RunSpec
-from node.relay.advice import Serving, announcement
+from node.relay.advice import Announcer, Serving, announcement
 from node.runtime.signals import Stopped, race, root_failure
 from node.worker.complaints import WarnOnce
 from node.worker.control import WorkerControl
@@ -367,20 +367,22 @@ class Worker:
         """Keep the list of relays current; the descriptor's are used until the coordinator names others."""
         serving = self._settings.serving
         own = None if serving is None else await self._feed.serve(serving, self._settings.server_limits)
+        announcer = Announcer(self._client)
         while True:
             try:
                 if own is None:
                     advice = await self._client.relays(patience_seconds=FOREVER)
                 else:
                     said = announcement(own, self._feed.sources(), version=max(self._feed.versions(), default=None))
-                    advice = await self._client.announce(said, patience_seconds=FOREVER)
+                    advice = await announcer.announce(said)
                 others = any(url != own for url in advice.relays)
                 self._feed.use_relays(
                     advice if others else RelayList(relays=self._known_relays), own=own, last_resort=self._known_relays
                 )
             except (Refused, BadReply) as error:
                 self._warn_once.note("no list of relays", error)
-            await asyncio.sleep(REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS)
+            pause_s = REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS
+            await asyncio.sleep(max(pause_s, announcer.pause_seconds))
 
     # -- status
 
