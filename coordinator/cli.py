@@ -211,9 +211,7 @@ def coordinator(
     run_key = load_key(key)
     relays = tuple(map(source_url, relays))
     limits = allow_connections(
-        ConnectionLimits(
-            connections=max_connections, connections_per_address=connections_per_address, proxies=proxies
-        )
+        ConnectionLimits(connections=max_connections, connections_per_address=connections_per_address, proxies=proxies)
     )
     listening = listening_socket(host, port)
     public_key = run_key.public_key().public_bytes_raw()

@@ -288,8 +288,9 @@ def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LI
 
 
 def allow_connections(limits: ConnectionLimits) -> ConnectionLimits:
-    """Raise this process's limit of open files to what its connections need, and return the connections that it has room
-    for: fewer where the hard limit is lower. Without a descriptor to spare nothing would be answered, nor written.
+    """Raise this process's limit of open files to what its connections need; return the limits that it has room for.
+
+    Where the hard limit is low there are fewer connections: without a descriptor to spare nothing would be answered.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = max(soft, limits.connections + OTHER_FILES)
