@@ -12,10 +12,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from announced_relays import probe
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
 from prometheus_client.parser import text_string_to_metric_families
-from relay_probing import probe
 from swarm import Peer, Swarm, publish, running, serve, small_spec, verifying
 from waiting import SECONDS, until
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from announced_relays import hanging, probing, registered
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
-from relay_probing import probing, registered
 from swarm import publish, small_spec
 from waiting import until
 
@@ -22,24 +19,6 @@ from node.protocol.messages import RelayAnnouncement
 from shardcast import OriginServer
 
 HANGING = 64
-
-
-@contextlib.contextmanager
-def hanging() -> Iterator[str]:
-    """A server that takes connections and never says anything."""
-    with socket.create_server(("127.0.0.1", 0), backlog=HANGING) as server:
-        kept = list[socket.socket]()
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    kept.append(server.accept()[0])
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        for one in kept:
-            one.close()
 
 
 @pytest.fixture

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import msgspec
 import pytest
 import torch
 import uvicorn
+from announced_relays import hanging
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
 from sqlalchemy import delete, update
@@ -29,6 +31,7 @@ from coordinator.run.service import Coordinator
 from coordinator.storage import log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.relays import RegisteredRelay, put_relay
 from coordinator.storage.schema import log_entries, log_nodes
 from node.audit.auditor import run_audit
 from node.engines.base import SampleRequest
@@ -682,6 +685,36 @@ def test_without_the_policy_only_cheap_verdicts_are_derived(run: Audited, audit:
 def test_the_auditor_may_bring_its_own_source_of_policies(run: Audited, audit: Callable[..., Outcomes]) -> None:
     with serving(run.home) as url:
         assert audit(url, sources=(run.origin_url,)).code == 0
+
+
+def test_twelve_hanging_relays_that_served_the_probes_hold_up_no_audit(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """Where one source was asked after the other, `--sample 4` took 249 s instead of 10, and 12 keys cost nothing."""
+    shutil.copytree(run.home, tmp_path / "run")
+    home = create_home(tmp_path / "run", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+    seconds = dict[str, float]()
+    with hanging() as hung, serving(tmp_path / "run", run.origin_url) as url:
+        for name in ("alone", "among hanging relays"):
+            began = time.monotonic()
+            outcome = audit(url, all_=False, sample=4, seed=5, state_dir=tmp_path / name)
+            seconds[name] = time.monotonic() - began
+            assert (outcome.code, outcome.report["results"]["agree"]) == (0, 4)
+            for number in range(12):
+                relay = RegisteredRelay(
+                    node=f"{number:064x}",
+                    url=f"{hung}/{number}",
+                    received="[]",
+                    place="192.0.2.0/24",
+                    version=0,
+                    seen_at=time.time(),
+                    good_at=time.time(),
+                )
+                with home.database.write() as connection:
+                    put_relay(connection, relay, forget_before=0.0, most=256)
+        assert len(json.loads(urlopen(f"{url}/v1/relays", timeout=10).read())["relays"]) == 13
+    home.database.close()
+    assert seconds["among hanging relays"] < 3 * seconds["alone"] + 2
 
 
 def test_a_coordinator_that_is_away_or_another_run_could_not_be_audited(

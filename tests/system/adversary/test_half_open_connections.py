@@ -39,7 +39,7 @@ def status_is_told(port: int) -> bool:
 def test_half_open_connections_do_not_silence_the_status(
     tmp_path: Path, files: int | None, flags: tuple[str, ...]
 ) -> None:
-    """They are given 10 s for a request, and are replaced faster. Without a descriptor left, leases did not even end."""
+    """They have 10 s for a request, and are replaced faster. Without a descriptor left, leases did not even end."""
     (tmp_path / "run.toml").write_text(RUN_TOML, encoding="utf-8")
     create_key(tmp_path / "run.key")
     command = ("coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--port", "0", "--data", "data")

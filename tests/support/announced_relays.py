@@ -1,8 +1,9 @@
-"""Probes of announced relays, in a thread as the leader runs them."""
+"""Announced relays: those that hang, and probes in a thread as the leader runs them."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,24 @@ from waiting import until
 from coordinator.run.home import Home
 from coordinator.run.relay_probes import RelayProbes
 from coordinator.storage.relays import RegisteredRelay, relays_seen_since
+
+
+@contextlib.contextmanager
+def hanging() -> Iterator[str]:
+    """A server that takes connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+        kept = list[socket.socket]()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        for one in kept:
+            one.close()
 
 
 @contextlib.contextmanager
