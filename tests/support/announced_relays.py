@@ -15,8 +15,8 @@ from coordinator.storage.relays import RegisteredRelay, relays_seen_since
 
 
 @contextlib.contextmanager
-def hanging() -> Iterator[str]:
-    """A server that takes connections and never says anything."""
+def hanging() -> Iterator[tuple[str, list[socket.socket]]]:
+    """A server that takes connections and never says anything: its URL, and the connections."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
         kept = list[socket.socket]()
 
@@ -26,7 +26,7 @@ def hanging() -> Iterator[str]:
                     kept.append(server.accept()[0])
 
         threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", kept
         server.shutdown(socket.SHUT_RDWR)
         for one in kept:
             one.close()

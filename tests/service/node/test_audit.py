@@ -694,7 +694,7 @@ def test_twelve_hanging_relays_that_served_the_probes_hold_up_no_audit(
     shutil.copytree(run.home, tmp_path / "run")
     home = create_home(tmp_path / "run", public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
     seconds = dict[str, float]()
-    with hanging() as hung, serving(tmp_path / "run", run.origin_url) as url:
+    with hanging() as (hung, _), serving(tmp_path / "run", run.origin_url) as url:
         for name in ("alone", "among hanging relays"):
             began = time.monotonic()
             outcome = audit(url, all_=False, sample=4, seed=5, state_dir=tmp_path / name)

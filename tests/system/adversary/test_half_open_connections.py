@@ -53,7 +53,7 @@ def test_half_open_connections_do_not_silence_the_status(
         answered = 0
         began = time.monotonic()
         while time.monotonic() - began < 6:  # heartbeat and leases need descriptors of their own meanwhile
-            answered += until(lambda: status_is_told(port), seconds=5)
+            answered += until(lambda: status_is_told(port), seconds=8)
             with contextlib.suppress(OSError):
                 stack.enter_context(connect(port, "127.0.0.5"))
             time.sleep(0.2)
