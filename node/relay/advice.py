@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 ANNOUNCE_SECONDS = 15.0
 """The coordinator forgets a relay after 60 s."""
 
+_RECONNECT_SECONDS = 2.0
+"""Enough for a connection that was closed while idle; after a longer outage the next announcement is soon enough."""
+
 _REFUSED = Backoff(first_seconds=ANNOUNCE_SECONDS, max_seconds=300.0)
 """Between announcements that are refused: those of a full list must not all come again at once."""
 
@@ -56,7 +59,7 @@ class Announcer:
         """
         self.pause_seconds = 0.0
         try:
-            advice = await self._client.announce(said, patience_seconds=0.0)
+            advice = await self._client.announce(said, patience_seconds=_RECONNECT_SECONDS)
         except Unavailable:
             return await self._client.relays(patience_seconds=FOREVER)
         except Refused as error:
