@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from sqlalchemy import select
-from swarm import Swarm, running, worker_thread
+from swarm import Swarm, learning, running, worker_thread
 from talking import SPEC, talkative_file
 from waiting import until
 
 from coordinator.storage import training
 from coordinator.storage.schema import groups, submissions
 from coordinator.training.groups import decode_group
-from coordinator.training.trainer import Trainer, TrainerSettings
 from coordinator.verifier.evidence import decode_evidence
 from node.audit.auditor import run_audit
 from node.environments.base import Problem
@@ -43,22 +39,6 @@ RUN = msgspec.structs.replace(
 def share_of_turns(_: Calculator, _problem: Problem, turns: Sequence[str]) -> float:
     """A reward that random weights get now and then, so that there is something to learn."""
     return len(turns) / SPEC.sampling.max_turns
-
-
-@contextmanager
-def learning(swarm: Swarm, state: Path) -> Iterator[None]:
-    """The run's trainer in a thread of its own, from the policy that is published."""
-    state.mkdir()
-    shutil.copyfile(swarm.policy_path, state / "policy-0.safetensors")
-    settings = TrainerSettings(state=state)
-    trainer = Trainer(swarm.home, origin=swarm.origin, server=swarm.origin_server, settings=settings)
-    thread = threading.Thread(target=trainer.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        trainer.stop()
-        thread.join()
 
 
 def test_a_run_with_a_tool_from_the_worker_to_the_auditor(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shutil
 import threading
 import time
 import urllib.error
@@ -35,6 +36,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import training
 from coordinator.storage.training import PolicyRecord
+from coordinator.training.trainer import Trainer, TrainerSettings
 from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.client.http import Backoff
 from node.engines.base import SampleRequest, requests_for
@@ -359,6 +361,22 @@ def running(
         home.database.close()
 
 
+@contextmanager
+def learning(swarm: Swarm, state: Path) -> Iterator[None]:
+    """The run's trainer in a thread of its own, from the policy that is published."""
+    state.mkdir()
+    shutil.copyfile(swarm.policy_path, state / "policy-0.safetensors")
+    settings = TrainerSettings(state=state)
+    trainer = Trainer(swarm.home, origin=swarm.origin, server=swarm.origin_server, settings=settings)
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        trainer.stop()
+        thread.join()
+
+
 def publish(home: Home, origin: Origin, server: OriginServer, path: Path, *, version: int) -> None:
     """Publish a policy as the trainer does: it is in the log before anybody hears of it."""
 
@@ -375,4 +393,16 @@ def publish(home: Home, origin: Origin, server: OriginServer, path: Path, *, ver
     server.publish(path, version=version, before_announcing=record)
 
 
-__all__ = ["TIGHT", "Peer", "Reply", "Swarm", "publish", "run_id_of", "running", "serve", "small_spec", "verifying"]
+__all__ = [
+    "TIGHT",
+    "Peer",
+    "Reply",
+    "Swarm",
+    "learning",
+    "publish",
+    "run_id_of",
+    "running",
+    "serve",
+    "small_spec",
+    "verifying",
+]
