@@ -505,7 +505,8 @@ def _lengths() -> dict[str, Any]:
     cases = []
     for index in (0, 1, 2, 3, 2**63 - 1):
         problem = environment.problem(index)
-        right = f"<think></think>{problem.data['asked'].data['answer']}"
+        answer = problem.data["asked"].data["answer"]
+        right = f"<think></think>{answer}"
         cases += [
             {
                 "problem": str(index),
@@ -515,7 +516,7 @@ def _lengths() -> dict[str, Any]:
                 "tokens": tokens,
                 "reward": grade(environment, problem, [completion], tokens=tokens),
             }
-            for completion, tokens in ((right, 10), (right, 9), (right, 200), ("", 4))
+            for completion, tokens in ((right, 10), (right, 9), (right, 200), ("", 4), (answer, 10))
         ]
     return {"environment": encode(wanted).decode(), "cases": cases}
 

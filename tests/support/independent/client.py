@@ -136,6 +136,8 @@ class Client:
         request = {"held_versions": sorted(self.files), "slots": slots, "instance": self.instance}
         reply, _ = self.signed("POST", "/v1/leases", encode(LEASE_REQUEST, request), max_bytes=512 * KIB)
         leases = decode(LEASE_REPLY, reply.expect(200), max_bytes=512 * KIB)["leases"]
+        if len(leases) > slots:
+            raise Refused("bad_lease", "more leases than were asked for")
         for lease in leases:
             if ("candidate" in lease) != ("pools" in self.spec["batch"]):
                 raise Refused("bad_lease", "a candidate is named exactly in a run with pools")

@@ -115,7 +115,8 @@ class Problem:
         if self.name == "terminal":
             earned = float(self._replay(turns[-1]))
         else:
-            earned = float(turns[-1].rpartition("</think>")[2].strip() == self.answer)
+            _, mark, answer = turns[-1].rpartition("</think>")
+            earned = float(bool(mark) and answer.strip() == self.answer)
         if self.length_target is None:
             return earned
         return max(earned - self.penalty * abs(tokens - self.length_target), 0.0)

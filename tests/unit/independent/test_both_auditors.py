@@ -224,6 +224,27 @@ def test_an_honest_log_is_honest_to_both(name: str) -> None:
     assert (by_page(leaves, spec), by_project(leaves, spec)) == (None, None)
 
 
+def test_both_count_the_same_standing_and_credit() -> None:
+    """A worker that reckons from the page what it has earned must not be told less."""
+    make, spec = LOGS["trusting"]
+    entries = make()
+    value = decode_value(RUN_SPEC, encode(spec), max_bytes=2**18)
+    for size in range(1, len(entries) + 1):
+        audit = LogAudit(run_id=RUN, spec=value, spec_digest=spec.digest)
+        audit.read([encode(entry) for entry in entries[:size]])
+        theirs = read_log(entries[:size], run_id=RUN, spec=spec).accounts
+        assert audit.accounts.keys() == theirs.keys()
+        for node, account in theirs.items():
+            own = audit.accounts[node]
+            assert (own.standing.verified, own.standing.strikes, own.vested, own.unvested, own.void) == (
+                account.standing.verified,
+                account.standing.strikes,
+                account.vested,
+                account.pending,
+                account.void,
+            ), size
+
+
 @pytest.mark.parametrize("name", LOGS)
 def test_both_object_to_the_same_entry_of_a_log_that_was_tampered_with(name: str) -> None:
     """The first one: what comes after a lie depends on what one makes of it."""

@@ -95,7 +95,7 @@ def test_targets_and_rewards_are_the_published(case):
     problem = source.problem(index)
     assert (problem.prompt, problem.data["target_tokens"]) == (case["prompt"], case["target"])
     assert grade(source, problem, [case["completion"]], tokens=case["tokens"]) == case["reward"]
-    earned = 1.0 if case["completion"] else 0.0
+    earned = 1.0 if "</think>" in case["completion"] else 0.0
     assert case["reward"] == max(0.0, earned - 0.01 * abs(case["tokens"] - case["target"]))
 
 
