@@ -28,6 +28,7 @@ from benchmarks.report import make_parser, report
 from benchmarks.timing import Call, alternate, median_ratio, milliseconds, rounds_ms
 from benchmarks.toploc_peer import ToplocPeer
 from toploc import VerificationResult
+from toploc.chunks import checked_sizes, top_points
 
 TOKENS, TOPK = 32, 128
 SHAPES = ((1024, 4096), (1000, 5120))  # tokens, hidden; of the second the last chunk has 8 tokens
@@ -169,6 +170,29 @@ def honest_figures(peer: ToplocPeer | None) -> dict[str, int]:
     return figures if peer is None else figures | {"honest_chunks_rejected_peer": rejected_peer}
 
 
+def tie_figures() -> dict[str, int]:
+    """Count, of the same chunks, those whose k-th and next magnitudes tie, and those of which `torch.topk` takes ours.
+
+    The peer takes those of `torch.topk`, which leaves the choice among equal ones open; where none are equal, its bytes
+    and ours are the same. `honest_chunks_most_other_elements` is the largest number of a proof's that are others.
+    """
+    tied = same = most_other = 0
+    for seed in range(HONEST_ROUNDS):
+        for chunk in torch.split(sequence(*HONEST_SHAPE, seed), TOKENS):
+            magnitudes = chunk.flatten().abs()
+            values, _ = magnitudes.topk(TOPK + 1)
+            ours, _ = top_points([[chunk]], checked_sizes([[chunk]], TOPK), TOPK)
+            other = len(set(ours[0].tolist()) - set(magnitudes.topk(TOPK).indices.tolist()))
+            tied += bool(values[-1] == values[-2])
+            same += not other
+            most_other = max(most_other, other)
+    return {
+        "honest_chunks_tied": tied,
+        "honest_chunks_with_elements_of_topk": same,
+        "honest_chunks_most_other_elements": most_other,
+    }
+
+
 def beyond_published_limits(result: tuple[float, ...]) -> bool:
     return any(found > limit for found, limit in zip(result, PUBLISHED_LIMITS, strict=True))
 
@@ -178,7 +202,7 @@ def measure(threads: Sequence[int], rounds: int, python: Path | None) -> dict[st
     figures: dict[str, float | None] = dict.fromkeys(PEER_KEYS)
     figures |= wide_figures(threads, rounds, python)
     with limited_to(threads[0]), open_peer(python, threads[0]) as peer:
-        return figures | small_figures(rounds) | honest_figures(peer)
+        return figures | small_figures(rounds) | honest_figures(peer) | tie_figures()
 
 
 def find_peer(options: argparse.Namespace) -> tuple[Path, dict[str, str]]:

@@ -1,9 +1,12 @@
 """Build TOPLOC proofs of activations, and measure how far activations are from a proof.
 
 TOPLOC (arXiv 2501.16007) commits to the k largest magnitudes of a chunk of final hidden states: a polynomial over
-GF(65497) passes through (index mod modulus, bf16 bit pattern) of each. Names, signatures and bytes are those of toploc
-0.1.6. Where that package turns an error into a null proof, pairs proofs and chunks loosely, or ignores the modulus,
-this one raises (see `toploc.errors`):
+GF(65497) passes through (index mod modulus, bf16 bit pattern) of each. Names, signatures and wire format are those of
+toploc 0.1.6, and so are the bytes wherever the k-th largest magnitude differs from the next one. Where several are
+equal, this package commits to the lower indices; that one to those that `torch.topk` takes, which torch does not
+specify, so there are no bytes of its own to reproduce (`benchmarks.toploc` counts such chunks). Where that package
+turns an error into a null proof, pairs proofs and chunks loosely, or ignores the modulus, this one raises (see
+`toploc.errors`):
 
 - there is exactly one proof per chunk, the last shorter chunk included, and at least one;
 - a proof has exactly k coefficients, and a modulus that an honest prover could have chosen;

@@ -157,7 +157,8 @@ CASES = {
         """build_ms_per_chunk_h5120 verify_ms_per_chunk_h5120 build_speedup_vs_peer verify_speedup_vs_peer_tensor
         verify_speedup_vs_peer_list build_over_bare_topk verify_over_bare_topk honest_chunks_rejected_peer
         honest_chunks_rejected""",
-        equal={"honest_chunks": 256, "honest_chunks_rejected": 0},
+        equal={"honest_chunks": 256, "honest_chunks_rejected": 0, "honest_chunks_tied": 222},
+        most={"honest_chunks_most_other_elements": 38},
     ),
     "train": Case(
         "--no-peer --swarm-steps 3 --workers 1 --warm-start 0.01",

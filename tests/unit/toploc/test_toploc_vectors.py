@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from independent.proofs import interpolate
 from locations import VECTORS_FOLDER
 from torch import Tensor
 
@@ -87,3 +88,37 @@ def test_one_tensor_is_the_same_as_a_list_of_its_rows(case: dict[str, Any]) -> N
 def test_the_vectors_search_for_a_modulus() -> None:
     """Without such a case, a verifier that ignores the modulus would pass this file."""
     assert any(modulus < 65497 for case in CASES for modulus in case["moduli"])
+
+
+def magnitudes_at_the_edge(chunk: Tensor, topk: int) -> list[float]:
+    """The k-th largest magnitude, and the next one."""
+    return chunk.flatten().abs().float().topk(topk + 1).values[-2:].tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_no_recorded_chunk_ties_at_the_kth_place(case: dict[str, Any]) -> None:
+    """The peer's bytes are reproduced where nothing ties; a tied recording would ask for one kernel's order."""
+    activations, prefill = rows(case, "activations_bf16_le_b64"), case["prefill_tokens"]
+    decoded = torch.split(activations[prefill:], case["decode_batching_size"])
+    for chunk in [*([activations[:prefill]] if prefill else []), *decoded]:
+        kth, following = magnitudes_at_the_edge(chunk, case["topk"])
+        assert kth > following
+
+
+def test_a_peers_proof_of_a_chunk_with_ties_is_close_to_ours() -> None:
+    """It commits to other elements of the same magnitude, those that torch.topk took, and has other bytes."""
+    draw = torch.Generator().manual_seed(1)
+    others = 0
+    for _ in range(8):
+        chunk, topk = torch.randn(32, 512, generator=draw).bfloat16(), 128
+        kth, following = magnitudes_at_the_edge(chunk, topk)
+        taken = chunk.flatten().abs().topk(topk).indices.numpy()
+        patterns = chunk.flatten().view(torch.int16).numpy().view("<u2")[taken]
+        words = (65497, *interpolate(taken, patterns).tolist())
+        peers = b"".join(word.to_bytes(2, "big") for word in words)
+        (ours,) = toploc.build_proofs_bytes(chunk, 32, topk, skip_prefill=True)
+        (result,) = toploc.verify_proofs_bytes(chunk, [peers], 32, topk, skip_prefill=True)
+        assert kth == following or ours == peers
+        assert result.exp_mismatches <= 5
+        others += ours != peers
+    assert others, "some of these chunks must tie"
