@@ -75,9 +75,10 @@ def plain_log() -> list[LogEntry]:
         unmeasured(5, reason=Reason.MALFORMED_SUBMISSION, tokens=0),
         batch(0, 1),
         policy(1),
-        *drifting(*[SHIFTED] * 7, HONEST_TOTALS),
         admitted(6, version=1, slot=1),
-        batch(1, 6, 100),
+        admitted(7),
+        batch(1, 6, 7),
+        *drifting(*[SHIFTED] * 12, HONEST_TOTALS),
     ]
 
 
@@ -222,6 +223,101 @@ def test_an_honest_log_is_honest_to_both(name: str) -> None:
     make, spec = LOGS[name]
     leaves = [encode(entry) for entry in make()]
     assert (by_page(leaves, spec), by_project(leaves, spec)) == (None, None)
+
+
+def at(index: int, entry: LogEntry | None = None, **changes: Any) -> Callable[[list[LogEntry]], None]:
+    """Put another entry at an index, or the one that is there with `changes`."""
+
+    def edit(log: list[LogEntry]) -> None:
+        log[index] = replace(log[index], **changes) if entry is None else entry
+
+    return edit
+
+
+def before(index: int, entry: LogEntry) -> Callable[[list[LogEntry]], None]:
+    return lambda log: log.insert(index, entry)
+
+
+def unmeasured_for_long(log: list[LogEntry]) -> None:
+    """Two hundred slots of one node, none of which happened to be measured in full, at a rate of a half."""
+    log[4:] = [admitted(number, spot=0) for number in range(100, 300)]
+
+
+ONE_SIDED = Totals(margin=Total(count=100, sum=1.05))
+"""Evidence of 15 nats: over the limit of 13.8, and below that of a drift, 16.3."""
+SEED = unmeasured(20, reason=Reason.WRONG_SEED)
+LIES: dict[str, tuple[str, Callable[[list[LogEntry]], None], int]] = {
+    "another run's rules": ("plain", at(0, run_id="12" * 32), 0),
+    "the rules a second time": ("plain", before(2, rules(SPEC)), 2),
+    "an older policy": ("plain", at(8, policy(0)), 8),
+    "a policy that was not published": ("plain", at(9, manifest_digest="12" * 32), 9),
+    "a second verdict on a submission": ("plain", before(7, unmeasured(5, reason=Reason.WRONG_SEED)), 7),
+    "a slot admitted twice": ("plain", before(12, admitted(8, version=1, slot=1)), 12),
+    "steps that fall": ("plain", at(11, batch(0, 7)), 11),
+    "a group used twice": ("plain", at(11, batch(1, 6, 1)), 11),
+    "a group that was rejected": ("plain", at(11, batch(1, 6, 3)), 11),
+    "a group of an old policy": ("plain", at(11, batch(2, 7)), 11),
+    "admitted with a reason": ("plain", at(2, reason=Reason.WRONG_SEED), 2),
+    "admitted without figures": ("plain", at(2, figures=None), 2),
+    "admitted without totals": ("plain", at(2, totals=None), 2),
+    "admitted without rewards": ("plain", at(2, rewards=None), 2),
+    "admitted over a limit": ("plain", at(2, figures=WRONG), 2),
+    "admitted with one-sided values": ("plain", at(2, totals=ONE_SIDED), 2),
+    "a reward over one": ("plain", at(2, rewards=(0.0, 1.5)), 2),
+    "a reward too many": ("plain", at(2, rewards=(0.0, 1.0, 1.0)), 2),
+    "rejected without a reason": ("plain", at(6, reason=None), 6),
+    "rejected with rewards": ("plain", at(6, rewards=(0.0, 1.0)), 6),
+    "rejected because the verifier failed": ("plain", at(6, reason=Reason.VERIFIER_FAILED), 6),
+    "figures without a finding": ("plain", at(4, finding=None), 4),
+    "a sum beyond the largest value": ("plain", at(4, totals=Totals(margin=Total(count=10, sum=1.1))), 4),
+    "values of no level": ("plain", at(4, totals=Totals(sketch=Total(count=1, sum=0.0))), 4),
+    "a finding of no such row": ("plain", at(4, finding=replace(FOUND, row=2)), 4),
+    "a finding of no such figure": ("plain", at(4, finding=replace(FOUND, figure="none")), 4),
+    "a finding with another limit": ("plain", at(4, finding=replace(FOUND, limit=0.5)), 4),
+    "a finding within the limit": ("plain", at(4, finding=replace(FOUND, value=0.5)), 4),
+    "a finding beyond the figures": ("plain", at(4, finding=replace(FOUND, value=6.0)), 4),
+    "a finding for another reason": ("plain", at(4, reason=Reason.PROOF_MISMATCH), 4),
+    "evidence that the totals do not show": ("plain", at(3, together(TOO_MUCH, value=20.0)), 3),
+    "a candidate in a run without pools": ("plain", at(2, candidate=0), 2),
+    "a drift of another size": ("plain", lambda log: lie_about_drift(log, value=17.0), 23),
+    "admitted despite a drift": ("plain", lambda log: lie_about_drift(log, admit=True), 23),
+    "one row on probation": ("trusting", at(3, spot=0), 3),
+    "rejected by one row alone": ("trusting", at(9, spot=0), 9),
+    "no second verdict before the next step": ("trusting", lambda log: log.pop(11), 11),
+    "a second verdict on something else": ("trusting", at(10, tokens=99), 10),
+    "a second verdict on what was measured in full": ("trusting", before(10, admitted(2, recheck=True)), 10),
+    "equal rewards in a step": ("trusting", at(3, rewards=(1.0, 1.0)), 12),
+    "more work for a banned node": ("trusting", before(15, SEED), 15),
+    "chance that favours a node": ("trusting", unmeasured_for_long, 204),
+    "another candidate": ("pooled", at(2, candidate=1), 2),
+    "no candidate in a run with pools": ("pooled", at(2, candidate=UNSET), 2),
+}
+"""By what an operator does: the log, the change, and the entry to object to (the log's length for all of it)."""
+
+
+def lie_about_drift(log: list[LogEntry], *, value: float = 0.0, admit: bool = False) -> None:
+    """Alter the first rejection for a drift."""
+    index = next(i for i, one in enumerate(log) if isinstance(one, VerdictEntry) and drifted(one))
+    entry = log[index]
+    assert isinstance(entry, VerdictEntry)
+    if admit:
+        log[index] = replace(entry, outcome=Outcome.ADMITTED, reason=None, finding=None, rewards=(0.0, 1.0))
+    else:
+        log[index] = replace(entry, finding=replace(entry.finding, value=value))
+
+
+def drifted(entry: VerdictEntry) -> bool:
+    return entry.finding is not None and entry.finding.figure.endswith("_drift")
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_both_object_to_a_lie_where_it_stands(lie: str) -> None:
+    name, edit, wanted = LIES[lie]
+    make, spec = LOGS[name]
+    log = make()
+    edit(log)
+    leaves = [encode(entry) for entry in log]
+    assert (by_page(leaves, spec), by_project(leaves, spec)) == (wanted, wanted)
 
 
 def test_both_count_the_same_standing_and_credit() -> None:
