@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .audit import Disagreement, Judge, LogAudit, expected_of
+from .audit import Disagreement, LogAudit
 from .broadcast import Publications, Sources
 from .descriptor import MAX_BYTES, Descriptors
+from .evidence import Judge, expected_of
 from .http_api import KIB, MIB, Reply, Signer, send
 from .log import leaf_hash, open_signed, root_of, verify_consistency, verify_inclusion
 from .measure import Model

@@ -227,15 +227,11 @@ def read_file(body: bytes, spec: dict[str, Any]) -> list[Row]:
     too_many = any(len(getattr(row, name)) > bounds.of(name) for row in rows for name in LISTS) or any(
         len(row.proofs) > bounds.proofs or any(len(one) > bounds.proof_bytes for one in row.proofs) for row in rows
     )
-    if too_many or _packed_again(rows, content):
+    if too_many or encode_content(rows) != content:
         raise Refused("wrong_schema", "another encoding, or too many items")
     if len(rows) != spec["sampling"]["group_size"]:
         raise Refused("wrong_group_size")
     return rows
-
-
-def _packed_again(rows: Sequence[Row], content: bytes) -> bool:
-    return encode_content(rows) != content
 
 
 @dataclass(frozen=True)
