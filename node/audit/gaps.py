@@ -118,6 +118,8 @@ class GapChecker:
         counted = self.withholding
         counted.gaps += len(entry.gaps)
         for slot, verdict in used.items():
+            if verdict.version not in manifests:
+                continue
             counted.by_environment[verdict.node].delivered[self._environment(slot, manifests)] += 1
             counted.by_signal[verdict.node].delivered[has_signal(verdict.rewards or ())] += 1
         for miss in entry.missed:

@@ -79,6 +79,8 @@ class LogAudit:
         self._judged: set[str] = set()
         self._spots: dict[str, Entry] = {}
         self._taken: set[tuple[int, int]] = set()
+        self._done: dict[int, set[int]] = {}
+        self._gaps: set[tuple[int, int]] = set()
         self._step = -1
         self._means: dict[tuple[int, int], list[tuple[int, float]]] = {}
 
@@ -134,6 +136,9 @@ class LogAudit:
             if place in self._taken:
                 self._note("verdict", f"slot {place} was admitted before")
             self._taken.add(place)
+            if place in self._gaps:
+                self._note("gap", f"slot {place} was logged as missing before")
+            self._done.setdefault(entry["version"], set()).add(entry["slot"])
             self.admitted[entry["submission"]] = entry
             self._remember_mean(entry)
 
@@ -147,6 +152,8 @@ class LogAudit:
         if entry["outcome"] != "admitted" and entry["submission"] not in self.used:
             self.admitted.pop(entry["submission"], None)
             self._taken.discard((entry["version"], entry["slot"]))
+            if not self._without_signal(first):
+                self._done[entry["version"]].discard(entry["slot"])
 
     def account(self, node: str) -> Account:
         """Return a node's account."""
@@ -261,8 +268,32 @@ class LogAudit:
             self._note("recheck", f"{unmet[0][:16]} had to be measured again before")
         for name in unmet:
             del self.owed[name]
+        used = {self._place(self.admitted[name]) for name in entry["submissions"] if name in self.admitted}
         for name in entry["submissions"]:
             self._batch_member(entry["step"], name)
+        self._check_gaps(entry, used)
+
+    def _check_gaps(self, entry: Entry, used: set[tuple[int, int]]) -> None:
+        """Check that the last chance of each slot left it admitted or a gap (8.1, 11)."""
+        last_chance = entry["step"] - self.spec["batch"]["max_async"]
+        missing = {self._place(gap) for gap in entry["gaps"]}
+        for version, slot in map(self._place, entry["gaps"]):
+            if version > last_chance or slot in self._done.get(version, ()):
+                self._note("gap", f"slot {version}/{slot} is not missing, or not yet")
+            self._done.setdefault(version, set()).add(slot)
+        self._gaps |= missing
+        if any(self._place(one) not in used | missing for one in entry["missed"]):
+            self._note("gap", "somebody missed a slot that has no part in this step")
+        for version, slots in self._done.items():
+            if version <= last_chance and slots and max(slots) + 1 != len(slots):
+                self._note("gap", f"slots of policy {version} were left out without a word")
+
+    @staticmethod
+    def _place(named: Entry) -> tuple[int, int]:
+        return named["version"], named["slot"]
+
+    def _without_signal(self, verdict: Entry) -> bool:
+        return self.spec["batch"]["only_signal"] and len(set(verdict["rewards"] or ())) < 2
 
     def _batch_member(self, step: int, name: str) -> None:
         verdict = self.admitted.get(name)
@@ -270,7 +301,7 @@ class LogAudit:
             self._note("batch", f"{name[:16]} was not admitted before")
         elif not step - self.spec["batch"]["max_async"] <= verdict["version"] <= step:
             self._note("batch", f"step {step} uses work of policy {verdict['version']}")
-        elif self.spec["batch"]["only_signal"] and len(set(verdict["rewards"] or ())) < 2:
+        elif self._without_signal(verdict):
             self._note("batch", f"{name[:16]} has equal rewards")
         if name in self.used:
             self._note("batch", f"{name[:16]} is used twice")

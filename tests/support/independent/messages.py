@@ -36,6 +36,7 @@ CODE = matching("[a-z0-9_]{1,64}")
 SIGNED = integer(-(2**53) + 1, 2**53 - 1)
 CANDIDATE = integer(0, 31)
 OUTCOME = one_of("admitted", "rejected", "indeterminate")
+PUZZLE_BITS = integer(1, 28)
 LEFT_OUT_CANDIDATE = frozenset({"candidate"})
 
 # Section 2: runs.
@@ -107,6 +108,8 @@ RUN_SPEC = Record(
                 "groups_per_step": integer(1, INT31),
                 "only_signal": BOOLEAN,
                 "max_async": integer(0, 64),
+                "gap_seconds": WIDTH,
+                "gap_share": number(above=0.0, most=1.0),
                 "lease_seconds": number(above=0.0, most=1e9),
                 "max_leases_per_node": integer(1, INT31),
                 "rejection_backoff_seconds": WIDTH,
@@ -165,7 +168,16 @@ RUN_SPEC = Record(
             }
         ),
         "broadcast": Record({"keep_versions": integer(1, INT31)}),
-    }
+        "membership": Record(
+            {
+                "policy": one_of("invite", "stake", "work"),
+                "stake": integer(1, 2**53 - 1),
+                "bits": PUZZLE_BITS,
+                "most_bits": PUZZLE_BITS,
+            }
+        ),
+    },
+    frozenset({"membership"}),
 )
 POLICY_HEAD = Record({"version": COUNT, "manifest_digest": DIGEST})
 DESCRIPTOR = Record(
@@ -196,7 +208,17 @@ REQUEST_CLAIM = Record(
         "nonce": NONCE,
     }
 )
-REGISTRATION = Record({"software": TEXT, "engine": TEXT, "instance": NONCE, "name": TEXT})
+REGISTRATION = Record(
+    {
+        "software": TEXT,
+        "engine": TEXT,
+        "instance": NONCE,
+        "name": TEXT,
+        "invite": binary(1536),
+        "work": Record({"salt": DIGEST, "counter": COUNT}),
+    },
+    frozenset({"invite", "work"}),
+)
 RECEIVED_FROM = Record({"url": PLAIN_URL, "bytes_per_s": COUNT})
 RELAY_ANNOUNCEMENT = Record({"url": PLAIN_URL, "received": ArrayOf(RECEIVED_FROM, 32), "version": OrNull(COUNT)})
 RELAY_LIST = Record({"relays": ArrayOf(URL, 256), "stripes": ArrayOf(ArrayOf(URL, 16), 16)})
@@ -286,7 +308,25 @@ ENTRY = OneOf(
             },
             LEFT_OUT_CANDIDATE,
         ),
-        "batch": Record({"type": one_of("batch"), "step": COUNT, "submissions": ArrayOf(DIGEST, 2**20)}),
+        "batch": Record(
+            {
+                "type": one_of("batch"),
+                "step": COUNT,
+                "submissions": ArrayOf(DIGEST, 2**20),
+                "gaps": ArrayOf(Record({"version": COUNT, "slot": COUNT}), 2**20),
+                "missed": ArrayOf(
+                    Record(
+                        {
+                            "version": COUNT,
+                            "slot": COUNT,
+                            "node": PUBLIC_KEY,
+                            "how": one_of("expired", "returned", "overtaken"),
+                        }
+                    ),
+                    1000,
+                ),
+            }
+        ),
     },
 )
 CHECKPOINT = Record({"run_id": DIGEST, "size": COUNT, "root": DIGEST, "issued_at": COUNT})

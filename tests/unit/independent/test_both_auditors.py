@@ -38,7 +38,7 @@ from msgspec import UNSET
 from node.audit.log import read_entries, read_log
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals
-from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
+from node.protocol.messages import BatchEntry, Gap, LogEntry, MissedSlot, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.pools import first_candidate
 from node.protocol.reasons import Reason
 from node.protocol.run import EnvironmentSpec, PoolsSpec, ProblemsSpec, RunSpec, StandingSpec
@@ -77,7 +77,7 @@ def plain_log() -> list[LogEntry]:
         policy(1),
         admitted(6, version=1, slot=1),
         admitted(7),
-        batch(1, 6, 7),
+        batch(1, 6, 7, gaps=[(0, slot) for slot in (0, 2, 3, 4, 5, 6)]),
         *drifting(*[SHIFTED] * 12, HONEST_TOTALS),
     ]
 
@@ -99,7 +99,7 @@ def trusting_log() -> list[LogEntry]:
         rejected(11),
         again[1],
         failed,
-        batch(1, 2, 4),
+        batch(1, 2, 4, gaps=[(0, slot) for slot in (0, 5, 6, 7, 8, 9)]),
         unmeasured(12, reason=Reason.WRONG_SEED),
         unmeasured(13, reason=Reason.WRONG_SEED),
     ]
@@ -179,7 +179,11 @@ def mutated(log: list[LogEntry], rng: random.Random) -> list[LogEntry]:
                 log[at] = changed_verdict(entry, rng)
             case _ if isinstance(entry, BatchEntry):
                 names = (*entry.submissions, submission(rng.randrange(12)))[rng.randrange(2) :]
-                log[at] = replace(entry, step=max(0, entry.step + rng.randrange(-1, 2)), submissions=names)
+                step, gaps = max(0, entry.step + rng.randrange(-1, 2)), (*entry.gaps, *gaps_of(rng.randrange(12)))
+                changed = rng.choice(
+                    ({"step": step, "submissions": names}, {"gaps": gaps[rng.randrange(2) :]}, {"missed": (BLAMED,)})
+                )
+                log[at] = replace(entry, **changed)
             case _ if isinstance(entry, PolicyEntry):
                 log[at] = replace(entry, version=rng.randrange(4))
         if not log:
@@ -243,6 +247,11 @@ def unmeasured_for_long(log: list[LogEntry]) -> None:
     log[4:] = [admitted(number, spot=0) for number in range(100, 300)]
 
 
+def gaps_of(*slots: int) -> tuple[Gap, ...]:
+    return tuple(Gap(version=0, slot=slot) for slot in slots)
+
+
+BLAMED = MissedSlot(version=1, slot=0, node="22" * 32, how="expired")
 ONE_SIDED = Totals(margin=Total(count=100, sum=1.05))
 """Evidence of 15 nats: over the limit of 13.8, and below that of a drift, 16.3."""
 SEED = unmeasured(20, reason=Reason.WRONG_SEED)
@@ -255,6 +264,11 @@ LIES: dict[str, tuple[str, Callable[[list[LogEntry]], None], int]] = {
     "a slot admitted twice": ("plain", before(12, admitted(8, version=1, slot=1)), 12),
     "steps that fall": ("plain", at(11, batch(0, 7)), 11),
     "a group used twice": ("plain", at(11, batch(1, 6, 1)), 11),
+    "slots left out without a word": ("plain", at(11, gaps=()), 11),
+    "a gap that was admitted": ("plain", at(11, gaps=gaps_of(0, 1, 2, 3, 4, 5, 6)), 11),
+    "a gap before its last chance": ("plain", at(7, gaps=gaps_of(0)), 7),
+    "a gap that is admitted afterwards": ("plain", before(12, admitted(20, slot=0)), 12),
+    "blame for a slot of another step": ("plain", at(11, missed=(BLAMED,)), 11),
     "a group that was rejected": ("plain", at(11, batch(1, 6, 3)), 11),
     "a group of an old policy": ("plain", at(11, batch(2, 7)), 11),
     "admitted with a reason": ("plain", at(2, reason=Reason.WRONG_SEED), 2),
