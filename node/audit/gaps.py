@@ -73,6 +73,7 @@ class GapChecker:
         self._done: dict[int, set[int]] = defaultdict(set)
         self._groups: dict[str, VerdictEntry] = {}
         self._gaps: set[Slot] = set()
+        self._settled: dict[int, int] = {}
 
     def admit(self, entry: VerdictEntry) -> str | None:
         """Record an admission; return what is wrong with it, None if nothing is."""
@@ -91,7 +92,8 @@ class GapChecker:
         """Yield (code, detail) of everything that is wrong with the gaps of a batch."""
         last_chance = entry.step - self._spec.batch.max_async
         for gap in entry.gaps:
-            if gap.slot in self._done[gap.version] or gap.version > last_chance:
+            settled = gap.slot < self._settled.get(gap.version, 0)
+            if settled or gap.slot in self._done[gap.version] or gap.version > last_chance:
                 yield "unfounded_gap", f"Slot {gap.version}/{gap.slot} is not missing, or not yet."
             self._gaps.add((gap.version, gap.slot))
             self._done[gap.version].add(gap.slot)
@@ -105,10 +107,14 @@ class GapChecker:
             yield from self._unexplained(version, self._done.pop(version))
 
     def _unexplained(self, version: int, known: set[int]) -> Iterator[tuple[str, str]]:
+        begin = self._settled.get(version, 0)
+        known = {slot for slot in known if slot >= begin}
         # Counted, not listed: a hostile log may name slot 2^53.
-        absent = max(known, default=-1) + 1 - len(known)
+        end = max(known, default=begin - 1) + 1
+        absent = end - begin - len(known)
+        self._settled[version] = end
         if absent:
-            first = next(slot for slot in range(len(known) + 1) if slot not in known)
+            first = next(slot for slot in range(begin, begin + len(known) + 1) if slot not in known)
             detail = (
                 f"{absent} slots of policy {version} from {first} on were neither trained on nor logged as missing."
             )

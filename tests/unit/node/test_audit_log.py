@@ -91,6 +91,7 @@ def test_a_gap_that_is_none_is_seen() -> None:
     for invented in (Gap(version=0, slot=3), Gap(version=1, slot=0), Gap(version=7, slot=0)):
         assert codes(replace_last_batch(gaps=(*gaps, invented))) == [("unfounded_gap", 10)]
     assert codes([*HONEST, admitted(9, slot=0)]) == [("unfounded_gap", 11)]
+    assert codes([*HONEST, batch(2, gaps=[(1, 0), (0, 3)])]) == [("unfounded_gap", 11)], "settled long ago"
     blamed = MissedSlot(version=1, slot=5, node="22" * 32, how="expired")
     assert codes(replace_last_batch(missed=(blamed,))) == [("unfounded_gap", 10)]
 
