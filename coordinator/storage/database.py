@@ -59,6 +59,7 @@ class Database:
             ) from error
 
     def _open_sqlite(self, url: URL) -> None:
+        sqlite.protect(Path(str(url.database)))
         self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
         self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
         self._write_lock: AbstractContextManager[None] = sqlite.FairLock()

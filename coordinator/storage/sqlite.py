@@ -5,9 +5,11 @@ SQLite runs with a write-ahead log. Writers use BEGIN IMMEDIATE, so that no two 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections import deque
@@ -24,6 +26,26 @@ BUSY_TIMEOUT_MS = 30_000
 POLL_SECONDS = 0.001
 WRITES = "swarmproof_write"
 """Execution option of a connection whose transaction begins with the write lock."""
+
+
+FILE_MODE = 0o640
+"""Of the database and what SQLite keeps beside it, whatever the umask: it has nodes' addresses and every verdict."""
+
+
+def protect(path: Path) -> None:
+    """Create the database file, readable by owner and group alone; take what is more from an existing one.
+
+    SQLite gives its -wal and -shm the same mode. What cannot be changed (another user's file, a read-only disk) is
+    left as it is, for SQLite to open or refuse.
+    """
+    with contextlib.suppress(OSError):
+        # Not opened if it exists: closing it again would drop the locks that SQLite holds in this process.
+        if not path.exists():
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE))
+            path.chmod(FILE_MODE)
+        for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+            if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & ~FILE_MODE:
+                file.chmod(mode & FILE_MODE)
 
 
 class FairLock:
