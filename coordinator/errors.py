@@ -3,7 +3,9 @@
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
 ├── StorageFault         the database or the blob store does not hold what it must
+│   └── DamagedBlob      a blob has other bytes than its name says
 └── StoreAway            the object store cannot be asked now; an OSError, so that whoever waits for a disk waits for it
+    └── CorruptRead      it answered with other bytes than were asked for, and may send the right ones next time
 """
 
 from __future__ import annotations
@@ -25,9 +27,17 @@ class StorageFault(CoordinatorError):
     code = "storage_fault"
 
 
+class DamagedBlob(StorageFault):
+    code = "damaged_blob"
+
+
 class StoreAway(CoordinatorError, OSError):
     code = "store_away"
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.errno = errno.EIO
+
+
+class CorruptRead(StoreAway):
+    code = "corrupt_read"

@@ -12,7 +12,7 @@ from typing import Final
 
 from coordinator.backup.manifest import BackupError, BackupManifest, blob_path
 from coordinator.backup.tables import read_rows
-from coordinator.errors import StorageFault
+from coordinator.errors import CorruptRead, StorageFault
 from coordinator.run.home import MAX_SPEC_BYTES
 from coordinator.storage.blobs import BlobStore, Upload, checked_blob
 from coordinator.storage.folder_blobs import FolderBlobs
@@ -101,7 +101,6 @@ class BlobCopier:
             return
         data = self._fetch(name)
         if data is not None:
-            path.unlink(missing_ok=True)
             self._target.put(data)
         with self._lock:
             if data is None:
@@ -122,7 +121,7 @@ class BlobCopier:
         for look in (self._stored, self._pending_body, self._stored):  # it may be stored meanwhile
             try:
                 data = look(name)
-            except StorageFault:
+            except (StorageFault, CorruptRead):
                 continue
             if data is not None and digest(data) == name:
                 return data

@@ -1,7 +1,8 @@
 """Content-addressed blobs: submissions, their signed requests, admitted groups. One port, two backends.
 
 A blob's name is its BLAKE3 digest, and exists only once the blob is complete. Reads verify digest and size. A missing
-or damaged blob raises StorageFault; an unreachable store raises StoreAway, an OSError, on which processes retry.
+or damaged blob raises StorageFault; an unreachable store raises StoreAway, an OSError, on which processes retry. So
+does, for a while, a store that answers with other bytes (CorruptRead): a read over a network may go wrong once.
 
 An `UploadStore` receives bodies from their senders directly. An upload's key is its lease and SHA-256, and an offer is
 a presigned URL that accepts nothing else.
@@ -13,7 +14,7 @@ import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.errors import StorageFault
+from coordinator.errors import DamagedBlob, StorageFault
 from shardcast.wire import digest, is_digest
 
 
@@ -22,11 +23,14 @@ class BlobStore(abc.ABC):
 
     @abc.abstractmethod
     def put(self, data: bytes) -> str:
-        """Store `data`; return its digest."""
+        """Store `data`, over a damaged blob of that name too; return its digest."""
 
     @abc.abstractmethod
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Return the verified bytes of blob `name`; raises StorageFault, also for more than `max_bytes`."""
+        """Return the verified bytes of blob `name`; raises StorageFault, also for more than `max_bytes`.
+
+        Raises DamagedBlob for other bytes; a store behind a network raises CorruptRead first.
+        """
 
     def begin(self, data: bytes) -> None:
         """Store a run's first blob; raises BadConfiguration if the store's settings prevent that."""
@@ -92,7 +96,7 @@ class UploadStore(BlobStore):
 
     @abc.abstractmethod
     def fetch(self, upload: Upload) -> bytes:
-        """Return the upload's bytes, verified by size and SHA-256, not BLAKE3; raises StorageFault."""
+        """Return the upload's bytes, verified by size and SHA-256, not BLAKE3; raises as `get` does."""
 
     @abc.abstractmethod
     def keep(self, upload: Upload, name: str) -> None:
@@ -110,9 +114,9 @@ def check_name(name: str) -> None:
 
 
 def checked_blob(data: bytes, name: str, *, max_bytes: int) -> bytes:
-    """Return `data` if it is blob `name` and within `max_bytes`; raises StorageFault."""
+    """Return `data` if it is blob `name` and within `max_bytes`; raises StorageFault, DamagedBlob."""
     if len(data) > max_bytes:
         raise StorageFault(f"blob {name} has more than {max_bytes} bytes")
     if digest(data) != name:
-        raise StorageFault(f"blob {name} is damaged")
+        raise DamagedBlob(f"blob {name} is damaged")
     return data

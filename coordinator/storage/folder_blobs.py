@@ -12,7 +12,7 @@ from typing import IO
 
 from blake3 import blake3
 
-from coordinator.errors import StorageFault
+from coordinator.errors import DamagedBlob, StorageFault
 from coordinator.storage.blobs import BlobStore, check_name, checked_blob
 from coordinator.storage.timings import metered
 from node.protocol.reasons import Reason, Refusal
@@ -21,6 +21,7 @@ from shardcast.wire import digest
 
 LEFTOVER_SECONDS = 600.0
 """Longer than any upload takes: older partial files are of killed processes."""
+_PIECE_BYTES = 1024 * 1024
 
 
 class Incoming:
@@ -72,7 +73,7 @@ class FolderBlobs(BlobStore):
     @metered("put")
     def put(self, data: bytes) -> str:
         name = digest(data)
-        if not self.path(name).exists():
+        if not self._is_whole(name, size_bytes=len(data)):
             with self.incoming(max_bytes=len(data)) as incoming:
                 incoming.write(data)
                 incoming.sync()
@@ -87,6 +88,27 @@ class FolderBlobs(BlobStore):
         except FileNotFoundError as error:
             raise StorageFault(f"blob {name} is missing") from error
         return checked_blob(data, name, max_bytes=max_bytes)
+
+    def verified_path(self, name: str) -> Path:
+        """Return the path of blob `name` after reading it once; raises StorageFault, DamagedBlob."""
+        path, hasher = self.path(name), blake3()
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    hasher.update(piece)
+        except FileNotFoundError as error:
+            raise StorageFault(f"blob {name} is missing") from error
+        if hasher.hexdigest() != name:
+            raise DamagedBlob(f"blob {name} is damaged")
+        return path
+
+    def _is_whole(self, name: str, *, size_bytes: int) -> bool:
+        try:
+            with self.path(name).open("rb") as file:
+                checked_blob(file.read(size_bytes + 1), name, max_bytes=size_bytes)
+        except (FileNotFoundError, StorageFault):
+            return False
+        return True
 
     @contextmanager
     def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:

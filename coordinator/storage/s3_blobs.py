@@ -14,8 +14,10 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import boto3
@@ -23,7 +25,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from urllib3.exceptions import HTTPError
 
-from coordinator.errors import BadConfiguration, StorageFault, StoreAway
+from coordinator.errors import BadConfiguration, CorruptRead, DamagedBlob, StorageFault, StoreAway
 from coordinator.storage.blobs import BlobStream, Upload, UploadStore, check_name, checked_blob
 from coordinator.storage.timings import metered
 from shardcast.wire import digest
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
 CONNECT_SECONDS: Final = 3.0
 READ_SECONDS: Final = 20.0
 ATTEMPTS: Final = 2
+REREAD_SECONDS: Final = 0.2
+CORRUPT_SECONDS = 120.0
+"""How long an object that is read with other bytes is read again (CorruptRead) before it counts as damaged."""
+MAX_CORRUPT: Final = 4096
+
 MAX_CONNECTIONS: Final = 32
 
 _URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9._-]{1,100})*)/?")
@@ -60,6 +67,7 @@ class S3Blobs(UploadStore):
         self._bucket, prefix = found[1], found[2].strip("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._client = _client()
+        self._corrupt_since: dict[str, float] = {}
 
     @metered("put")
     def put(self, data: bytes) -> str:
@@ -75,7 +83,8 @@ class S3Blobs(UploadStore):
 
     @metered("get")
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        return checked_blob(self._read(self._blob(name), max_bytes=max_bytes), name, max_bytes=max_bytes)
+        check = partial(checked_blob, name=name, max_bytes=max_bytes)
+        return self._read_checked(self._blob(name), check, max_bytes=max_bytes)
 
     def open_stream(self, name: str) -> BlobStream | None:
         try:
@@ -122,10 +131,11 @@ class S3Blobs(UploadStore):
 
     @metered("fetch")
     def fetch(self, upload: Upload) -> bytes:
-        data = self._read(self._upload(upload), max_bytes=upload.body_bytes)
-        if len(data) != upload.body_bytes or hashlib.sha256(data).hexdigest() != upload.sha256:
-            raise StorageFault(f"the store holds other bytes for lease {upload.lease} than it let be uploaded")
-        return data
+        def check(data: bytes) -> None:
+            if len(data) != upload.body_bytes or hashlib.sha256(data).hexdigest() != upload.sha256:
+                raise DamagedBlob(f"the store holds other bytes for lease {upload.lease} than it let be uploaded")
+
+        return self._read_checked(self._upload(upload), check, max_bytes=upload.body_bytes)
 
     @metered("keep")
     def keep(self, upload: Upload, name: str) -> None:
@@ -160,6 +170,30 @@ class S3Blobs(UploadStore):
         check_name(upload.lease)
         check_name(upload.sha256)
         return f"{self._prefix}uploads/{upload.lease}/{upload.sha256}"
+
+    def _read_checked(self, key: str, check: Callable[[bytes], object], *, max_bytes: int) -> bytes:
+        """Read `key` until `check` takes the bytes, at most ATTEMPTS times.
+
+        Raises CorruptRead, and DamagedBlob once reads of it have been corrupt for CORRUPT_SECONDS.
+        """
+        attempts = 0
+        while True:
+            data = self._read(key, max_bytes=max_bytes)
+            try:
+                check(data)
+            except DamagedBlob as error:
+                attempts += 1
+                since = self._corrupt_since.setdefault(key, time.monotonic())
+                while len(self._corrupt_since) > MAX_CORRUPT:
+                    self._corrupt_since.pop(next(iter(self._corrupt_since)), None)
+                if time.monotonic() - since >= CORRUPT_SECONDS:
+                    raise
+                if attempts == ATTEMPTS:
+                    raise CorruptRead(f"the object store sent other bytes than it was asked for: {error}") from error
+                time.sleep(REREAD_SECONDS)
+                continue
+            self._corrupt_since.pop(key, None)
+            return data
 
     def _read(self, key: str, *, max_bytes: int) -> bytes:
         with _typed_errors(f"get {key}"):

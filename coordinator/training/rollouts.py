@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from coordinator.errors import StorageFault
+from coordinator.errors import CorruptRead, StorageFault
 from coordinator.run.home import Home
 from coordinator.storage.rollouts import JudgedRow, judged
 from coordinator.training.export import written_folder
@@ -79,7 +79,7 @@ def export_rollouts(
         for one in judged(home.database, outcomes):
             try:
                 rows = list(_rows(home, one))
-            except StorageFault:
+            except (StorageFault, CorruptRead):
                 done.missing += 1
             except Refusal:
                 done.unreadable += 1

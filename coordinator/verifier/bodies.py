@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.errors import StorageFault
+from coordinator.errors import CorruptRead, StorageFault
 from coordinator.run.home import Home
 from coordinator.storage import uploads
 from coordinator.storage.blobs import Upload, UploadStore
@@ -19,10 +19,13 @@ from coordinator.storage.verdicts import QueueItem
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
 from node.submission.reader import VerifierFailed
-from node.verification.verify import undecided
 from shardcast.wire import digest
 
 log = logging.getLogger(__name__)
+
+
+class BodyUnavailable(VerifierFailed):
+    """A body is read corrupted at the moment, and may be read well later."""
 
 
 def body_reader(home: Home) -> BodyReader:
@@ -41,11 +44,20 @@ class BodyReader:
         """Look up which of `claimed` are uploads; call once per batch, before `read`."""
 
     def read(self, claimed: QueueItem) -> bytes | Verdict:
-        """Return the body, or the verdict if it cannot be read or is not the signed one."""
+        """Return the body, or the verdict if it cannot be read or is not the signed one; raises BodyUnavailable."""
         try:
             return self._fetch(claimed)
+        except CorruptRead as error:
+            raise BodyUnavailable(f"its body is unavailable: {error}") from error
         except StorageFault as error:
-            return undecided(VerifierFailed(f"the submission cannot be read: {error}"))
+            log.warning(
+                "submission %s… cannot be decided, its body cannot be read: %s; put the blob back from a backup, or "
+                "its slot is leased again",
+                claimed.submission[:16],
+                error,
+            )
+            detail = f"{type(error).__name__}."
+            return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail)
 
     def _fetch(self, claimed: QueueItem) -> bytes | Verdict:
         return self._home.blobs.get(claimed.body, max_bytes=self._home.spec.limits.max_submission_bytes)

@@ -22,7 +22,7 @@ from coordinator.storage import locks, training, verdicts
 from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import Group, Sample, encode_group
-from coordinator.verifier.bodies import body_reader
+from coordinator.verifier.bodies import BodyUnavailable, body_reader
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits, encode_evidence, kept_tokens
 from coordinator.verifier.policy_cache import PolicyCache
 from node.environments import load_environment
@@ -135,9 +135,9 @@ class Verifier:
         await asyncio.to_thread(self._bodies.load_uploads, claimed)
         published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
         for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
-            if isinstance(found, PolicyUnavailable):
+            if isinstance(found, PolicyUnavailable | BodyUnavailable):
                 with _log_context(one):
-                    log.warning("submission %s… deferred, its policy is unavailable: %s", one.submission[:16], found)
+                    log.warning("submission %s… deferred: %s", one.submission[:16], found)
                 if not one.recheck or verdicts.clock() < one.recheck_by:
                     await asyncio.to_thread(self._defer, one)
                     continue
@@ -149,12 +149,16 @@ class Verifier:
 
     async def _verify(
         self, claimed: Sequence[QueueItem], cache: PolicyCache, published: Mapping[int, str]
-    ) -> list[JudgedClaim | PolicyUnavailable]:
-        """Return the judgement of each submission in order, PolicyUnavailable where its policy is."""
-        found: dict[str, JudgedClaim | PolicyUnavailable] = {}
+    ) -> list[JudgedClaim | PolicyUnavailable | BodyUnavailable]:
+        """Return the judgement of each submission in order, or why its policy or its body is unavailable now."""
+        found: dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable] = {}
         claims: dict[str, Claim] = {}
         for one in claimed:
-            body = await asyncio.to_thread(self._bodies.read, one)
+            try:
+                body = await asyncio.to_thread(self._bodies.read, one)
+            except BodyUnavailable as error:
+                found[one.submission] = error
+                continue
             rollouts = body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
             if isinstance(rollouts, Verdict):
                 found[one.submission] = JudgedClaim(verdict=rollouts)

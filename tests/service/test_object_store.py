@@ -410,7 +410,30 @@ def test_a_verifier_waits_for_the_store_and_blames_nobody(swarm: Swarm, store: S
     assert swarm.verdict(peer, reply).outcome is Outcome.ADMITTED
 
 
-def test_a_store_that_swapped_what_was_uploaded_convicts_nobody(swarm: Swarm, store: Store, tmp_path: Path) -> None:
+def test_a_store_that_sends_corrupted_bytes_for_a_while_costs_no_work(
+    swarm: Swarm, store: Store, tmp_path: Path
+) -> None:
+    """As with an answer of 500: neither is the body of one deferred for the others', nor is an attempt used up."""
+    peer, other = swarm.peer(), swarm.peer()
+    lease, good = peer.lease(), other.lease()
+    body, good_body = (write_rollouts(swarm.honest(each)) for each in (lease, good))
+    path = f"uploads/{lease.lease_id}"
+    store.fault = lambda method, key: "corrupt" if method == "GET" and key.startswith(path) else None
+    reply = uploaded(peer, lease.lease_id, body, tmp_path / "body")
+    assert swarm.verdict(other, uploaded(other, good.lease_id, good_body, tmp_path / "good")).outcome == "admitted"
+    until(lambda: sum(call.method == "GET" and call.key.startswith(path) for call in list(store.calls)) > 6)
+    with swarm.home.database.read() as connection:
+        row = connection.execute(select(submissions).where(submissions.c.lease == lease.lease_id)).one()
+    assert row.outcome is None
+    assert row.attempts <= 1
+    store.fault = lambda _method, _key: None
+    assert swarm.verdict(peer, reply).outcome is Outcome.ADMITTED
+
+
+def test_a_store_that_swapped_what_was_uploaded_convicts_nobody_and_the_slot_is_done_again(
+    swarm: Swarm, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(s3_blobs, "CORRUPT_SECONDS", 1.0)
     peer = swarm.peer()
     lease = peer.lease()
     body = write_rollouts(swarm.honest(lease))
@@ -422,6 +445,15 @@ def test_a_store_that_swapped_what_was_uploaded_convicts_nobody(swarm: Swarm, st
     store.fault = lambda _method, _key: None
     receipt = swarm.verdict(peer, reply)
     assert (receipt.outcome, receipt.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+    said = [one.getMessage() for one in caplog.records if "cannot be decided" in one.getMessage()]
+    assert said
+    assert all(lease.lease_id in each for each in said)
+    assert not any(one.exc_info for one in caplog.records if one.name.startswith("coordinator.verifier"))
+    again = peer.lease()
+    while again.slot != lease.slot:
+        again = peer.lease()
+    receipt = swarm.verdict(peer, uploaded(peer, again.lease_id, body, tmp_path / "again"))
+    assert receipt.outcome is Outcome.ADMITTED, "the same file, which honest work is for a slot, is taken again"
 
 
 # -- what comes to nothing

@@ -49,7 +49,7 @@ class Call:
 
 Fault = Callable[[str, str], str | None]
 """For a method and a key "away" (503), "silent" (done, and the connection closed unanswered), "cut" (half the answer),
-or None."""
+"corrupt" (one bit of the answer is wrong), or None."""
 
 
 @dataclass
@@ -139,6 +139,8 @@ class _Gate(BaseHTTPRequestHandler):
             status, answer = refusal[0], f"<Error><Code>{refusal[1]}</Code></Error>".encode()
         elif fault != "away":
             status, headers, answer = self._forward(store.moto_port, body)
+        if fault == "corrupt" and status == 200 and answer:
+            answer = bytes([answer[0] ^ 1]) + answer[1:]
         agent = self.headers.get("User-Agent", "")
         store.calls.append(Call(self.command, key, agent, presigned, len(body), status))
         if fault == "silent":

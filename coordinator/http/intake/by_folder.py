@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Final, NoReturn
 
@@ -10,7 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.errors import StorageFault
+from coordinator.errors import DamagedBlob, StorageFault
 from coordinator.http.intake.base import Intake, Submitter
 from coordinator.http.signed_requests import check_body
 from coordinator.run.service import Coordinator
@@ -18,6 +19,8 @@ from coordinator.storage.blobs import Upload
 from coordinator.storage.folder_blobs import FolderBlobs
 from node.protocol.endpoints import BYTES
 from node.protocol.reasons import Reason, Refusal
+
+log = logging.getLogger(__name__)
 
 UPLOAD_DEADLINE_SECONDS: Final = 120.0
 
@@ -63,9 +66,10 @@ class FolderIntake(Intake):
 
     async def evidence(self, name: str) -> Response:
         try:
-            path = self._blobs.path(name)
+            path = await run_in_threadpool(self._blobs.verified_path, name)
+        except DamagedBlob as error:
+            log.warning("%s, and is not served: put it back from a backup", error)
+            raise Refusal(Reason.NOT_FOUND, "That blob is damaged here.") from error
         except StorageFault as error:
-            raise Refusal(Reason.NOT_FOUND, "Not a blob's name.") from error
-        if not await run_in_threadpool(path.exists):
-            raise Refusal(Reason.NOT_FOUND, "No such blob.")
+            raise Refusal(Reason.NOT_FOUND, "No such blob.") from error
         return FileResponse(path, media_type=BYTES)

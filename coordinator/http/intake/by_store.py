@@ -12,10 +12,11 @@ from typing import Final, NoReturn, TypeVar
 
 import anyio
 from anyio import to_thread
+from blake3 import blake3
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from coordinator.errors import StorageFault
+from coordinator.errors import CorruptRead, StorageFault
 from coordinator.http.intake.base import Intake, Submitter
 from coordinator.run.service import Coordinator
 from coordinator.storage.blobs import Upload, UploadStore
@@ -67,9 +68,16 @@ class StoreIntake(Intake):
             raise Refusal(Reason.NOT_FOUND, "No such blob.")
 
         async def pieces() -> AsyncIterator[bytes]:
+            hasher, held = blake3(), b""
             try:
                 while piece := await self._in_store(lambda: stream.read(_PIECE_BYTES)):
-                    yield piece
+                    hasher.update(piece)
+                    if held:
+                        yield held
+                    held = piece
+                if hasher.hexdigest() != name:  # the end is held back, so that nobody takes it for the whole blob
+                    raise CorruptRead(f"the object store sent other bytes than blob {name}")
+                yield held
             finally:
                 stream.close()
 

@@ -21,7 +21,8 @@ import pytest
 from object_store import BUCKET, SECRET_KEY, Store, object_store
 from yarl import URL
 
-from coordinator.errors import BadConfiguration, StorageFault, StoreAway
+from coordinator.errors import BadConfiguration, CorruptRead, DamagedBlob, StorageFault, StoreAway
+from coordinator.storage import s3_blobs
 from coordinator.storage.blobs import Upload
 from coordinator.storage.open_blobs import open_blobs
 from coordinator.storage.s3_blobs import S3Blobs
@@ -68,15 +69,30 @@ async def put(url: str, body: bytes, headers: dict[str, str]) -> int:
         return answer.status
 
 
-def test_a_blob_is_kept_under_its_digest_and_checked_when_it_is_read(store: Store, blobs: S3Blobs) -> None:
+def test_a_blob_is_kept_under_its_digest_and_checked_when_it_is_read(
+    store: Store, blobs: S3Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = blobs.put(b"evidence")
     assert blobs.put(b"evidence") == name == digest(b"evidence")
     assert blobs.get(name, max_bytes=8) == b"evidence"
     with pytest.raises(StorageFault, match="more than 7 bytes"):
         blobs.get(name, max_bytes=7)
     store.replace(f"blobs/{name}", b"evidencf")
-    with pytest.raises(StorageFault, match="damaged"):
+    with pytest.raises(CorruptRead, match="damaged"):
         blobs.get(name, max_bytes=8)
+    monkeypatch.setattr(s3_blobs, "CORRUPT_SECONDS", 0.0)
+    with pytest.raises(DamagedBlob, match=f"{name} is damaged"):
+        blobs.get(name, max_bytes=8)
+    blobs.put(b"evidence")
+    assert blobs.get(name, max_bytes=8) == b"evidence"
+
+
+def test_one_corrupted_read_is_read_again_and_nobody_hears_of_it(store: Store, blobs: S3Blobs) -> None:
+    name = blobs.put(b"evidence")
+    faults = ["corrupt"]
+    store.fault = lambda method, _key: faults.pop() if method == "GET" and faults else None
+    assert blobs.get(name, max_bytes=8) == b"evidence"
+    assert [call.method for call in store.calls] == ["PUT", "GET", "GET"]
 
 
 def test_what_is_not_there_is_not_taken_for_a_store_that_is_away(blobs: S3Blobs) -> None:
@@ -184,7 +200,7 @@ async def test_a_store_that_compares_nothing_is_noticed_and_nobody_is_blamed(sto
     url = blobs.offer(upload, seconds=300)
     assert await put(url, BODY[::-1], headers_of(BODY)) == 200
     assert blobs.holds(upload), "it believes the checksum"
-    with pytest.raises(StorageFault, match="other bytes"):
+    with pytest.raises(CorruptRead, match="other bytes"):
         blobs.fetch(upload)
     assert await put(url, BODY, {}) == 200
     with pytest.raises(StoreAway, match="keeps no SHA-256"):
