@@ -59,8 +59,12 @@ def read_bounded(path: Path, *, max_bytes: int) -> bytes:
 
 def as_local_fault(error: OSError, path: Path) -> LocalFault:
     """Convert `error` to a LocalFault that says what to do."""
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return LocalFault(f"no space left for {path}: free some space, or keep fewer versions", code="disk_full")
+    if error.errno == errno.EROFS:
+        return LocalFault(f"{path} is on a read-only disk: mount it writable", code="read_only")
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return LocalFault(f"{path}: {error.strerror or error}", code="no_access")
     return LocalFault(f"{path}: {error.strerror or error}")
 
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from coordinator.http.rate_limits import TooManyRequests
-from coordinator.storage.faults import DatabaseAway, is_away
+from coordinator.storage.faults import DatabaseAway, advice, is_away
 from node.protocol.messages import ErrorReply
 from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import encode
@@ -110,7 +110,7 @@ def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None
             raise error
         if time.monotonic() - logged_at >= ERROR_LOG_SECONDS:
             logged_at = time.monotonic()
-            log.error("disk, database or object store unavailable, answering 503: %s", error)
+            log.error("disk, database or object store unavailable, answering 503: %s", advice(error))
         return unavailable()
 
     @app.exception_handler(Exception)

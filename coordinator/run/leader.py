@@ -20,7 +20,7 @@ from coordinator.run.relay_probes import RelayProbes
 from coordinator.storage import locks, uploads, work
 from coordinator.storage.database import Connection
 from coordinator.storage.facts import LEADER, put_fact, read_fact
-from coordinator.storage.faults import DatabaseFault
+from coordinator.storage.faults import DatabaseFault, advice
 from coordinator.storage.verdicts import clock
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,9 @@ class Leader:
                     unavailable, self._leading = False, leading
                 except (DatabaseFault, OSError) as error:
                     if not unavailable:
-                        log.warning("leadership unknown, database unavailable; retrying every second: %s", error)
+                        log.warning(
+                            "leadership unknown, database unavailable; retrying every second: %s", advice(error)
+                        )
                     unavailable, self._leading = True, False
                 if self._leading:
                     self.work(clock())
@@ -90,7 +92,7 @@ class Leader:
             try:
                 task(now)
             except (DatabaseFault, OSError, StorageFault) as error:
-                log.warning("could not %s, retrying in %.0f s: %s", name, period_s, error)
+                log.warning("could not %s, retrying in %.0f s: %s", name, period_s, advice(error))
 
     def _heartbeat(self, now: float) -> None:
         value = json.dumps({"name": self._name, "at": now})

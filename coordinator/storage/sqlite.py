@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import StorageFault
@@ -144,7 +144,11 @@ class ProcessLock:
             with self._path.open("a") as file:
                 # A stopped process may hold the file lock until the deadline; then try without.
                 _poll(lambda: _try_flock(file), deadline=deadline)
-                if not _poll(lambda: _try_begin(raw), deadline=deadline):
+                try:
+                    begun = _poll(lambda: _try_begin(raw), deadline=deadline)
+                except sqlite3.OperationalError:
+                    begun = False
+                if not begun:
                     connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises SQLAlchemy's error
         finally:
             raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
@@ -188,6 +192,12 @@ def prepare(engine: Engine, lock: ProcessLock, *, synchronous: str) -> None:
         for setting in (*settings, f"busy_timeout={BUSY_TIMEOUT_MS}"):
             cursor.execute(f"PRAGMA {setting}")
         cursor.close()
+
+    @event.listens_for(engine, "handle_error")
+    def _handle_error(context: ExceptionContext) -> None:
+        # A connection that was opened while the file could not be written would stay read-only when it can be again.
+        code = getattr(context.original_exception, "sqlite_errorcode", 0)
+        context.is_disconnect = context.is_disconnect or code & 0xFF == sqlite3.SQLITE_READONLY
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
