@@ -208,6 +208,7 @@ class Origin:
         # Relays fetch every delta: their total must stay below the result's size.
         budget = int(self._deltas.max_share_of_full * staged.payload.payload_bytes)
         for manifest, file in {candidate[0].version: candidate for candidate in (*earlier[:1], *anchors[:1])}.values():
+            file.check()  # readers hold what was published: a delta from a damaged file would be of no use to them
             if (base := file.path) is None or manifest.full.payload_bytes != staged.payload.payload_bytes:
                 continue
             path = self.store.incoming / f"delta-{manifest.version}"

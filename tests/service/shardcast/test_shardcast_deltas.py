@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from shardcast import Client, DeltaSettings, DownloadLimits, Manifest, SignedManifest, VersionProgress
+from shardcast import Client, DeltaSettings, DownloadLimits, Manifest, Origin, SignedManifest, VersionProgress
 from shardcast.codec.delta_routes import cheapest
 from shardcast.manifest import seal_manifest
 
@@ -188,6 +189,25 @@ def resigned(publisher: Any, signed: SignedManifest, **changes: Any) -> SignedMa
     """A manifest that the publisher signs, though it made it otherwise."""
     fields = {name: getattr(signed.manifest, name) for name in Manifest.__struct_fields__}
     return seal_manifest(Manifest(**{**fields, **changes}), publisher.key)
+
+
+async def test_a_base_that_rotted_at_the_origin_makes_no_delta(swarm: Any, publisher: Any) -> None:
+    """From the damaged bytes nobody else has it would lead nowhere, and cost each reader a transfer in vain."""
+    training = Training(swarm.folder)
+    for rotten in (False, True):
+        folder = swarm.folder / f"origin-{rotten}"
+        with closing(Origin(folder, publisher.key, publisher.run_id)) as origin:
+            origin.publish(training.step(), version=1)
+        (base,) = (folder / "versions").iterdir()
+        if rotten:
+            data = bytearray(base.read_bytes())
+            data[5] ^= 1
+            base.write_bytes(data)
+        with closing(Origin(folder, publisher.key, publisher.run_id)) as origin:
+            origin.publish(training.step(), version=2)
+            signed = origin.store.get(2)
+        assert signed is not None
+        assert len(signed.manifest.deltas) == (0 if rotten else 1)
 
 
 async def test_a_delta_that_does_not_lead_to_the_result_falls_back_to_full(swarm: Any, publisher: Any) -> None:
