@@ -38,7 +38,11 @@ MAX_DRIFT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class QueueItem:
-    """A submission claimed by a verifier; `full`: measure all rows. A `recheck` is retried until `recheck_by`."""
+    """A submission claimed by a verifier; `full`: measure all rows. A `recheck` is retried until `recheck_by`.
+
+    A `rebuild` has its verdict, and only its group is made again, from the rows that were measured then: all, or the
+    row `spot`.
+    """
 
     submission: str
     node: str
@@ -53,6 +57,8 @@ class QueueItem:
     recheck: bool = False
     recheck_by: float = 0.0
     candidate: int | None = None
+    rebuild: bool = False
+    spot: int | None = None
 
 
 def claim(
@@ -113,6 +119,8 @@ def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
             submissions.c.recheck,
             submissions.c.recheck_by,
             submissions.c.draw,
+            submissions.c.outcome,
+            submissions.c.spot,
             nodes.c.verified,
             nodes.c.strikes,
         )
@@ -130,11 +138,13 @@ def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool
     """Convert a row of `_oldest`; once the run is `over`, all rows are measured."""
     values = row._asdict()
     recheck = values.pop("recheck") == RECHECK_DUE
+    rebuild = values.pop("outcome") is not None and not recheck
     held = Standing(verified=values.pop("verified"), strikes=values.pop("strikes"))
     staked = stakes.held(connection, row.node) if spec.standing.stake else 0
     full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
     values["recheck_by"] = values["recheck_by"] or 0.0
-    return QueueItem(**values, full=full or recheck or over, recheck=recheck)
+    full = row.spot is None if rebuild else full or recheck or over
+    return QueueItem(**values, full=full, recheck=recheck, rebuild=rebuild)
 
 
 def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:

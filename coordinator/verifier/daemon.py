@@ -18,8 +18,9 @@ import torch
 from coordinator.errors import StoreAway
 from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.home import Home
-from coordinator.storage import locks, training, verdicts
-from coordinator.storage.faults import DatabaseAway
+from coordinator.storage import locks, rebuilds, training, verdicts
+from coordinator.storage.faults import DatabaseAway, advice
+from coordinator.storage.rebuilds import AdmittedGroup
 from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
@@ -30,13 +31,15 @@ from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
+from node.protocol.submission import Rollout
 from node.runtime.logs import bound
 from node.verification.judge import JudgedClaim
 from node.verification.measure import PolicyUnavailable
-from node.verification.plan import Claim, Rules
+from node.verification.plan import Claim, Rules, never
 from node.verification.readings import MakePrefills, make_prefills, transformers_prefills
 from node.verification.verify import decide_many, read, undecided
 from shardcast import Client
+from shardcast.wire import digest
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ class Verifier:
                 pause = 0.0 if await self._verify_batch(cache) else IDLE_SECONDS
             except (DatabaseAway, OSError) as error:
                 self._metrics.outages.inc()
-                log.warning("database or disk unavailable, retrying in %.0f s: %s", RETRY_SECONDS, error)
+                log.warning("database or disk unavailable, retrying every %.0f s: %s", RETRY_SECONDS, advice(error))
                 pause = RETRY_SECONDS
             if pause:
                 with contextlib.suppress(TimeoutError):
@@ -134,6 +137,10 @@ class Verifier:
     async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
         await asyncio.to_thread(self._bodies.load_uploads, claimed)
         published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
+        for one in claimed:
+            if one.rebuild:
+                await self._rebuild(one, cache, published)
+        claimed = [one for one in claimed if not one.rebuild]
         for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
                 with _log_context(one):
@@ -163,17 +170,80 @@ class Verifier:
             if isinstance(rollouts, Verdict):
                 found[one.submission] = JudgedClaim(verdict=rollouts)
             else:
-                claims[one.submission] = Claim(
-                    version=one.version,
-                    manifest_digest=one.manifest_digest,
-                    slot=one.slot,
-                    candidate=one.candidate or 0,
-                    rollouts=rollouts,
-                    full=one.full,
-                )
+                claims[one.submission] = _claim(one, rollouts)
         decided = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
         found |= dict(zip(claims, decided, strict=True))
         return [found[one.submission] for one in claimed]
+
+    async def _rebuild(self, claimed: QueueItem, cache: PolicyCache, published: Mapping[int, str]) -> None:
+        """Measure an admitted submission once more, alone, and keep its group if it is the logged one."""
+        kept = await asyncio.to_thread(self._admitted_group, claimed)
+        found: JudgedClaim | PolicyUnavailable | BodyUnavailable
+        try:
+            body = await asyncio.to_thread(self._bodies.read, claimed)
+            rollouts = body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
+            if isinstance(rollouts, Verdict):
+                found = JudgedClaim(verdict=rollouts)
+            else:
+                found = await self._measure_again(_claim(claimed, rollouts), claimed, kept, cache, published)
+        except BodyUnavailable as error:
+            found = error
+        if isinstance(found, PolicyUnavailable | BodyUnavailable):
+            log.warning("rebuilding the group of %s… deferred: %s", claimed.submission[:16], found)
+            await asyncio.to_thread(self._defer, claimed)
+            return
+        await asyncio.to_thread(self._record_rebuild, claimed, found, kept)
+
+    async def _measure_again(
+        self,
+        claim: Claim,
+        claimed: QueueItem,
+        kept: AdmittedGroup,
+        cache: PolicyCache,
+        published: Mapping[int, str],
+    ) -> JudgedClaim | PolicyUnavailable:
+        """Judge as the first time; until the group has the same bits, with another row first, which rounds otherwise.
+
+        They may differ all the same, where other submissions shared the first forward passes.
+        """
+        probes = [*range(len(claim.rollouts))] if claimed.spot is None else [claimed.spot]
+        for probe in probes:
+            (found,) = await decide_many(
+                [claim],
+                policies=cache,
+                published=published,
+                rules=self._rules,
+                probe=lambda _rows, probe=probe: probe,  # type: ignore[misc]
+                look=never,
+            )
+            if isinstance(found, PolicyUnavailable) or found.verdict.outcome is not Outcome.ADMITTED:
+                break
+            if digest(encode_group(_group(claimed, found))) == kept.blob:
+                break
+        return found
+
+    def _admitted_group(self, claimed: QueueItem) -> AdmittedGroup:
+        with self._home.database.read() as connection:
+            return rebuilds.admitted_group(connection, claimed.submission)
+
+    def _record_rebuild(self, claimed: QueueItem, found: JudgedClaim, kept: AdmittedGroup) -> None:
+        """Keep the group if its rewards are the logged ones and, once a policy was trained on it, if each bit is."""
+        verdict, blob = found.verdict, None
+        if verdict.outcome is Outcome.ADMITTED and tuple(verdict.rewards or ()) == kept.rewards:
+            data = encode_group(_group(claimed, found))
+            if digest(data) == kept.blob or not kept.is_trained:
+                blob = self._home.blobs.put(data)
+        with self._home.database.write() as connection:
+            again = verdict.outcome is Outcome.INDETERMINATE
+            if not rebuilds.finish(connection, claimed, blob=blob, again=again):
+                return
+        with _log_context(claimed):
+            if blob is None:
+                why = "its bits differ from those trained on" if verdict.outcome is Outcome.ADMITTED else verdict.detail
+                log.warning("the group of submission %s… could not be rebuilt: %s", claimed.submission[:16], why)
+            else:
+                how = "bit for bit" if blob == kept.blob else "of a new measurement"
+                log.info("rebuilt the group of submission %s…, %s", claimed.submission[:16], how)
 
     async def _evidence(self, claimed: QueueItem, judgement: JudgedClaim, cache: PolicyCache) -> bytes | None:
         """Encode the measurements for the submission's page; None if there are none. The verdict ignores them."""
@@ -246,6 +316,17 @@ class Verifier:
 
 def _log_context(claimed: QueueItem) -> contextlib.AbstractContextManager[None]:
     return bound(submission=claimed.submission, node=claimed.node, policy=claimed.version, slot=claimed.slot)
+
+
+def _claim(claimed: QueueItem, rollouts: Sequence[Rollout]) -> Claim:
+    return Claim(
+        version=claimed.version,
+        manifest_digest=claimed.manifest_digest,
+        slot=claimed.slot,
+        candidate=claimed.candidate or 0,
+        rollouts=rollouts,
+        full=claimed.full,
+    )
 
 
 def _group(claimed: QueueItem, judgement: JudgedClaim) -> Group:
