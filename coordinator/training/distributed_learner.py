@@ -20,7 +20,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration
-from coordinator.training.checkpoint import TrainerState, checkpoints, load_checkpoint, save_checkpoint
+from coordinator.training.checkpoint import (
+    CheckpointDamaged,
+    TrainerState,
+    checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+)
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
 from coordinator.training.optimizers import Optimizers, make_optimizer
@@ -47,10 +54,11 @@ class Learner:
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """A command to the other processes. `spec` is a run's canonical encoding, `stats` JSON."""
+    """A command to the other processes. `spec` is a run's canonical encoding, `checkpoint` a name, or "" for none."""
 
     action: Literal["restore", "train", "save", "gather", "end"]
     spec: bytes = b""
+    checkpoint: str = ""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
 
@@ -79,9 +87,17 @@ class Team:
         return self._execution.world
 
     def restore(self, spec: RunSpec) -> Learner:
-        """Load the newest checkpoint, or the run's first policy, on every process; raises CheckpointError,
-        PolicyError.
+        """Load the newest whole checkpoint, or the run's first policy, on every process, and set damaged ones aside.
+
+        What is loaded may be older than the run's newest policy. Raises CheckpointError, PolicyError, OSError.
         """
+        for path in reversed(checkpoints(self._checkpoints)):
+            try:
+                self._run_everywhere(_Command("restore", spec=encode(spec), checkpoint=path.name))
+            except CheckpointDamaged as error:
+                log.warning("%s; kept as %s, going on from the one before it", error, set_aside(path).name)
+            else:
+                return self.learner
         self._run_everywhere(_Command("restore", spec=encode(spec)))
         return self.learner
 
@@ -110,7 +126,7 @@ class Team:
                 self.world.broadcast(msgspec.msgpack.encode(_Command("end")))
 
     def follow(self) -> None:
-        """Execute the first process's commands until it ends; OSErrors are left for it to handle."""
+        """Execute the first process's commands until it ends; what it can handle itself is left to it."""
         while True:
             command = msgspec.msgpack.decode(self.world.broadcast(None), type=_Command)
             if command.action == "end":
@@ -119,6 +135,8 @@ class Team:
                 self._execute(command)
             except OSError as error:
                 log.warning("disk error in process %d: %s", self.world.rank, error)
+            except CheckpointDamaged:
+                continue  # raised in every process; the first says so, and names another one
 
     def _run_everywhere(self, command: _Command) -> None:
         if self.world.size > 1:
@@ -132,7 +150,7 @@ class Team:
             case "restore":
                 self._spec = msgspec.json.decode(command.spec, type=RunSpec)
                 self._learner = self._gathered = None  # free memory before loading the next one
-                self._learner = self._restore(self._spec)
+                self._learner = self._restore(self._spec, command.checkpoint)
             case "train":
                 self._train(command.groups)
             case "save":
@@ -140,15 +158,15 @@ class Team:
             case "gather":
                 self._gather()
 
-    def _restore(self, spec: RunSpec) -> Learner:
+    def _restore(self, spec: RunSpec, checkpoint: str) -> Learner:
         # Read back even when just written, so that a restart begins with the same bits.
         policy = self._read_first(spec)
         optimizer = make_optimizer(policy.model, spec.training)
         reference = self._read_first(spec).model.requires_grad_(False) if spec.training.kl_coefficient else None
         learner = Learner(0, policy.model, policy.tokenizer, optimizer, reference, {})
-        found = checkpoints(self._checkpoints)
-        if found:
-            state = load_checkpoint(found[-1], model=policy.model, optimizer=optimizer, world=self.world)
+        if checkpoint:
+            path = self._checkpoints / checkpoint
+            state = load_checkpoint(path, model=policy.model, optimizer=optimizer, world=self.world)
             learner.step = state.step
             learner.stats = json.loads(str(state.counters["stats"]))
         return learner

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import msgspec
 import torch
+from blake3 import blake3
 from transformers import PreTrainedModel
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
 from coordinator.run.home import Home
 from coordinator.storage import training
-from coordinator.storage.faults import DatabaseAway
+from coordinator.storage.faults import DatabaseAway, advice
 from coordinator.storage.training import PolicyRecord
 from coordinator.storage.verdicts import clock
+from coordinator.training.batches import read_batch
 from coordinator.training.distributed_learner import Learner, Team
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
-from coordinator.training.group_size import max_group_bytes
-from coordinator.training.groups import decode_group
 from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
 from coordinator.training.trackers import NullTracker, Tracker
@@ -40,17 +40,27 @@ from node.runtime.logs import bound
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
 from shardcast.manifest import SignedManifest
+from shardcast.store.reading import StoredVersions
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
 RETRY_SECONDS = 1.0
+_PIECE_BYTES = 4 * 1024 * 1024
+_PASSING = frozenset({"disk_full", "read_only", "no_access"})
+"""Codes of the origin's faults that its operator mends while the trainer waits."""
 
 
 class TrainerStopped(CoordinatorError):
-    """The trainer was stopped during the warm start."""
+    """The trainer was stopped in the middle of what it repeats when it is started again."""
 
     code = "stopped"
+
+
+class ReplayDiffers(CoordinatorError):
+    """Training a logged batch again did not make the policy that was published."""
+
+    code = "replay_differs"
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Trainer:
         self._stop.set()
 
     def run(self) -> None:
-        """Train to the run's last step, then serve until `stop`; waits out full disks and database outages."""
+        """Train to the run's last step, then serve until `stop`; waits for a disk or database to be mended."""
         torch.set_num_threads(self._settings.threads)
         try:
             self._run()
@@ -109,18 +119,17 @@ class Trainer:
                 self._work()
             except TrainerStopped:
                 return
-            except PermissionError:
-                raise  # not transient
             except (DatabaseAway, OSError, LocalFault) as error:
-                if isinstance(error, LocalFault) and error.code != "disk_full":
+                if isinstance(error, LocalFault) and error.code not in _PASSING:
                     raise
                 self._metrics.outages.inc()
-                log.warning("database or disk unavailable (%s); retrying from the last checkpoint", error)
+                log.warning("database or disk unavailable (%s); retrying from the last checkpoint", advice(error))
                 self._stop.wait(RETRY_SECONDS)
 
     def _work(self) -> None:
         learner = self._restore()
         self._check_history(learner)
+        self._replay(learner)
         self._publish(learner)
         self._track(learner)
         waited_since = time.monotonic()
@@ -153,29 +162,64 @@ class Trainer:
                     )
             model, tokenizer = initial_policy(self._home.spec, progress=self._on_warm_start_progress)
             save_policy(_cast(model, self._dtype), tokenizer, self._team.first_policy)
+        self._check_first_policy()
         learner = self._team.restore(self._home.spec)
         if learner.step:
             log.info("resuming at step %d", learner.step)
         self._write_progress("training", learner.step, self._home.spec.training.steps)
         return learner
 
+    def _check_first_policy(self) -> None:
+        """Take the first policy from the origin again if its file is not the one that the log names."""
+        with self._home.database.read() as connection:
+            known = training.result_digests(connection).get(0)
+        path = self._team.first_policy
+        if known is None or _digest_of(path) == known:
+            return
+        log.warning("%s is damaged; taking policy 0 from the origin again", path)
+        again = self._state / f".{path.name}.tmp"
+        again.unlink(missing_ok=True)
+        StoredVersions(self._state / "origin").write(0, again)
+        if _digest_of(again) != known:
+            raise BadConfiguration(
+                f"{self._state} is not the folder of this run's trainer: its policy 0 is another one"
+            )
+        again.replace(path)
+
     def _check_history(self, learner: Learner) -> None:
         """Refuse a state folder that is not this run's: signing another history is fraud.
 
-        Raises BadConfiguration unless the run's newest policy is this trainer's, or the one it is about to record.
+        Raises BadConfiguration unless the run's newest policy is one that this trainer has published, or its checkpoint
+        is that of the next policy.
         """
         with self._home.database.read() as connection:
             known = training.result_digests(connection)
             # The policy published next was trained on a batch, which is logged before any training.
             ahead = learner.step == 0 or training.has_batch(connection, learner.step - 1)
         newest = max(known, default=-1)
-        is_next = newest == learner.step or (newest == learner.step - 1 and ahead)
+        is_next = newest >= learner.step or (newest == learner.step - 1 and ahead)
         if is_next and (newest < 0 or self._holds(newest, known[newest])):
             return
         raise BadConfiguration(
             f"the run in {self._home.folder} is at policy {newest}, and {self._state} is not its trainer's folder "
             f"(step {learner.step}); name the right --state, or restore it from a backup"
         )
+
+    def _replay(self, learner: Learner) -> None:
+        """Train the logged batches between the checkpoint and the newest policy again; raises ReplayDiffers.
+
+        Nothing is saved or published of a step that does not lead to the policy that the log names.
+        """
+        with self._home.database.read() as connection:
+            known = training.result_digests(connection)
+        behind = max(known, default=0) - learner.step
+        if behind > 0:
+            log.warning("the newest whole checkpoint is of step %d: training %d steps again", learner.step, behind)
+        while learner.step < max(known, default=0):
+            if self._stop.is_set():
+                raise TrainerStopped("stopped while steps are trained again")
+            with bound(step=learner.step):
+                self._train(learner, waited=0.0, expected=known[learner.step + 1])
 
     def _holds(self, version: int, result_digest: str) -> bool:
         signed = self._origin.store.get(version)
@@ -205,16 +249,21 @@ class Trainer:
             log.info("the next step has its groups; waiting at most %.0f s for %d missing slots", seconds, missing)
         self._missing = missing
 
-    def _train(self, learner: Learner, *, waited: float) -> None:
-        """Train one step and make it durable."""
+    def _train(self, learner: Learner, *, waited: float, expected: str | None = None) -> None:
+        """Train one step and make it durable; raises ReplayDiffers unless that makes the policy `expected`."""
         started = time.monotonic()
-        with self._home.database.read() as connection:
-            rows = training.batch(connection, learner.step)
-        max_bytes = max_group_bytes(self._home.spec)
-        groups = [decode_group(self._home.blobs.get(row.blob, max_bytes=max_bytes)) for row in rows]
+        groups = read_batch(self._home, learner.step, stop=self._stop)
+        if groups is None:
+            raise TrainerStopped("stopped while a group is rebuilt")
         stats = self._team.train(groups)
         seconds = time.monotonic() - started
         self._metrics.step_seconds.observe(seconds)
+        if expected is not None and (found := _digest_of(self._policy_file(learner))) != expected:
+            raise ReplayDiffers(
+                f"training step {learner.step - 1} again made policy {learner.step} with the digest {found[:16]}…, and "
+                f"{expected[:16]}… was published: nothing was saved or published. Start the trainer with the release, "
+                f"machine, processes and options that trained it, or restore {self._state} and the run from a backup"
+            )
         self._team.save(stats | {"wait_seconds": waited, "train_seconds": seconds})
 
     def _publish(self, learner: Learner) -> None:
@@ -291,6 +340,15 @@ class Trainer:
         partial = path.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode({"phase": phase, "done": done, "total": total, "loss": loss}))
         partial.replace(path)
+
+
+def _digest_of(path: Path) -> str:
+    """Return a policy file's result digest."""
+    hasher = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+import psycopg
 import pytest
 import torch
 from safetensors import safe_open
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 from trainers import (
     STEPS,
     finished_steps,
@@ -24,15 +28,18 @@ from trainers import (
     train_to_the_end,
     trainer_of,
 )
+from waiting import until
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.home import Home
 from coordinator.storage import training
-from coordinator.storage.schema import policies, steps
+from coordinator.storage.schema import groups, policies, steps
 from coordinator.storage.training import PolicyRecord
 from coordinator.training import initial
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.evaluation import EvaluationSettings
-from coordinator.training.trainer import Trainer
+from coordinator.training.groups import Group, Sample, encode_group
+from coordinator.training.trainer import ReplayDiffers, Trainer
 from node.policy.file import load_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 
@@ -116,6 +123,67 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(
         assert not list(tmp_path.rglob("*.partial"))
 
 
+@pytest.mark.parametrize("fault", ["its folder is forbidden to it", "PostgreSQL is away"])
+def test_what_is_mended_while_the_trainer_waits_costs_nothing_and_is_said_in_a_line(
+    tmp_path: Path,
+    undisturbed: tuple[list[str], list],
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+    fault: str,
+) -> None:
+    away = fault == "PostgreSQL is away"
+    url = request.getfixturevalue("postgresql_url") if away else None
+    broken = without_connections(url) if url else forbidden(tmp_path / "checkpoints")
+    wanted = "the database is away" if away else "is not this user's to use (Permission denied): mend its owner"
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if wanted in record.getMessage()]
+
+    def break_and_mend() -> None:
+        until(lambda: finished_steps(home) >= 1, seconds=60)
+        with broken:
+            until(said, seconds=60)
+
+    with run_in(tmp_path, database_url=url) as home:
+        helper = threading.Thread(target=break_and_mend)
+        helper.start()
+        train_to_the_end(home, tmp_path)
+        helper.join()
+        assert outcome_of(home) == undisturbed
+    assert said()
+    assert not any("\n" in line for line in said())
+    assert not any(record.exc_info for record in caplog.records)
+
+
+@contextmanager
+def forbidden(folder: Path) -> Iterator[None]:
+    """A folder in which this process may not write, which root may anywhere unless it is nobody for a while."""
+    root = os.geteuid() == 0
+    mode = folder.stat().st_mode
+    folder.chmod(0o555)
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(mode)
+
+
+@contextmanager
+def without_connections(url: str) -> Iterator[None]:
+    """A database that ends its connections and takes none."""
+    name = urlsplit(url).path.strip("/")
+    with psycopg.connect(url.replace(f"/{name}", "/postgres"), autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+        try:
+            yield
+        finally:
+            connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+
 def test_what_a_killed_trainer_was_saving_does_not_stay(tmp_path: Path) -> None:
     """It is as large as the policy, and each kill would leave another."""
     with run_in(tmp_path) as home:
@@ -184,11 +252,25 @@ def test_a_trainer_in_another_folder_does_not_sign_a_second_history(tmp_path: Pa
         assert not list((tmp_path / "other" / "origin").rglob("manifests/*"))
 
 
-def test_a_trainer_from_an_old_backup_does_not_sign_a_second_history(tmp_path: Path) -> None:
+def test_a_trainer_whose_newest_checkpoints_were_moved_away_goes_on_from_an_older_one(
+    tmp_path: Path, undisturbed: tuple[list[str], list]
+) -> None:
     with run_in(tmp_path) as home:
         train_to_the_end(home, tmp_path)
         for newer in checkpoints(tmp_path / "checkpoints")[1:]:
             shutil.rmtree(newer)
+        restarted(home, tmp_path)
+        assert outcome_of(home) == undisturbed
+
+
+def test_a_trainer_from_an_old_backup_does_not_sign_a_second_history(tmp_path: Path) -> None:
+    """It would make the same policies, and sign them at another time: two manifests of one version."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        for newer in checkpoints(tmp_path / "checkpoints")[1:]:
+            shutil.rmtree(newer)
+        for newer in (f"{STEPS:016d}", f"{STEPS - 1:016d}"):
+            (tmp_path / "origin" / "manifests" / newer).unlink()
         with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="backup"):
             trainer.run()
 
@@ -278,3 +360,97 @@ def test_every_step_is_told_to_whoever_watches_and_policies_are_measured_now_and
         (True, True),
         (False, True),
     ]
+
+
+# -- one bit
+
+
+def flip(path: Path, *, at: int = -1) -> None:
+    """Change one bit of a file, as a bad disk does."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The tensors of each checkpoint, oldest first; the last bytes of a file are the optimizer's or the weights'."""
+    return [next(path.glob("*.safetensors")) for path in checkpoints(folder / "checkpoints")]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """What the newest checkpoint says of its tensors."""
+    return msgspec.json.decode((checkpoint_files(folder)[-1].parent / "checkpoint.json").read_bytes())["digests"]
+
+
+def restarted(home: Home, folder: Path) -> None:
+    """Start the trainer once more on a finished run, until it serves the newest policy again."""
+    with trainer_of(home, folder) as trainer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_track", lambda _learner: trainer.stop())
+        trainer.run()
+
+
+@pytest.mark.parametrize("damaged", [1, 3])
+def test_a_flipped_bit_in_the_newest_checkpoints_costs_steps_and_makes_the_same_policies(
+    tmp_path: Path, undisturbed: tuple[list[str], list], caplog: pytest.LogCaptureFixture, damaged: int
+) -> None:
+    """With all of them damaged it begins with the first policy; the log has every batch since."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        whole = digests(tmp_path)
+        for path in checkpoint_files(tmp_path)[-damaged:]:
+            flip(path)
+        restarted(home, tmp_path)
+        assert outcome_of(home) == undisturbed
+        assert digests(tmp_path) == whole
+        names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+        assert f"checkpoint-{STEPS:08d}.damaged" in names
+        assert f"checkpoint-{STEPS:08d} is damaged: 1 tensors are not as written" in caplog.text
+        assert f"training {damaged} steps again" in caplog.text
+
+
+def test_a_trainer_killed_before_it_published_loses_its_newest_checkpoint(
+    tmp_path: Path, undisturbed: tuple[list[str], list]
+) -> None:
+    with run_in(tmp_path) as home:
+        with pytest.MonkeyPatch.context() as patch, trainer_of(home, tmp_path) as trainer:
+            patch.setattr(training, "record_policy", dying(patch, "before the policy is recorded", 3))
+            with pytest.raises(Killed):
+                trainer.run()
+        flip(checkpoint_files(tmp_path)[-1])
+        train_to_the_end(home, tmp_path)
+        assert outcome_of(home) == undisturbed
+
+
+def test_a_replay_that_makes_another_policy_is_neither_saved_nor_published(tmp_path: Path) -> None:
+    """Two histories under one key are fraud; here a group of an old step has changed in the run's store."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        flip(checkpoint_files(tmp_path)[-1])
+        other = Group(0, (0.0, 1.0, 1.0, 0.0), tuple(Sample((5, 6), (9, 8), (-1.0, -1.0)) for _ in range(4)))
+        with home.database.write() as connection:
+            blob = home.blobs.put(encode_group(other))
+            connection.execute(update(groups).where(groups.c.step == STEPS - 1).values(blob=blob))
+        manifests = {path: path.read_bytes() for path in (tmp_path / "origin").rglob("manifests/*")}
+        with (
+            trainer_of(home, tmp_path) as trainer,
+            pytest.raises(ReplayDiffers, match="nothing was saved"),
+        ):
+            trainer.run()
+        assert [path.name for path in checkpoints(tmp_path / "checkpoints")][-1] == f"checkpoint-{STEPS - 1:08d}"
+        assert {path: path.read_bytes() for path in (tmp_path / "origin").rglob("manifests/*")} == manifests
+
+
+def test_flipped_bits_in_the_first_and_the_newest_policy_are_mended_at_the_start(
+    tmp_path: Path, undisturbed: tuple[list[str], list], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody could fetch the newest policy, and the first one is what the KL penalty is measured against."""
+    with run_in(tmp_path) as home:
+        train_to_the_end(home, tmp_path)
+        (newest,) = (tmp_path / "origin" / "versions").glob(f"{STEPS}-*.bin")
+        whole = newest.read_bytes(), (tmp_path / "policy-0.safetensors").read_bytes()
+        flip(newest, at=5000)
+        flip(tmp_path / "policy-0.safetensors", at=5000)
+        restarted(home, tmp_path)
+        assert (newest.read_bytes(), (tmp_path / "policy-0.safetensors").read_bytes()) == whole
+        assert "policy-0.safetensors is damaged; taking policy 0 from the origin again" in caplog.text
+        assert outcome_of(home) == undisturbed

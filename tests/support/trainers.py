@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from sqlalchemy import insert, select
 
 from coordinator.run.home import Home, create_home
 from coordinator.storage import log, training
+from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.schema import SlotState, groups, leases, nodes, slots, submissions
 from coordinator.training.distributed_learner import Team
 from coordinator.training.groups import Group, Sample, encode_group
@@ -101,8 +102,11 @@ def train_to_the_end(home: Home, folder: Path, **given: Any) -> None:
 
         def stop_at_the_end() -> None:
             deadline = time.monotonic() + 200
-            while finished_steps(home) < STEPS and time.monotonic() < deadline:
+            finished = False
+            while not finished and time.monotonic() < deadline:
                 time.sleep(0.02)
+                with suppress(DatabaseAway):  # a test may take it away from the trainer
+                    finished = finished_steps(home) >= STEPS
             trainer.stop()
 
         tracker = threading.Thread(target=stop_at_the_end)
@@ -123,9 +127,9 @@ def outcome_of(home: Home) -> tuple[list[str], list[tuple[int, tuple[str, ...]]]
 
 
 @contextmanager
-def run_in(folder: Path, spec: RunSpec | None = None) -> Iterator[Home]:
+def run_in(folder: Path, spec: RunSpec | None = None, *, database_url: str | None = None) -> Iterator[Home]:
     public = KEY.public_key().public_bytes_raw()
-    home = create_home(folder / "data", public_key=public, spec=spec or spec_of())
+    home = create_home(folder / "data", public_key=public, spec=spec or spec_of(), database_url=database_url)
     admit(home)
     yield home
     home.database.close()

@@ -106,6 +106,24 @@ def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path, 
     assert len(checkpoints(state / "checkpoints")) == 3
 
 
+@pytest.mark.timeout(600)
+def test_a_flipped_bit_in_two_processes_newest_checkpoint_is_found_by_both_and_they_go_on_from_the_one_before(
+    tmp_path: Path,
+) -> None:
+    """A process that stops or waits alone would hang the others; one that goes on would train on it unnoticed."""
+    whole = launched(beginning(tmp_path / "whole"), 2, steps=3)
+    state = beginning(tmp_path / "damaged")
+    launched(state, 2, steps=2)
+    path = checkpoints(state / "checkpoints")[-1]
+    part = max(path.glob("*.safetensors"))  # of the second process
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    curve = launched(state, 2, steps=2)
+    assert (state / "checkpoints" / "checkpoint-00000002.damaged").is_dir()
+    assert curve == [whole[0], whole[1], whole[1], whole[2]]
+
+
 @pytest.mark.timeout(300)
 def test_a_run_is_trained_by_two_processes_as_by_one_and_ends_at_a_signal(tmp_path: Path) -> None:
     """The command itself, under torchrun: a policy each step, from the same groups, and a clean end."""

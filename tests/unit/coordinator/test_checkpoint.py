@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
@@ -11,7 +12,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coordinator.training.checkpoint import CheckpointError, TrainerState, checkpoints, load_checkpoint, save_checkpoint
+from coordinator.training.checkpoint import (
+    CheckpointDamaged,
+    CheckpointError,
+    TrainerState,
+    checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
@@ -204,9 +212,18 @@ def test_a_full_disk_is_said_as_such_and_leaves_the_last_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "empty", "missing", "no index", "another format", "another model", "tied"]
+    ("damage", "raised"),
+    [
+        ("truncated", CheckpointDamaged),
+        ("empty", CheckpointDamaged),
+        ("missing", CheckpointDamaged),
+        ("no index", CheckpointDamaged),
+        ("another format", CheckpointError),
+        ("another model", CheckpointError),
+        ("tied", CheckpointError),
+    ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changes(tmp_path, damage):
+def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changes(tmp_path, damage, raised):
     """Half-loaded weights would be published as the next version."""
     source, its_optimizer = started(seed=4, hidden=32 if damage == "another model" else 16, tie=damage != "tied")
     train(source, its_optimizer, [0])
@@ -221,11 +238,53 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changes(tmp_path,
     elif damage == "no index":
         (path / "checkpoint.json").unlink()
     elif damage == "another format":
-        index = path / "checkpoint.json"
-        index.write_bytes(index.read_bytes().replace(b"checkpoint/2", b"checkpoint/3"))
+        state = {"step": 1, "counters": {}}
+        files = {shard.name: shard.stat().st_size}
+        of_an_earlier_release = {"format": "checkpoint/2", "state": state, "files": files, "tensors": {}}
+        (path / "checkpoint.json").write_bytes(msgspec.json.encode(of_an_earlier_release))
     model, optimizer = started()
     train(model, optimizer, [0])
     before = bits(model, optimizer)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as error:
         load_checkpoint(path, model=model, optimizer=optimizer)
+    assert error.type is raised, "what is damaged is set aside, and what is another's is not"
     assert equal(before, bits(model, optimizer))
+
+
+@pytest.mark.parametrize("part", ["optimizer/exp_avg_sq/", "optimizer/step/", "model/"])
+def test_a_flipped_bit_of_the_optimizer_or_the_weights_is_named_and_not_trained_on(tmp_path, part):
+    """Training would go on, by weights that no log leads to."""
+    model, optimizer = started()
+    train(model, optimizer, [0])
+    path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=TrainerState(1), keep=1)
+    (shard,) = path.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    head = 8 + int.from_bytes(data[:8], "little")
+    name, place = next((n, p) for n, p in msgspec.json.decode(data[8:head]).items() if n.startswith(part))
+    data[head + place["data_offsets"][0]] ^= 1
+    shard.write_bytes(data)
+    other, fresh = started(seed=1)
+    with pytest.raises(CheckpointDamaged, match=f"checkpoint-00000001 is damaged: 1 tensors .* such as {name}$"):
+        load_checkpoint(path, model=other, optimizer=fresh)
+
+
+def test_any_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(tmp_path):
+    model, optimizer = started()
+    train(model, optimizer, [0])
+    state = TrainerState(1, {"stats": "{}"})
+    path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, state=state, keep=1)
+    draw, found = random.Random(5), 0
+    (shard,) = path.glob("*.safetensors")
+    for file, tries in ((path / "checkpoint.json", 50), (shard, 25)):
+        whole = file.read_bytes()
+        for _ in range(tries):
+            at, bit = draw.randrange(min(len(whole), 6000)), draw.randrange(8)
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            other, fresh = started(seed=1)
+            try:
+                assert load_checkpoint(path, model=other, optimizer=fresh) == state
+                assert equal(bits(model, optimizer), bits(other, fresh))
+            except CheckpointDamaged:
+                found += 1
+        file.write_bytes(whole)
+    assert found > 60

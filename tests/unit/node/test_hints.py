@@ -16,12 +16,13 @@ import coordinator
 import node
 import shardcast
 import toploc
+from node.cli import main
 from node.commands.click_ext import Commands, CouldNotRun, reported
 from node.commands.hints import HINTS, REPORT, hint_for
 from node.errors import ConfigError, NodeError, Refused, StateError
 from node.protocol.control import ControlReason, ControlRefusal
 from node.protocol.reasons import Reason, Refusal
-from shardcast.errors import PeerFault, ShardcastError, TooSlow
+from shardcast.errors import LocalFault, PeerFault, ShardcastError, TooSlow
 
 ROOTS = {"node_error", "shardcast_error", "coordinator_error"}
 """Of classes that nobody raises: what is known of their hints says next to nothing."""
@@ -167,3 +168,78 @@ def test_a_failure_is_two_lines_with_its_exit_code(arguments, code, said, hint):
     assert [line.partition(": ")[0] for line in lines] == ["Error", "hint"]
     assert said in lines[0]
     assert hint in lines[1]
+
+
+STANDS_FOR = {
+    "COMMAND": "worker",
+    "URL": "http://192.0.2.1:8700",
+    "ID": "5f" * 32,
+    "FILE": "a.key",
+    "BACKUP": "/mnt/backup",
+    "NEW": "new/",
+}
+"""What whoever follows a hint writes for its words in capitals."""
+
+ALL_HINTS = [
+    *HINTS.items(),
+    *((reason.value, text) for reason in Reason for text in (reason.todo, reason.advice)),
+    *((reason.value, reason.advice) for reason in ControlReason),
+]
+WITH_COMMAND = [(key, hint) for key, hint in ALL_HINTS if "`swarmproof " in hint]
+WITH_OPTION = [(key, hint) for key, hint in HINTS.items() if "--" in re.sub(r"`[^`]*`", "", hint)]
+
+
+def command_of(words):
+    """The context and the command that the first of `words` name, and the words after these."""
+    ctx, found = click.Context(main, info_name="swarmproof"), main
+    while words and isinstance(found, click.Group) and not words[0].startswith("-"):
+        inner = found.get_command(ctx, words[0])
+        assert inner is not None, f"no such command: {words[0]}"
+        ctx, found, words = click.Context(inner, info_name=words[0], parent=ctx), inner, words[1:]
+    return ctx, found, words
+
+
+@pytest.mark.parametrize(("key", "hint"), WITH_COMMAND, ids=[key for key, _ in WITH_COMMAND])
+def test_a_command_line_in_a_hint_is_one_that_the_program_takes(key, hint):
+    """A hint that leads to "No such option" is worse than none: whoever reads it is in trouble already."""
+    for line in re.findall(r"`swarmproof ([^`]+)`", hint):
+        words = [STANDS_FOR.get(word, word) for word in line.split() if word not in {"-v", "…"}]
+        ctx, command, rest = command_of(words)
+        if not rest or "--help" in rest:
+            continue
+        parser = command.make_parser(ctx)
+        values, left, _ = parser.parse_args(list(rest))  # an unknown option raises
+        assert not left, f"{line}: {left} is more than it takes"
+        if key != "unavailable":  # names a part of the doctor's options
+            missing = [each.name for each in command.params if each.required and values.get(each.name) in {None, ()}]
+            assert not missing, f"{line}: {missing} is missing"
+
+
+@pytest.mark.parametrize(("key", "hint"), WITH_OPTION, ids=[key for key, _ in WITH_OPTION])
+def test_an_option_in_a_hint_is_one_of_the_command_that_failed(key, hint):
+    outside = re.sub(r"`[^`]*`", "", hint)
+    before = key.rpartition(":")[0]
+    for option in re.findall(r"--[a-z-]+", outside):
+        if before in main.list_commands(click.Context(main)):
+            takers = [command_of([before])[1]]
+        else:
+            takers = [main, *(found for _, found in _commands(main))]
+        taken = {"--help", *(name for taker in takers for each in taker.params for name in each.opts)}
+        assert option in taken, f"{key}: nobody takes {option}"
+
+
+def _commands(group, ctx=None):
+    ctx = ctx or click.Context(group)
+    for name in group.list_commands(ctx):
+        found = group.get_command(ctx, name)
+        if isinstance(found, click.Group):
+            yield from _commands(found, click.Context(found, info_name=name, parent=ctx))
+        elif found is not None:
+            yield name, found
+
+
+def test_a_trainer_is_never_told_to_name_another_folder():
+    """It would be refused: a second --state is a second history."""
+    for error in (LocalFault("x", code=code) for code in ("in_use", "disk_full", "read_only", "no_access", "damaged")):
+        assert not re.search(r"(another|new) (one|folder).* with --state", hint_for(error, "trainer"))
+        assert hint_for(error, "trainer") != hint_for(error, "worker")
