@@ -170,6 +170,18 @@ def test_a_group_that_rounds_otherwise_is_taken_before_its_policy_is_out_and_not
         assert step.blob_name() == step.blob.name
 
 
+def test_damaged_evidence_is_not_served_to_auditors(step: Step, caplog: pytest.LogCaptureFixture) -> None:
+    """They would take the run for a forger; the operator, who can put it back, would hear of it last."""
+    peer, path = step.swarm.peer(), f"/v1/blobs/{step.body.name}"
+    whole = step.body.read_bytes()
+    assert peer.send("GET", path).body == whole
+    flip(step.body)
+    assert peer.send("GET", path).status == 404
+    assert f"blob {step.body.name} is damaged, and is not served: put it back from a backup" in caplog.text
+    step.body.write_bytes(whole)
+    assert peer.send("GET", path).body == whole
+
+
 def test_a_trainer_that_is_stopped_does_not_wait_for_a_rebuild(step: Step) -> None:
     stop = threading.Event()
     stop.set()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import http.client
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +27,13 @@ from sqlalchemy import select, update
 from swarm import Peer, Reply, Swarm, running, small_spec
 from waiting import until
 
+from coordinator.errors import CorruptRead
 from coordinator.storage import s3_blobs, uploads
-from coordinator.storage.schema import SubmissionState, leases, submissions
+from coordinator.storage.schema import SubmissionState, groups, leases, submissions
 from coordinator.storage.schema import uploads as uploads_table
 from coordinator.storage.uploads import SWEPT_AFTER_SECONDS, sweep
+from coordinator.training.batches import read_batch
+from coordinator.training.groups import encode_group
 from node.audit.auditor import run_audit
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff, ExchangeLimits
@@ -428,6 +433,36 @@ def test_a_store_that_sends_corrupted_bytes_for_a_while_costs_no_work(
     assert row.attempts <= 1
     store.fault = lambda _method, _key: None
     assert swarm.verdict(peer, reply).outcome is Outcome.ADMITTED
+
+
+def test_evidence_that_the_store_sends_corrupted_ends_before_its_end(swarm: Swarm, store: Store) -> None:
+    """An auditor who got all of it would call the run a forger; one whose answer was cut off asks again."""
+    name = swarm.home.spec.digest
+    peer = swarm.peer(registered=False)
+    store.fault = lambda method, _key: "corrupt" if method == "GET" else None
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        peer.send("GET", f"/v1/blobs/{name}")
+    store.fault = lambda _method, _key: None
+    assert peer.send("GET", f"/v1/blobs/{name}").body == encode(swarm.home.spec)
+
+
+def test_a_trainer_waits_for_a_store_that_sends_a_group_corrupted(swarm: Swarm, store: Store, tmp_path: Path) -> None:
+    """What it waits for is an OSError, as a full disk is; a verifier is asked once the group is damaged for good."""
+    peer = swarm.peer()
+    lease = peer.lease()
+    reply = uploaded(peer, lease.lease_id, write_rollouts(swarm.honest(lease)), tmp_path / "body")
+    receipt = swarm.verdict(peer, reply)
+    with swarm.home.database.write() as connection:
+        connection.execute(update(groups).where(groups.c.submission == receipt.submission).values(step=7))
+        blob = connection.execute(select(groups.c.blob).where(groups.c.step == 7)).scalar_one()
+    store.fault = lambda method, key: "corrupt" if (method, key) == ("GET", f"blobs/{blob}") else None
+    with pytest.raises(CorruptRead):
+        read_batch(swarm.home, 7, stop=threading.Event())
+    store.fault = lambda _method, _key: None
+    (group,) = read_batch(swarm.home, 7, stop=threading.Event()) or []
+    assert encode_group(group) == swarm.home.blobs.get(blob, max_bytes=2**20)
+    with swarm.home.database.write() as connection:
+        connection.execute(update(groups).where(groups.c.step == 7).values(step=None))
 
 
 def test_a_store_that_swapped_what_was_uploaded_convicts_nobody_and_the_slot_is_done_again(
