@@ -18,6 +18,7 @@ from typing import Final
 
 from coordinator.http.rate_limits import TooManyRequests, network_of
 from coordinator.http.shutdown import Shutdown
+from coordinator.storage.faults import advice, is_away
 
 log = logging.getLogger(__name__)
 
@@ -150,9 +151,10 @@ class EventHub:
         while True:
             try:
                 changed = self._sections.update(await self._read())
-            except Exception:
+            except Exception as error:
                 # The database may be back at the next tick.
-                log.warning("dashboard not updated; retrying in %.1f s", self._tick, exc_info=True)
+                defect = error if not is_away(error) else None
+                log.warning("dashboard not updated, retrying in %.1f s: %s", self._tick, advice(error), exc_info=defect)
                 changed = False
             if changed:
                 for subscription in self._subscriptions:

@@ -22,6 +22,7 @@ from typing import Final
 from coordinator.run.home import Home
 from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS
 from coordinator.storage import locks
+from coordinator.storage.faults import advice
 from coordinator.storage.relays import ProbedRelay, RegisteredRelay, note_probe, relays_seen_since
 from coordinator.storage.steps import manifest_of, newest_head
 from coordinator.storage.verdicts import clock
@@ -86,7 +87,7 @@ class RelayProbes:
             try:
                 asyncio.run(self._run(stop))
             except Exception as error:  # noqa: BLE001  (nobody would notice that a thread has ended)
-                log.warning("could not probe relays, retrying: %s", error)
+                log.warning("could not probe relays, retrying: %s", advice(error))
                 stop.wait(TICK_SECONDS)
 
     async def _run(self, stop: threading.Event) -> None:

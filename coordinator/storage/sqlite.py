@@ -151,7 +151,8 @@ class ProcessLock:
                 if not begun:
                     connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises SQLAlchemy's error
         finally:
-            raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+            with contextlib.suppress(sqlite3.ProgrammingError):  # closed, because it was read-only
+                raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
 
 def _try_flock(file: IO[str]) -> bool:

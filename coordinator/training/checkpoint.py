@@ -229,8 +229,8 @@ def _check_format(path: Path, data: bytes) -> None:
         index = None
     if index is None or index.sealed() == index:
         raise CheckpointError(
-            f"{path} is a {written_as[:32]!r} folder, and this release reads {FORMAT} alone: go on with the one that "
-            "wrote it"
+            f"{path} is a {written_as[:32]!r} folder, and this release reads {FORMAT} alone: go on with the "
+            "release that wrote it"
         )
 
 
