@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from coordinator.errors import StorageFault
 from coordinator.http.rate_limits import TooManyRequests
 from coordinator.storage.faults import DatabaseAway, advice, is_away
 from node.protocol.messages import ErrorReply
@@ -112,6 +113,11 @@ def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None
             logged_at = time.monotonic()
             log.error("disk, database or object store unavailable, answering 503: %s", advice(error))
         return unavailable()
+
+    @app.exception_handler(StorageFault)
+    async def _damaged(_request: Request, error: Exception) -> Response:
+        log.error("request refused, stored state is damaged: %s; see `swarmproof check --data RUN`", error)
+        return internal_error()
 
     @app.exception_handler(Exception)
     async def _unforeseen(_request: Request, _error: Exception) -> Response:

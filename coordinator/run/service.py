@@ -22,9 +22,9 @@ from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import Incoming
 from coordinator.storage.signed_requests import SignedRequestLog
 from coordinator.storage.steps import manifest_of
-from coordinator.storage.submissions import receipt_row
+from coordinator.storage.schema import SubmissionState
+from coordinator.storage.submissions import logged_verdict
 from node.protocol import merkle, requests
-from node.protocol.admission import Outcome
 from node.protocol.endpoints import Pending
 from node.protocol.membership import Puzzle
 from node.protocol.messages import (
@@ -173,25 +173,30 @@ class Coordinator:
         return name
 
     def receipt(self, submission: str) -> bytes | Pending:
-        """Return the signed receipt of a submission, or Pending before its verdict; raises Refusal if unknown."""
+        """Return the signed receipt of a submission, or Pending before its verdict; raises Refusal if unknown.
+
+        Signed is what the log's leaf says, never what the submission's own row does; raises StorageFault where the two
+        do not belong together.
+        """
         with self.home.database.read() as connection:
-            row = receipt_row(connection, submission)
-        if row is None:
+            found = logged_verdict(connection, submission)
+        if found is None:
             raise Refusal(Reason.NOT_FOUND, "No such submission.")
-        if row.leaf is None:
-            return Pending(state=row.state)  # type: ignore[arg-type]
+        if isinstance(found, SubmissionState):
+            return Pending(state=found.value)  # type: ignore[arg-type]
+        entry = found.entry
         receipt = Receipt(
             run_id=self.home.run_id,
-            submission=submission,
-            node=row.node,
-            version=row.version,
-            slot=row.slot,
-            outcome=Outcome(row.outcome),
-            reason=None if row.reason is None else Reason(row.reason),
-            detail=row.detail,
-            tokens=row.tokens,
-            log_index=row.log_index,
-            leaf_hash=merkle.leaf_hash(row.leaf).hex(),
+            submission=entry.submission,
+            node=entry.node,
+            version=entry.version,
+            slot=entry.slot,
+            outcome=entry.outcome,
+            reason=entry.reason,
+            detail=entry.detail,
+            tokens=entry.tokens,
+            log_index=found.log_index,
+            leaf_hash=merkle.leaf_hash(found.leaf).hex(),
         )
         return seal(encode(receipt), domain=RECEIPT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
 

@@ -7,34 +7,37 @@ from typing import Final
 
 from sqlalchemy import Connection, and_, bindparam, func, select
 
-from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, log_entries, slots, submissions
+from coordinator.errors import StorageFault
+from coordinator.storage.schema import (
+    RECHECK_DUE,
+    SubmissionState,
+    groups,
+    log_entries,
+    log_nodes,
+    slots,
+    submissions,
+)
+from node.protocol import merkle
+from node.protocol.messages import MAX_ENTRY_BYTES, VerdictEntry
+from shardcast.errors import Malformed
+from shardcast.wire import decode
 
 QUEUED: Final = (SubmissionState.QUEUED, SubmissionState.VERIFYING)
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptRow:
-    """The content of a receipt; `leaf` is the verdict's log entry, None before the verdict."""
+class LoggedVerdict:
+    """The first verdict on a submission as the log has it: the exact leaf, and the entry that it encodes."""
 
-    node: str
-    state: str
-    outcome: str
-    reason: str | None
-    detail: str
-    tokens: int
     log_index: int
-    version: int
-    slot: int
-    leaf: bytes | None
+    leaf: bytes
+    entry: VerdictEntry
 
 
 _JUDGED: Final = (
-    select(
-        *(submissions.c[name] for name in ("node", "state", "outcome", "reason", "detail", "tokens", "log_index")),
-        *(slots.c.version, slots.c.number, log_entries.c.leaf),
-    )
-    .join(slots, slots.c.id == submissions.c.slot_id)
+    select(submissions.c.state, submissions.c.log_index, log_entries.c.leaf, log_nodes.c.hash)
     .outerjoin(log_entries, log_entries.c.index == submissions.c.log_index)
+    .outerjoin(log_nodes, and_(log_nodes.c.level == 0, log_nodes.c.index == submissions.c.log_index))
     .where(submissions.c.submission == bindparam("submission"))
 )
 
@@ -68,10 +71,27 @@ class QueueLength:
     second: int
 
 
-def receipt_row(connection: Connection, submission: str) -> ReceiptRow | None:
-    """Return the content of a submission's receipt, None if it is unknown."""
+def logged_verdict(connection: Connection, submission: str) -> LoggedVerdict | SubmissionState | None:
+    """Return the log's first verdict on a submission, its state before there is one, None if it is unknown.
+
+    Of the submission's own row, which can change, only the place in the log is believed, and that only if the leaf there
+    is in the Merkle tree and is this submission's. Raises StorageFault otherwise.
+    """
     row = connection.execute(_JUDGED, {"submission": submission}).first()
-    return None if row is None else ReceiptRow(*tuple(row))
+    if row is None:
+        return None
+    if row.log_index is None and row.state in QUEUED:
+        return SubmissionState(row.state)
+    if row.leaf is None or row.hash is None or merkle.leaf_hash(bytes(row.leaf)) != bytes(row.hash):
+        raise StorageFault(f"submission {submission} has no leaf in the log's tree at its place {row.log_index}")
+    leaf = bytes(row.leaf)
+    try:
+        entry = decode(VerdictEntry, leaf, max_bytes=MAX_ENTRY_BYTES)
+    except Malformed as error:
+        raise StorageFault(f"log entry {row.log_index}, of submission {submission}, is not a verdict") from error
+    if entry.submission != submission or entry.recheck:
+        raise StorageFault(f"log entry {row.log_index} is not the first verdict on submission {submission}")
+    return LoggedVerdict(log_index=row.log_index, leaf=leaf, entry=entry)
 
 
 def submission_row(connection: Connection, submission: str) -> SubmissionRow | None:
