@@ -15,6 +15,7 @@ import click
 
 from coordinator.calibration.command import calibrate
 from coordinator.commands.backup import backup, restore
+from coordinator.commands.check import check
 from coordinator.commands.evaluate import evaluate
 from coordinator.commands.export import export
 from coordinator.commands.options import (
@@ -122,6 +123,7 @@ def verifier(
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
     check_engine(engine)  # before torch is imported, which takes seconds
+    from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry
     from coordinator.verifier.daemon import Verifier, VerifierSettings
     from coordinator.verifier.evidence import EvidenceLimits
@@ -129,6 +131,7 @@ def verifier(
 
     make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+    check_start(home, state)
     _warn_of_defaults(home.spec)
     chosen = VerifierSettings(
         name=name,
@@ -203,6 +206,7 @@ def coordinator(
     from coordinator.http.connections import ConnectionLimits, allow_connections, listening_socket, server_config
     from coordinator.http.service import RequestLimits
     from coordinator.http.shutdown import Server
+    from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import watch_leadership
     from coordinator.run.leader import Leader, leader_thread
     from coordinator.run.service import Coordinator
@@ -215,14 +219,18 @@ def coordinator(
     )
     listening = listening_socket(host, port)
     public_key = run_key.public_key().public_bytes_raw()
-    home = create_home(
-        data,
-        public_key=public_key,
-        spec=spec,
-        database_url=database_url,
-        blobs_url=blobs_url,
-        wait_seconds=HOME_WAIT_SECONDS,
-    )
+    with contextlib.ExitStack() as refused:
+        refused.callback(listening.close)
+        home = create_home(
+            data,
+            public_key=public_key,
+            spec=spec,
+            database_url=database_url,
+            blobs_url=blobs_url,
+            wait_seconds=HOME_WAIT_SECONDS,
+        )
+        check_start(home)
+        refused.pop_all()
     home.blobs.clear_leftovers()
     name_process(run=home.run_id, name=role)
     _warn_of_defaults(spec)
@@ -249,5 +257,5 @@ def coordinator(
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
-COMMANDS += [evaluate, problems, export, backup, restore]
+COMMANDS += [evaluate, problems, export, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

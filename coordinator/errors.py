@@ -2,6 +2,8 @@
 
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
+├── HistoryLost          the log in the database does not continue the one that was published
+├── StateDiffers         the database or the blob store does not say what the log does
 ├── StorageFault         the database or the blob store does not hold what it must
 │   └── DamagedBlob      a blob has other bytes than its name says
 └── StoreAway            the object store cannot be asked now; an OSError, so that whoever waits for a disk waits for it
@@ -21,6 +23,14 @@ class CoordinatorError(Exception):
 
 class BadConfiguration(CoordinatorError):
     code = "bad_configuration"
+
+
+class HistoryLost(CoordinatorError):
+    code = "history_lost"
+
+
+class StateDiffers(CoordinatorError):
+    code = "state_differs"
 
 
 class StorageFault(CoordinatorError):

@@ -22,7 +22,6 @@ from coordinator.backup.blobs import (
     pending_uploads,
     referenced_blobs,
 )
-from coordinator.backup.log_tree import LogTree
 from coordinator.backup.manifest import (
     BLOBS,
     LOCK,
@@ -39,6 +38,7 @@ from coordinator.run.home import Home
 from coordinator.storage import log as storage_log
 from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.log_tree import LogTree
 from coordinator.storage.whole_tables import VERSION_TABLE, WholeTable, known_revisions, revision, whole_tables
 from shardcast.files import TEMPORARY_SUFFIX, FolderLock, sync_folder
 from shardcast.wire import encode

@@ -18,7 +18,6 @@ from typing import Final
 
 from coordinator.backup.blobs import for_each, max_blob_bytes, read_backup_blob, referenced_blobs
 from coordinator.backup.create import EXCLUDED_TABLES
-from coordinator.backup.log_tree import LogTree
 from coordinator.backup.manifest import BackupError, BackupManifest, read_manifest
 from coordinator.backup.tables import Scalar, load_table, read_rows
 from coordinator.errors import BadConfiguration
@@ -28,6 +27,7 @@ from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Connection, Database, sqlite_path, sqlite_url, upgrade, without_password
 from coordinator.storage.facts import BLOBS, FACTS, LEADER, PUBLIC_KEY, SPEC, put_fact, remove_fact
 from coordinator.storage.faults import DatabaseAway, DatabaseFault
+from coordinator.storage.log_tree import LogTree
 from coordinator.storage.open_blobs import open_blobs
 from coordinator.storage.whole_tables import continue_sequences, known_revisions, table_names, whole_tables
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS

@@ -77,6 +77,7 @@ def trainer(
     """
     import torch
 
+    from coordinator.integrity.start import check_start
     from coordinator.training.distributed_learner import Team
     from coordinator.training.evaluation import EvaluationSettings
     from coordinator.training.grpo import Execution
@@ -100,6 +101,7 @@ def trainer(
             Team(state, settings.execution).follow()
             return
         home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
+        check_start(home, state)
         watched = tracker_settings(state=state, tensorboard=tensorboard, no_tensorboard=no_tensorboard, wandb=wandb)
         tracker = make_tracker(watched, run_id=home.run_id, spec=home.spec, state=state)
         try:

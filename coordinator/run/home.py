@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.history import History
 from coordinator.storage import locks, log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Database, sqlite_url, without_password
@@ -55,7 +56,8 @@ def create_home(
     """Open the run's home, creating it on the first start; wait for the database up to `wait_seconds`.
 
     The first start fixes the spec, as the log's first entry, and the blob store, which later starts may leave out.
-    Raises BadConfiguration if the home is another run's or the spec or store has changed.
+    Raises BadConfiguration if the home is another run's or the spec or store has changed, HistoryLost if the log does
+    not continue the checkpoint that is kept in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     database = _database(folder, database_url)
@@ -85,6 +87,8 @@ def _initialise(
     with database.write() as connection:
         locks.exclusive(connection)
         known = read_facts(connection)
+        if known.get(PUBLIC_KEY, public_key.hex()) == public_key.hex():
+            History(folder, run_id=run_id, signer=public_key).check(connection)
         if not known:
             add_facts(connection, {PUBLIC_KEY: public_key.hex(), SPEC: text.decode(), BLOBS: store})
             log.append(connection, RunEntry(run_id=run_id, spec_digest=spec.digest))

@@ -6,6 +6,8 @@ the transaction that `accept` opened; all others open their own.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +15,7 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
+from coordinator.run.history import History, current_checkpoint
 from coordinator.run.home import Home
 from coordinator.run.membership import membership_of
 from coordinator.run.relays import RelayRegistry
@@ -20,9 +23,9 @@ from coordinator.storage import accounts, instances, locks, log, nodes, uploads,
 from coordinator.storage.blobs import Upload, UploadStore
 from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import Incoming
+from coordinator.storage.schema import SubmissionState
 from coordinator.storage.signed_requests import SignedRequestLog
 from coordinator.storage.steps import manifest_of
-from coordinator.storage.schema import SubmissionState
 from coordinator.storage.submissions import logged_verdict
 from node.protocol import merkle, requests
 from node.protocol.endpoints import Pending
@@ -31,7 +34,6 @@ from node.protocol.messages import (
     CHECKPOINT_DOMAIN,
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
-    Checkpoint,
     LeaseReply,
     LeaseRequest,
     NodeStanding,
@@ -42,6 +44,10 @@ from node.protocol.messages import (
 from node.protocol.reasons import Reason, Refusal
 from shardcast.envelope import seal
 from shardcast.wire import derive, encode
+
+logger = logging.getLogger(__name__)
+
+HISTORY_SECONDS = 1.0
 
 
 class Coordinator:
@@ -61,6 +67,8 @@ class Coordinator:
         self._leases_per_address = leases_per_address
         self._signed = SignedRequestLog(home.database)
         self._membership = membership_of(home, key=key)
+        self._history = History(home.folder, run_id=home.run_id, signer=home.public_key)
+        self._history_due = 0.0
         # Secret, or an attacker could search for a node key that is placed next to a victim's.
         self.relays = RelayRegistry(
             home.database, fixed=relay_urls, salt=derive("swarmproof/1 relay tree", key.private_bytes_raw())
@@ -198,15 +206,26 @@ class Coordinator:
             log_index=found.log_index,
             leaf_hash=merkle.leaf_hash(found.leaf).hex(),
         )
+        self._keep_history()
         return seal(encode(receipt), domain=RECEIPT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
 
     def checkpoint(self, *, now: float) -> bytes:
-        """Return the log's current size and root, signed."""
+        """Return the log's current size and root, signed, once they are kept outside of the database."""
         with self.home.database.read() as connection:
-            size = log.size(connection)
-            root = log.root(connection, size)
-        checkpoint = Checkpoint(run_id=self.home.run_id, size=size, root=root.hex(), issued_at=int(now))
-        return seal(encode(checkpoint), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
+            checkpoint = current_checkpoint(connection, run_id=self.home.run_id, now=now)
+        envelope = seal(encode(checkpoint), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
+        self._history.keep(checkpoint, envelope)
+        return envelope
+
+    def _keep_history(self) -> None:
+        """Keep a checkpoint at most every HISTORY_SECONDS: a receipt, too, is a promise that its entry stays."""
+        if time.monotonic() < self._history_due:
+            return
+        self._history_due = time.monotonic() + HISTORY_SECONDS
+        try:
+            self.checkpoint(now=time.time())
+        except OSError as error:
+            logger.warning("checkpoint not kept in %s, the next receipt tries again: %s", self.home.folder, error)
 
     def log_size(self) -> int:
         """Return the number of log entries."""

@@ -74,8 +74,8 @@ class QueueLength:
 def logged_verdict(connection: Connection, submission: str) -> LoggedVerdict | SubmissionState | None:
     """Return the log's first verdict on a submission, its state before there is one, None if it is unknown.
 
-    Of the submission's own row, which can change, only the place in the log is believed, and that only if the leaf there
-    is in the Merkle tree and is this submission's. Raises StorageFault otherwise.
+    Of the submission's own row, which can change, only the place in the log is believed, and that only if the leaf
+    there is in the Merkle tree and is this submission's. Raises StorageFault otherwise.
     """
     row = connection.execute(_JUDGED, {"submission": submission}).first()
     if row is None:

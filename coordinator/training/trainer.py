@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
+from coordinator.run.history import History
 from coordinator.run.home import Home
 from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway, advice
@@ -98,6 +99,7 @@ class Trainer:
         self._server = server
         self._state = settings.state
         self._team = Team(settings.state, settings.execution)
+        self._history = History(settings.state, run_id=home.run_id)
         self._stop = threading.Event()
         self._missing = 0
 
@@ -286,6 +288,7 @@ class Trainer:
                 training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
 
         self._server.publish(self._policy_file(learner), version=learner.step, before_announcing=record)
+        self._history.keep_current(self._home.database)
         self._metrics.publish_seconds.observe(time.monotonic() - started)
         steps = self._home.spec.training.steps
         self._write_progress("training", learner.step, steps)

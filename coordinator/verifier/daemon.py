@@ -17,6 +17,7 @@ import torch
 
 from coordinator.errors import StoreAway
 from coordinator.metrics.roles import VerifierMetrics
+from coordinator.run.history import History
 from coordinator.run.home import Home
 from coordinator.storage import locks, rebuilds, training, verdicts
 from coordinator.storage.faults import DatabaseAway, advice
@@ -73,6 +74,7 @@ class Verifier:
         environments = [load_environment(environment) for environment in home.spec.environments]
         self._rules = Rules(home.run_id, home.spec, environments)
         self._bodies = body_reader(home)
+        self._history = History(settings.state, run_id=home.run_id)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
@@ -121,6 +123,7 @@ class Verifier:
                     log.warning("%d submissions deferred, object store unavailable: %s", len(claimed), error)
                     for one in claimed:
                         await asyncio.to_thread(self._defer, one)
+            await asyncio.to_thread(self._history.keep_current, self._home.database)
         return bool(claimed)
 
     def _claim(self) -> list[QueueItem]:

@@ -103,10 +103,13 @@ HINTS: Final[dict[str, str]] = {
     # coordinator.errors
     "coordinator_error": _LOGS,
     "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
-    "storage_fault": "Put what is named back from a backup, which has each blob under its name in blobs/; the whole "
-    "run comes back with `swarmproof restore BACKUP --data NEW`, if no policy is newer than the backup.",
+    "storage_fault": "`swarmproof check --data RUN` names what is damaged; --repair writes what follows from the log. Put "
+    "the rest back from a backup, which has each blob under its name in blobs/.",
     "damaged_blob": "Put the named blob back: BACKUP/blobs has it under the same name, in the same subfolder.",
     "corrupt_read": "See what lies between this machine and the object store; what it sends is damaged on the way.",
+    "state_differs": "`swarmproof check --data RUN` names every difference; --repair writes what follows from the log.",
+    "history_lost": "Bring the newest database back; `swarmproof check --data RUN` compares it. To go on from an older "
+    "one all the same, see 'A database that is older than its log' in docs/operating.md (`check --accept-rollback`).",
     "store_away": "See that the object store runs and can be reached from here, then start again.",
     "bad_backup": "Take another backup, and leave this one as it is; nothing here was changed.",
     "bad_checkpoint": "Move the named checkpoint away: the trainer goes on from the one before it, and trains the "

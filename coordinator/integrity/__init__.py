@@ -1,0 +1,1 @@
+"""Comparison of the run's stored state with what follows from its log."""

@@ -1,0 +1,210 @@
+"""A database of another day, or that somebody changed: what the operator's processes say at their start.
+
+An older copy of the database looks whole. A coordinator or verifier that goes on with it gives the log a second
+history, signed by the run's key: proof of fraud to everybody who saw the first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actors import PUBLIC_KEY, who
+from click.testing import CliRunner, Result
+from run_files import small_run_toml
+from signing_actors import SigningActors
+from sqlalchemy import update
+from swarm import RUN_KEY
+
+from coordinator.errors import HistoryLost
+from coordinator.integrity.start import check_start
+from coordinator.run.history import FILE, History
+from coordinator.run.home import Home, create_home, open_home
+from coordinator.run.service import Coordinator
+from coordinator.storage import log
+from coordinator.storage.schema import groups, log_nodes, nodes, policies, submissions
+from node import cli
+from node.keys.identity import write_key
+from node.protocol.admission import Outcome
+from node.protocol.run import parse_run_toml
+
+TOML = small_run_toml("start", steps=12, groups_per_step=2)
+
+
+@pytest.fixture
+def actors(tmp_path: Path) -> Iterator[SigningActors]:
+    (tmp_path / "run.toml").write_text(TOML)
+    write_key(tmp_path / "run.key", RUN_KEY)
+    actors = SigningActors(create_home(tmp_path / "run", public_key=PUBLIC_KEY, spec=parse_run_toml(TOML)))
+    actors.register("a", "b", admitted=0)
+    actors.publish(0)
+    for _ in range(3):
+        actors.work("a")
+    yield actors
+    actors.home.database.close()
+
+
+def start(role: str, folder: Path) -> Result:
+    """Start one of the operator's commands; it must end by itself."""
+    given = {
+        "coordinator": ["--run", folder / "run.toml", "--key", folder / "run.key", "--port", 0, "--no-peer"],
+        "verifier": ["--state", folder / "verifier", "--source", "http://127.0.0.1:9"],
+        "trainer": ["--key", folder / "run.key", "--state", folder / "trainer", "--port", 0],
+    }[role]
+    command = [role, "--data", folder / "run", *given]
+    return CliRunner().invoke(cli.main, [str(each) for each in command])
+
+
+def refused(role: str, folder: Path) -> str:
+    result = start(role, folder)
+    assert result.exit_code == 1, result.output
+    assert "hint:" in result.stderr
+    assert "swarmproof check --data" in result.stderr
+    return result.stderr
+
+
+def entries(home: Home) -> int:
+    with home.database.read() as connection:
+        return log.size(connection)
+
+
+def rolled_back(actors: SigningActors, folder: Path, keep: Callable[[], object]) -> None:
+    """Copy the database, go on, `keep` what a process keeps of that, and put the copy back in place."""
+    data = folder / "run"
+    with actors.home.database.write() as connection:
+        connection.exec_driver_sql("SELECT 1")
+    actors.home.database.close()
+    shutil.copy(data / "swarmproof.sqlite3", folder / "older")
+    for _ in range(2):
+        actors.work("b")
+    keep()
+    actors.home.database.close()
+    for path in data.glob("swarmproof.sqlite3*"):
+        path.unlink()
+    shutil.copy(folder / "older", data / "swarmproof.sqlite3")
+
+
+def of_process(actors: SigningActors, state: Path) -> History:
+    return History(state, run_id=actors.home.run_id)
+
+
+def test_a_rolled_back_database_is_refused_before_anything_is_signed(actors: SigningActors, tmp_path: Path) -> None:
+    rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0))
+    before = (tmp_path / "run" / FILE).read_bytes()
+    for role in ("coordinator", "verifier", "trainer"):
+        said = refused(role, tmp_path)
+        assert "has 5 entries" in said
+        assert "checkpoint of 7" in said
+    assert entries(actors.home) == 5
+    assert (tmp_path / "run" / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("role", ["verifier", "trainer"])
+def test_a_verifier_or_trainer_that_saw_more_refuses_though_the_data_folder_is_older_too(
+    actors: SigningActors, tmp_path: Path, role: str
+) -> None:
+    """A whole machine was put back: only what another keeps knows of what was published since."""
+    rolled_back(actors, tmp_path, lambda: of_process(actors, tmp_path / role).keep_current(actors.home.database))
+    assert not (tmp_path / "run" / FILE).exists()
+    assert "older than its log was" in refused(role, tmp_path)
+    assert entries(actors.home) == 5
+
+
+def test_a_database_that_went_on_from_an_older_copy_is_refused(actors: SigningActors, tmp_path: Path) -> None:
+    """As many entries, and others."""
+    rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0))
+    for _ in range(3):
+        actors.work("a", Outcome.REJECTED)
+    assert "has another history" in refused("verifier", tmp_path)
+
+
+def test_an_empty_database_beside_a_published_log_begins_no_new_one(actors: SigningActors, tmp_path: Path) -> None:
+    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+    actors.home.database.close()
+    for path in (tmp_path / "run").glob("swarmproof.sqlite3*"):
+        path.unlink()
+    assert "has 0 entries" in refused("coordinator", tmp_path)
+
+
+def test_a_rollback_that_the_operator_accepts_is_on_record(actors: SigningActors, tmp_path: Path) -> None:
+    state = tmp_path / "verifier"
+
+    def keep() -> None:
+        Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+        of_process(actors, state).keep_current(actors.home.database)
+
+    rolled_back(actors, tmp_path, keep)
+    home = open_home(tmp_path / "run")
+    with pytest.raises(HistoryLost):
+        check_start(home, state)
+    command = ["check", "--data", str(tmp_path / "run"), "--state", str(state)]
+    assert CliRunner().invoke(cli.main, command).exit_code == 1
+    accepted = CliRunner().invoke(cli.main, [*command, "--accept-rollback"])
+    assert accepted.exit_code == 0, accepted.output
+    assert accepted.output.count("had 7 entries, and goes on from 5") == 2
+    assert "begin a new run" in accepted.output
+    check_start(home, state)
+    assert len(list(tmp_path.glob(f"*/{FILE}.abandoned-*"))) == 2
+    home.database.close()
+
+
+def test_a_forged_checkpoint_in_the_data_folder_is_not_believed(actors: SigningActors, tmp_path: Path) -> None:
+    of_process(actors, tmp_path / "run").keep_current(actors.home.database)
+    assert "cannot be read as a checkpoint of this run" in start("verifier", tmp_path).stderr
+
+
+def test_an_honest_run_starts(actors: SigningActors, tmp_path: Path) -> None:
+    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+    assert actors.assign() == 0
+    actors.publish(1)
+    actors.work("b", Outcome.REJECTED)
+    check_start(actors.home, tmp_path)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "outcome": (update(submissions).values(outcome="rejected"), "submissions"),
+    "tokens": (update(submissions).values(tokens=1), "submissions"),
+    "request": (update(submissions).values(request="ab" * 32), "request"),
+    "credit": (update(nodes).where(nodes.c.node == who("a")).values(tokens=10**6), "nodes' tokens"),
+    "manifest": (update(policies).values(manifest=b"x"), "manifest"),
+    "result": (update(policies).values(result_digest="ab" * 32), "result_digest"),
+    "tree": (update(log_nodes).where(log_nodes.c.level == 2).values(hash=bytes(32)), "another history"),
+    "blob": (update(groups).values(blob="ab" * 32), "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_state_is_refused_at_the_start(actors: SigningActors, tmp_path: Path, name: str) -> None:
+    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+    statement, named = CHANGES[name]
+    with actors.home.database.write() as connection:
+        connection.execute(statement)
+    assert named in refused("verifier", tmp_path)
+
+
+def test_a_flipped_bit_in_a_group_that_training_reads_next_is_refused(actors: SigningActors, tmp_path: Path) -> None:
+    blobs = [path for path in (tmp_path / "run" / "blobs").rglob("*") if path.is_file()]
+    blob = next(path for path in blobs if path.read_bytes() == b"1")
+    blob.write_bytes(b"0")
+    assert f"blob {blob.name} is damaged" in refused("trainer", tmp_path)
+
+
+def test_check_names_and_repairs_by_its_exit_codes(actors: SigningActors, tmp_path: Path) -> None:
+    with actors.home.database.write() as connection:
+        connection.execute(update(submissions).values(tokens=17))
+    command = ["check", "--data", str(tmp_path / "run"), "--no-blobs"]
+    found = CliRunner().invoke(cli.main, command)
+    assert found.exit_code == 1
+    assert "tokens: stored 17, derived 5" in found.output
+    report = json.loads(CliRunner().invoke(cli.main, [*command, "--json"]).output)
+    assert (report["differences"], report["left"]) == (3, 3)
+    assert {one["column"] for one in report["found"]} == {"tokens"}
+    assert CliRunner().invoke(cli.main, [*command, "--repair"]).exit_code == 0
+    again = CliRunner().invoke(cli.main, command)
+    assert (again.exit_code, again.output) == (0, "everything is what the log says\n")
+    nothing = CliRunner().invoke(cli.main, ["check", "--data", str(tmp_path)])
+    assert nothing.exit_code == 2
