@@ -26,6 +26,7 @@ from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
 from node.commands.options import FILE, json_option, key_option, listen_options, metrics_options, state_option
 from node.commands.peer import peer
+from node.commands.receipt import receipt
 from node.commands.serving_options import server_limits, serving, serving_options, worker_serving_options
 from node.commands.status import status
 from node.joining.options import JoinOptions
@@ -401,6 +402,7 @@ main.add_command(fetch)
 main.add_command(invite)
 main.add_command(keys)
 main.add_command(peer)
+main.add_command(receipt)
 main.add_command(status)
 
 

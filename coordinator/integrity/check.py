@@ -13,10 +13,10 @@ from typing import Any
 
 from coordinator.errors import StorageFault
 from coordinator.integrity.blobs import check_blobs
-from coordinator.integrity.derivation import NEW_NODE, Columns, Expected, Key, LogFold
+from coordinator.integrity.derivation import NEW_NODE, Columns, DerivedRow, Key, LogFold
 from coordinator.integrity.differences import Difference, is_same, shown
 from coordinator.integrity.tree import check_tree
-from coordinator.run.history import History
+from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import derived_rows, locks
 from coordinator.storage.database import Connection
@@ -57,10 +57,10 @@ def kept_checkpoints(home: Home, states: Iterable[Path]) -> dict[Path, Checkpoin
     return {path: checkpoint for path, checkpoint in kept.items() if checkpoint is not None}
 
 
-def histories(home: Home, states: Iterable[Path]) -> list[History]:
+def histories(home: Home, states: Iterable[Path]) -> list[KeptHistory]:
     """Return the places of the kept checkpoints, the data folder's first."""
-    of_run = History(home.folder, run_id=home.run_id, signer=home.public_key)
-    return [of_run, *(History(state, run_id=home.run_id) for state in states)]
+    of_run = KeptHistory(home.folder, run_id=home.run_id, signer=home.public_key)
+    return [of_run, *(KeptHistory(state, run_id=home.run_id) for state in states)]
 
 
 class _StateCheck:
@@ -69,7 +69,7 @@ class _StateCheck:
     ) -> None:
         self._home, self._connection = home, connection
         self._repair, self._report = repair, report
-        self._batches = defaultdict[str, list[Expected]](list)
+        self._batches = defaultdict[str, list[DerivedRow]](list)
 
     def run(self, kept: Mapping[Path, Checkpoint], *, with_blobs: bool) -> None:
         if not check_tree(self._connection, kept, repair=self._repair, report=self._report):
@@ -105,7 +105,7 @@ class _StateCheck:
             self._differs("facts", ("spec",), "value", self._home.spec.digest, entry.spec_digest, can_repair=False)
         return entry
 
-    def _expect(self, expected: Expected) -> None:
+    def _expect(self, expected: DerivedRow) -> None:
         batch = self._batches[expected.table]
         batch.append(expected)
         if len(batch) >= derived_rows.PAGE_ROWS:

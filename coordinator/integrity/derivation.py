@@ -35,7 +35,7 @@ NEW_NODE: Columns = {"admitted": 0, "rejected": 0, "tokens": 0, "verified": 0, "
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class DerivedRow:
     """Columns of one row that follow from the log; None: there is no such row. `slot` is a (version, number)."""
 
     table: str
@@ -89,7 +89,7 @@ class LogFold:
         }
         """Whole tables, complete after `end`."""
 
-    def follow(self, index: int, entry: LogEntry) -> Iterator[Expected]:
+    def follow(self, index: int, entry: LogEntry) -> Iterator[DerivedRow]:
         """Apply the log's next entry; yield the rows that are final with it."""
         match entry:
             case PolicyEntry():
@@ -104,16 +104,16 @@ class LogFold:
                 self._decided_at = entry.decided_at
                 yield from self._settle(index, entry) if entry.recheck else self._judge(index, entry)
 
-    def end(self) -> Iterator[Expected]:
+    def end(self) -> Iterator[DerivedRow]:
         """Yield the rows that were still open, and complete `tables`."""
         for submission, waiting in self._waiting.items():
             yield from self._group(submission, waiting, step=None, state=SlotState.ADMITTED)
         for name, node in self._nodes.items():
             for submission, columns in node.open.items():
-                yield Expected("submissions", (submission,), columns)
+                yield DerivedRow("submissions", (submission,), columns)
             self.tables["nodes"][name,] = node.columns()
 
-    def _judge(self, index: int, entry: VerdictEntry) -> Iterator[Expected]:
+    def _judge(self, index: int, entry: VerdictEntry) -> Iterator[DerivedRow]:
         self.first_verdicts += 1
         node = self._nodes.setdefault(entry.node, _Node())
         columns = verdict_columns(index, entry) | {"recheck": None, "recheck_index": None, "void": False}
@@ -123,14 +123,14 @@ class LogFold:
         if entry.outcome is Outcome.ADMITTED and entry.spot is not None:
             node.open[entry.submission] = columns
         else:
-            yield Expected("submissions", (entry.submission,), columns)
+            yield DerivedRow("submissions", (entry.submission,), columns)
         if entry.outcome is Outcome.ADMITTED:
             yield from self._admit(node, entry)
         elif (drawn := self._drawn(entry)) is not None:
-            yield Expected("slots", (entry.version, entry.slot), drawn)
+            yield DerivedRow("slots", (entry.version, entry.slot), drawn)
         yield from self._account(node, entry)
 
-    def _admit(self, node: _Node, entry: VerdictEntry) -> Iterator[Expected]:
+    def _admit(self, node: _Node, entry: VerdictEntry) -> Iterator[DerivedRow]:
         node.admitted += 1
         node.tokens += entry.tokens
         rewards = entry.rewards or ()
@@ -138,27 +138,27 @@ class LogFold:
         slot = (entry.version, entry.slot)
         drawn = self._drawn(entry) or {}
         if self._spec.batch.only_signal and not has_signal(rewards):
-            yield Expected("slots", slot, drawn | {"state": SlotState.SET_ASIDE})
+            yield DerivedRow("slots", slot, drawn | {"state": SlotState.SET_ASIDE})
             return
         if drawn:
-            yield Expected("slots", slot, drawn)
+            yield DerivedRow("slots", slot, drawn)
         self._waiting[entry.submission] = _Waiting(slot, sum(rewards) / max(1, len(rewards)))
 
-    def _settle(self, index: int, entry: VerdictEntry) -> Iterator[Expected]:
+    def _settle(self, index: int, entry: VerdictEntry) -> Iterator[DerivedRow]:
         """Apply a second verdict; what it does not confirm is no group any more, unless a step has used it."""
         node = self._nodes.setdefault(entry.node, _Node())
         columns = node.open.pop(entry.submission, {})
         final = {"state": SubmissionState.DONE, "recheck": entry.outcome, "recheck_index": index}
-        yield Expected("submissions", (entry.submission,), columns | final)
+        yield DerivedRow("submissions", (entry.submission,), columns | final)
         if entry.outcome is not Outcome.ADMITTED:
             node.admitted -= 1
             node.tokens -= entry.tokens
             node.rejected += entry.outcome is Outcome.REJECTED
             if self._waiting.pop(entry.submission, None) is not None:
-                yield Expected("groups", (entry.submission,), None)
+                yield DerivedRow("groups", (entry.submission,), None)
         yield from self._account(node, entry)
 
-    def _account(self, node: _Node, entry: VerdictEntry) -> Iterator[Expected]:
+    def _account(self, node: _Node, entry: VerdictEntry) -> Iterator[DerivedRow]:
         """Follow standing and credit: a rejection voids what is pending, and what has vested is final."""
         owed = node.account.follow(entry, rules=self._spec.standing)
         for submission in owed & node.open.keys():
@@ -166,9 +166,9 @@ class LogFold:
         pending = node.account.unvested
         for submission in [name for name in node.open if name not in pending]:
             if node.open[submission]["recheck"] is None:
-                yield Expected("submissions", (submission,), node.open.pop(submission))
+                yield DerivedRow("submissions", (submission,), node.open.pop(submission))
 
-    def _use(self, entry: BatchEntry) -> Iterator[Expected]:
+    def _use(self, entry: BatchEntry) -> Iterator[DerivedRow]:
         used = [(name, self._waiting.pop(name)) for name in entry.submissions if name in self._waiting]
         for submission, waiting in used:
             yield from self._group(submission, waiting, step=entry.step, state=SlotState.USED)
@@ -183,10 +183,10 @@ class LogFold:
                 for submission in node.account.unvested & node.open.keys():
                     node.open[submission] |= _due(node.open[submission])
 
-    def _group(self, submission: str, waiting: _Waiting, *, step: int | None, state: SlotState) -> Iterator[Expected]:
+    def _group(self, submission: str, waiting: _Waiting, *, step: int | None, state: SlotState) -> Iterator[DerivedRow]:
         columns = {"slot": waiting.slot, "reward_mean": waiting.reward_mean, "step": step}
-        yield Expected("groups", (submission,), columns)
-        yield Expected("slots", waiting.slot, {"state": state})
+        yield DerivedRow("groups", (submission,), columns)
+        yield DerivedRow("slots", waiting.slot, {"state": state})
 
     def _drift(self, node: _Node, entry: VerdictEntry) -> None:
         """Follow the node's drift through slots that were admitted but for it."""

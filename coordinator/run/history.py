@@ -21,8 +21,8 @@ from typing import Final
 from coordinator.errors import BadConfiguration, HistoryLost
 from coordinator.storage import log
 from coordinator.storage.database import Connection, Database
-from node.protocol.messages import CHECKPOINT_DOMAIN, MAX_MESSAGE_BYTES, MESSAGE_VERSION, Checkpoint
-from shardcast.envelope import open_envelope
+from node.audit.checkpoints import open_checkpoint
+from node.protocol.messages import MAX_MESSAGE_BYTES, Checkpoint
 from shardcast.errors import PeerFault
 from shardcast.files import read_bounded, sync_folder
 from shardcast.wire import decode, encode
@@ -37,7 +37,7 @@ def current_checkpoint(connection: Connection, *, run_id: str, now: float) -> Ch
     return Checkpoint(run_id=run_id, size=size, root=log.root(connection, size).hex(), issued_at=int(now))
 
 
-class History:
+class KeptHistory:
     """The kept checkpoint of one folder; thread-safe. With `signer`, it is an envelope signed by that key."""
 
     def __init__(self, folder: Path, *, run_id: str, signer: bytes | None = None) -> None:
@@ -51,13 +51,7 @@ class History:
         try:
             data = read_bounded(self.path, max_bytes=_MAX_BYTES)
             if self._signer is not None:
-                data = open_envelope(
-                    data,
-                    domain=CHECKPOINT_DOMAIN,
-                    versions=(MESSAGE_VERSION,),
-                    max_payload_bytes=MAX_MESSAGE_BYTES,
-                    signer=self._signer,
-                ).payload
+                return open_checkpoint(data, run_id=self._run_id, signer=self._signer)
             kept = decode(Checkpoint, data, max_bytes=MAX_MESSAGE_BYTES)
         except FileNotFoundError:
             return None

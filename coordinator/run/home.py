@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
-from coordinator.run.history import History
+from coordinator.run.history import KeptHistory
 from coordinator.storage import locks, log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Database, sqlite_url, without_password
@@ -88,7 +88,7 @@ def _initialise(
         locks.exclusive(connection)
         known = read_facts(connection)
         if known.get(PUBLIC_KEY, public_key.hex()) == public_key.hex():
-            History(folder, run_id=run_id, signer=public_key).check(connection)
+            KeptHistory(folder, run_id=run_id, signer=public_key).check(connection)
         if not known:
             add_facts(connection, {PUBLIC_KEY: public_key.hex(), SPEC: text.decode(), BLOBS: store})
             log.append(connection, RunEntry(run_id=run_id, spec_digest=spec.digest))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
-from coordinator.run.history import History, current_checkpoint
+from coordinator.run.history import KeptHistory, current_checkpoint
 from coordinator.run.home import Home
 from coordinator.run.membership import membership_of
 from coordinator.run.relays import RelayRegistry
@@ -67,7 +67,7 @@ class Coordinator:
         self._leases_per_address = leases_per_address
         self._signed = SignedRequestLog(home.database)
         self._membership = membership_of(home, key=key)
-        self._history = History(home.folder, run_id=home.run_id, signer=home.public_key)
+        self._history = KeptHistory(home.folder, run_id=home.run_id, signer=home.public_key)
         self._history_due = 0.0
         # Secret, or an attacker could search for a node key that is placed next to a victim's.
         self.relays = RelayRegistry(

@@ -26,7 +26,7 @@ QUEUED: Final = (SubmissionState.QUEUED, SubmissionState.VERIFYING)
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedVerdict:
+class VerdictLeaf:
     """The first verdict on a submission as the log has it: the exact leaf, and the entry that it encodes."""
 
     log_index: int
@@ -71,7 +71,7 @@ class QueueLength:
     second: int
 
 
-def logged_verdict(connection: Connection, submission: str) -> LoggedVerdict | SubmissionState | None:
+def logged_verdict(connection: Connection, submission: str) -> VerdictLeaf | SubmissionState | None:
     """Return the log's first verdict on a submission, its state before there is one, None if it is unknown.
 
     Of the submission's own row, which can change, only the place in the log is believed, and that only if the leaf
@@ -91,7 +91,7 @@ def logged_verdict(connection: Connection, submission: str) -> LoggedVerdict | S
         raise StorageFault(f"log entry {row.log_index}, of submission {submission}, is not a verdict") from error
     if entry.submission != submission or entry.recheck:
         raise StorageFault(f"log entry {row.log_index} is not the first verdict on submission {submission}")
-    return LoggedVerdict(log_index=row.log_index, leaf=leaf, entry=entry)
+    return VerdictLeaf(log_index=row.log_index, leaf=leaf, entry=entry)
 
 
 def submission_row(connection: Connection, submission: str) -> SubmissionRow | None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
-from coordinator.run.history import History
+from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway, advice
@@ -99,7 +99,7 @@ class Trainer:
         self._server = server
         self._state = settings.state
         self._team = Team(settings.state, settings.execution)
-        self._history = History(settings.state, run_id=home.run_id)
+        self._history = KeptHistory(settings.state, run_id=home.run_id)
         self._stop = threading.Event()
         self._missing = 0
 

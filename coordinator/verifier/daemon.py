@@ -17,7 +17,7 @@ import torch
 
 from coordinator.errors import StoreAway
 from coordinator.metrics.roles import VerifierMetrics
-from coordinator.run.history import History
+from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import locks, rebuilds, training, verdicts
 from coordinator.storage.faults import DatabaseAway, advice
@@ -74,7 +74,7 @@ class Verifier:
         environments = [load_environment(environment) for environment in home.spec.environments]
         self._rules = Rules(home.run_id, home.spec, environments)
         self._bodies = body_reader(home)
-        self._history = History(settings.state, run_id=home.run_id)
+        self._history = KeptHistory(settings.state, run_id=home.run_id)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""

@@ -36,6 +36,7 @@ from typing import Final
 import click
 from rich.console import Console
 
+from node.audit.checkpoints import open_checkpoint
 from node.audit.evidence import EvidenceAuditor
 from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
 from node.audit.report import Report, render_json, show
@@ -46,20 +47,16 @@ from node.errors import BadReply, ConfigError, NodeError, StateError
 from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
 from node.protocol.messages import (
-    CHECKPOINT_DOMAIN,
     MAX_ENTRY_BYTES,
-    MAX_MESSAGE_BYTES,
-    MESSAGE_VERSION,
     Checkpoint,
     LogEntry,
     VerdictEntry,
 )
 from node.protocol.run import Descriptor
-from shardcast.envelope import open_envelope
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.files import read_bounded, write_atomically
 from shardcast.urls import valid_sources
-from shardcast.wire import decode, digest, is_digest
+from shardcast.wire import digest, is_digest
 
 DEFAULT_SAMPLE: Final = 20
 MAX_LOG_ENTRIES: Final = 4_000_000
@@ -169,17 +166,7 @@ class _Auditor:
             raise BadReply(f"The checkpoint is not the run's: {error}.", code=error.code) from error
 
     def _open_checkpoint(self, envelope: bytes) -> Checkpoint:
-        opened = open_envelope(
-            envelope,
-            domain=CHECKPOINT_DOMAIN,
-            versions=(MESSAGE_VERSION,),
-            max_payload_bytes=MAX_MESSAGE_BYTES,
-            signer=self._coordinator.run_key,
-        )
-        checkpoint = decode(Checkpoint, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
-        if checkpoint.run_id != self._report.run_id:
-            raise PeerFault("it names another run", code="wrong_run")
-        return checkpoint
+        return open_checkpoint(envelope, run_id=self._report.run_id, signer=self._coordinator.run_key)
 
     async def _check_history(
         self, memory: CheckpointMemory, remembered: bytes, envelope: bytes, checkpoint: Checkpoint

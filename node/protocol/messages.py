@@ -23,6 +23,7 @@ MESSAGE_VERSION = 1
 MAX_CLAIM_BYTES = 2048
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_ENTRY_BYTES = 1024 * 1024
+MAX_RECEIPT_LINE_BYTES = 256 * 1024
 MAX_REJECTIONS = 10
 AUTHORIZATION_SCHEME = "Swarmproof"
 
@@ -226,6 +227,13 @@ class Receipt(Wire, frozen=True):
     tokens: Count
     log_index: Count
     leaf_hash: Digest
+
+
+class KeptReceipt(Wire, frozen=True):
+    """A line of a worker's receipts.ndjson: a receipt and its signed envelope."""
+
+    receipt: Receipt
+    envelope: bytes
 
 
 class Checkpoint(Wire, frozen=True):

@@ -24,14 +24,14 @@ from typing import Final, Self, TypeVar
 
 from node.errors import StateError
 from node.protocol.admission import Outcome
-from node.protocol.messages import Lease, Receipt
+from node.protocol.messages import MAX_RECEIPT_LINE_BYTES, KeptReceipt, Lease, Receipt
 from shardcast.errors import LocalFault, Malformed
 from shardcast.files import FolderLock, read_bounded, sync_folder, write_atomically
 from shardcast.wire import Count, Digest, Wire, decode, encode
 
 log = logging.getLogger(__name__)
 
-MAX_RECORD_BYTES: Final = 256 * 1024
+MAX_RECORD_BYTES: Final = MAX_RECEIPT_LINE_BYTES
 
 T = TypeVar("T")
 
@@ -49,13 +49,6 @@ class PendingDelivery(Wire, frozen=True):
     lease: Lease
     tokens: Count
     submission: Digest | None = None
-
-
-class KeptReceipt(Wire, frozen=True):
-    """A receipt and its signed envelope."""
-
-    receipt: Receipt
-    envelope: bytes
 
 
 @dataclass(slots=True)

@@ -28,9 +28,17 @@ from node.audit.log import LeafTree
 from node.protocol.admission import Figures, Outcome
 from node.protocol.evidence import Totals
 from node.protocol.merkle import leaf_hash
-from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, PolicyEntry, Receipt, RunEntry, VerdictEntry
+from node.protocol.messages import (
+    BatchEntry,
+    Checkpoint,
+    KeptReceipt,
+    LogEntry,
+    PolicyEntry,
+    Receipt,
+    RunEntry,
+    VerdictEntry,
+)
 from node.protocol.run import EnvironmentSpec, RunSpec
-from node.worker.state import KeptReceipt
 from shardcast.wire import encode
 
 RUN_ID = "ab" * 32

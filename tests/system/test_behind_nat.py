@@ -19,10 +19,9 @@ from waiting import until
 from coordinator.run.peer_child import PEER_FOLDER, PeerPlan
 from node.keys.identity import create_key, load_key
 from node.protocol.admission import Outcome
-from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, Receipt
+from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, KeptReceipt, Receipt
 from node.protocol.peers import Address, Invitation
 from node.protocol.run import run_id_of
-from node.worker.state import KeptReceipt
 from shardcast.envelope import open_envelope
 from shardcast.wire import decode
 

@@ -22,7 +22,7 @@ from swarm import RUN_KEY
 
 from coordinator.errors import HistoryLost
 from coordinator.integrity.start import check_start
-from coordinator.run.history import FILE, History
+from coordinator.run.history import FILE, KeptHistory
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import log
@@ -88,8 +88,8 @@ def rolled_back(actors: SigningActors, folder: Path, keep: Callable[[], object])
     shutil.copy(folder / "older", data / "swarmproof.sqlite3")
 
 
-def of_process(actors: SigningActors, state: Path) -> History:
-    return History(state, run_id=actors.home.run_id)
+def of_process(actors: SigningActors, state: Path) -> KeptHistory:
+    return KeptHistory(state, run_id=actors.home.run_id)
 
 
 def test_a_rolled_back_database_is_refused_before_anything_is_signed(actors: SigningActors, tmp_path: Path) -> None:

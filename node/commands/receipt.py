@@ -1,0 +1,54 @@
+"""`swarmproof receipt`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from node.commands.click_ext import CouldNotRun, reported
+from node.commands.joining_options import check_run_id
+from node.commands.options import json_option
+
+
+@click.group()
+def receipt() -> None:
+    """Check the receipts that a run has signed.
+
+    \b
+    Example:
+      swarmproof receipt verify ~/.swarmproof/5f3c.../worker/receipts.ndjson \\
+        --run-id 5f3c... --coordinator http://192.0.2.1:8700
+    """
+
+
+@receipt.command()
+@click.argument("sources", nargs=-1, required=True, metavar="FILE|URL...")
+@click.option(
+    "--run-id",
+    metavar="ID",
+    required=True,
+    callback=check_run_id,
+    help="Which run; all that is trusted follows from it.",
+)
+@click.option("--coordinator", metavar="URL", help="Whose log to ask.  [default: that of the first URL]")
+@json_option("One JSON object instead of a line for each receipt.")
+@click.pass_context
+def verify(
+    ctx: click.Context, *, sources: tuple[str, ...], run_id: str, coordinator: str | None, as_json: bool
+) -> None:
+    """Check receipts against the run's log: of files, such as a worker's receipts.ndjson, or of URLs.
+
+    \b
+    Example:
+      swarmproof receipt verify http://192.0.2.1:8700/v1/receipts/7b1e... --run-id 5f3c...
+
+    Exit code 0: the log holds what they promise. 1: it does not, which proves that the run broke its word.
+    2: it could not be checked.
+    """
+    with reported(CouldNotRun):
+        from node.audit.receipts import coordinator_of, verify_receipts
+
+        url = coordinator_of(sources, coordinator)
+        code = asyncio.run(verify_receipts(sources, run_id=run_id, url=url, as_json=as_json))
+    ctx.exit(code)
