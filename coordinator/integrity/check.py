@@ -68,6 +68,7 @@ class _StateCheck:
         self, home: Home, connection: Connection, *, repair: bool, report: Callable[[Difference], None]
     ) -> None:
         self._home, self._connection = home, connection
+        self._run_id = home.run_id  # derived at each call
         self._repair, self._report = repair, report
         self._batches = defaultdict[str, list[DerivedRow]](list)
 
@@ -76,7 +77,7 @@ class _StateCheck:
             lost = "not compared: nothing confirms the log that they follow from"
             self._report(Difference("all other tables", "", "", lost, "unknown", can_repair=False))
             return
-        fold = LogFold(run_id=self._home.run_id, spec=self._home.spec)
+        fold = LogFold(run_id=self._run_id, spec=self._home.spec)
         self._follow(fold)
         for table, rows in fold.tables.items():
             self._compare_table(table, rows)
@@ -125,9 +126,7 @@ class _StateCheck:
         changed = {
             column: value
             for column, value in derived.items()
-            if not is_same(
-                table, column, stored[column], value, run_id=self._home.run_id, public_key=self._home.public_key
-            )
+            if not is_same(table, column, stored[column], value, run_id=self._run_id, public_key=self._home.public_key)
         }
         for column, value in changed.items():
             self._differs(table, key, column, stored[column], value, can_repair=(table, column) not in UNDERIVABLE)

@@ -19,7 +19,8 @@ from coordinator.run.history import KeptHistory, current_checkpoint
 from coordinator.run.home import Home
 from coordinator.run.membership import membership_of
 from coordinator.run.relays import RelayRegistry
-from coordinator.storage import accounts, instances, locks, log, nodes, uploads, work
+from coordinator.storage import instances, locks, log, nodes, uploads, work
+from coordinator.storage.accounts import LogAccounts, standing_report
 from coordinator.storage.blobs import Upload, UploadStore
 from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import Incoming
@@ -69,6 +70,7 @@ class Coordinator:
         self._membership = membership_of(home, key=key)
         self._history = KeptHistory(home.folder, run_id=home.run_id, signer=home.public_key)
         self._history_due = 0.0
+        self._accounts = LogAccounts(rules=home.spec.standing)
         # Secret, or an attacker could search for a node key that is placed next to a victim's.
         self.relays = RelayRegistry(
             home.database, fixed=relay_urls, salt=derive("swarmproof/1 relay tree", key.private_bytes_raw())
@@ -118,7 +120,7 @@ class Coordinator:
     def standing(self, node: str, *, now: float) -> NodeStanding:
         """Return a node's public standing report; a default one for an unknown node."""
         with self.home.database.read() as connection:
-            return accounts.standing_report(connection, node, spec=self.home.spec, now=now)
+            return standing_report(connection, node, accounts=self._accounts, spec=self.home.spec, now=now)
 
     def return_lease(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
         """End a lease early, on its holder's request."""

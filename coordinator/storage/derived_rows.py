@@ -5,6 +5,7 @@ A row's `slot` is the (version, number) of the slot that its `slot_id` names.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -74,8 +75,17 @@ def key_columns(table: str) -> tuple[str, ...]:
 
 def rows_of(connection: Connection, table: str, keys: Sequence[Key]) -> dict[Key, Mapping[str, Any]]:
     """Return the stored rows with these keys, at most PAGE_ROWS of them."""
-    columns = [TABLES[table].c[name] for name in key_columns(table)]
-    wanted = columns[0].in_([key[0] for key in keys]) if len(columns) == 1 else tuple_(*columns).in_(keys)
+    *leading, last = (TABLES[table].c[name] for name in key_columns(table))
+    # SQLite reads the whole table for a list of tuples, and an index for each of these.
+    ends = defaultdict[Key, list[Any]](list)
+    for key in keys:
+        ends[key[:-1]].append(key[-1])
+    wanted = or_(
+        *(
+            and_(*(column == value for column, value in zip(leading, start, strict=True)), last.in_(values))
+            for start, values in ends.items()
+        )
+    )
     return dict(_keyed(table, row) for row in connection.execute(_select(table).where(wanted)).mappings())
 
 

@@ -155,13 +155,6 @@ def is_pending() -> ColumnElement[bool]:
     )
 
 
-def unvested_tokens(connection: Connection, node: str, *, rules: StandingSpec) -> int:
-    """Return the tokens of the node's pending credit."""
-    pending = select(func.coalesce(func.sum(submissions.c.tokens), 0))
-    pending = pending.where(is_pending(), _unvested(connection, node, rules=rules))
-    return int(connection.execute(pending).scalar_one())
-
-
 def _unvested(connection: Connection, node: str, *, rules: StandingSpec) -> ColumnElement[bool]:
     """Return the condition of the node's groups with fewer than `vesting` fully measured admitted ones after them."""
     full = (

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from node.protocol.admission import Outcome
 from node.protocol.run import StandingSpec
 
-if TYPE_CHECKING:
-    from node.protocol.messages import VerdictEntry
+
+class CreditedVerdict(Protocol):
+    """What credit and standing follow from: these fields of a VerdictEntry."""
+
+    @property
+    def submission(self) -> str: ...
+    @property
+    def outcome(self) -> Outcome: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def spot(self) -> int | None: ...
+    @property
+    def recheck(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +123,7 @@ class Account:
         """The submissions behind `pending`."""
         return frozenset(self._pending)
 
-    def follow(self, entry: VerdictEntry, *, rules: StandingSpec) -> frozenset[str]:
+    def follow(self, entry: CreditedVerdict, *, rules: StandingSpec) -> frozenset[str]:
         """Apply the node's next verdict; return the submissions that must be rechecked because of it."""
         if entry.recheck:
             return self._settle(entry, rules=rules)
@@ -124,7 +136,7 @@ class Account:
             return self._void()
         return frozenset()
 
-    def _admit(self, entry: VerdictEntry, *, rules: StandingSpec) -> None:
+    def _admit(self, entry: CreditedVerdict, *, rules: StandingSpec) -> None:
         if entry.spot is not None:
             self._pending[entry.submission] = _Pending(entry.tokens, since=self.full)
             return
@@ -134,7 +146,7 @@ class Account:
         ripe = [name for name, one in self._pending.items() if self.full - one.since >= rules.vesting]
         self.vested += sum(self._pending.pop(name).tokens for name in ripe)
 
-    def _settle(self, entry: VerdictEntry, *, rules: StandingSpec) -> frozenset[str]:
+    def _settle(self, entry: CreditedVerdict, *, rules: StandingSpec) -> frozenset[str]:
         pending = self._pending.pop(entry.submission, None)
         if entry.outcome is Outcome.ADMITTED:
             self.vested += 0 if pending is None else pending.tokens
