@@ -107,7 +107,9 @@ def restore(
         "entries are gone, and be right.\n"
         "If a policy was published since, the next one has its version and other weights, which nodes take for fraud: "
         "then begin a new run, with a new key.\n"
-        "Never start the old coordinator or trainer again, and prefer the newest backup that there is."
+        "Never start the old coordinator or trainer again, and prefer the newest backup that there is.\n"
+        "Verifiers that saw more of the log refuse this one: give them a new --state, or see `swarmproof check "
+        "--accept-rollback`."
     )
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Select,
     Table,
     and_,
     delete,
     exists,
+    false,
     func,
     insert,
     not_,
@@ -170,12 +172,14 @@ def unlogged_verdicts(connection: Connection, *, logged: int | None) -> Iterator
         after = page[-1].submission
 
 
+def _revoked() -> ColumnElement[bool]:
+    """Return the condition of submissions whose admission a second verdict did not confirm."""
+    return submissions.c.recheck.in_((Outcome.REJECTED, Outcome.INDETERMINATE))
+
+
 def unlogged_groups(connection: Connection) -> list[Key]:
     """Return groups of submissions that the rows of `submissions` do not show as admitted."""
-    revoked = and_(
-        submissions.c.recheck.in_((Outcome.REJECTED, Outcome.INDETERMINATE)),
-        groups.c.step.is_(None),
-    )
+    revoked = and_(func.coalesce(_revoked(), false()), groups.c.step.is_(None))
     wrong = or_(submissions.c.outcome.is_distinct_from(Outcome.ADMITTED), revoked)
     query = select(groups.c.submission).join(submissions, submissions.c.submission == groups.c.submission).where(wrong)
     return [(name,) for name in connection.execute(query.order_by(groups.c.submission)).scalars()]
@@ -184,10 +188,11 @@ def unlogged_groups(connection: Connection) -> list[Key]:
 def unlogged_slots(connection: Connection, *, batch: BatchSpec) -> list[tuple[Key, str, SlotState]]:
     """Return slots in a state that only an admitted group gives, without one: key, state, and what it has to be."""
     of_group = exists().where(groups.c.slot_id == slots.c.id)
-    admitted = exists().where(submissions.c.slot_id == slots.c.id, submissions.c.outcome == Outcome.ADMITTED)
+    here = (submissions.c.slot_id == slots.c.id, submissions.c.outcome == Outcome.ADMITTED)
+    confirmed = exists().where(*here, or_(submissions.c.recheck.is_(None), not_(_revoked())))
     wrong = or_(
-        and_(slots.c.state.in_((SlotState.USED, SlotState.ADMITTED)), not_(of_group)),
-        and_(slots.c.state == SlotState.SET_ASIDE, not_(admitted)),
+        and_(slots.c.state.in_((SlotState.USED, SlotState.ADMITTED)), not_(or_(of_group, confirmed))),
+        and_(slots.c.state == SlotState.SET_ASIDE, not_(exists().where(*here))),
     )
     waiting = exists().where(submissions.c.slot_id == slots.c.id, submissions.c.outcome.is_(None))
     leased = exists().where(leases.c.slot_id == slots.c.id, leases.c.state == LeaseState.ACTIVE)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 from storm import Storm
 from swarm import RUN_KEY
 
@@ -27,13 +28,15 @@ from coordinator.storage.schema import (
     log_nodes,
     nodes,
     policies,
+    problem_means,
     slots,
     steps,
     submissions,
     verdict_tallies,
 )
+from coordinator.storage.verdicts import QueueItem
 from node.protocol.admission import Outcome
-from node.protocol.run import StandingSpec
+from node.protocol.run import EnvironmentSpec, PoolsSpec, ProblemsSpec, StandingSpec
 
 RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
 
@@ -197,3 +200,45 @@ def test_a_changed_leaf_is_named_and_nothing_is_derived_from_it(actors: Actors, 
 def test_a_lost_leaf_is_named(actors: Actors) -> None:
     change(actors, delete(log_entries).where(log_entries.c.index == 3))
     assert [(one.table, one.key) for one in check(actors)] == [("log_entries", "3"), ("all other tables", "")]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_lost_row_that_the_log_cannot_give_back_is_named_as_such_and_nothing_is_made_up(actors: Actors) -> None:
+    """Of a group the log has the rewards, not the blob: its slot stays used all the same."""
+    change(actors, delete(groups).where(groups.c.step == 0))
+    found = check(actors, repair=True)
+    assert {(one.table, one.stored, one.derived, one.can_repair) for one in found} == {
+        ("groups", "nothing", "a row", False)
+    }
+    assert check(actors) == found
+
+
+class _Varied(Actors):
+    """Groups with signal and without."""
+
+    def decide(self, claimed: QueueItem, outcome: Outcome, *, best: float = 0.5) -> bool:
+        return super().decide(claimed, outcome, best=(0.5, 1.0, 0.0)[claimed.slot % 3])
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_pools_and_groups_without_signal_are_followed_too(tmp_path: Path, database_url: str | None) -> None:
+    finite = EnvironmentSpec(name="arithmetic", problems=ProblemsSpec(count=5))
+    spec = spec_of(standing=RULES, groups_per_step=2, steps=6)
+    batch = msgspec.structs.replace(spec.batch, only_signal=True, pools=PoolsSpec())
+    spec = msgspec.structs.replace(spec, batch=batch, environments=(finite,))
+    actors = _Varied(create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec, database_url=database_url))
+    storm = Storm(actors, 3)
+    for _ in range(700):
+        storm.step()
+    assert check(actors) == []
+    with actors.home.database.read() as connection:
+        assert connection.execute(select(func.count()).select_from(problem_means)).scalar_one() > 1
+        states = set(connection.execute(select(slots.c.state)).scalars())
+    assert {"set_aside", "used"} <= states
+    change(actors, update(problem_means).values(before=0.25), update(slots).values(candidate=9))
+    assert {(one.table, one.column) for one in check(actors, repair=True)} >= {
+        ("problem_means", "before"),
+        ("slots", "candidate"),
+    }
+    assert not [one for one in check(actors) if one.table == "problem_means"]
+    actors.home.database.close()
