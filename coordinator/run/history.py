@@ -5,7 +5,7 @@ history: proof of fraud to everybody who has seen the first. So each process tha
 checkpoint that it knows of in a file of its own folder, and does not start on a log that does not extend it:
 
     --data/log.checkpoint     the signed checkpoint that was last published, kept by the coordinator
-    --state/log.checkpoint    size and root of the log as a verifier or the trainer last left it, unsigned
+    --state/log.seen          size and root of the log as a verifier or the trainer last left it, unsigned
 
 Extension is judged by the stored Merkle tree, of which `swarmproof check` recomputes every node.
 """
@@ -27,7 +27,8 @@ from shardcast.errors import PeerFault
 from shardcast.files import read_bounded, sync_folder
 from shardcast.wire import decode, encode
 
-FILE: Final = "log.checkpoint"
+PUBLISHED: Final = "log.checkpoint"
+SEEN: Final = "log.seen"
 _MAX_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 
 
@@ -41,7 +42,7 @@ class KeptHistory:
     """The kept checkpoint of one folder; thread-safe. With `signer`, it is an envelope signed by that key."""
 
     def __init__(self, folder: Path, *, run_id: str, signer: bytes | None = None) -> None:
-        self.path = folder / FILE
+        self.path = folder / (SEEN if signer is None else PUBLISHED)
         self._run_id, self._signer = run_id, signer
         self._lock = threading.Lock()
         self._kept_size: int | None = None
@@ -85,7 +86,7 @@ class KeptHistory:
             if checkpoint.size <= self._kept_size:
                 return
             # Other processes may have this folder, too.
-            temporary = self.path.with_name(f"{FILE}.{os.getpid()}.tmp")
+            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
             with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
@@ -103,7 +104,7 @@ class KeptHistory:
 
     def set_aside(self) -> Path:
         """Rename the kept checkpoint, so that the log may go on from an older state; return its new path."""
-        target = self.path.with_name(f"{FILE}.abandoned-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        target = self.path.with_name(f"{self.path.name}.abandoned-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
         self.path.rename(target)
         sync_folder(self.path.parent)
         return target

@@ -31,8 +31,9 @@ from trainers import (
 from waiting import until
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
-from coordinator.storage import training
+from coordinator.storage import log, training
 from coordinator.storage.schema import groups, policies, steps
 from coordinator.storage.training import PolicyRecord
 from coordinator.training import initial
@@ -53,6 +54,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], li
     folder = tmp_path_factory.mktemp("undisturbed")
     with run_in(folder) as home:
         train_to_the_end(home, folder)
+        kept = KeptHistory(folder, run_id=home.run_id).load()
+        with home.database.read() as connection:
+            assert kept is not None
+            assert kept.size == log.size(connection), "else it would go on from an older database"
         return outcome_of(home)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from click.testing import CliRunner, Result
 from run_files import small_run_toml
 from signing_actors import SigningActors
 from sqlalchemy import update
-from swarm import RUN_KEY
+from swarm import RUN_KEY, serve
 
 from coordinator.errors import HistoryLost
 from coordinator.integrity.start import check_start
-from coordinator.run.history import FILE, KeptHistory
+from coordinator.run.history import PUBLISHED, SEEN, KeptHistory, current_checkpoint
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import log
@@ -31,6 +32,7 @@ from node import cli
 from node.keys.identity import write_key
 from node.protocol.admission import Outcome
 from node.protocol.run import parse_run_toml
+from shardcast.wire import encode
 
 TOML = small_run_toml("start", steps=12, groups_per_step=2)
 
@@ -94,13 +96,13 @@ def of_process(actors: SigningActors, state: Path) -> KeptHistory:
 
 def test_a_rolled_back_database_is_refused_before_anything_is_signed(actors: SigningActors, tmp_path: Path) -> None:
     rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0))
-    before = (tmp_path / "run" / FILE).read_bytes()
+    before = (tmp_path / "run" / PUBLISHED).read_bytes()
     for role in ("coordinator", "verifier", "trainer"):
         said = refused(role, tmp_path)
         assert "has 5 entries" in said
         assert "checkpoint of 7" in said
     assert entries(actors.home) == 5
-    assert (tmp_path / "run" / FILE).read_bytes() == before
+    assert (tmp_path / "run" / PUBLISHED).read_bytes() == before
 
 
 @pytest.mark.parametrize("role", ["verifier", "trainer"])
@@ -109,7 +111,7 @@ def test_a_verifier_or_trainer_that_saw_more_refuses_though_the_data_folder_is_o
 ) -> None:
     """A whole machine was put back: only what another keeps knows of what was published since."""
     rolled_back(actors, tmp_path, lambda: of_process(actors, tmp_path / role).keep_current(actors.home.database))
-    assert not (tmp_path / "run" / FILE).exists()
+    assert not (tmp_path / "run" / PUBLISHED).exists()
     assert "older than its log was" in refused(role, tmp_path)
     assert entries(actors.home) == 5
 
@@ -148,13 +150,41 @@ def test_a_rollback_that_the_operator_accepts_is_on_record(actors: SigningActors
     assert accepted.output.count("had 7 entries, and goes on from 5") == 2
     assert "begin a new run" in accepted.output
     check_start(home, state)
-    assert len(list(tmp_path.glob(f"*/{FILE}.abandoned-*"))) == 2
+    assert {path.name.partition(".abandoned-")[0] for path in tmp_path.glob("*/*.abandoned-*")} == {PUBLISHED, SEEN}
     home.database.close()
 
 
 def test_a_forged_checkpoint_in_the_data_folder_is_not_believed(actors: SigningActors, tmp_path: Path) -> None:
     of_process(actors, tmp_path / "run").keep_current(actors.home.database)
+    (tmp_path / "run" / SEEN).rename(tmp_path / "run" / PUBLISHED)
     assert "cannot be read as a checkpoint of this run" in start("verifier", tmp_path).stderr
+
+
+def test_no_checkpoint_is_shown_before_it_is_kept(actors: SigningActors, tmp_path: Path) -> None:
+    with serve(Coordinator(actors.home, key=RUN_KEY)) as url:
+        with urllib.request.urlopen(f"{url}/v1/log/checkpoint", timeout=60) as reply:
+            shown = reply.read()
+        assert (tmp_path / "run" / PUBLISHED).read_bytes() == shown
+        actors.work("b")
+        name = actors.work("b")
+        with urllib.request.urlopen(f"{url}/v1/receipts/{name}", timeout=60):
+            pass
+    kept = KeptHistory(tmp_path / "run", run_id=actors.home.run_id, signer=PUBLIC_KEY).load()
+    assert kept is not None
+    assert kept.size == entries(actors.home), "a receipt is a promise, too"
+
+
+def test_an_older_checkpoint_never_replaces_a_newer_one(actors: SigningActors, tmp_path: Path) -> None:
+    """Requests overtake each other, and two APIs may share a folder."""
+    mine, other = of_process(actors, tmp_path / "v"), of_process(actors, tmp_path / "v")
+    with actors.home.database.read() as connection:
+        old = current_checkpoint(connection, run_id=actors.home.run_id, now=1.0)
+    actors.work("b")
+    mine.keep_current(actors.home.database)
+    newest = mine.load()
+    other.keep(old, encode(old))
+    mine.keep(old, encode(old))
+    assert mine.load() == newest != old
 
 
 def test_an_honest_run_starts(actors: SigningActors, tmp_path: Path) -> None:

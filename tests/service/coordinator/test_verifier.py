@@ -15,7 +15,10 @@ import pytest
 import torch
 from swarm import Swarm, running, small_spec
 from verifying import Part, drawn
+from waiting import until
 
+from coordinator.run.history import KeptHistory
+from coordinator.storage import log
 from coordinator.verifier import daemon as verifier
 from coordinator.verifier import policy_cache as policy_shelf
 from coordinator.verifier.policy_cache import PolicyCache
@@ -95,6 +98,10 @@ def test_work_that_went_on_under_a_policy_of_the_run_is_admitted(run: Run) -> No
     run.publish(1)
     receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
     assert (receipt.outcome, receipt.version) == (Outcome.ADMITTED, 0), receipt.detail
+    kept = KeptHistory(run.folder / "verifier", run_id=run.swarm.home.run_id)
+    with run.swarm.home.database.read() as connection:
+        size = log.size(connection)
+    until(lambda: (seen := kept.load()) is not None and seen.size == size)  # or it would go on from an older database
 
 
 def test_naming_a_policy_that_is_not_in_the_log_is_rejected_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

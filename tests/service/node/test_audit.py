@@ -26,7 +26,7 @@ from sqlalchemy import delete, update
 from verifying import InMemory, Part, drawn
 
 from coordinator.app import create_app
-from coordinator.run.history import FILE
+from coordinator.run.history import PUBLISHED
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import log
@@ -244,7 +244,7 @@ Edit = Callable[[list[LogEntry]], list[LogEntry]]
 
 def forged(run: Audited, to: Path, edit: Edit) -> Path:
     """A copy of the run whose operator, who has the run's key, wrote another log over the same evidence."""
-    shutil.copytree(run.home, to, ignore=shutil.ignore_patterns(FILE))  # by which an honest operator would notice
+    shutil.copytree(run.home, to, ignore=shutil.ignore_patterns(PUBLISHED))  # by which an honest operator would notice
     home = create_home(to, public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
     with home.database.write() as connection:
         old = [decode(LogEntry, leaf, max_bytes=10_000) for leaf in log.leaves(connection, 0, 1000)]
