@@ -1,0 +1,105 @@
+"""Blobs that rotted, or that somebody exchanged for others that are whole: `swarmproof check` reads them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, update
+from swarm import Swarm, running
+
+from coordinator.integrity.check import check_state
+from coordinator.integrity.differences import Difference
+from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.schema import groups, submissions
+from coordinator.training.groups import decode_group, encode_group
+from node.protocol.admission import Outcome
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Swarm]:
+    """A run with two admitted groups of two nodes, measured and kept by a real verifier."""
+    with running(tmp_path_factory.mktemp("run"), tiny_policy_path) as swarm:
+        for _ in range(2):
+            peer = swarm.peer()
+            lease = peer.lease()
+            assert swarm.judge(peer, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
+        yield swarm
+
+
+def check(swarm: Swarm) -> list[Difference]:
+    found: list[Difference] = []
+    check_state(swarm.home, (), report=found.append)
+    return found
+
+
+def column(swarm: Swarm, table: object, name: str) -> list[str]:
+    with swarm.home.database.read() as connection:
+        return list(connection.execute(select(table.c[name]).order_by(table.c.submission)).scalars())
+
+
+@contextmanager
+def rows_set(swarm: Swarm, table: object, name: str, values: list[str]) -> Iterator[None]:
+    """One column of both rows, as the block has it."""
+    keys, before = column(swarm, table, "submission"), column(swarm, table, name)
+
+    def write(these: list[str]) -> None:
+        with swarm.home.database.write() as connection:
+            for key, value in zip(keys, these, strict=True):
+                connection.execute(update(table).where(table.c.submission == key).values({name: value}))
+
+    write(values)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def test_an_honest_run_has_no_difference(swarm: Swarm) -> None:
+    assert check(swarm) == []
+
+
+@pytest.mark.parametrize("name", ["request", "body", "evidence"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["flipped", "gone"])
+def test_a_blob_that_rotted_is_named(swarm: Swarm, name: str, damage: Callable[[bytes], bytes] | None) -> None:
+    blob = column(swarm, submissions, name)[0]
+    blobs = swarm.home.blobs
+    assert isinstance(blobs, FolderBlobs)
+    path = blobs.path(blob)
+    whole = path.read_bytes()
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(whole))
+    try:
+        found = check(swarm)
+    finally:
+        path.write_bytes(whole)
+    assert {(one.table, one.key, one.can_repair) for one in found} >= {("blobs", blob, False)}
+    assert ("missing" if damage is None else "damaged") in found[0].stored
+    assert f"{name} of submission" in found[0].derived
+
+
+def test_a_group_that_was_exchanged_for_another_is_named(swarm: Swarm) -> None:
+    """Whole, and admitted: only not what this node did in this slot."""
+    with rows_set(swarm, groups, "blob", column(swarm, groups, "blob")[::-1]):
+        assert [one.stored for one in check(swarm)] == ["other tokens than were submitted"] * 2
+
+
+def test_a_group_with_other_rewards_is_named(swarm: Swarm) -> None:
+    first, second = column(swarm, groups, "blob")
+    group = decode_group(swarm.home.blobs.get(first, max_bytes=2**24))
+    forged = replace(group, rewards=tuple(1.0 - reward / 2 for reward in group.rewards))
+    with rows_set(swarm, groups, "blob", [swarm.home.blobs.put(encode_group(forged)), second]):
+        (one,) = check(swarm)
+    assert one.stored == "another policy or other rewards than were logged"
+
+
+def test_a_request_that_is_another_nodes_is_named(swarm: Swarm) -> None:
+    with rows_set(swarm, submissions, "request", column(swarm, submissions, "request")[::-1]):
+        found = check(swarm)
+    assert {(one.table, one.column) for one in found} == {("submissions", "request"), ("blobs", "")}
+    assert sum("another run's, node's or body's request" in one.stored for one in found) == 2
