@@ -147,7 +147,9 @@ CASES = {
     ),
     "sampling": Case("--rounds 1", "warm_up_seconds"),
     "scale": Case("--relays 10 --workers 50", "intellect2_s", sections=["rows", "chunk_costs"]),
-    "state": Case("--entries 400 --repeats 1", "start_seconds check_seconds", most={"start_seconds": 1.0}),
+    "state": Case(
+        "--entries 400 --repeats 1", "start_seconds accounts_seconds check_seconds", most={"start_seconds": 1.0}
+    ),
     "step": Case(
         "--hidden 64 --layers 1 --vocabulary 64 --prompt 24 --completion 16 --rounds 1",
         "seconds seconds_padded step_vs_padded tokens_per_s model_flops_per_s loss_difference",
