@@ -141,7 +141,7 @@ class _StateCheck:
             if self._repair:
                 derived_rows.remove(self._connection, table, key)
             return
-        can_add = table in ("verdict_tallies", "problem_means")
+        can_add = table in ("verdict_tallies", "problem_means", "deliveries")
         self._differs(table, key, "", None, "a row", can_repair=can_add)
         if can_add and self._repair:
             derived_rows.add(self._connection, table, key, derived)

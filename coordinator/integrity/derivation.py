@@ -10,13 +10,13 @@ descriptors, relays, times of arrival and waiting, and the measurements behind a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from msgspec import UnsetType
 
-from coordinator.storage.schema import RECHECK_DUE, SlotState, SubmissionState
+from coordinator.storage.schema import RECHECK_DUE, UNKNOWN_SIGNAL, SlotState, SubmissionState
 from coordinator.storage.tallies import WIDTHS, VerdictKind
 from node.protocol.admission import DRIFT, Outcome, has_signal
 from node.protocol.evidence import Drift, follow
@@ -71,7 +71,9 @@ class _Waiting:
     """An admitted group that no step has used."""
 
     slot: tuple[int, int]
+    node: str
     reward_mean: float
+    signal: bool
 
 
 class LogFold:
@@ -85,7 +87,7 @@ class LogFold:
         self._waiting: dict[str, _Waiting] = {}
         self.first_verdicts = 0
         self.tables: dict[str, dict[Key, Columns]] = {
-            name: {} for name in ("policies", "steps", "nodes", "problem_means", "verdict_tallies")
+            name: {} for name in ("policies", "steps", "nodes", "problem_means", "verdict_tallies", "deliveries")
         }
         """Whole tables, complete after `end`."""
 
@@ -142,7 +144,8 @@ class LogFold:
             return
         if drawn:
             yield DerivedRow("slots", slot, drawn)
-        self._waiting[entry.submission] = _Waiting(slot, sum(rewards) / max(1, len(rewards)))
+        mean = sum(rewards) / max(1, len(rewards))
+        self._waiting[entry.submission] = _Waiting(slot, entry.node, mean, has_signal(rewards))
 
     def _settle(self, index: int, entry: VerdictEntry) -> Iterator[DerivedRow]:
         """Apply a second verdict; what it does not confirm is no group any more, unless a step has used it."""
@@ -172,7 +175,10 @@ class LogFold:
         used = [(name, self._waiting.pop(name)) for name in entry.submissions if name in self._waiting]
         for submission, waiting in used:
             yield from self._group(submission, waiting, step=entry.step, state=SlotState.USED)
+        for gap in entry.gaps:
+            yield DerivedRow("slots", (gap.version, gap.slot), {"state": SlotState.STALE})
         of_groups = [waiting for _, waiting in used]
+        self._count_deliveries(entry, of_groups)
         self.tables["steps"][entry.step,] = {
             "reward_mean": sum(one.reward_mean for one in of_groups) / max(1, len(of_groups)),
             "staleness_mean": sum(entry.step - one.slot[0] for one in of_groups) / max(1, len(of_groups)),
@@ -184,9 +190,27 @@ class LogFold:
                     node.open[submission] |= _due(node.open[submission])
 
     def _group(self, submission: str, waiting: _Waiting, *, step: int | None, state: SlotState) -> Iterator[DerivedRow]:
-        columns = {"slot": waiting.slot, "reward_mean": waiting.reward_mean, "step": step}
+        columns = {
+            "slot": waiting.slot,
+            "reward_mean": waiting.reward_mean,
+            "signal": waiting.signal,
+            "step": step,
+        }
         yield DerivedRow("groups", (submission,), columns)
         yield DerivedRow("slots", waiting.slot, {"state": state})
+
+    def _count_deliveries(self, entry: BatchEntry, used: Sequence[_Waiting]) -> None:
+        signals = {one.slot: int(one.signal) for one in used}
+        of_slots = [("delivered", one.slot, one.node) for one in used]
+        of_slots += [("missed", (miss.version, miss.slot), miss.node) for miss in entry.missed]
+        for column, (version, number), node in of_slots:
+            if (policy := self.tables["policies"].get((version,))) is None:
+                continue
+            where = {"manifest_digest": policy["manifest_digest"], "slot": number}
+            environment = slot_problem(self._spec, run_id=self._run_id, **where).environment
+            key = (node, environment, signals.get((version, number), UNKNOWN_SIGNAL))
+            counts = self.tables["deliveries"].setdefault(key, {"delivered": 0, "missed": 0})
+            counts[column] += 1
 
     def _drift(self, node: _Node, entry: VerdictEntry) -> None:
         """Follow the node's drift through slots that were admitted but for it."""

@@ -1,8 +1,9 @@
 """The quick check at every start of a process that signs or appends; a part of a second, however long the run is.
 
-It compares the kept checkpoints with the stored tree, numbers that are counted in two tables, the newest entries with
-their rows, and the digests of the blobs that training reads next. What it does not see, `check_state` does: a change of
-an older row that leaves every sum as it was, an inner node that no kept root needs, other blobs.
+It compares the kept checkpoints with the stored tree, numbers that are counted in two tables, and the newest entries
+with their rows. What it does not see, `check_state` does: a change of an older row that leaves every sum as it was, an
+inner node that no kept root needs, blobs. The blobs that training needs are checked when they are read, and groups made
+anew.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.errors import StateDiffers, StorageFault, StoreAway
+from coordinator.errors import StateDiffers, StorageFault
 from coordinator.integrity.check import UNDERIVABLE, histories
 from coordinator.integrity.derivation import Columns, Key, policy_columns, verdict_columns
 from coordinator.integrity.differences import Difference, is_same, shown
 from coordinator.run.home import Home
-from coordinator.storage import derived_rows, log, training
+from coordinator.storage import derived_rows, log
 from coordinator.storage.database import Connection
-from coordinator.training.group_size import max_group_bytes
 from node.protocol.merkle import leaf_hash
 from node.protocol.messages import MAX_ENTRY_BYTES, BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from shardcast.errors import Malformed
@@ -26,7 +26,6 @@ from shardcast.wire import decode
 
 NEWEST: Final = 256
 """Entries whose rows are compared."""
-MAX_BLOBS: Final = 64
 _ENTRY: Any = LogEntry  # a union, which type checkers do not take for a type
 _LATER: Final = frozenset({"state", "finished_at"})
 """Columns that depend on later entries."""
@@ -52,7 +51,6 @@ def _differences(home: Home, connection: Connection) -> Iterator[Difference]:
         if one.stored != one.derived:
             yield Difference("sum of", one.what, "", str(one.stored), str(one.derived), can_repair=True)
     yield from _newest(home, connection, size)
-    yield from _blobs(home, connection)
 
 
 def _newest(home: Home, connection: Connection, size: int) -> Iterator[Difference]:
@@ -96,15 +94,3 @@ def _compared(home: Home, table: str, key: Key, stored: Any, expected: Columns) 
         if not is_same(table, column, stored[column], value, run_id=home.run_id, public_key=home.public_key):
             can_repair = (table, column) not in UNDERIVABLE
             yield Difference(table, shown(key), column, shown(stored[column]), shown(value), can_repair)
-
-
-def _blobs(home: Home, connection: Connection) -> Iterator[Difference]:
-    """Read the groups of the step under way, or of the next one; an object store that is away says nothing of them."""
-    for row in training.next_groups(connection, spec=home.spec)[:MAX_BLOBS]:
-        try:
-            home.blobs.get(row.blob, max_bytes=max_group_bytes(home.spec))
-        except StoreAway:
-            return
-        except StorageFault as error:
-            of = f"the group of submission {row.submission}"
-            yield Difference("blobs", row.blob, "", str(error), of, can_repair=False)

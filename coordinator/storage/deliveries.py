@@ -14,14 +14,12 @@ from sqlalchemy import Connection, bindparam, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from coordinator.storage.facts import read_run_id
-from coordinator.storage.schema import deliveries, groups, policies, slots, submissions
+from coordinator.storage.schema import UNKNOWN_SIGNAL, deliveries, groups, policies, slots, submissions
 from node.protocol.messages import MissedSlot
 from node.protocol.run import RunSpec
 from node.protocol.slots import slot_problem
 from node.protocol.withholding import Deliveries
 
-UNKNOWN: Final = -1
-"""The signal of a group that nobody delivered."""
 MOST_NODES: Final = 200
 _INSERT: Final = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _USED: Final = (
@@ -65,7 +63,7 @@ def count_step(connection: Connection, step: int, missed: Sequence[MissedSlot], 
     def count(node: str, version: int, number: int, what: str) -> None:
         where = {"run_id": run_id, "manifest_digest": manifests[version], "slot": number}
         environment = slot_problem(spec, **where).environment
-        counts[node, environment, signals.get((version, number), UNKNOWN)][what] += 1
+        counts[node, environment, signals.get((version, number), UNKNOWN_SIGNAL)][what] += 1
 
     for row in used:
         count(row.node, row.version, row.number, "delivered")
@@ -95,7 +93,7 @@ def read_withheld(connection: Connection) -> dict[str, NodeDeliveries]:
         of_node = found[row.node]
         of_node.by_environment.delivered[row.environment] += row.delivered
         of_node.by_environment.missed[row.environment] += row.missed
-        if row.signal != UNKNOWN:
+        if row.signal != UNKNOWN_SIGNAL:
             of_node.by_signal.delivered[bool(row.signal)] += row.delivered
             of_node.by_signal.missed[bool(row.signal)] += row.missed
     return dict(found)

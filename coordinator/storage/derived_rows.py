@@ -28,11 +28,13 @@ from sqlalchemy import (
     update,
 )
 
-from coordinator.storage import tallies, work
+from coordinator.storage import tallies
+from coordinator.storage.progress import progress
 from coordinator.storage.schema import (
     LeaseState,
     SlotState,
     SubmissionState,
+    deliveries,
     groups,
     leases,
     log_entries,
@@ -52,7 +54,8 @@ from node.protocol.run import BatchSpec
 PAGE_ROWS: Final = 500
 LEAVES_AT_ONCE: Final = 1000
 TABLES: Final[dict[str, Table]] = {
-    table.name: table for table in (submissions, groups, slots, policies, steps, nodes, problem_means, verdict_tallies)
+    table.name: table
+    for table in (submissions, groups, slots, policies, steps, nodes, problem_means, verdict_tallies, deliveries)
 }
 _KEYS: Final = {submissions.name: ("submission",), groups.name: ("submission",), slots.name: ("version", "number")}
 
@@ -197,7 +200,7 @@ def unlogged_slots(connection: Connection, *, batch: BatchSpec) -> list[tuple[Ke
     waiting = exists().where(submissions.c.slot_id == slots.c.id, submissions.c.outcome.is_(None))
     leased = exists().where(leases.c.slot_id == slots.c.id, leases.c.state == LeaseState.ACTIVE)
     query = select(slots.c.version, slots.c.number, slots.c.state, waiting.label("waits"), leased.label("leased"))
-    floor = work.progress(connection).floor(batch)
+    floor = progress(connection).floor(batch)
     found = []
     for row in connection.execute(query.where(wrong).order_by(slots.c.id)):
         free = SlotState.STALE if row.version < floor else SlotState.OPEN

@@ -53,6 +53,8 @@ class LeaseState(StrEnum):
 
 
 RECHECK_DUE = "due"
+UNKNOWN_SIGNAL = -1
+"""Of `deliveries`: a group that nobody delivered may have had signal or not."""
 
 
 class SubmissionState(StrEnum):

@@ -124,21 +124,6 @@ def batch(connection: Connection, step: int) -> list[BatchRow]:
     return [BatchRow(*row) for row in connection.execute(query)]
 
 
-def next_groups(connection: Connection, *, spec: RunSpec) -> list[BatchRow]:
-    """Return the groups that training reads next: of the step under way, else those that wait first in line."""
-    under_way = unfinished_step(connection)
-    if under_way is not None:
-        return batch(connection, under_way)
-    query = (
-        select(groups.c.submission, groups.c.blob, slots.c.version)
-        .join(slots, slots.c.id == groups.c.slot_id)
-        .where(groups.c.step.is_(None))
-        .order_by(slots.c.version, slots.c.id)
-        .limit(spec.batch.groups_per_step)
-    )
-    return [BatchRow(*row) for row in connection.execute(query)]
-
-
 def has_batch(connection: Connection, step: int) -> bool:
     """Return whether `step` has a batch."""
     return connection.execute(select(steps.c.step).where(steps.c.step == step)).first() is not None

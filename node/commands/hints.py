@@ -103,8 +103,8 @@ HINTS: Final[dict[str, str]] = {
     # coordinator.errors
     "coordinator_error": _LOGS,
     "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
-    "storage_fault": "`swarmproof check --data RUN` names what is damaged; --repair writes what follows from the log. Put "
-    "the rest back from a backup, which has each blob under its name in blobs/.",
+    "storage_fault": "`swarmproof check --data RUN` names what is damaged; --repair writes what follows from the log. "
+    "Put the rest back from a backup, which has each blob under its name in blobs/.",
     "damaged_blob": "Put the named blob back: BACKUP/blobs has it under the same name, in the same subfolder.",
     "corrupt_read": "See what lies between this machine and the object store; what it sends is damaged on the way.",
     "state_differs": "`swarmproof check --data RUN` names every difference; --repair writes what follows from the log.",

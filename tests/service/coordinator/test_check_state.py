@@ -23,6 +23,7 @@ from coordinator.run.service import Coordinator
 from coordinator.storage import log
 from coordinator.storage.log_tree import LogTree
 from coordinator.storage.schema import (
+    deliveries,
     groups,
     log_entries,
     log_nodes,
@@ -155,7 +156,7 @@ def test_a_verdict_that_the_log_does_not_have_is_taken_back(actors: Actors) -> N
     change(
         actors,
         forged.values(state="done", outcome="admitted", tokens=5, log_index=3, decided_at=1.0),
-        insert(groups).values(slot_id=slot, submission=name, blob="ab" * 32, reward_mean=1.0),
+        insert(groups).values(slot_id=slot, submission=name, blob="ab" * 32, reward_mean=1.0, signal=True),
         update(slots).where(slots.c.id == slot).values(state="admitted"),
     )
     found = check(actors, repair=True)
@@ -169,6 +170,17 @@ def test_a_verdict_that_the_log_does_not_have_is_taken_back(actors: Actors) -> N
     assert claimed is not None
     assert claimed.submission == name
     assert actors.decide(claimed, Outcome.ADMITTED)
+    assert check(actors) == []
+
+
+def test_what_a_node_withheld_cannot_be_changed_unnoticed(actors: Actors) -> None:
+    """A node that had the counts of its missed slots changed would look even."""
+    with actors.home.database.read() as connection:
+        assert connection.execute(select(deliveries)).first() is not None, "a step was taken"
+    forged = {"node": who("b"), "environment": 7, "signal": 1, "delivered": 0, "missed": 50}
+    change(actors, update(deliveries).values(delivered=99), insert(deliveries).values(forged))
+    found = check(actors, repair=True)
+    assert {(one.table, one.stored) for one in found} == {("deliveries", "99"), ("deliveries", "a row")}
     assert check(actors) == []
 
 

@@ -27,7 +27,7 @@ from coordinator.run.history import PUBLISHED, SEEN, KeptHistory, current_checkp
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import log
-from coordinator.storage.schema import groups, log_nodes, nodes, policies, submissions
+from coordinator.storage.schema import log_nodes, nodes, policies, submissions
 from node import cli
 from node.keys.identity import write_key
 from node.protocol.admission import Outcome
@@ -203,7 +203,6 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "manifest": (update(policies).values(manifest=b"x"), "manifest"),
     "result": (update(policies).values(result_digest="ab" * 32), "result_digest"),
     "tree": (update(log_nodes).where(log_nodes.c.level == 2).values(hash=bytes(32)), "another history"),
-    "blob": (update(groups).values(blob="ab" * 32), "is missing"),
 }
 
 
@@ -214,13 +213,6 @@ def test_changed_state_is_refused_at_the_start(actors: SigningActors, tmp_path: 
     with actors.home.database.write() as connection:
         connection.execute(statement)
     assert named in refused("verifier", tmp_path)
-
-
-def test_a_flipped_bit_in_a_group_that_training_reads_next_is_refused(actors: SigningActors, tmp_path: Path) -> None:
-    blobs = [path for path in (tmp_path / "run" / "blobs").rglob("*") if path.is_file()]
-    blob = next(path for path in blobs if path.read_bytes() == b"1")
-    blob.write_bytes(b"0")
-    assert f"blob {blob.name} is damaged" in refused("trainer", tmp_path)
 
 
 def test_check_names_and_repairs_by_its_exit_codes(actors: SigningActors, tmp_path: Path) -> None:
