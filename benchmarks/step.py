@@ -117,7 +117,7 @@ class Contender:
             advantage[seen],
             training=self.spec.training,
             kl_N=None,
-            entropy_N=recipe.entropies(logprobs.detach())[seen],
+            entropy_N=-(logprobs.detach().exp() * logprobs.detach()).sum(-1)[seen],
         )
         loss = token_losses.sum() / drawn
         loss.backward()  # type: ignore[no-untyped-call]

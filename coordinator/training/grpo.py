@@ -1,9 +1,9 @@
 """One GRPO training step: groups of verified rollouts in, updated weights and statistics out.
 
 `coordinator.training.recipe` defines the objective; here it meets a model. Groups without signal are dropped as in
-INTELLECT-2 (arXiv 2505.07291). Log-probabilities are of `logits.float() / temperature` throughout. Every process of a
+INTELLECT-2 (arXiv 2505.07291). Log-probabilities are of float32 logits / temperature throughout. Every process of a
 world calls this with the same groups, works on its share of the rows, and ends with the same weights. Shapes: N drawn
-tokens, V ids.
+tokens, n of a chunk of them, D hidden units.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coordinator.training import recipe
-from coordinator.training.attention import layout_arguments, packed_attention
+from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Group, Sample
+from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
@@ -108,22 +108,6 @@ def split(scored: Sequence[Scored], minibatches: int) -> list[Sequence[Scored]]:
     return [scored[start:end] for start, end in pairwise(bounds)]
 
 
-def forward_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of all ids at a row's drawn tokens [N, V], and of the drawn ones [N]; call in
-    `packed_attention`.
-    """
-    # The end of a prompt predicts the first token of each of its samples. As in `attention`, `embedding` sums gradients
-    # of shared columns in a fixed order.
-    columns, place_N = torch.unique(row.predicts, return_inverse=True)
-    where = layout_arguments(model, row)
-    logits = model(
-        input_ids=row.ids, position_ids=row.positions, use_cache=False, logits_to_keep=columns, **where
-    ).logits[0]
-    logits_NV = F.embedding(place_N, logits)
-    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
-    return logprobs_NV, logprobs_NV.gather(-1, row.targets[:, None]).squeeze(-1)
-
-
 @dataclass(frozen=True, slots=True)
 class Updates:
     """The updates of one step."""
@@ -155,21 +139,37 @@ class Updates:
     def _backward(self, row: PackedRow, *, tokens: int) -> RowSums:
         """Accumulate a row's part of the gradient of the minibatch's mean loss over its `tokens`."""
         training, temperature = self.spec.training, self.spec.sampling.temperature
+        states_ND, reference_N = self._forward(row)
+
+        def losses(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
+            kl_n = None if reference_N is None else recipe.kl_penalty(logp_n, reference_N[part])
+            ratio_n = recipe.token_ratios(logp_n, row.behaviour[part])
+            return recipe.token_losses(ratio_n, row.advantage[part], training=training, kl_N=kl_n, entropy_N=entropy_n)
+
+        # FSDP averages gradients over the processes; their sum is needed.
+        scale = self.execution.world.size / tokens
+        logp_N, entropy_N = head_backward(
+            states_ND,
+            head_weight(self.model),
+            row.targets,
+            temperature=temperature,
+            loss=lambda part, logp_n, entropy_n: (losses(part, logp_n, entropy_n) * row.weight[part]).sum() * scale,
+        )
+        loss_N = losses(slice(None), logp_N, entropy_N)
+        return RowSums.of(row, logp_N, loss_N, entropy_N, reference_N, training=training)
+
+    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor | None]:
+        """Compute a row's final states [N, D], and the reference's log-probabilities [N] if there is one."""
         world, dtype = self.execution.world, self.execution.autocast
         with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
-            logprobs_NV, logp_N = forward_logprobs(self.model, row, temperature=temperature)
-            kl_N = None
-            if self.reference is not None:
-                with torch.no_grad():
-                    _, reference_N = forward_logprobs(self.reference, row, temperature=temperature)
-                kl_N = recipe.kl_penalty(logp_N, reference_N)
-        ratio_N = recipe.token_ratios(logp_N, row.behaviour)
-        entropy_N = recipe.entropies(logprobs_NV if training.entropy_coefficient else logprobs_NV.detach())
-        loss_N = recipe.token_losses(ratio_N, row.advantage, training=training, kl_N=kl_N, entropy_N=entropy_N)
-        # FSDP averages gradients over the processes; their sum is needed.
-        ((loss_N * row.weight).sum() * (world.size / tokens)).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            return RowSums.of(row, logp_N, loss_N, entropy_N, kl_N, training=training)
+            states_ND = final_states(self.model, row)
+            if self.reference is None:
+                return states_ND, None
+            with torch.no_grad():
+                reference_ND = final_states(self.reference, row)
+        temperature = self.spec.sampling.temperature
+        weight_VD = head_weight(self.reference)
+        return states_ND, head_logprobs(reference_ND, weight_VD, row.targets, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class RowSums:
         logp_N: Tensor,
         loss_N: Tensor,
         entropy_N: Tensor,
-        kl_N: Tensor | None,
+        reference_N: Tensor | None,
         *,
         training: TrainingSpec,
     ) -> RowSums:
@@ -216,7 +216,7 @@ class RowSums:
             log_ratio_N.abs(),
             ratio_N - log_ratio_N - 1,
             ratio_N,
-            torch.zeros_like(ratio_N) if kl_N is None else kl_N,
+            torch.zeros_like(ratio_N) if reference_N is None else recipe.kl_penalty(logp_N, reference_N),
             row.staleness,
         )
         sums = torch.stack([values.double().sum() for values in per_token])

@@ -19,7 +19,7 @@ from coordinator.training.groups import Sample
 
 ROW_TOKENS = 512
 """Default, also in `coordinator.commands.options`: longer rows were less than a tenth faster for the tiny policy on a
-CPU core, and the logits of drawn tokens take memory.
+CPU core, and activations take memory.
 """
 MAX_WIDTH, MAX_WIDTH_RECURRENT = 4, 2
 """Bound on a row's samples padded to the longest, as a multiple of the row's tokens."""
@@ -54,7 +54,7 @@ class PackedLayout:
 class PackedRow:
     """L tokens, of which N were drawn. `ids` and `positions` [1, L]; the others [N].
 
-    `predicts` are the row indices whose logits predict the drawn tokens `targets`; `behaviour` are the
+    `predicts` are the row indices whose final states predict the drawn tokens `targets`; `behaviour` are the
     log-probabilities they were drawn with. `weight` is 1, or 0 in a filler row. A recurrent policy's rows have no
     layout.
     """

@@ -6,7 +6,7 @@ is INTELLECT-3's (technical report, Prime Intellect 2025); advantages without th
 (arXiv 2503.20783).
 
 Ratios are importance ratios: a token's probability now over that when sampled, possibly by a policy a few versions
-older (`batch.max_async`). Shapes: N completion tokens, V ids.
+older (`batch.max_async`). Shapes: N completion tokens.
 """
 
 from __future__ import annotations
@@ -64,11 +64,6 @@ def kl_penalty(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     """Estimate KL(policy || reference) by exp(d) - d - 1, d = reference - logp [N] (DeepSeekMath, eq. 4)."""
     difference_N = (reference_N - logp_N).clamp(max=MAX_LOG_RATIO)
     return difference_N.exp() - difference_N - 1
-
-
-def entropies(logprobs_NV: Tensor) -> Tensor:
-    """Compute each distribution's entropy in nats [N]; impossible ids add nothing."""
-    return -(logprobs_NV.exp() * logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)).sum(-1)
 
 
 def token_losses(

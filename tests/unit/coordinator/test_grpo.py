@@ -17,7 +17,6 @@ from coordinator.training.packing import Scored
 from coordinator.training.recipe import (
     STD_FLOOR,
     clipped_objective,
-    entropies,
     group_advantages,
     held_back,
     kl_penalty,
@@ -172,12 +171,6 @@ def test_the_penalty_is_zero_at_the_reference_and_else_positive():
     logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     reference = logp + torch.tensor([0.0, math.log(2), -math.log(2)], dtype=torch.float64)
     assert kl_penalty(logp, reference).tolist() == pytest.approx([0.0, 0.3068528194, 0.1931471806])
-
-
-def test_entropy_by_hand():
-    """Of a fair coin, and of 1/2, 1/4, 1/4; an id that is impossible adds nothing, and no NaN."""
-    distributions = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]], dtype=torch.float64)
-    assert entropies(distributions.log()).tolist() == pytest.approx([math.log(2), 1.5 * math.log(2)])
 
 
 def test_the_terms_of_the_loss_add_up_and_those_that_are_off_have_no_part():

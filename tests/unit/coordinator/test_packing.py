@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed_rows import row_backward, row_logprobs
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coordinator.commands.trainer import trainer
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
-from coordinator.training.grpo import forward_logprobs
+from coordinator.training.head import final_states
 from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, count_tokens, pack, rows_of_process
 from node.policy.config import ATTENTION
 from node.policy.models.tiny_llama import make_model
@@ -45,10 +46,8 @@ def test_a_packed_sample_has_the_log_probabilities_that_it_has_alone(model, samp
     """Else a rollout's gradient would depend on its neighbours."""
     (together,) = pack(scored(samples), row_tokens=100)
     with torch.no_grad():
-        packed = forward_logprobs(model, together, temperature=0.7)[1]
-        alone = [
-            forward_logprobs(model, pack(scored([sample]), row_tokens=1)[0], temperature=0.7)[1] for sample in samples
-        ]
+        packed = row_logprobs(model, together, temperature=0.7)
+        alone = [row_logprobs(model, pack(scored([sample]), row_tokens=1)[0], temperature=0.7) for sample in samples]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
@@ -58,7 +57,7 @@ def test_a_packed_sample_agrees_with_an_ordinary_forward_pass(model):
     sequence = torch.tensor([[16, 17, 18, 19, 40, 41, 20]])
     with torch.no_grad():
         logprobs = torch.log_softmax(make_model(3)(input_ids=sequence).logits[0].float() / 0.7, -1)
-        found = forward_logprobs(model, pack(scored(SAMPLES), row_tokens=100)[0], temperature=0.7)[1][-3:]
+        found = row_logprobs(model, pack(scored(SAMPLES), row_tokens=100)[0], temperature=0.7)[-3:]
     wanted = torch.stack([logprobs[1, 18], logprobs[2, 19], logprobs[5, 20]])
     assert count_tokens(sample) == sequence.numel()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -90,8 +89,7 @@ def test_every_family_with_attention_trains_on_shared_prompts_as_on_whole_sample
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with packed_attention(model):
         (row,) = pack(scored(samples), row_tokens=200)
-        found = (forward_logprobs(model, row, temperature=1.0)[1] * row.advantage).sum()
-        found.backward()
+        found = (row_backward(model, row, row.advantage) * row.advantage).sum()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
@@ -102,7 +100,7 @@ def test_gradients_of_packed_rows_are_those_of_the_samples(model, samples):
     def gradients(rows):
         model.zero_grad()
         for row in rows:
-            (forward_logprobs(model, row, temperature=1.0)[1] * row.advantage).sum().backward()
+            row_backward(model, row, row.advantage)
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     together = gradients(pack(scored(samples), row_tokens=100))
@@ -138,7 +136,7 @@ def test_a_row_of_shared_prompts_is_not_read_by_a_model_that_would_not_heed_them
     """It would take the samples for one sequence, and train on that."""
     (row,) = pack(scored(GROUPS), row_tokens=100)
     with pytest.raises(ValueError, match="ignores the row's layout"):
-        forward_logprobs(make_model(3), row, temperature=1.0)
+        final_states(make_model(3), row)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -153,7 +151,7 @@ def test_the_same_row_gives_the_same_gradients_bit_for_bit_whatever_the_threads(
         for _ in range(10):
             made.zero_grad()
             with packed_attention(made):
-                (forward_logprobs(made, row, temperature=1.0)[1] * row.advantage).sum().backward()
+                row_backward(made, row, row.advantage)
             found.add(tuple(parameter.grad.double().sum().item() for parameter in made.parameters()))
     finally:
         torch.set_num_threads(before)
@@ -202,7 +200,7 @@ def test_a_row_that_fills_up_adds_nothing(model):
     (row,) = pack(scored(SAMPLES), row_tokens=100)
     model.zero_grad()
     filler = row.filler()
-    (forward_logprobs(model, filler, temperature=1.0)[1] * filler.weight).sum().backward()
+    row_backward(model, filler, filler.weight)
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 

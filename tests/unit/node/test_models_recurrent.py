@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_rows import row_backward
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.modelling.policies import RECURRENT_NAMES, random_model, random_policy
 from coordinator.training.groups import Sample
-from coordinator.training.grpo import forward_logprobs
 from coordinator.training.packing import Scored, pack
 from node.engines.base import DoesNotFit, WrongEngine
 from node.engines.vllm_settings import VllmSettings, make_plan
@@ -114,12 +114,8 @@ def scored(lengths: list[int]) -> list[Scored]:
 
 
 def gradients(model: Any, rows: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    logprobs = []
     model.zero_grad()
-    for row in rows:
-        _, drawn = forward_logprobs(model, row, temperature=1.0)
-        drawn.sum().backward()
-        logprobs.append(drawn.detach())
+    logprobs = [row_backward(model, row, row.weight) for row in rows]
     return logprobs, [torch.zeros(1) if each.grad is None else each.grad.clone() for each in model.parameters()]
 
 
