@@ -84,6 +84,12 @@ CASES = {
         "tokens_per_s_c1 tokens_per_s_c16 tokens_per_s_c64 proofs_on_over_off_c64",
         needs=["vllm"],
     ),
+    "head": Case(
+        "--tokens-whole 256",
+        """chunked_head_extra_gib chunked_head_extra_gib_entropy whole_head_extra_gib head_vs_whole
+        head_over_products""",
+        most={"chunked_head_extra_gib": 0.6, "chunked_head_growth": 1.2, "gradient_difference": 1e-5},
+    ),
     "honest": Case(
         f"{ENGINE} --completions 16 --warm-start 0.01",
         "completions honest_rejected exponent_mismatches_max mantissa_mean_max sampling_margin_p999",
