@@ -145,15 +145,11 @@ class RecurrentForCausalLM(PreTrainedModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,  # noqa: ARG002  (padding is on the right, and nothing sees it)
         use_cache: bool = False,  # noqa: ARG002  (a state is the base model's to give)
-        logits_to_keep: int | Tensor = 0,
         **_: object,
     ) -> CausalLMOutput:
-        """Compute logits [B, kept, vocabulary] of the last `logits_to_keep` columns (0: all), or of the columns it
-        names.
-        """
+        """Compute logits [B, T, vocabulary]."""
         hidden_BTD = self.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutput(logits=self.lm_head(hidden_BTD[:, kept]))
+        return CausalLMOutput(logits=self.lm_head(hidden_BTD))
 
     def get_output_embeddings(self) -> nn.Linear:
         head: nn.Linear = self.lm_head
