@@ -13,19 +13,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from node.policy.errors import MalformedPolicy
 from node.policy.models import RECURRENT
+from node.policy.weights import MAX_CONFIG_BYTES
 
 ATTENTION = frozenset({"llama", "mistral", "olmo2", "qwen2", "qwen3"})
 """Model types with full attention and rotary positions."""
 FAMILIES = ATTENTION | RECURRENT.keys()
 """Model types that are built; for each, logits = output embedding of the final norm."""
 
-MAX_CONFIG_BYTES = 64 * 1024
 MAX_NUMBER = 2**24
-"""Upper bound of every size, count and token id in a configuration."""
+"""Upper bound of every integer in a configuration: sizes, counts and token ids, which decide what is allocated.
+
+A rotary base decides nothing of the kind, and is 5e8 in Llama 3: `render_config` writes it as a float.
+"""
 MAX_LAYERS = 1024
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -66,11 +69,14 @@ _NOT_STORED = frozenset(
 )
 
 
-def render_config(model: PreTrainedModel) -> str:
-    """Render the configuration of `model` as JSON with sorted keys; `dtype` is the model's own."""
-    values = model.config.to_dict() | {"dtype": str(model.dtype)[6:]}
-    config = {name: values[name] for name in _config_fields(type(model.config)) if name in values}
-    return json.dumps(config | {"model_type": model.config.model_type}, sort_keys=True)
+def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
+    """Render `config` as JSON with sorted keys, for weights in `dtype`; a rotary base becomes a float."""
+    values = config.to_dict() | {"dtype": dtype}
+    rendered = {name: values[name] for name in config_fields(type(config)) if name in values}
+    rope = rendered.get("rope_parameters")
+    if isinstance(rope, dict) and type(rope.get("rope_theta")) is int:
+        rendered["rope_parameters"] = rope | {"rope_theta": float(rope["rope_theta"])}
+    return json.dumps(rendered | {"model_type": config.model_type}, sort_keys=True)
 
 
 def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
@@ -78,9 +84,12 @@ def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
     values = _decode_config(text)
     family = values.pop("model_type", None)
     if not isinstance(family, str) or family not in FAMILIES:
-        raise MalformedPolicy(f"model family is not supported: {str(family)[:100]!r}", code="unsupported_model")
+        raise MalformedPolicy(
+            f"model family {str(family)[:100]!r} is not supported; these are: {', '.join(sorted(FAMILIES))}",
+            code="unsupported_model",
+        )
     config_class: type[PreTrainedConfig] = CONFIG_MAPPING[family]
-    unknown = sorted(values.keys() - _config_fields(config_class))
+    unknown = sorted(values.keys() - config_fields(config_class))
     if unknown:
         raise MalformedPolicy(f"its configuration sets {unknown[0][:100]!r}", code="bad_config")
     if values.get("dtype") not in DTYPES.values():
@@ -97,7 +106,7 @@ def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
     return config
 
 
-def _config_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+def config_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     """Return the fields a configuration may set: declared ones, so not `auto_map`, a kernel's or a quantizer's name."""
     return frozenset(field.name for field in dataclasses.fields(config_class)) - _NOT_STORED
 
@@ -133,9 +142,17 @@ def _check_attention(config: PreTrainedConfig) -> None:
     the verifier; windows are not what the engines' masks describe.
     """
     _check_positions(getattr(config, "rope_parameters", None) or {})
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
-        raise MalformedPolicy("its attention is not full in each layer", code="unsupported_model")
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    for layer, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise MalformedPolicy(
+                f"its layer {layer} has {str(kind)[:50]!r}, not full attention", code="unsupported_model"
+            )
+    window = getattr(config, "sliding_window", None)
+    if window is not None:
+        raise MalformedPolicy(
+            f"its attention is not full: it has a window of {window} tokens", code="unsupported_model"
+        )
     if getattr(config, "hidden_act", None) != _ACTIVATION:
         raise MalformedPolicy(f"its activation is not {_ACTIVATION}", code="unsupported_model")
 

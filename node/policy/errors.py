@@ -28,7 +28,7 @@ class MalformedPolicy(PolicyError):
     """The file is not a policy this version builds: its maker is at fault, or this node is outdated.
 
     Codes: not_safetensors, oversized_header, wrong_metadata, bad_config, unsupported_model, bad_tokenizer,
-    wrong_tensors, broken_model.
+    wrong_tensors, broken_model; of a model's folder also bad_weights and bad_chat_template.
     """
 
     code = "malformed_policy"

@@ -34,10 +34,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from node.policy.config import ATTENTION, DTYPES, FAMILIES, parse_config, render_config
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.weights import MAX_HEADER_BYTES
 
 FORMAT = "policy/1"
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format; mostly needed for tokenizer.json (tens of MB for large vocabularies)."""
 MAX_CHARACTER_TOKENS = 16
 """A character has at most four bytes, each of which may be a token."""
 
@@ -110,7 +109,7 @@ def render_prompt(policy: Blueprint, text: str) -> list[int]:
 
     Raises MalformedPolicy if the tokenizer fails.
     """
-    with _tokenizer_errors():
+    with tokenizer_errors():
         ids: list[int] = policy.tokenizer(text)["input_ids"]
         return ids
 
@@ -120,7 +119,7 @@ def render_reply(policy: Blueprint, text: str) -> list[int]:
 
     Raises MalformedPolicy if the tokenizer fails.
     """
-    with _tokenizer_errors():
+    with tokenizer_errors():
         ids: list[int] = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -131,7 +130,7 @@ def render_completion(policy: Blueprint, ids: list[int]) -> str:
     Raises MalformedPolicy if the tokenizer fails.
     """
     kept = [token for token in ids if token not in policy.eos_ids]
-    with _tokenizer_errors():
+    with tokenizer_errors():
         text: str = policy.tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
@@ -143,7 +142,7 @@ def render_tokens(policy: Blueprint, ids: list[int]) -> list[str]:
     the tokenizer fails.
     """
     backend, texts, pending_tokens = policy.tokenizer.backend_tokenizer, list[str](), 0
-    with _tokenizer_errors():
+    with tokenizer_errors():
         stream = DecodeStream(skip_special_tokens=False)
         for token in ids:
             # A stream re-decodes all tokens it has not emitted: unbounded for tokens that never form a character.
@@ -160,7 +159,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path
 
     Raises ValueError for a model whose family or dtypes `load_policy` would refuse, and OSError.
     """
-    tensors = dict(sorted(_unique_tensors(model).items()))
+    tensors = dict(sorted(unique_tensors(model).items()))
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"{model.config.model_type} models cannot be saved as a policy")
     if {tensor.dtype for tensor in tensors.values()} != {model.dtype} or str(model.dtype)[6:] not in DTYPES.values():
@@ -190,7 +189,7 @@ def load_policy(path: Path, *, dtype: torch.dtype | None) -> Policy:
         model: Any = skeleton
         dtype = dtype or skeleton.dtype
         _load_weights(
-            model.to(dtype), {name: _read_finite(file, name).to(dtype, copy=True) for name in _unique_tensors(skeleton)}
+            model.to(dtype), {name: _read_finite(file, name).to(dtype, copy=True) for name in unique_tensors(skeleton)}
         )
         _probe(model)
         return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)
@@ -203,8 +202,8 @@ def inspect_policy(path: Path) -> Blueprint:
     """
     with _open_policy(path) as file:
         blueprint, skeleton = _read_blueprint(file)
-        _probe_shapes(skeleton)
-        for name in _unique_tensors(skeleton):
+        probe_shapes(skeleton)
+        for name in unique_tensors(skeleton):
             _read_finite(file, name)
         return blueprint
 
@@ -238,14 +237,14 @@ def _read_blueprint(file: Any) -> tuple[Blueprint, PreTrainedModel]:
     config = parse_config(metadata["config"], tensors=len(shapes))
     if config.dtype != stored:
         raise MalformedPolicy(f"holds {stored}, but its configuration says {config.dtype}", code="wrong_tensors")
-    tokenizer = _parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
-    skeleton = _skeleton(config, dtype=stored)
-    _check_shapes({name: tuple(tensor.shape) for name, tensor in _unique_tensors(skeleton).items()}, shapes)
+    tokenizer = parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
+    skeleton = build_skeleton(config, dtype=stored)
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in unique_tensors(skeleton).items()}, shapes)
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    return Blueprint(config, tokenizer, _eos_ids(config, tokenizer), parameters), skeleton
+    return Blueprint(config, tokenizer, eos_ids_of(config, tokenizer), parameters), skeleton
 
 
-def _unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state dict, shared weights once."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
@@ -255,16 +254,25 @@ def _unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    text, marks = render_tokenizer(tokenizer)
+    return {
+        "config": render_config(model.config, dtype=str(model.dtype)[6:]),
+        "format": "pt",
+        "tokenizer": text,
+        "tokenizer_config": marks,
+        "swarmproof": FORMAT,
+    }
+
+
+def render_tokenizer(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
+    """Render a tokenizer for a policy file: its tokenizer.json, and its marks as JSON."""
     # Padding and truncation are state of an earlier call, not part of the tokenizer.
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     marks = {name: getattr(tokenizer, name) for name in TokenizerConfig.__struct_fields__}
-    return {
-        "config": render_config(model),
-        "format": "pt",
-        "tokenizer": json.dumps(backend, ensure_ascii=False, separators=(",", ":")),
-        "tokenizer_config": json.dumps(marks, ensure_ascii=False, sort_keys=True),
-        "swarmproof": FORMAT,
-    }
+    return (
+        json.dumps(backend, ensure_ascii=False, separators=(",", ":")),
+        json.dumps(marks, ensure_ascii=False, sort_keys=True),
+    )
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -310,21 +318,28 @@ def _declared_tensors(file: Any) -> tuple[dict[str, tuple[int, ...]], torch.dtyp
     return shapes, getattr(torch, DTYPES[dtypes.pop()])
 
 
-def _parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:
-    with _tokenizer_errors():
+def parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of a policy of `vocabulary` logits; raises MalformedPolicy."""
+    with tokenizer_errors():
         config = msgspec.json.decode(marks, type=TokenizerConfig)
         backend = Tokenizer.from_str(text)
         entries = backend.get_vocab(with_added_tokens=True)
-        if max(entries.values(), default=-1) >= vocabulary:
-            raise MalformedPolicy("its tokenizer has ids outside the model's vocabulary", code="bad_tokenizer")
+        most = max(entries.values(), default=-1)
+        if most >= vocabulary:
+            raise MalformedPolicy(
+                f"its tokenizer has ids up to {most}, outside the model's vocabulary of {vocabulary}",
+                code="bad_tokenizer",
+            )
         named = {name: mark for name, mark in msgspec.structs.asdict(config).items() if mark is not None}
-        if not named.keys() >= {"eos_token"} or not set(named.values()) <= entries.keys():
-            raise MalformedPolicy("its tokenizer has no entry for an end or padding mark", code="bad_tokenizer")
+        for name in sorted(named.keys() - {name for name, mark in named.items() if mark in entries}):
+            raise MalformedPolicy(
+                f"its tokenizer has no entry for its {name} {named[name][:100]!r}", code="bad_tokenizer"
+            )
         return PreTrainedTokenizerFast(tokenizer_object=backend, **named)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _tokenizer_errors() -> Iterator[None]:
+def tokenizer_errors() -> Iterator[None]:
     """Convert any exception of a policy's tokenizer to MalformedPolicy."""
     try:
         yield
@@ -339,7 +354,8 @@ def _tokenizer_errors() -> Iterator[None]:
         raise MalformedPolicy("its tokenizer makes the library panic", code="bad_tokenizer") from error
 
 
-def _eos_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+def eos_ids_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Return the end marks: the configuration's and the tokenizer's. Raises MalformedPolicy."""
     declared = config.eos_token_id
     ids = {*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None}
     if not all(isinstance(token, int) and token < config.vocab_size for token in ids):
@@ -347,7 +363,7 @@ def _eos_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> fr
     return frozenset(ids)
 
 
-def _skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without memory for its weights, from this machine's classes only."""
     build: Any = AutoModelForCausalLM.from_config
     kernel = {"attn_implementation": "sdpa"} if config.model_type in ATTENTION else {}
@@ -378,7 +394,7 @@ def _load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None
     model.train(False)
 
 
-def _probe_shapes(skeleton: PreTrainedModel) -> None:
+def probe_shapes(skeleton: PreTrainedModel) -> None:
     """Run a forward pass on meta tensors, which reveals e.g. head counts that do not divide."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     # Masks and positions are given, since computing them reads values; a recurrence would read given positions.

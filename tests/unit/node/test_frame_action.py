@@ -239,7 +239,7 @@ def test_from_pretrained_reads_what_save_pretrained_wrote(tmp_path: Path) -> Non
 )
 def test_a_configuration_of_screens_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     """Before memory is taken: a stranger's file says how large a screen is."""
-    values = json.loads(render_config(make_frame_action(seed=3)))
+    values = json.loads(render_config(make_frame_action(seed=3).config, dtype="float32"))
     parse_config(json.dumps(values), tensors=100)
     with pytest.raises(MalformedPolicy) as refused:
         parse_config(json.dumps(values | changes), tensors=100)

@@ -178,6 +178,17 @@ def test_prompts_and_completions_keep_each_character(policy: Policy) -> None:
     assert render_completion(policy, [101, 127]) == ""
 
 
+def test_the_rotary_base_of_llama_3_is_no_integer_beyond_the_limit(tmp_path: Path) -> None:
+    """Integers decide what is allocated, and are bounded; 5e8 is one in a configuration that real models have."""
+    configured = make_model(seed=1).config
+    configured.rope_parameters = {"rope_type": "default", "rope_theta": 500_000_000}
+    model = AutoModelForCausalLM.from_config(configured)
+    save_policy(model, make_tokenizer(), tmp_path / "policy")
+    loaded = load_policy(tmp_path / "policy", dtype=None).model
+    assert loaded.config.rope_parameters["rope_theta"] == 5e8
+    assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
 # What a stranger may try.
 
 

@@ -1,0 +1,151 @@
+"""Weights of a model's folder by the headers of its safetensors files: names, dtypes, shapes, and whether it is whole.
+
+No weight is read, and nothing is unpickled. Every header meets a limit before it is parsed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from node.policy.errors import MalformedPolicy
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+MAX_CONFIG_BYTES: Final = 64 * 1024
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors format; mostly needed for tokenizer.json (tens of MB for large vocabularies)."""
+MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
+MAX_SHARDS: Final = 4096
+ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of a number, by safetensors' name of the dtype: those that a policy may have."""
+
+_AGAIN: Final = "copy or download it again"
+_EXPORTED: Final = "export the model again with save_pretrained"
+
+_Size = Annotated[int, Meta(ge=0, le=2**40)]
+_ShardName = Annotated[str, Meta(pattern=r"^[^/\\\x00]{1,200}\.safetensors\Z")]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=8)]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, _ShardName]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file's header declares it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+def read_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of `folder` by name; raises MalformedPolicy (`bad_weights`), whose message names the file."""
+    if (folder / SINGLE).is_file():
+        return _read_shard(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise _bad(folder, f"has neither {SINGLE} nor {INDEX}", advice=_advice_without_weights(folder))
+    weight_map = _read_index(folder / INDEX)
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_SHARDS:
+        raise _bad(folder / INDEX, f"names {len(shards)} files, more than {MAX_SHARDS}", advice=_EXPORTED)
+    for stray in sorted({path.name for path in folder.glob("model-*-of-*.safetensors")} - set(shards)):
+        raise _bad(folder / stray, f"is not named in {INDEX}", advice=f"remove it, or bring the {INDEX} of these files")
+    found: dict[str, StoredTensor] = {}
+    for shard in shards:
+        named = {name for name, file in weight_map.items() if file == shard}
+        found |= _read_indexed_shard(folder / shard, named)
+    return found
+
+
+def _read_indexed_shard(path: Path, named: set[str]) -> dict[str, StoredTensor]:
+    """Read a shard that must hold exactly the tensors `named` by the index."""
+    if not path.is_file():
+        raise _bad(path, f"is missing, though {INDEX} names it", advice="copy or download it into the folder")
+    found = _read_shard(path)
+    for name in sorted(found.keys() ^ named):
+        fault = "lacks tensor {!r}, though {} places it there" if name in named else "has tensor {!r}, unlike {}"
+        raise _bad(path, fault.format(name[:200], INDEX), advice=f"{_AGAIN}, together with {INDEX}")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise _bad(path, f"has more than {MAX_INDEX_BYTES} bytes", advice=_EXPORTED)
+    try:
+        weight_map: dict[str, str] = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(path, f"is not an index of weights ({error})", advice=_AGAIN) from error
+    if not weight_map:
+        raise _bad(path, "names no tensor", advice=_AGAIN)
+    return weight_map
+
+
+def _read_shard(path: Path) -> dict[str, StoredTensor]:
+    """Read one file's header, and compare what it declares with the file's length."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise _bad(path, "is not a safetensors file", advice=_AGAIN)
+        if length + 8 > size:
+            raise _bad(path, f"is cut off in its header, after {size} bytes", advice=_AGAIN)
+        raw = file.read(length)
+    try:
+        header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(path, f"is not a safetensors file ({error})", advice=_AGAIN) from error
+    _check_layout(path, entries, data_bytes=size - 8 - length)
+    return {name: StoredTensor(path, entry.dtype, entry.shape) for name, entry in entries.items()}
+
+
+def _check_layout(path: Path, entries: dict[str, _Entry], *, data_bytes: int) -> None:
+    """Require tensors that lie one after the other, are as long as their shapes say, and fill the file."""
+    for name, entry in entries.items():
+        if entry.dtype not in ITEM_BYTES:
+            raise _bad(
+                path,
+                f"has tensor {name[:200]!r} as {entry.dtype[:30]}, where a policy has one of {', '.join(ITEM_BYTES)}",
+                advice="bring the weights that are not quantised",
+            )
+        begin, end = entry.data_offsets
+        if end - begin != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
+            raise _bad(path, f"gives tensor {name[:200]!r} another length than its shape has", advice=_AGAIN)
+    spans = [(0, 0), *sorted(entry.data_offsets for entry in entries.values())]
+    if any(begin != before for (_, before), (begin, _) in pairwise(spans)):
+        raise _bad(path, "has tensors that overlap, or gaps between them", advice=_AGAIN)
+    missing = spans[-1][1] - data_bytes
+    if missing > 0:
+        raise _bad(path, f"is cut off: {missing} bytes of its tensors are missing", advice=_AGAIN)
+    if missing < 0:
+        raise _bad(path, f"has {-missing} bytes after its last tensor", advice=_AGAIN)
+
+
+def _advice_without_weights(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return "convert the weights to safetensors, since pickled ones are never loaded"
+    return "copy or download the model's safetensors files into the folder"
+
+
+def _bad(path: Path, fault: str, *, advice: str) -> MalformedPolicy:
+    return MalformedPolicy(f"{path} {fault}: {advice}", code="bad_weights")
