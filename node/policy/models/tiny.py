@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from node.policy.families import TINY_HIDDEN
 from node.policy.models.eagle import EagleConfig, EagleForCausalLM
 from node.policy.models.finch import FinchConfig, FinchForCausalLM
 from node.policy.models.frame_action import FrameActionConfig, FrameActionForCausalLM
@@ -21,7 +22,7 @@ from node.policy.models.tiny_llama import make_model as make_llama
 
 COMMON_SIZES: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 128,
+    "hidden_size": TINY_HIDDEN,
     "num_hidden_layers": 2,
     "pad_token_id": PAD,
     "eos_token_id": EOS,

@@ -10,6 +10,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from node.policy.families import TINY_HIDDEN, TINY_POSITIONS
+
 PAD, EOS, UNK = 0, 1, 2
 VOCABULARY = 128
 _MARKS = ("<pad>", "<eos>", "<unk>", "<think>", "</think>")
@@ -42,12 +44,12 @@ def make_model(seed: int) -> PreTrainedModel:
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
+        hidden_size=TINY_HIDDEN,
         intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=TINY_POSITIONS,
         pad_token_id=PAD,
         bos_token_id=None,
         eos_token_id=EOS,

@@ -1,0 +1,90 @@
+"""What is known of a run's first policy before it is loaded.
+
+A folder is inspected in a process of its own, with a deadline: torch, a stranger's tokenizer and a stranger's chat
+template stay out of whoever asks. This module imports none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.families import TINY_FAMILIES, TINY_HIDDEN, TINY_POSITIONS
+
+RANDOM: Final = "random-"
+"""Prefix of `model.initial` for a tiny policy that is not warm-started."""
+INSPECTION_SECONDS: Final = 180.0
+
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's rules are compared with.
+
+    `positions` is the longest sequence (None: any), `largest_layer` the parameters of the largest one, and
+    `weight_bytes` the length of the folder's weights. Of a tiny policy, only `hidden` and `positions` are known.
+    """
+
+    family: str
+    hidden: int
+    positions: int | None
+    parameters: int = 0
+    largest_layer: int = 0
+    weight_bytes: int = 0
+    vocabulary: int = 0
+    end_marks: tuple[int, ...] = ()
+    has_chat_template: bool = False
+
+
+class Inspected(msgspec.Struct, frozen=True):
+    """The answer of `node.policy.inspection_process`: the policy, or code and message of a MalformedPolicy."""
+
+    policy: FirstPolicy | None = None
+    code: str = MalformedPolicy.code
+    message: str = "its inspection said nothing"
+
+
+def tiny_policy(initial: str) -> FirstPolicy | None:
+    """Return what is known of the tiny policy that `model.initial` names, None if it names a folder."""
+    family = initial.removeprefix(RANDOM)
+    if family not in TINY_FAMILIES:
+        return None
+    return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=TINY_POSITIONS if family == "tiny" else None)
+
+
+def inspect_folder(folder: Path, *, seconds: float = INSPECTION_SECONDS) -> FirstPolicy:
+    """Validate a model's folder in Hugging Face's layout, its chat template too, by reading headers alone.
+
+    Raises MalformedPolicy, whose message names the file and what to do, and UnreadablePolicy.
+    """
+    command = [sys.executable, "-P", "-m", "node.policy.inspection_process", str(folder.absolute())]
+    try:
+        done = subprocess.run(  # noqa: S603  (this interpreter, a module of ours, and a path as one argument)
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            env={**os.environ, **_ENVIRONMENT},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnreadablePolicy(f"{folder} could not be inspected within {seconds:.0f} s") from error
+    try:
+        found = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Inspected)
+    except msgspec.MsgspecError as error:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300] or f"exit code {done.returncode}"
+        raise UnreadablePolicy(f"{folder} could not be inspected: its inspection ended with: {said}") from error
+    if found.policy is None:
+        raise MalformedPolicy(found.message, code=found.code)
+    return found.policy
