@@ -56,13 +56,13 @@ def attend_packed(
     attention_mask: Tensor | None,
     *,
     layout: PackedLayout,
-    dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers: queries, keys and values [1, heads, L, D] to [1, L, heads, D].
 
-    Positions behind a sample's end hold column 0's values; their results are dropped.
+    Positions behind a sample's end hold column 0's values; their results are dropped. `attention_dropout` of a
+    configuration is ignored: a ratio of probabilities means nothing under random masks.
     """
     assert attention_mask is None
     query, key, value = (_gather_samples(each, layout) for each in (query, key, value))
@@ -72,9 +72,7 @@ def attend_packed(
         # CUDA's grouped-query kernels either take no float32, or materialise all scores.
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
         shares_keys = False
-    attended = F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=shares_keys
-    )
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys)
     flat: Tensor = attended.transpose(1, 2).flatten(0, 1)
     return flat[layout.flat_index][None], None
 

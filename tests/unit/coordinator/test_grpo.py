@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import split, train_step
@@ -25,6 +25,7 @@ from coordinator.training.recipe import (
     token_losses,
     token_ratios,
 )
+from node.policy.config import ATTENTION
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
 
@@ -381,3 +382,20 @@ def test_the_mismatch_between_the_policies_is_estimated(model):
     assert (stats["ratio_min"], stats["ratio_max"]) == pytest.approx((0.5, 2.0), rel=1e-3)
     assert stats["ratio_mean"] == pytest.approx(1.25, rel=1e-3)
     assert stats["clip_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("family", sorted(ATTENTION))
+def test_a_configuration_with_dropout_trains_like_one_without(family):
+    """Rollouts are drawn without dropout: with it every ratio would be off, and no restart would repeat a step."""
+    trained = []
+    for dropout in (0.0, 0.5):
+        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "initializer_range": 0.3}
+        config = CONFIG_MAPPING[family](**sizes, **heads, sliding_window=None, attention_dropout=dropout)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config).eval()
+            spec = run_spec(minibatches=2)
+            train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0)
+        trained.append(weights(model))
+    assert same(*trained)
