@@ -160,6 +160,14 @@ def verifier(
     required=True,
     help="run.toml: the model, the problems, the batch and the limits of the run.",
 )
+@click.option(
+    "--check", is_flag=True, help="Look at run.toml, key, data and first policy, create nothing, and end with 0 or 2."
+)
+@click.option(
+    "--model-elsewhere",
+    is_flag=True,
+    help="The folder of model.initial is on the trainer's machine alone: begin without looking at it.",
+)
 @run_key_option
 @data_options
 @click.option(
@@ -173,10 +181,15 @@ def verifier(
 @click.option("--relay", "relays", multiple=True, metavar="URL", help="A relay to tell nodes about; repeatable.")
 @contact_options
 @limit_options
+@click.pass_context
 def coordinator(
+    ctx: click.Context,
+    /,
     *,
     role: str,
     run_file: Path,
+    check: bool,
+    model_elsewhere: bool,
     key: Path,
     data: Path,
     database_url: str | None,
@@ -202,6 +215,13 @@ def coordinator(
     Then start `swarmproof verifier` and `swarmproof trainer` on the same --data. For more than one machine, start
     each --role by itself, any number of each, with --database-url postgresql://...
     """
+    from coordinator.run.first_policy import require_startable
+
+    if check:
+        from coordinator.commands.preflight import preflight_checks, show_checks
+
+        found = preflight_checks(run_file, key, data, database_url=database_url, model_elsewhere=model_elsewhere)
+        ctx.exit(show_checks(found))
     from coordinator.app import create_app
     from coordinator.http.connections import ConnectionLimits, allow_connections, listening_socket, server_config
     from coordinator.http.service import RequestLimits
@@ -228,6 +248,7 @@ def coordinator(
             database_url=database_url,
             blobs_url=blobs_url,
             wait_seconds=HOME_WAIT_SECONDS,
+            before_first=lambda: require_startable(spec, model_elsewhere=model_elsewhere),
         )
         check_start(home)
         refused.pop_all()

@@ -2,6 +2,7 @@
 
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
+│   └── UnfitModel       model.initial names no policy with which the run of this run.toml can begin
 ├── HistoryLost          the log in the database does not continue the one that was published
 ├── StateDiffers         the database or the blob store does not say what the log does
 ├── StorageFault         the database or the blob store does not hold what it must
@@ -31,6 +32,10 @@ class HistoryLost(CoordinatorError):
 
 class StateDiffers(CoordinatorError):
     code = "state_differs"
+
+
+class UnfitModel(BadConfiguration):
+    code = "unfit_model"
 
 
 class StorageFault(CoordinatorError):

@@ -346,9 +346,14 @@ def audit(
     "--run",
     "run_file",
     type=FILE,
-    help="The run's run.toml: how long sequences are, and how many policies are kept.",
+    help="The run's run.toml: how long sequences are, how many policies are kept, and for its operator "
+    "whether it can begin.",
 )
-@click.option("--policy", type=FILE, help="A policy file, to see whether it fits.")
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path),
+    help="A policy file or a model's folder, to see whether it fits; with --run, whether the run can begin with it.",
+)
 @key_option("The key file to check.  [default: key in --state]")
 @state_option("The folder whose disk to look at.  [default: ~/.swarmproof]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where a relay would listen, with --port.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +53,22 @@ def create_home(
     database_url: str | None = None,
     blobs_url: str | None = None,
     wait_seconds: float = 0.0,
+    before_first: Callable[[], None] = lambda: None,
 ) -> Home:
     """Open the run's home, creating it on the first start; wait for the database up to `wait_seconds`.
 
-    The first start fixes the spec, as the log's first entry, and the blob store, which later starts may leave out.
-    Raises BadConfiguration if the home is another run's or the spec or store has changed, HistoryLost if the log does
-    not continue the checkpoint that is kept in `folder`.
+    The first start fixes the spec, as the log's first entry, and the blob store, which later starts may leave out;
+    `before_first` is called before, and may raise to begin no run. Raises BadConfiguration if the home is another run's
+    or the spec or store has changed, HistoryLost if the log does not continue the checkpoint that is kept in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     database = _database(folder, database_url)
     try:
         _wait_for(database, seconds=wait_seconds)
+        with database.read() as connection:
+            is_first = not read_facts(connection)
+        if is_first:
+            before_first()
         database.migrate()
         blobs = _initialise(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
     except BaseException:
@@ -133,7 +139,7 @@ def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: fl
         with closing(Database(database_url)) as database:
             _wait_for(database, seconds=wait_seconds)
     while True:
-        home = _try_open(folder, database_url)
+        home = find_home(folder, database_url)
         if home is not None:
             return home
         if time.monotonic() >= deadline:
@@ -144,7 +150,8 @@ def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: fl
         time.sleep(_POLL_SECONDS)
 
 
-def _try_open(folder: Path, database_url: str | None) -> Home | None:
+def find_home(folder: Path, database_url: str | None) -> Home | None:
+    """Open the home in `folder` if there is one; creates nothing. Raises BadConfiguration, DatabaseAway."""
     if (
         database_url is None
         and not (folder / DATABASE_URL_FILE).exists()

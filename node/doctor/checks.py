@@ -17,10 +17,12 @@ from rich.console import Console
 
 from node.doctor import machine, packages
 from node.doctor.coordinator import check_coordinator
+from node.doctor.model import check_first_policy, check_folder, check_submission_size
 from node.doctor.policy import Footprint, read_footprint
 from node.doctor.report import Check, exit_code, problem, render_json, show
 from node.doctor.sandbox import check_sandbox
 from node.errors import ConfigError
+from node.policy.inspection import tiny_policy
 from node.protocol.run import BroadcastSpec, RunSpec, parse_run_toml
 from shardcast.files import read_bounded
 
@@ -66,7 +68,7 @@ def _left_out(settings: DoctorSettings) -> list[str]:
     """List the checks whose options were not given."""
     wanted = {
         "the coordinator and the clock (--coordinator URL)": settings.coordinator,
-        "whether a policy fits (--policy FILE)": settings.policy,
+        "whether a policy fits (--policy FILE or FOLDER)": settings.policy,
         "the key (--key FILE)": settings.key,
         "a relay's port (--port PORT)": settings.port,
     }
@@ -78,6 +80,7 @@ def examine(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:
     footprint, complaint = _read_policy(settings.policy)
     if complaint is not None:
         yield complaint
+    yield from _examine_model(settings, spec)
     installed = packages.list_installed()
     yield packages.check_python()
     torch, cuda = packages.check_torch(installed)
@@ -99,6 +102,19 @@ def examine(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:
         yield machine.check_port(settings.host, settings.port)
     if settings.coordinator is not None:
         yield from check_coordinator(settings.coordinator)
+
+
+def _examine_model(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:
+    """Check a model's folder, and run.toml against it; a policy file was checked by whoever published it."""
+    if spec is not None:
+        yield check_submission_size(spec)
+    if settings.policy is not None:
+        if settings.policy.is_dir():
+            yield from check_folder(settings.policy, spec)
+        return
+    # The folder is on the operator's machines; whoever contributes fetches the policy, and has none.
+    if spec is not None and (tiny_policy(spec.model.initial) is not None or Path(spec.model.initial).is_dir()):
+        yield from check_first_policy(spec)
 
 
 def _examine_for_vllm(

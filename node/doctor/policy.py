@@ -14,9 +14,10 @@ import msgspec
 from msgspec import Meta
 
 from node.errors import ConfigError
-
-MAX_HEADER_BYTES: Final = 100_000_000
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+from node.policy.errors import MalformedPolicy
+from node.policy.weights import ITEM_BYTES, MAX_CONFIG_BYTES, MAX_HEADER_BYTES, read_weights
+from shardcast.errors import Malformed
+from shardcast.files import read_bounded
 
 _GOLDFINCH: Final = "goldfinch"
 _FRAME_ACTION: Final = "frame_action"
@@ -69,7 +70,9 @@ class Footprint:
 
 
 def read_footprint(path: Path) -> Footprint:
-    """Read the sizes of the policy in `path`; raises ConfigError, `bad_policy`."""
+    """Read the sizes of the policy in `path`, a policy file or a model's folder; raises ConfigError, `bad_policy`."""
+    if path.is_dir():
+        return _read_folder(path)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -79,15 +82,35 @@ def read_footprint(path: Path) -> Footprint:
         metadata = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])
         config = msgspec.json.decode(metadata["config"], type=_Config)
         tensors = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
-        item_bytes = max(_ITEM_BYTES[tensor.dtype] for tensor in tensors)
+        item_bytes = max(ITEM_BYTES[tensor.dtype] for tensor in tensors)
         file_bytes = path.stat().st_size
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", code="bad_policy") from error
     except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a policy file", code="bad_policy") from error
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    return _footprint(config, file_bytes=file_bytes, parameters=parameters, item_bytes=item_bytes)
+
+
+def _read_folder(folder: Path) -> Footprint:
+    """Read the sizes from the headers of a model's folder; whether it can be a policy, `check_folder` says."""
+    try:
+        tensors = read_weights(folder).values()
+        config = msgspec.json.decode(read_bounded(folder / "config.json", max_bytes=MAX_CONFIG_BYTES), type=_Config)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be read: {error.strerror}", code="bad_policy") from error
+    except (MalformedPolicy, Malformed, msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(f"{folder} is no policy: {error}", code="bad_policy") from error
+    parameters = sum(tensor.count for tensor in tensors)
+    item_bytes = max((ITEM_BYTES[tensor.dtype] for tensor in tensors), default=4)
+    file_bytes = sum(tensor.count * ITEM_BYTES[tensor.dtype] for tensor in tensors)
+    return _footprint(config, file_bytes=file_bytes, parameters=parameters, item_bytes=item_bytes)
+
+
+def _footprint(config: _Config, *, file_bytes: int, parameters: int, item_bytes: int) -> Footprint:
     return Footprint(
         file_bytes=file_bytes,
-        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        parameters=parameters,
         item_bytes=item_bytes,
         token_numbers=_token_numbers(config),
         max_tokens=config.max_position_embeddings,

@@ -13,11 +13,16 @@ import msgspec
 import zstandard
 from msgspec import Meta
 
-from node.protocol.submission import Rollout
+from node.protocol.run import RunSpec
+from node.protocol.submission import Rollout, chunk_count, proof_bytes
 
 FORMAT: Final = "swarmproof/rollouts/3"
 """Format tag and version of the file."""
 SEED_BYTES: Final = 16
+_ROW_BYTES: Final = 160
+"""A row's seed, names, types and lengths, those of its proofs aside."""
+_FILE_BYTES: Final = 64
+"""Around all rows, and of the frame around the content."""
 _LEVEL: Final = 1  # proofs and log-probabilities are noise: higher levels take longer and save less than 1 %
 
 
@@ -56,6 +61,22 @@ def compress(content: bytes) -> bytes:
         level=_LEVEL, write_content_size=True, write_checksum=False, write_dict_id=False
     )
     return compressor.compress(content)
+
+
+def full_group_bytes(spec: RunSpec) -> int:
+    """Return the most bytes that a group of honest work takes, each completion as long as the run allows.
+
+    Nothing is assumed to compress: proofs and log-probabilities do not, and how far ids do depends on the vocabulary.
+    """
+    sampling = spec.sampling
+    tokens, segments = sampling.max_new_tokens, sampling.max_version_lead + 1
+    proofs = chunk_count([tokens], chunk_tokens=spec.proofs.chunk_tokens) + segments + sampling.max_turns - 2
+    proofs = min(proofs, tokens)  # a chunk has a token
+    row = 4 * sampling.max_prompt_tokens + 8 * tokens + 12 * segments + _ROW_BYTES
+    # A sketch is as long as its tokens; the rest of a proof is as long for one token as for a whole chunk.
+    row += 5 * proofs + proof_bytes(spec.proofs, tokens=tokens) + (proofs - 1) * proof_bytes(spec.proofs, tokens=0)
+    content = sampling.group_size * row + _FILE_BYTES
+    return content + content // 256 + _FILE_BYTES
 
 
 def _row(rollout: Rollout) -> Row:

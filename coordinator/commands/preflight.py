@@ -1,0 +1,77 @@
+"""`swarmproof coordinator --check`: what a start would refuse, found without creating anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+
+from coordinator.errors import BadConfiguration
+from coordinator.run.definition import read_run_file
+from coordinator.run.home import Home, find_home
+from coordinator.storage.faults import DatabaseAway
+from node.doctor.machine import LEAST_DISK_BYTES, check_disk
+from node.doctor.model import check_first_policy, check_submission_size
+from node.doctor.report import Check, Level, fine, problem, show
+from node.errors import IdentityError, NodeError
+from node.keys.identity import load_key
+from node.protocol.run import RunSpec
+
+
+def preflight_checks(
+    run_file: Path, key_file: Path, data: Path, *, database_url: str | None, model_elsewhere: bool
+) -> list[Check]:
+    """Check run.toml, the run's key, its data folder and its first policy; an existing run keeps the one it has."""
+    return list(_examine(run_file, key_file, data, database_url=database_url, model_elsewhere=model_elsewhere))
+
+
+def show_checks(checks: list[Check]) -> int:
+    """Print `checks`; return the exit code: 2 if there is a problem, else 0."""
+    show(checks, Console())
+    return 2 if any(check.level is Level.PROBLEM for check in checks) else 0
+
+
+def _examine(
+    run_file: Path, key_file: Path, data: Path, *, database_url: str | None, model_elsewhere: bool
+) -> Iterator[Check]:
+    spec = key = None
+    try:
+        _, spec = read_run_file(run_file)
+        yield fine("run_file", f"{run_file} defines the run {spec.name!r}.")
+    except (BadConfiguration, NodeError) as error:
+        yield problem("run_file", f"{error}.", advice="Correct the file.")
+    try:
+        key = load_key(key_file)
+        yield fine("key", f"{key_file} is a key that its owner alone can read.")
+    except IdentityError as error:
+        yield problem("key", f"{error}.", advice="Name the run's key with --key; `swarmproof keys new` makes one.")
+    try:
+        home = find_home(data, database_url)
+    except (BadConfiguration, DatabaseAway) as error:
+        advice = "Give --data and --database-url as the run has them, and start its database."
+        yield problem("data", f"{error}.", advice=advice)
+        return
+    if home is not None:
+        with closing(home.database):
+            yield _check_existing(home, spec, key)
+        return
+    yield check_disk(data, need=LEAST_DISK_BYTES, what="a run")
+    if spec is not None:
+        yield check_submission_size(spec)
+        if not model_elsewhere:
+            yield from check_first_policy(spec)
+
+
+def _check_existing(home: Home, spec: RunSpec | None, key: Ed25519PrivateKey | None) -> Check:
+    """Check that the run in the data folder is the one of this file and this key."""
+    if key is not None and key.public_key().public_bytes_raw() != home.public_key:
+        return problem(
+            "data", f"{home.folder} holds the run of another key.", advice="Give another --data, or that key."
+        )
+    if spec is not None and spec != home.spec:
+        said = f"{home.folder} holds a run that was started with another run.toml."
+        return problem("data", said, advice="Give the old file, or another --data and a new key for a new run.")
+    return fine("data", f"{home.folder} holds this run, whose rules and first policy are fixed.")

@@ -1,0 +1,96 @@
+"""Checks of a run's first policy (`model.initial`), and of run.toml against it; nothing is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from node.doctor.machine import free_memory
+from node.doctor.report import Check, fine, problem, size, warning
+from node.policy.errors import PolicyError
+from node.policy.inspection import FirstPolicy, inspect_folder, tiny_policy
+from node.protocol.run import RunSpec
+from node.submission.writer import full_group_bytes
+
+TRAINER_BYTES: Final = 16
+"""Of a parameter: weight, gradient and AdamW's two moments, in float32."""
+_REFERENCE_BYTES: Final = 4
+"""Of a parameter: the first policy, kept where `kl_coefficient` is not 0."""
+
+
+def check_first_policy(spec: RunSpec) -> list[Check]:
+    """Check that `model.initial` is a policy that every node can build, and that the run can begin with it."""
+    tiny = tiny_policy(spec.model.initial)
+    if tiny is None:
+        return check_folder(Path(spec.model.initial), spec)
+    return [fine("model", f"model.initial is a {tiny.family} policy that is made here."), *check_fit(tiny, spec)]
+
+
+def check_folder(folder: Path, spec: RunSpec | None) -> list[Check]:
+    """Check that `folder` can be a policy, and where there is a `spec`, that its run can begin with it."""
+    try:
+        policy = inspect_folder(folder)
+    except PolicyError as error:
+        return [problem("model", f"{error}.", advice="Mend the folder, or name another one.")]
+    ends = ", ".join(map(str, policy.end_marks))
+    template = "a" if policy.has_chat_template else "no"
+    said = (
+        f"{folder} is a {policy.family} policy of {policy.parameters:,} parameters ({size(policy.weight_bytes)}), "
+        f"vocabulary {policy.vocabulary}, end marks {ends}, with {template} chat template."
+    )
+    return [fine("model", said), *([] if spec is None else check_fit(policy, spec))]
+
+
+def check_fit(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
+    """Check run.toml and this machine's memory against `policy`."""
+    checks = [_check_positions(policy, spec), _check_hidden(policy, spec)]
+    return [*checks, _check_trainer_memory(policy, spec)] if policy.parameters else checks
+
+
+def check_submission_size(spec: RunSpec) -> Check:
+    """Check that a full group of honest work is never larger than a submission may be."""
+    need, allowed, sampling = full_group_bytes(spec), spec.limits.max_submission_bytes, spec.sampling
+    said = (
+        f"A full group ({sampling.group_size} completions of {sampling.max_new_tokens} tokens with their proofs) takes "
+        f"up to {need} bytes, and limits.max_submission_bytes is {allowed}."
+    )
+    if need > allowed:
+        return problem("submissions", said, advice=f"Raise it to {need} in run.toml, or make groups smaller.")
+    return fine("submissions", said)
+
+
+def _check_positions(policy: FirstPolicy, spec: RunSpec) -> Check:
+    sampling = spec.sampling
+    terms = f"max_prompt_tokens {sampling.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
+    if sampling.reply_tokens:
+        terms += f" + max_reply_tokens {sampling.reply_tokens}"
+    has = "no limit" if policy.positions is None else f"positions for {policy.positions} (max_position_embeddings)"
+    said = f"Sequences have up to {sampling.most_tokens} tokens (sampling.{terms}), and the policy has {has}."
+    if policy.positions is not None and sampling.most_tokens > policy.positions:
+        return problem("sequences", said, advice="Lower those of [sampling] in run.toml, or take another policy.")
+    return fine("sequences", said)
+
+
+def _check_hidden(policy: FirstPolicy, spec: RunSpec) -> Check:
+    need = spec.proofs.min_hidden
+    said = f"Proofs need {need} hidden units (proofs.top_k, proofs.scheme), and the policy has {policy.hidden}."
+    if policy.hidden < need:
+        return problem("proofs", said, advice="Lower proofs.top_k in run.toml, or take another policy.")
+    return fine("proofs", said)
+
+
+def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec) -> Check:
+    """Compare what a trainer of one process holds at least; activations and logits come on top."""
+    each = TRAINER_BYTES + (_REFERENCE_BYTES if spec.training.kl_coefficient else 0)
+    need, free = each * policy.parameters + 4 * policy.largest_layer, free_memory()
+    said = (
+        f"A trainer in one process takes {size(need)} of memory at least ({each} bytes for each of "
+        f"{policy.parameters:,} parameters, and its largest layer again), and {size(free)} are free here."
+    )
+    if free < need:
+        return warning(
+            "trainer_memory",
+            said,
+            advice="Train on a larger machine, or in several processes (torchrun) that share it.",
+        )
+    return fine("trainer_memory", said)
