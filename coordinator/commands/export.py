@@ -34,7 +34,14 @@ def export() -> None:
     "The folder of a trainer, worker, relay or verifier that holds the version; it may be running.",
     kind=EXISTING_FOLDER,
 )
-def policy(*, what: str, to: Path, state: Path | None) -> None:
+@click.option(
+    "--model",
+    type=EXISTING_FOLDER,
+    metavar="FOLDER",
+    help="Where chat template and generation settings come from, such as the run's model.initial.  [default: what the "
+    "trainer kept in --state]",
+)
+def policy(*, what: str, to: Path, state: Path | None, model: Path | None) -> None:
     """Write a policy as a folder that transformers and vLLM load.
 
     \b
@@ -50,12 +57,14 @@ def policy(*, what: str, to: Path, state: Path | None) -> None:
         raise click.UsageError("A version is taken from a folder: name it with --state.")
     if state is not None and not by_number:
         raise click.UsageError("--state is for a version's number, or latest; a file needs none.")
+    from coordinator.training.companion import read_companion
     from coordinator.training.export import export_file, export_version
 
+    companion = None if model is None else read_companion(model)
     if state is None:
-        done = export_file(Path(what), to)
+        done = export_file(Path(what), to, companion=companion)
     else:
-        done = export_version(state, None if what == _LATEST else int(what), to)
+        done = export_version(state, None if what == _LATEST else int(what), to, companion=companion)
     named = "the policy" if done.version is None else f"policy {done.version}"
     click.echo(f"{named}, {done.parameters:,} parameters in {str(done.dtype).removeprefix('torch.')}, is in {to}")
 

@@ -1,6 +1,7 @@
 """Export a policy as a folder in Hugging Face's layout, as read by transformers, vLLM and `model.initial`.
 
-Weights are written bit for bit in the policy's dtype, shared ones once. The folder is renamed into place when complete.
+Weights are written bit for bit in the policy's dtype, shared ones once; chat template and generation settings are those
+of the folder that the run began with. The folder is renamed into place when complete.
 
 ExportError
 ├── FolderNotEmpty      the target exists and is not empty
@@ -24,7 +25,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from transformers.utils import logging as transformers_logging
 
 from coordinator.errors import CoordinatorError
+from coordinator.training.companion import Companion, kept_companion
 from node.policy.file import Policy, load_policy
+from node.policy.folder import GENERATION
 from shardcast.store.reading import MANIFESTS, StoredVersions
 
 log = logging.getLogger(__name__)
@@ -55,26 +58,40 @@ class Exported:
     dtype: torch.dtype
 
 
-def export_file(path: Path, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
-    """Export the policy file `path` to `folder`; raises ExportError, PolicyError, OSError."""
+def export_file(
+    path: Path, folder: Path, *, companion: Companion | None = None, shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Export the policy file `path` to `folder`, with what `companion` has.
+
+    Raises ExportError, PolicyError, OSError.
+    """
     with written_folder(folder) as partial:
-        return _export(path, partial, folder, version=None, shard_bytes=shard_bytes)
+        return _export(path, partial, folder, version=None, companion=companion or Companion(), shard_bytes=shard_bytes)
 
 
-def export_version(state: Path, version: int | None, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export_version(
+    state: Path,
+    version: int | None,
+    folder: Path,
+    *,
+    companion: Companion | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
     """Export a version held in the state folder of a trainer, worker, relay or verifier; None takes its newest.
 
-    The folder's owner may be running. Raises as `export_file`, and LocalFault.
+    Without a `companion`, it has the one that a trainer kept there. The folder's owner may be running. Raises as
+    `export_file`, and LocalFault.
     """
     held = StoredVersions(store_of(state))
     versions = held.versions()
     if not versions or (version is not None and version not in versions):
         raise VersionNotHeld(f"{state} does not hold {_describe_request(version)}: {_describe_versions(versions)}")
     chosen = versions[-1] if version is None else version
+    companion = companion or kept_companion(state)
     with written_folder(folder) as partial:
         copy = partial / ".policy"
         held.write(chosen, copy)
-        exported = _export(copy, partial, folder, version=chosen, shard_bytes=shard_bytes)
+        exported = _export(copy, partial, folder, version=chosen, companion=companion, shard_bytes=shard_bytes)
         copy.unlink()
         return exported
 
@@ -98,12 +115,18 @@ def _describe_versions(versions: list[int]) -> str:
     return f"there are {'…, ' if len(versions) > _MAX_LISTED else ''}{shown}"
 
 
-def _export(path: Path, partial: Path, folder: Path, *, version: int | None, shard_bytes: int) -> Exported:
+def _export(
+    path: Path, partial: Path, folder: Path, *, version: int | None, companion: Companion, shard_bytes: int
+) -> Exported:
     policy = load_policy(path, dtype=None)
     model: Any = policy.model
     model.generation_config = _generation_config(policy)
+    policy.tokenizer.chat_template = companion.chat_template
     with _no_progress_bars():
         model.save_pretrained(partial, max_shard_size=shard_bytes)
+        # As JSON, since transformers refuses to write some of the settings that it reads.
+        generation = partial / GENERATION
+        generation.write_text(json.dumps(companion.generation | json.loads(generation.read_bytes()), indent=2) + "\n")
         policy.tokenizer.save_pretrained(partial)
         _check_tokenizer(partial, policy.tokenizer)
     return Exported(folder, version, policy.parameters, policy.model.dtype)
@@ -146,7 +169,7 @@ def written_folder(folder: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.rglob("*"), partial):
             _sync(path)
         partial.rename(folder)
         _sync(folder.parent)

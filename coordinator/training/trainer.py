@@ -28,6 +28,7 @@ from coordinator.storage.faults import DatabaseAway, advice
 from coordinator.storage.training import PolicyRecord
 from coordinator.storage.verdicts import clock
 from coordinator.training.batches import read_batch
+from coordinator.training.companion import keep_companion
 from coordinator.training.distributed_learner import Learner, Team
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 from coordinator.training.grpo import Execution
@@ -163,6 +164,7 @@ class Trainer:
                         "folder; name the right --state, or restore it from a backup"
                     )
             model, tokenizer = initial_policy(self._home.spec, progress=self._on_warm_start_progress)
+            keep_companion(self._state, self._home.spec.model.initial, tokenizer)
             save_policy(_cast(model, self._dtype), tokenizer, self._team.first_policy)
         self._check_first_policy()
         learner = self._team.restore(self._home.spec)

@@ -6,6 +6,7 @@ had something in the folder.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from model_folders import SECOND_END, edit_json, make_folder
 from tokenizers import pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from coordinator.training.companion import keep_companion
 from coordinator.training.export import export_file
 from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.policy.config import ATTENTION
 from node.policy.file import load_policy, render_prompt, save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_model, make_tokenizer
-from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec
+from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec
 from shardcast import Origin, wire
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -84,11 +87,14 @@ def export(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["export", "policy", *map(str, arguments)])
 
 
+def next_run(folder: Path, *, dtype: str) -> RunSpec:
+    model, environments = ModelSpec(initial=str(folder), dtype=dtype), (EnvironmentSpec(name="arithmetic"),)
+    return RunSpec(name="next", environments=environments, model=model, proofs=ProofSpec(top_k=32))
+
+
 def begins(folder: Path, *, dtype: str) -> bytes:
     """Version 0 of a run whose `model.initial` is `folder`."""
-    model_spec = ModelSpec(initial=str(folder), dtype=dtype)
-    spec = RunSpec(name="next", environments=(EnvironmentSpec(name="arithmetic"),), model=model_spec)
-    model, tokenizer = initial_policy(spec)
+    model, tokenizer = initial_policy(next_run(folder, dtype=dtype))
     path = folder.with_name("version-0.safetensors")
     save_policy(model.to(DTYPES[dtype]), tokenizer, path)
     return path.read_bytes()
@@ -142,6 +148,55 @@ def test_transformers_reads_the_tokenizer_of_the_policy_or_the_operator_is_told(
         assert ("PreTrainedTokenizerFast" in caplog.text) == (not is_read)
         assert begins(folder, dtype="float32") == path.read_bytes()
         caplog.clear()
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """The folder that a run began with, and `trainer/`, whose version 0 is made of it as its trainer does."""
+    folder = make_folder(tmp_path / "first", family="qwen2", tie_word_embeddings=True)
+    edit_json(folder / "generation_config.json", {"stop_strings": ["</think>"]})
+    (tmp_path / "trainer").mkdir()
+    begins(folder, dtype="bfloat16")
+    _, tokenizer = initial_policy(next_run(folder, dtype="bfloat16"))
+    keep_companion(tmp_path / "trainer", str(folder), tokenizer)
+    origin = Origin(tmp_path / "trainer" / "origin", KEY, wire.digest(b"run"))
+    origin.publish(tmp_path / "version-0.safetensors", version=0)
+    origin.close()
+    return folder
+
+
+@pytest.mark.parametrize("source", ["trainer", "file"])
+def test_an_export_keeps_chat_template_generation_settings_and_every_end_mark(
+    source: str, first: Path, tmp_path: Path
+) -> None:
+    """Without them the trained model answers without its format, samples otherwise, and runs past its second end."""
+    if source == "trainer":
+        done = export("latest", "--state", tmp_path / "trainer", "--to", tmp_path / "out")
+    else:
+        done = export(tmp_path / "version-0.safetensors", "--model", first, "--to", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    question = [{"role": "user", "content": "1+1"}]
+    assert found.apply_chat_template(question, tokenize=False) == "<think>1+1</think>"
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_bytes())
+    assert generation["eos_token_id"] == [EOS, SECOND_END]
+    kept = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "stop_strings": ["</think>"]}
+    assert {name: generation.get(name) for name in kept} == kept
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["eos_token_id"] == [EOS, SECOND_END]
+    before = (tmp_path / "version-0.safetensors").read_bytes()
+    assert begins(tmp_path / "out", dtype="bfloat16") == before, "a run that goes on from it has the same version 0"
+
+
+def test_a_run_ends_completions_at_every_end_mark_of_its_folder(first: Path, tmp_path: Path) -> None:
+    """generation_config.json alone names the second one: a run without it rewards what comes after it."""
+    assert load_policy(tmp_path / "version-0.safetensors", dtype=None).eos_ids == {EOS, SECOND_END}
+
+
+def test_what_a_trainer_kept_beside_its_policies_is_not_believed_when_damaged(first: Path, tmp_path: Path) -> None:
+    (tmp_path / "trainer" / "first-policy.json").write_text('{"chat_template": 7')
+    done = export("latest", "--state", tmp_path / "trainer", "--to", tmp_path / "out")
+    assert (done.exit_code, "first-policy.json is damaged" in done.output) == (1, True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
