@@ -132,7 +132,9 @@ def _check_values(value: object, *, depth: int) -> None:
         for item in value.values() if isinstance(value, dict) else value:
             _check_values(item, depth=depth - 1)
     elif isinstance(value, int) and not 0 <= value <= MAX_NUMBER:
-        raise MalformedPolicy(f"its configuration has {str(value)[:30]}, the limit is {MAX_NUMBER}", code="bad_config")
+        raise MalformedPolicy(
+            f"its configuration has {str(value)[:30]}, and integers are 0 .. {MAX_NUMBER}", code="bad_config"
+        )
 
 
 def _check_attention(config: PreTrainedConfig) -> None:

@@ -37,7 +37,7 @@ from node.policy.file import (
     unique_tensors,
 )
 from node.policy.inspection import FirstPolicy
-from node.policy.weights import ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, read_weights
+from node.policy.weights import ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, read_weights, same_numbers
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
@@ -75,6 +75,7 @@ _FORMER_FIELDS: Final = frozenset(
         "add_cross_attention",
         "cross_attention_hidden_size",
         "finetuning_task",
+        "is_llama_config",  # of SmolLM
         "is_decoder",
         "model_type",
         "prefix",
@@ -88,6 +89,9 @@ _FORMER_FIELDS: Final = frozenset(
         "tokenizer_class",
         "torch_dtype",
         "torchscript",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_bfloat16",
     }
 )
@@ -317,8 +321,8 @@ def _build(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 def _check_tensors(folder: Path, skeleton: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None:
     """Compare the stored tensors with the model's; a shared one may be stored under each of its names."""
-    family = skeleton.config.model_type
-    expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict(keep_vars=True).items()}
+    family, state = skeleton.config.model_type, skeleton.state_dict(keep_vars=True)
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     for name in sorted(unique_tensors(skeleton).keys() - tensors.keys()):
         raise _bad(
             folder,
@@ -339,6 +343,21 @@ def _check_tensors(folder: Path, skeleton: PreTrainedModel, tensors: Mapping[str
                 tensor.file,
                 f"has tensor {name!r} of shape {list(tensor.shape)}, where {CONFIG} says {list(expected[name])}: "
                 + _OTHER_CONFIG,
+                code="wrong_tensors",
+            )
+    _check_shared(folder, state, tensors)
+
+
+def _check_shared(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse two different tensors where the model has one: transformers would untie them, and no reader does."""
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        known = first.setdefault(id(tensor), name)
+        if known != name and name in tensors and not same_numbers(tensors[known], tensors[name]):
+            raise _bad(
+                folder / CONFIG,
+                f"ties {name!r} to {known!r}, and the weights have two different ones: set tie_word_embeddings to "
+                "false",
                 code="wrong_tensors",
             )
 

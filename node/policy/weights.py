@@ -1,6 +1,6 @@
 """Weights of a model's folder by the headers of its safetensors files: names, dtypes, shapes, and whether it is whole.
 
-No weight is read, and nothing is unpickled. Every header meets a limit before it is parsed.
+Nothing is unpickled, and no weight is read but by `same_numbers`. Every header meets a limit before it is parsed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MAX_SHARDS: Final = 4096
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number, by safetensors' name of the dtype: those that a policy may have."""
 
+_PIECE_BYTES: Final = 2**20
 _AGAIN: Final = "copy or download it again"
 _EXPORTED: Final = "export the model again with save_pretrained"
 
@@ -45,16 +46,33 @@ class _Index(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file's header declares it."""
+    """A tensor as its file's header declares it; `start` is the offset of its first byte in the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
     @property
     def count(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)
+
+
+def same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    """Compare two stored tensors byte by byte, a piece of each in memory at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    left = one.count * ITEM_BYTES[one.dtype]
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        while left > 0:
+            piece = first.read(min(left, _PIECE_BYTES))
+            if not piece or piece != second.read(len(piece)):
+                return False
+            left -= len(piece)
+    return True
 
 
 def read_weights(folder: Path) -> dict[str, StoredTensor]:
@@ -116,7 +134,10 @@ def _read_shard(path: Path) -> dict[str, StoredTensor]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _bad(path, f"is not a safetensors file ({error})", advice=_AGAIN) from error
     _check_layout(path, entries, data_bytes=size - 8 - length)
-    return {name: StoredTensor(path, entry.dtype, entry.shape) for name, entry in entries.items()}
+    return {
+        name: StoredTensor(path, entry.dtype, entry.shape, start=8 + length + entry.data_offsets[0])
+        for name, entry in entries.items()
+    }
 
 
 def _check_layout(path: Path, entries: dict[str, _Entry], *, data_bytes: int) -> None:

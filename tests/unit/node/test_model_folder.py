@@ -146,7 +146,11 @@ CASES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
     ),
     "other_activation": ("unsupported_model", "activation is not silu", config(hidden_act="gelu")),
-    "size_beyond_any_memory": ("bad_config", "16777217, the limit is 16777216", config(intermediate_size=2**24 + 1)),
+    "size_beyond_any_memory": (
+        "bad_config",
+        "16777217, and integers are 0 .. 16777216",
+        config(intermediate_size=2**24 + 1),
+    ),
     "negative_padding": ("bad_config", "has -1", config(pad_token_id=-1)),
     "heads_that_do_not_divide": ("broken_model|bad_config", "config.json", config(num_key_value_heads=3)),
     # weights
@@ -249,6 +253,11 @@ CASES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         "wrong_tensors",
         "{norm} has tensor 'model.layers.0.gate.weight', which no qwen3 model",
         rewritten(lambda tensors: tensors.update({"model.layers.0.gate.weight": tensors[NORM].clone()}), NORM),
+    ),
+    "tied_head_that_differs_from_the_embedding": (
+        "wrong_tensors",
+        "config.json ties 'lm_head.weight' to 'model.embed_tokens.weight', and the weights have two different ones",
+        config(tie_word_embeddings=True),
     ),
     "more_layers_than_weights": (
         "wrong_tensors",
@@ -367,6 +376,13 @@ HONEST: dict[str, Callable[[Path], object]] = {
     "rotary_base_of_earlier_releases": config(rope_parameters=None, rope_theta=500_000_000),
     "window_that_is_switched_off": config(use_sliding_window=False, sliding_window=4096, layer_types=None),
     "dropout": config(attention_dropout=0.1),
+    "tied_head_that_is_stored_twice": lambda folder: (
+        rewritten(
+            lambda tensors: tensors.update({"lm_head.weight": load_file(shard_of(folder, EMBEDDING))[EMBEDDING]}),
+            "lm_head.weight",
+        )(folder),
+        config(tie_word_embeddings=True)(folder),
+    ),
     "mistrals_second_copy": write("consolidated.safetensors", b"not looked at"),
     "rotary_frequencies_of_early_llamas": rewritten(
         lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": tensors[NORM][:16].clone()}),
