@@ -15,7 +15,7 @@ from coordinator.run.home import Home, find_home
 from coordinator.storage.faults import DatabaseAway
 from node.doctor.machine import LEAST_DISK_BYTES, check_disk
 from node.doctor.model import check_first_policy, check_submission_size
-from node.doctor.report import Check, Level, fine, problem, show
+from node.doctor.report import Check, Level, fine, problem, show, warning
 from node.errors import IdentityError, NodeError
 from node.keys.identity import load_key
 from node.protocol.run import RunSpec
@@ -61,7 +61,10 @@ def _examine(
     yield check_disk(data, need=LEAST_DISK_BYTES, what="a run")
     if spec is not None:
         yield check_submission_size(spec)
-        if not model_elsewhere:
+        if model_elsewhere:
+            said = "The folder of model.initial was not looked at (--model-elsewhere)."
+            yield warning("model", said, advice="Run this on the trainer's machine, without that option.")
+        else:
             yield from check_first_policy(spec)
 
 
