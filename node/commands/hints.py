@@ -103,7 +103,8 @@ HINTS: Final[dict[str, str]] = {
     # coordinator.errors
     "coordinator_error": _LOGS,
     "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
-    "unfit_model": "`swarmproof coordinator --check` with the same options looks again, and starts nothing.",
+    "unfit_model": "`swarmproof coordinator --check --run run.toml --key run.key --data RUN` looks again, "
+    "and starts nothing.",
     "storage_fault": "`swarmproof check --data RUN` names what is damaged; --repair writes what follows from the log. "
     "Put the rest back from a backup, which has each blob under its name in blobs/.",
     "damaged_blob": "Put the named blob back: BACKUP/blobs has it under the same name, in the same subfolder.",

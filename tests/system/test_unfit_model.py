@@ -38,7 +38,7 @@ def test_a_coordinator_begins_no_run_with_a_family_that_would_train_wrongly(tmp_
     done = swarmproof("coordinator", *options, "--no-peer")
     assert done.returncode == 1
     assert "the model_type 'granite', and these are supported: " in done.stderr
-    assert "hint: `swarmproof coordinator --check`" in done.stderr
+    assert "hint: `swarmproof coordinator --check --run run.toml " in done.stderr
     assert "run id" not in done.stdout
     with closing(sqlite3.connect(tmp_path / "run" / "swarmproof.sqlite3")) as database:
         assert database.execute("select name from sqlite_master").fetchall() == []
