@@ -36,7 +36,7 @@ def of(rows: list[DerivedRow], table: str, number: int) -> list[dict[str, object
 def test_a_group_is_used_in_the_step_of_its_batch() -> None:
     rows = followed(policy(0), admitted(1), admitted(2), batch(0, 1), policy(1))
     assert of(rows, "groups", 1) == [{"slot": (0, 1), "reward_mean": 0.5, "signal": True, "step": 0}]
-    assert of(rows, "groups", 2) == [{"slot": (0, 2), "reward_mean": 0.5, "step": None}]
+    assert of(rows, "groups", 2) == [{"slot": (0, 2), "reward_mean": 0.5, "signal": True, "step": None}]
     states = {row.key: row.columns["state"] for row in rows if row.table == "slots" and row.columns is not None}
     assert states == {(0, 1): "used", (0, 2): "admitted"}
 
