@@ -63,8 +63,6 @@ _UNDER_WAY = (
         leases.c.node != bindparam("node"),
     )
     .order_by(slots.c.id)
-    # A lease whose submission is being committed is in time.
-    .with_for_update(of=leases, skip_locked=True)
 )
 _RECENT_TIMES = (
     select(submissions.c.received_at - leases.c.issued_at)

@@ -136,9 +136,9 @@ def _reopen_late(
 
 
 def overtake(connection: Connection, lease_id: str, holder: str, *, spec: RunSpec, now: float) -> None:
-    """End another node's late lease and reopen its slot; counts as a return."""
-    _end_lease(connection, lease_id, LeaseState.OVERTAKEN, now=now)
-    note_return(connection, holder, batch=spec.batch, now=now)
+    """End another node's late lease and reopen its slot, which counts as a return, unless it was used meanwhile."""
+    if _end_lease(connection, lease_id, LeaseState.OVERTAKEN, now=now):
+        note_return(connection, holder, batch=spec.batch, now=now)
 
 
 def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
@@ -243,9 +243,12 @@ class _SlotRow:
     candidate: int | None = None
 
 
-def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: float) -> None:
-    connection.execute(statements.END_LEASE, {"of_lease": name, "new_state": state, "now": now})
-    connection.execute(statements.REOPEN_SLOT, {"of_lease": name})
+def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: float) -> bool:
+    """End an active lease and reopen its slot; return False if it is not active any more."""
+    ended = connection.execute(statements.END_LEASE, {"of_lease": name, "new_state": state, "now": now}).rowcount > 0
+    if ended:
+        connection.execute(statements.REOPEN_SLOT, {"of_lease": name})
+    return ended
 
 
 @dataclass(frozen=True, slots=True)

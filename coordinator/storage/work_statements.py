@@ -110,7 +110,7 @@ ACTIVE_OF = select(leases.c.lease, leases.c.node).where(_ACTIVE, leases.c.slot_i
 NEW_LEASE = insert(leases)
 END_LEASE = (
     update(leases)
-    .where(leases.c.lease == bindparam("of_lease"))
+    .where(leases.c.lease == bindparam("of_lease"), _ACTIVE)
     .values(state=bindparam("new_state"), ended_at=bindparam("now"))
 )
 LEASE_STATE = update(leases).where(leases.c.lease == bindparam("of_lease")).values(state=bindparam("new_state"))
