@@ -24,7 +24,7 @@ from waiting import until
 from coordinator.errors import BadConfiguration
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
-from coordinator.storage import work
+from coordinator.storage import locks, work
 from coordinator.storage.faults import is_away
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import leases, log_entries, slots, submissions
@@ -146,6 +146,42 @@ def test_a_lease_that_ends_while_it_is_submitted_is_one_or_the_other(others: lis
             second.give_back("b", one)
         while claimed := first.claim():
             first.decide(claimed, Outcome.ADMITTED)
+    assert outcomes == {True, False}, "neither ever came first"
+
+
+def test_a_lease_that_is_overtaken_while_it_is_submitted_is_one_or_the_other(others: list[Home]) -> None:
+    """A slot whose submission was taken must not be given to somebody else as late at the same moment."""
+    actors = Actors(others[0])
+    actors.register("a")
+    actors.publish(0)
+    outcomes = set[bool]()
+    for number in range(36):
+        if number >= 30 and len(outcomes) == 2:
+            break
+        (lease,) = actors.lease("a", held=(0,))
+
+        def submit(lease: work.Lease = lease) -> bool:
+            try:
+                actors.submit("a", lease.lease_id)
+            except Refusal:
+                return False
+            return True
+
+        def overtake(lease: work.Lease = lease) -> None:
+            with others[1].database.write() as connection:
+                locks.leasing(connection)
+                work.overtake(connection, lease.lease_id, who("a"), spec=others[1].spec, now=actors.now)
+
+        both = (submit, overtake) if number % 2 else (overtake, submit)
+        submitted = bool(together(*both)[0 if number % 2 else 1])
+        with others[0].database.read() as connection:
+            state = connection.execute(select(slots.c.state).where(slots.c.number == lease.slot)).scalar_one()
+            held = connection.execute(select(leases.c.state).where(leases.c.lease == lease.lease_id)).scalar_one()
+        assert (state, held) == (("submitted", "submitted") if submitted else ("open", "overtaken"))
+        outcomes.add(submitted)
+        actors.now += 100
+        while claimed := actors.claim():
+            actors.decide(claimed, Outcome.ADMITTED)
     assert outcomes == {True, False}, "neither ever came first"
 
 
