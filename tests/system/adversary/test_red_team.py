@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert
 
 from coordinator.lab.processes.journal import STORED, JournalEntry, read_journal, read_nodes
 from coordinator.lab.processes.layout import Swarm, free_ports, lay_out
@@ -33,6 +34,7 @@ from coordinator.lab.redteam.raid import RaidSettings, open_raid
 from coordinator.lab.redteam.tally import AttackRow, attack_rows
 from coordinator.run.home import open_home
 from coordinator.storage import log
+from coordinator.storage.schema import steps
 from node.protocol.messages import BatchEntry
 
 RUN_TOML = """
@@ -224,8 +226,9 @@ def test_two_histories_under_one_key_are_seen_by_an_auditor(swarm: Swarm, tmp_pa
     copy, (port,) = tmp_path / "data", free_ports(1)
     shutil.copytree(swarm.folder / "data", copy)
     home = open_home(copy)
-    with home.database.write() as connection:
+    with home.database.write() as connection:  # with the row that an honest start looks for
         log.append(connection, BatchEntry(step=0, submissions=()))
+        connection.execute(insert(steps).values(step=0, assigned_at=0.0, reward_mean=0.0, staleness_mean=0.0))
     home.database.close()
     forked = f"http://127.0.0.1:{port}"
     arguments = ("-m", "node.cli", "coordinator", "--no-peer", "--run", str(swarm.folder / "run.toml"))
