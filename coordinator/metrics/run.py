@@ -186,7 +186,11 @@ def _verdicts(connection: Connection) -> Iterator[Metric]:
 
 def _leases(connection: Connection) -> Iterator[Metric]:
     yield _gauge("swarmproof_active_leases", "Leases that nodes hold.", count_leases(connection, LeaseState.ACTIVE))
-    ended = CounterMetricFamily("swarmproof_leases_ended", "Leases that ended without a submission.", labels=["how"])
+    ended = CounterMetricFamily(
+        "swarmproof_leases_ended",
+        "Leases that ended without a submission: returned, expired or overtaken.",
+        labels=["how"],
+    )
     for state in (LeaseState.RETURNED, LeaseState.EXPIRED, LeaseState.OVERTAKEN):
         ended.add_metric([state.value], count_leases(connection, state))
     yield ended

@@ -40,6 +40,17 @@ PlainUrl = Annotated[
 UploadUrl = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]{1,4000}\Z")]
 """A web address whose query is a credential."""
 
+InviteBytes = Annotated[
+    bytes,
+    Meta(
+        max_length=MAX_INVITE_ENVELOPE_BYTES,
+        # The one encoding of section 1.1, said to who reads the OpenAPI document.
+        extra_json_schema={
+            "pattern": "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?$"
+        },
+    ),
+]
+
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Candidate = Annotated[int, Meta(ge=0, lt=MOST_CANDIDATES)]
 """Which of a slot's candidates it is for; left out where the run has no pools (section 5.1)."""
@@ -68,7 +79,7 @@ class Registration(Wire, frozen=True):
     engine: Text
     instance: Nonce
     name: Text
-    invite: Annotated[bytes, Meta(max_length=MAX_INVITE_ENVELOPE_BYTES)] | UnsetType = UNSET
+    invite: InviteBytes | UnsetType = UNSET
     work: ProofOfWork | UnsetType = UNSET
 
 

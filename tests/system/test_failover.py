@@ -116,6 +116,7 @@ class Gate:
         self._process, self._upstream = process, upstream
         self._server: asyncio.Server | None = None
         self._open: list[list[asyncio.StreamWriter]] = []
+        self._tasks: set[asyncio.Task[None] | None] = set()
 
     @asynccontextmanager
     async def open(self, port: int) -> AsyncIterator[Gate]:
@@ -124,6 +125,10 @@ class Gate:
             yield self
         finally:
             self._shut()
+            tasks = [task for task in self._tasks if task is not None]
+            for task in tasks:  # one that was accepted last is connecting still
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0.05)  # what is aborted is closed in the loop's next turns
 
     def arm(self, moment: Moment) -> None:
@@ -132,6 +137,7 @@ class Gate:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]
         self._open.append(ends)
+        self._tasks.add(asyncio.current_task())
         try:
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self._upstream)
             ends.append(to_server)

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ports import free_port
+from signing_actors import signed_policy
 from waiting import until
 
 from coordinator.lab.processes.layout import free_ports
@@ -33,7 +34,6 @@ from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, create_home
 from coordinator.run.peer_child import PeerPlan
 from coordinator.storage import training
-from coordinator.storage.training import PolicyRecord
 from node.keys.identity import create_key
 from node.protocol.peers import parse_join
 
@@ -127,6 +127,7 @@ class Scene:
 
     folder: Path
     home: Home
+    key: Ed25519PrivateKey
     started: list[Started] = field(default_factory=list)
 
     def start(self, name: str, *arguments: str, cls: type[Started] = Started) -> Started:
@@ -158,9 +159,8 @@ class Scene:
         return node
 
     def publish(self, version: int) -> None:
-        digest = f"{version:064x}"
+        published = signed_policy(self.home.run_id, version, key=self.key)
         with self.home.database.write() as connection:
-            published = PolicyRecord(version=version, manifest_digest=digest, result_digest=digest, manifest=b"")
             training.record_policy(connection, published, now=time.time())
 
 
@@ -170,7 +170,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     key: Ed25519PrivateKey = create_key(tmp_path / "run.key")
     _, spec = read_run_file(tmp_path / "run.toml")
     home = create_home(tmp_path / "data", public_key=key.public_key().public_bytes_raw(), spec=spec)
-    scene = Scene(tmp_path, home)
+    scene = Scene(tmp_path, home, key)
     try:
         yield scene
     finally:
