@@ -166,6 +166,7 @@ def test_half_open_connections_of_all_addresses_keep_no_newcomer_out(patient: st
             held[1].recv(1)
 
 
+@pytest.mark.system
 def test_whoever_holds_most_half_open_connections_makes_room(patient: str) -> None:
     """An idle worker's connection, though it has waited longest, is not what a flood pushes out."""
     url, flood = patient, [f"127.0.0.{number}" for number in (2, 3, 4)]

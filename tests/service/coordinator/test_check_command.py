@@ -42,6 +42,7 @@ def check(folder: Path, *arguments: str, new_tokens: int = 48) -> Result:
     return CliRunner(env={"COLUMNS": "500"}).invoke(main, [*map(str, command), "--data", str(around / "run")])
 
 
+@pytest.mark.system
 def test_a_folder_with_which_a_run_can_begin_is_described(folder: Path) -> None:
     """Its chat template was rendered, its end marks counted, and nothing was written."""
     before = sorted(folder.parent.rglob("*"))
@@ -69,6 +70,7 @@ def test_a_run_that_exists_is_not_asked_for_its_first_policy_again(folder: Path)
     assert (done.exit_code, "started with another run.toml" in done.output) == (2, True), done.output
 
 
+@pytest.mark.system
 def test_the_doctor_says_the_same_of_a_folder(folder: Path) -> None:
     size = read_footprint(folder)
     assert (size.item_bytes, size.file_bytes, size.max_tokens) == (2, 2 * size.parameters, 512)
