@@ -25,14 +25,16 @@ from coordinator.storage.schema import (
     slots,
     submissions,
 )
+from node.protocol.admission import Outcome
 from node.protocol.messages import Gap, MissedSlot
 from node.protocol.run import RunSpec
 
 LATE_FACTOR: Final = 4.0
-"""A lease is late after this multiple of the lower quartile of what recent submissions took: who delivers slowly on
+"""A lease is late after this multiple of the lower quartile of what recent admitted groups took: who delivers slowly on
 purpose would have to send three quarters of them to move it."""
 LEAST_TIMES: Final = 8
 CLOCK_STEP_SECONDS: Final = 5.0
+"""A clock correction by less than this ends no lease and no wait."""
 MOST_MISSED: Final = 1000
 """Entries of `missed` in one log entry, and for one slot: the last ones."""
 MOST_MISSED_OF_SLOT: Final = 8
@@ -67,7 +69,8 @@ _UNDER_WAY = (
 _RECENT_TIMES = (
     select(submissions.c.received_at - leases.c.issued_at)
     .join(leases, leases.c.lease == submissions.c.lease)
-    .where(submissions.c.state == SubmissionState.DONE)
+    # Junk is sent at once: counted, it would make honest leases late.
+    .where(submissions.c.state == SubmissionState.DONE, submissions.c.outcome == Outcome.ADMITTED)
     .order_by(submissions.c.received_at.desc())
     .limit(64)
 )
@@ -150,7 +153,7 @@ def late_leases(
 
 
 def _late_seconds(connection: Connection, *, spec: RunSpec) -> float:
-    """Return the age at which a lease is late; no lease is before enough submissions were judged."""
+    """Return the age at which a lease is late; none is before its end until enough groups were admitted."""
     times: list[float] = sorted(connection.execute(_RECENT_TIMES).scalars())
     if len(times) < LEAST_TIMES:
         return spec.batch.lease_seconds

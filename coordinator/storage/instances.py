@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, bindparam, select, update
 
+from coordinator.storage.gaps import CLOCK_STEP_SECONDS
 from coordinator.storage.schema import nodes
-from coordinator.storage.work import CLOCK_STEP_SECONDS
 from node.protocol.messages import Registration
 from node.protocol.reasons import Reason, Refusal
 

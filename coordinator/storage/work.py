@@ -45,8 +45,6 @@ OTHERS_FIRST_SECONDS = 5.0
 """For how long a slot that was given up is not leased to the same place again."""
 OF_LATE_SECONDS = 60.0
 """Nodes that asked for work within it count as there."""
-CLOCK_STEP_SECONDS = 5.0
-"""A clock correction by less than this ends no lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
     Leases issued while this machine's clock was ahead expire, too.
     """
     # All leases have one length, so that the indexed end tells when a lease was issued.
-    too_late = now + CLOCK_STEP_SECONDS + spec.batch.lease_seconds
+    too_late = now + gaps.CLOCK_STEP_SECONDS + spec.batch.lease_seconds
     for name, node in connection.execute(statements.OVERDUE, {"now": now, "too_late": too_late}).all():
         _end_lease(connection, name, LeaseState.EXPIRED, now=now)
         start_backoff(connection, node, batch=spec.batch, now=now)

@@ -116,6 +116,25 @@ def test_a_slot_that_a_step_is_about_to_need_goes_from_a_late_node_to_a_proven_o
     assert last_batch(actors).gaps == ()
 
 
+def test_junk_that_is_sent_at_once_makes_no_honest_lease_late(start: Start) -> None:
+    """Else free keys could have a proven accomplice take over what honest nodes are at work on."""
+    actors = start(groups_per_step=4, max_async=0, steps=3)
+    for step in (0, 1):
+        groups(actors, "a", 4, head=step, seconds=1.0)
+        assert actors.assign() == step
+        actors.publish(step + 1)
+    (honest,) = actors.lease("b", held=(2,), address="203.0.113.7")
+    for number in range(70):
+        name, address = f"key{number}", f"192.0.{number}.1"
+        actors.register(name, admitted=0)
+        for lease in actors.lease(name, held=(2,), address=address):
+            actors.submit(name, lease.lease_id)
+            actors.decide(actors.claim(), Outcome.REJECTED)
+    actors.now += 2
+    assert all(lease.slot != honest.slot for lease in actors.lease("c", held=(2,), address="198.51.100.1"))
+    deliver(actors, "b", honest.lease_id)
+
+
 def test_a_slow_node_keeps_a_slot_that_no_step_needs_yet(start: Start) -> None:
     actors = start(groups_per_step=8, max_async=2)
     (slow,) = actors.lease("b", held=(0,), address="203.0.113.7")
