@@ -15,10 +15,8 @@ from coordinator.storage import locks
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, log_entries, steps, submissions
 from coordinator.storage.verdicts import MAX_ATTEMPTS, QueueItem
 from node.protocol.admission import Outcome
-from node.protocol.messages import LogEntry, VerdictEntry
+from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
 from shardcast.wire import decode
-
-MAX_ENTRY_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

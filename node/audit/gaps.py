@@ -78,7 +78,8 @@ class GapChecker:
     def admit(self, entry: VerdictEntry) -> str | None:
         """Record an admission; return what is wrong with it, None if nothing is."""
         self._done[entry.version].add(entry.slot)
-        self._groups[entry.submission] = entry
+        if not self._spec.batch.only_signal or has_signal(entry.rewards or ()):  # others are never used
+            self._groups[entry.submission] = entry
         if (entry.version, entry.slot) in self._gaps:
             return f"Slot {entry.version}/{entry.slot} was logged as missing before."
         return None
