@@ -104,6 +104,9 @@ class HostileRelay:
             await self._session.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server.is_serving():
+            writer.transport.abort()  # accepted before the server closed, heard of after its connections were
+            return
         task = asyncio.create_task(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
