@@ -3,8 +3,9 @@
 A swarm of real processes (coordinator, verifier, trainer with its origin, two relays, two workers) trains a tiny policy
 on loopback while they are killed and stopped, their disk gets full and slow, their clocks jump, their database is
 locked, and their connections are cut (`benchmarks.faults`). Meanwhile a witness keeps every checkpoint and entry that
-the coordinator shows. At the end everything that was seen is compared with the log, `swarmproof audit --all` derives
-every verdict again, and the blobs and the database are checked for damage. Figures:
+the coordinator shows, and strangers attack under free keys: hostile relays that change their addresses, and hoarders of
+leases (`benchmarks.attacking`). At the end everything that was seen is compared with the log, `swarmproof audit --all`
+derives every verdict again, and the blobs and the database are checked for damage. Figures:
 
     faults                faults that were done to the run
     admitted_lost         what was admitted or acknowledged, and is gone
@@ -13,6 +14,8 @@ every verdict again, and the blobs and the database are checked for damage. Figu
                           what the audit disagrees with, and damage on disk
     mean_recovery_s       from a fault's end until the log shows the work of whatever it harmed (`faults.campaign`)
     longest_recovery_s    likewise; not_recovered counts the faults that took longer than 180 s, and have no time
+    hostile_relays_asked  requests to the hostile relays; leases_hoarded counts what the hoarders were given
+    gaps                  slots that steps went on without
     honest_rejected       honest groups that were rejected: none is to be
 
 Every violation is a line on standard error; --out keeps the logs. Linux only. Full disks want a mount namespace (root,
@@ -22,31 +25,36 @@ or user namespaces), and clocks that jump a C compiler; without them these fault
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from benchmarks.attacking.crowd import Crowd
+from benchmarks.attacking.hoarders import Hoarders
+from benchmarks.attacking.loop import Loop
 from benchmarks.faults.campaign import FaultCampaign, Recovery, damage
 from benchmarks.faults.checks import Evidence, Violations, judge
 from benchmarks.faults.clocked import has_compiler
 from benchmarks.faults.disk import private_mounts
 from benchmarks.faults.kinds import KINDS, FaultKind, plan
-from benchmarks.faults.stage import staged
+from benchmarks.faults.stage import Stage, staged
 from benchmarks.report import make_parser, report, say
 from coordinator.lab.processes.supervisor import interrupted_by_signals
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
 
 FAULTS: Final = 210
+STRANGERS: Final = 12
 IN_NAMESPACE: Final = "SWARMPROOF_CHAOS_IN_NAMESPACE"
 _ENTRY: Any = LogEntry
 
@@ -59,16 +67,42 @@ class CampaignResult:
     violations: Violations
     evidence: Evidence
     audit: dict[str, Any]
+    strangers: Strangers
     seconds: float
 
 
-def run(kinds: list[FaultKind], folder: Path, logs: Path, *, mounts: bool, rng: random.Random) -> CampaignResult:
+@dataclass(slots=True)
+class Strangers:
+    """What free keys did: relays announced, chunks and manifests asked of them, leases taken and returned."""
+
+    announced: int = 0
+    asked: int = 0
+    leased: int = 0
+    returned: int = 0
+
+
+@contextlib.contextmanager
+def attacked(stage: Stage, *, strangers: int) -> Iterator[Strangers]:
+    """Have so many hostile relays and as many hoarders attack within the block; counts are there at its end."""
+    run, counts = (stage.swarm.coordinator_url, stage.swarm.run_id), Strangers()
+    with contextlib.closing(Loop()) as loop:
+        crowd = Crowd(*run, stage.swarm.origin_url, count=strangers)
+        with loop.attacking(crowd), loop.attacking(Hoarders(*run, count=strangers)) as hoarders:
+            yield counts
+    counts.announced, counts.asked = crowd.announced, crowd.asked
+    counts.leased, counts.returned = hoarders.leased, hoarders.returned
+
+
+def run(
+    kinds: list[FaultKind], folder: Path, logs: Path, *, mounts: bool, rng: random.Random, strangers: int
+) -> CampaignResult:
     """Inject each of `kinds`, and judge what is left."""
     started = time.monotonic()
     with interrupted_by_signals(), staged(folder, logs=logs, mounts=mounts) as stage:
         campaign = FaultCampaign(stage, rng=rng, say=say)
         campaign.start()
-        campaign.run(kinds)
+        with attacked(stage, strangers=strangers) as counts:
+            campaign.run(kinds)
         with campaign.at_rest():
             evidence = campaign.evidence()
             audit = campaign.audit()
@@ -78,7 +112,7 @@ def run(kinds: list[FaultKind], folder: Path, logs: Path, *, mounts: bool, rng: 
         violations.log_inconsistencies += stage.witness.problems
         violations.log_inconsistencies += audit_complaints(audit)
         violations.log_inconsistencies += damage(swarm.folder / "data", stage.database)
-    return CampaignResult(campaign.recoveries, violations, evidence, audit, time.monotonic() - started)
+    return CampaignResult(campaign.recoveries, violations, evidence, audit, counts, time.monotonic() - started)
 
 
 def audit_complaints(audit: dict[str, Any]) -> list[str]:
@@ -110,6 +144,10 @@ def figures(result: CampaignResult) -> dict[str, Any]:
         "admitted": sum(one.outcome is Outcome.ADMITTED and not one.recheck for one in verdicts),
         "honest_rejected": sum(one.outcome is Outcome.REJECTED for one in verdicts),
         "undecided": sum(one.outcome is Outcome.INDETERMINATE for one in verdicts),
+        "relays_announced": result.strangers.announced,
+        "hostile_relays_asked": result.strangers.asked,
+        "leases_hoarded": result.strangers.leased,
+        "gaps": sum(len(entry.gaps) for entry in entries if isinstance(entry, BatchEntry)),
         "receipts": len(result.evidence.receipts),
         "checkpoints": len(result.evidence.checkpoints),
         "steps": sum(isinstance(entry, BatchEntry) for entry in entries),
@@ -154,7 +192,7 @@ def main() -> int:
     planned = plan(arguments.faults, rng=rng, kinds=kinds)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         logs = arguments.out or Path(folder) / "logs"
-        result = run(planned, Path(folder), logs, mounts=mounts, rng=rng)
+        result = run(planned, Path(folder), logs, mounts=mounts, rng=rng, strangers=arguments.strangers)
     for violation in result.violations.all:
         say(f"VIOLATION  {violation}")
     table = rows(result.recoveries)
@@ -165,6 +203,9 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=FAULTS)
+    parser.add_argument(
+        "--strangers", type=int, default=STRANGERS, help="hostile relays, and as many hoarders of leases"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the faults' order and lengths")
     parser.add_argument("--only", action="append", choices=[kind.name for kind in KINDS], metavar="KIND")
     parser.add_argument("--out", type=Path, help="keep the processes' logs in this folder")

@@ -45,8 +45,9 @@ class Hoarders:
         returns, identity = number % 3 == 0, Identity()
         async with HostileClient(self._coordinator, run_id=self._run_id, address=address) as client:
             await asyncio.sleep(random.uniform(0.0, PAUSE_S))
-            await client.register(identity)
             while True:
+                if not identity.is_known:
+                    await client.register(identity)
                 _, leases = await client.lease(identity, held=self._held, slots=1)
                 self.leased += len(leases)
                 for lease in leases if returns else ():

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Attackers(Protocol):
+    """Tasks on a loop."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+A = TypeVar("A", bound=Attackers)
 
 
 class Loop:
@@ -24,6 +36,15 @@ class Loop:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.start(coroutine).result()
+
+    @contextlib.contextmanager
+    def attacking(self, attackers: A) -> Iterator[A]:
+        """Let these attack within the block."""
+        self.run(attackers.start())
+        try:
+            yield attackers
+        finally:
+            self.run(attackers.stop())
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

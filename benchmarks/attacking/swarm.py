@@ -92,26 +92,14 @@ class SwarmUnderAttack:
         self.wait(seconds)
         return 60 * (self.admitted() - before) / (time.monotonic() - started)
 
-    @contextlib.contextmanager
-    def attacked(self, kinds: Sequence[str] = ANY) -> Iterator[Crowd]:
+    def attacked(self, kinds: Sequence[str] = ANY) -> contextlib.AbstractContextManager[Crowd]:
         """Announce a crowd of these kinds within the block."""
         run = (self.swarm.coordinator_url, self.swarm.run_id, self.swarm.origin_url)
-        crowd = Crowd(*run, count=self.relays, kinds=kinds)
-        self.loop.run(crowd.start())
-        try:
-            yield crowd
-        finally:
-            self.loop.run(crowd.stop())
+        return self.loop.attacking(Crowd(*run, count=self.relays, kinds=kinds))
 
-    @contextlib.contextmanager
-    def hoarded(self, count: int) -> Iterator[Hoarders]:
+    def hoarded(self, count: int) -> contextlib.AbstractContextManager[Hoarders]:
         """Have free keys take leases within the block."""
-        hoarders = Hoarders(self.swarm.coordinator_url, self.swarm.run_id, count=count)
-        self.loop.run(hoarders.start())
-        try:
-            yield hoarders
-        finally:
-            self.loop.run(hoarders.stop())
+        return self.loop.attacking(Hoarders(self.swarm.coordinator_url, self.swarm.run_id, count=count))
 
     def newcomers(self, first: int) -> list[float | None]:
         """Return how long each of some new keys, of networks of their own, waits for its first lease."""
