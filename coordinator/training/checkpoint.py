@@ -3,16 +3,16 @@
 A checkpoint is a folder that gets its name when it is complete, so no crash leaves half of one:
 
     checkpoint-00000012/
-        shard-*.safetensors    each process's parts, as written by torch.distributed.checkpoint, of
-                                 model/<name>               each parameter and persistent buffer; shared weights once
-                                 optimizer/<slot>/<name>    each tensor kept for that parameter
-        checkpoint.json        "format", the TrainerState, each file's size, each tensor's shape and BLAKE3, and the
-                               BLAKE3 of all this
+        shard-00000.safetensors    the rows that process 0 holds (`coordinator.training.shards`) of
+                                     model/<name>              each parameter and persistent buffer; shared weights once
+                                     optimizer/<slot>/<name>   each tensor kept for that parameter
+        checkpoint.json            "format", the TrainerState, each file's size, each tensor's dtype, shape and pieces,
+                                   and the BLAKE3 of all this
 
-Digests are of whole tensors in this process's memory, before they are written and after they were read: they do not
-depend on the number of processes, and find a bit that was flipped anywhere between. The optimizer's settings are the
-run's and not stored. The files are the operator's own, so they are checked for damage and for belonging to this model,
-not for malice.
+Each process writes what it holds, in a thread while the next step computes gradients, and reads what it will hold. A
+digest is of a piece in the writer's memory, and compared in the reader's: it finds a bit that was flipped anywhere
+between. The optimizer's settings are the run's and not stored. The files are the operator's own, so they are checked
+for damage and for belonging to this model, not for malice.
 """
 
 from __future__ import annotations
@@ -22,28 +22,22 @@ import logging
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
-from blake3 import blake3
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
 from coordinator.errors import CoordinatorError
 from coordinator.training.optimizers import Optimizers
-from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
+from coordinator.training.shards import Piece, Rows, read_rows, write_rows
+from coordinator.training.world import SINGLE_PROCESS, World
+from shardcast.files import sync_folder
 from shardcast.wire import digest
 
-FORMAT = "checkpoint/3"
+FORMAT = "checkpoint/4"
 INDEX = "checkpoint.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -74,20 +68,41 @@ class _Format(msgspec.Struct, frozen=True):
     format: str
 
 
+class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor, and the pieces that its rows are in."""
+
+    dtype: str
+    shape: list[int]
+    pieces: list[Piece] = []
+
+
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tensors` are shapes, `digests` the tensors' BLAKE3, and `checksum` that of the index without it."""
+    """`files` are sizes in bytes; `checksum` is the BLAKE3 of the index without it."""
 
     format: str
     state: TrainerState
     files: dict[str, int]
-    tensors: dict[str, list[int]]
-    digests: dict[str, str]
+    tensors: dict[str, _Stored]
     checksum: str = ""
 
     def sealed(self) -> _Index:
         """Return the index with its checksum."""
         unsealed = msgspec.structs.replace(self, checksum="")
         return msgspec.structs.replace(self, checksum=digest(msgspec.json.encode(unsealed)))
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    """What a process raised, for the others to raise too."""
+
+    kind: str
+    errno: int | None
+    sentence: str
+
+    def error(self) -> CheckpointError | OSError:
+        for each in (CheckpointDamaged, CheckpointError):
+            if each.__name__ == self.kind:
+                return each(self.sentence)
+        return OSError(self.errno, self.sentence) if self.errno else OSError(self.sentence)
 
 
 def save_checkpoint(
@@ -101,48 +116,81 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `state.step` durably, then delete all but the newest `keep`; return its path.
 
-    Every process of `world` must call it, on a shared file system. Raises OSError, and then leaves the previous
-    checkpoints.
+    Every process of `world` must call it, on a shared file system. Raises OSError, in all of them alike, and then
+    leaves the previous checkpoints.
     """
+    return write_checkpoint(folder, held_rows(model, optimizer), state=state, keep=keep, world=world)
+
+
+def held_rows(model: PreTrainedModel, optimizer: Optimizers) -> dict[str, Rows]:
+    """Return this process's rows of everything a checkpoint holds, by name, without copying them."""
+    return {name: Rows.of(tensor) for name, tensor in sorted(_tensors(model, optimizer).items())}
+
+
+def write_checkpoint(folder: Path, rows: Mapping[str, Rows], *, state: TrainerState, keep: int, world: World) -> Path:
+    """Do as `save_checkpoint`, with `rows` that nothing may change meanwhile; may be called in a thread."""
     path, partial = folder / f"checkpoint-{state.step:08d}", folder / ".checkpoint.partial"
-    if world.is_first:
-        # Leftover of a killed trainer. No other process writes before this one has.
-        shutil.rmtree(partial, ignore_errors=True)
-    tensors = _tensors(model, optimizer)
-    digests = _digests(tensors, world)
-    try:
-        with _quiet(world):
-            save(
-                tensors,
-                storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
-                no_dist=world.mesh is None,
-            )
+    own = {name: one for name, one in rows.items() if world.is_first or not one.is_shared}
+
+    def prepare() -> bytes:
         if world.is_first:
-            _finalise(partial, path, state, tensors, digests)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed trainer
+            partial.mkdir(parents=True)
+        return b""
+
+    def write() -> bytes:
+        return msgspec.json.encode(write_rows(partial / f"shard-{world.rank:05d}.safetensors", own))
+
+    def complete(reports: list[bytes]) -> bytes:
+        if world.is_first:
+            _complete(partial, path, state, rows, reports)
             for old in checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
-    except CheckpointException as error:
-        raise _write_failure(partial, error) from error
+        return b""
+
+    try:
+        _everywhere(world, prepare)
+        reports = _everywhere(world, write)
+        _everywhere(world, lambda: complete(reports))
     finally:
         if world.is_first:
             shutil.rmtree(partial, ignore_errors=True)  # frees space on a full disk
     return path
 
 
-def _finalise(
-    partial: Path, path: Path, state: TrainerState, tensors: Mapping[str, Tensor], digests: dict[str, str]
-) -> None:
-    """Sync the files and rename the folder to its final name."""
+def _complete(partial: Path, path: Path, state: TrainerState, rows: Mapping[str, Rows], reports: list[bytes]) -> None:
+    """Write the index of what all processes have reported, and give the folder its name."""
+    tensors = {name: _Stored(one.dtype, list(one.shape)) for name, one in rows.items()}
+    for report in reports:
+        for name, piece in msgspec.json.decode(report, type=dict[str, Piece]).items():
+            tensors[name].pieces.append(piece)
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    for name in files:
-        _sync(partial / name)
-    index = _Index(FORMAT, state, files, {name: list(tensor.shape) for name, tensor in tensors.items()}, digests)
-    (partial / INDEX).write_bytes(msgspec.json.encode(index.sealed()))
-    _sync(partial / INDEX)
-    _sync(partial)
+    index = _Index(FORMAT, state, files, tensors)
+    with (partial / INDEX).open("wb") as file:
+        file.write(msgspec.json.encode(index.sealed()))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # left by a trainer whose newest policy was not announced
     partial.rename(path)
-    _sync(path.parent)
+    sync_folder(path.parent)
+
+
+def _everywhere(world: World, work: Callable[[], bytes]) -> list[bytes]:
+    """Do `work` in every process and return what each returned, or raise in all of them what one of them raised."""
+    try:
+        result, own = work(), None
+    except (CheckpointError, OSError) as error:
+        result, own = b"", error
+    failure = None if own is None else _Failure(type(own).__name__, getattr(own, "errno", None), str(own))
+    said = world.gather(msgspec.json.encode((result, failure)))
+    if own is not None:
+        raise own
+    replies = [msgspec.json.decode(each, type=tuple[bytes, _Failure | None]) for each in said]
+    for _, theirs in replies:
+        if theirs is not None:
+            raise theirs.error()
+    return [reply for reply, _ in replies]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -159,20 +207,25 @@ def load_checkpoint(
     Every process of `world` must call it, and raises what all others do. Raises CheckpointError, changing nothing, if
     the checkpoint is of another model or release, CheckpointDamaged, and OSError if it cannot be read now.
     """
-    index = _read_index_everywhere(path, world)
+    index = msgspec.json.decode(_everywhere(world, lambda: msgspec.json.encode(_read_index(path)))[0], type=_Index)
     if any(name.startswith(_OPTIMIZER) for name in index.tensors) and not optimizer.has_state:
         _initialise_state(optimizer)
-    tensors = _tensors(model, optimizer)
-    if index.tensors != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+    rows = held_rows(model, optimizer)
+    stored = {name: (each.dtype, each.shape) for name, each in index.tensors.items()}
+    if stored != {name: (one.dtype, list(one.shape)) for name, one in rows.items()}:
         raise CheckpointError(f"{path} is a checkpoint of another model or optimizer")
-    try:
-        with _quiet(world):
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=world.mesh is None)
-    except CheckpointException as error:
-        raise _read_failure(path, error) from error
-    found = _digests(tensors, world)
-    wrong = [name for name, wanted in index.digests.items() if found[name] != wanted] if world.is_first else []
-    wrong = msgspec.json.decode(world.broadcast(msgspec.json.encode(wrong)), type=list[str])
+
+    def read() -> bytes:
+        try:
+            return msgspec.json.encode(
+                [name for name, one in rows.items() if not read_rows(path, one, index.tensors[name].pieces)]
+            )
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EIO):
+                raise CheckpointDamaged(f"{path} is damaged: {error}") from error
+            raise
+
+    wrong = sorted({name for each in _everywhere(world, read) for name in msgspec.json.decode(each, type=list[str])})
     if wrong:
         raise CheckpointDamaged(f"{path} is damaged: {len(wrong)} tensors are not as written, such as {wrong[0]}")
     return index.state
@@ -197,25 +250,6 @@ def _initialise_state(optimizer: Optimizers) -> None:
         part.zero_grad()
         for group, (rate, decay) in zip(part.param_groups, before, strict=True):
             group["lr"], group["weight_decay"] = rate, decay
-
-
-def _read_index_everywhere(path: Path, world: World) -> _Index:
-    """Read the index in the first process, so that all decide alike; raises as `load_checkpoint`."""
-    failure: CheckpointError | OSError | None = None
-    data = b""
-    if world.is_first:
-        try:
-            data = msgspec.json.encode(_read_index(path))
-        except (CheckpointError, OSError) as error:
-            failure = error
-            data = msgspec.json.encode([type(error).__name__, str(error)])
-    data = world.broadcast(data)
-    if failure is not None:
-        raise failure
-    if data.startswith(b"["):
-        kind, sentence = msgspec.json.decode(data, type=tuple[str, str])
-        raise next((each for each in (CheckpointDamaged, CheckpointError) if each.__name__ == kind), OSError)(sentence)
-    return msgspec.json.decode(data, type=_Index)
 
 
 def _check_format(path: Path, data: bytes) -> None:
@@ -259,52 +293,3 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizers) -> dict[str, Tensor]
         for name, parameter in model.named_parameters()
         for slot, tensor in optimizer.state_of(parameter).items()
     }
-
-
-def _digests(tensors: Mapping[str, Tensor], world: World) -> dict[str, str]:
-    """Return each whole tensor's BLAKE3 in the first process, {} in the others; a collective, one tensor at a time."""
-    found = {}
-    for name in sorted(tensors):
-        whole = full_tensor(tensors[name])
-        if world.is_first:
-            data = whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            found[name] = blake3(data.data, max_threads=blake3.AUTO).hexdigest()
-    return found
-
-
-@contextmanager
-def _quiet(world: World) -> Iterator[None]:
-    with warnings.catch_warnings():
-        if world.mesh is None:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _unwrapped(error: CheckpointException) -> list[BaseException]:
-    """Return the causes that torch wraps in a BaseException, one of each process that failed."""
-    return [cause for cause, _ in error.failures.values()]
-
-
-def _write_failure(path: Path, error: CheckpointException) -> OSError | CheckpointError:
-    causes = _unwrapped(error)
-    faults = [cause for cause in causes if isinstance(cause, OSError)]
-    if faults:
-        return faults[0]
-    if any(isinstance(cause, SafetensorError) for cause in causes):
-        return OSError(f"{path}: {causes[0]}")  # disk errors of its Rust part
-    return CheckpointError(f"{path}: {causes[0]}")
-
-
-def _read_failure(path: Path, error: CheckpointException) -> OSError | CheckpointDamaged:
-    """Return what may pass as it is; all else is damage, since the index fits the model."""
-    causes = _unwrapped(error)
-    passing = [cause for cause in causes if isinstance(cause, OSError) and cause.errno not in (errno.ENOENT, errno.EIO)]
-    return passing[0] if passing else CheckpointDamaged(f"{path} is damaged: {causes[0]}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,12 +27,16 @@ _COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`size` processes, of which this is number `rank`; `mesh` is None if there is only one."""
+    """`size` processes, of which this is number `rank`; `mesh` is None if there is only one.
+
+    `reports` is a group of its own over gloo: what a thread exchanges there never meets a collective of the training.
+    """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
+    reports: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -70,6 +74,18 @@ class World:
             dist.broadcast(content, src=0)
         return content.cpu().numpy().tobytes()
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every process's `data`, by rank; may be called in a thread, by one at a time."""
+        if self.size == 1:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.reports)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        found = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(found, padded, group=self.reports)
+        return [one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)]
+
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return values
@@ -98,7 +114,8 @@ def open_world(*, device: str) -> Iterator[World]:
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT)
     try:
-        yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)))
+        reports = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+        yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)), reports)
     finally:
         dist.destroy_process_group()
 

@@ -382,15 +382,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [next(path.glob("*.safetensors")) for path in checkpoints(folder / "checkpoints")]
 
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder: Path) -> dict[str, list[str]]:
     """What the newest checkpoint says of its tensors."""
-    return msgspec.json.decode((checkpoint_files(folder)[-1].parent / "checkpoint.json").read_bytes())["digests"]
+    index = msgspec.json.decode((checkpoint_files(folder)[-1].parent / "checkpoint.json").read_bytes())
+    return {name: [piece["digest"] for piece in tensor["pieces"]] for name, tensor in index["tensors"].items()}
 
 
 def restarted(home: Home, folder: Path) -> None:
     """Start the trainer once more on a finished run, until it serves the newest policy again."""
     with trainer_of(home, folder) as trainer, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_track", lambda _learner: trainer.stop())
+        patch.setattr(trainer, "_track", lambda *_: trainer.stop())
         trainer.run()
 
 
