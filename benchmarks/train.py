@@ -158,7 +158,7 @@ def busy(folder: Path, initial: Path, max_async: int, *, workers: int, steps: in
             done = [step["stats"] for step in found if step["stats"] is not None]
     known = done[1:]
     waiting = sum(step["wait_seconds"] for step in known)
-    working = sum(step["train_seconds"] + step["publish_seconds"] for step in known)
+    working = sum(step["train_seconds"] for step in known)
     seconds = working + waiting
     return {"utilisation": round(working / seconds, 4), "step_seconds": round(seconds / len(known), 3)}
 

@@ -14,6 +14,7 @@ from coordinator.commands.options import (
     data_options,
     evaluation_options,
     execution_options,
+    number_option,
     own_state_option,
     run_key_option,
     tracker_options,
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
 @listen_options(8710)
 @threads_option("CPU threads for torch.", default=1)
 @execution_options
+@number_option(
+    "--checkpoint-every",
+    "Steps between two checkpoints; a killed trainer trains those since the last one again.",
+    default=1,
+    metavar="STEPS",
+)
 @tracker_options
 @evaluation_options
 @serving_options
@@ -55,6 +62,7 @@ def trainer(
     recompute: bool,
     device: str,
     autocast: str | None,
+    checkpoint_every: int,
     tensorboard: Path | None,
     no_tensorboard: bool,
     wandb: str | None,
@@ -91,6 +99,7 @@ def trainer(
             state=state,
             threads=threads,
             execution=Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute),
+            checkpoint_every=checkpoint_every,
             evaluate_every=evaluate_every,
             evaluation=EvaluationSettings(problems=evaluate_problems, threads=threads),
         )

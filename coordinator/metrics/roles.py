@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +105,7 @@ class TrainerMetrics:
         )
         self.step_seconds = Histogram(
             "swarmproof_trainer_step_seconds",
-            "A training step, from reading its groups to its checkpoint.",
+            "A training step, from reading its groups to its policy's file.",
             buckets=WORK_BUCKETS,
             registry=registry,
         )
@@ -115,11 +115,23 @@ class TrainerMetrics:
             buckets=WORK_BUCKETS,
             registry=registry,
         )
+        self.stall_seconds = Counter(
+            "swarmproof_trainer_stall_seconds",
+            "Time in which training stood still for the last checkpoint, or for the last policy's publication.",
+            ["by"],
+            registry=registry,
+        )
         self.outages = Counter(
             "swarmproof_trainer_outages",
             "How often the database or the disk was away, and work began anew from the last checkpoint.",
             registry=registry,
         )
+
+    def observe_step(self, stats: Mapping[str, float]) -> None:
+        """Count a trained step by its statistics."""
+        self.step_seconds.observe(stats["train_seconds"])
+        for by in ("checkpoint", "publish"):
+            self.stall_seconds.labels(by).inc(stats[f"{by}_stall_seconds"])
 
 
 def role_registry(role: str, home: Home, *, state: Path | None = None) -> CollectorRegistry:

@@ -73,6 +73,14 @@ _STEP_FIGURES = {
         "swarmproof_step_publish_seconds",
         "From that step's weights to the announcement of their policy.",
     ),
+    "checkpoint_stall_seconds": (
+        "swarmproof_step_checkpoint_stall_seconds",
+        "What that step's update waited for the checkpoint before it.",
+    ),
+    "publish_stall_seconds": (
+        "swarmproof_step_publish_stall_seconds",
+        "What training waited for the policy before that step's to be published, and for its own policy's file.",
+    ),
 }
 """The metrics of the newest step, by key of the stats that the trainer stored."""
 

@@ -32,9 +32,9 @@ class _Ready:
     version: int
 
 
-def may_assign(connection: Connection, *, spec: RunSpec, now: float) -> bool:
+def may_assign(connection: Connection, *, spec: RunSpec, now: float, trained: int = -1) -> bool:
     """Return whether `assign_batch` would find a batch; takes no lock, so the result may be stale."""
-    return _choose(connection, progress(connection), spec=spec, now=now) is not None
+    return _choose(connection, progress(connection), spec=spec, now=now, trained=trained) is not None
 
 
 def missing_for_next_step(connection: Connection, *, spec: RunSpec, now: float) -> tuple[int, float]:
@@ -45,15 +45,17 @@ def missing_for_next_step(connection: Connection, *, spec: RunSpec, now: float) 
     return (missing, seconds) if seconds > 0 else (0, 0.0)
 
 
-def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | None:
+def assign_batch(connection: Connection, *, spec: RunSpec, now: float, trained: int = -1) -> int | None:
     """Assign groups to the next step and return its number, or None while there are too few.
 
+    A step needs its policy in the log, or, if no slot whose last chance it is lacks a submission, `trained`: the newest
+    policy that the trainer has, and is about to publish.
     Logs as gaps the missing slots that no later step may use, and marks them stale. The last step's batch also queues
     all unvested groups for a second verdict (`standing.settle`).
     """
     locks.exclusive(connection)
     at = progress(connection)
-    chosen = _choose(connection, at, spec=spec, now=now)
+    chosen = _choose(connection, at, spec=spec, now=now, trained=trained)
     if chosen is None:
         return None
     missing = gaps.missing_slots(connection, at, spec=spec)
@@ -85,7 +87,7 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float) -> int | 
     return step
 
 
-def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float) -> list[_Ready] | None:
+def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float, trained: int) -> list[_Ready] | None:
     """Return the next step's groups, oldest first, or None while it has to wait.
 
     Groups that no later step may use are added even beyond `groups_per_step`, and their pending verifications are
@@ -93,7 +95,7 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float) 
     groups due for a second verdict block every step.
     """
     step = at.next_step
-    if step >= spec.training.steps or step > at.head:
+    if step >= spec.training.steps or at.head < 0 or step > max(at.head, trained):
         return None
     last_chance = at.last_chance(spec.batch)
     pending = select(func.count()).where(slots.c.state == SlotState.SUBMITTED, slots.c.version <= last_chance)
@@ -110,6 +112,8 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float) 
         return None
     if missing_for_next_step(connection, spec=spec, now=now)[0]:
         return None
+    if step > at.head and gaps.missing_slots(connection, at, spec=spec):
+        return None  # they are waited for from the moment when the policy is published
     return [row for rank, row in enumerate(ready) if rank < spec.batch.groups_per_step or row.version <= last_chance]
 
 
@@ -127,11 +131,6 @@ def batch(connection: Connection, step: int) -> list[BatchRow]:
 def has_batch(connection: Connection, step: int) -> bool:
     """Return whether `step` has a batch."""
     return connection.execute(select(steps.c.step).where(steps.c.step == step)).first() is not None
-
-
-def unfinished_step(connection: Connection) -> int | None:
-    """Return the first step with a batch but without a policy, None if there is none."""
-    return connection.execute(select(func.min(steps.c.step)).where(steps.c.finished_at.is_(None))).scalar()
 
 
 def finish_step(connection: Connection, step: int, *, stats: dict[str, float], now: float) -> None:

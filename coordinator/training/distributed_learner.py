@@ -8,9 +8,11 @@ first policy and the checkpoints from the same folder, which must be on a shared
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,13 +22,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration
+from coordinator.training.background import Background
 from coordinator.training.checkpoint import (
     CheckpointDamaged,
     TrainerState,
     checkpoints,
+    held_rows,
     load_checkpoint,
-    save_checkpoint,
     set_aside,
+    write_checkpoint,
 )
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
@@ -64,7 +68,10 @@ class _Command(msgspec.Struct, frozen=True):
 
 
 class Team:
-    """A learner on every process, over the state folder `state`: `policy-0.safetensors` and `checkpoints/`."""
+    """A learner on every process, over the state folder `state`: `policy-0.safetensors` and `checkpoints/`.
+
+    `saved` is the step of the newest checkpoint, and `saving` its being written, None if it was read.
+    """
 
     def __init__(self, state: Path, execution: Execution) -> None:
         self.first_policy = state / "policy-0.safetensors"
@@ -74,6 +81,10 @@ class Team:
         self._spec: RunSpec | None = None
         self._gathered: PreTrainedModel | None = None
         self._is_executing = False
+        self._writer = Background("checkpoint")
+        self.saved = 0
+        self.saving: Future[object] | None = None
+        self.waited_seconds = 0.0
 
     @property
     def learner(self) -> Learner:
@@ -81,6 +92,11 @@ class Team:
         if self._learner is None:
             raise RuntimeError("restore() was not called")
         return self._learner
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether steps were trained since the newest checkpoint."""
+        return self._learner is not None and self._learner.step > self.saved
 
     @property
     def world(self) -> World:
@@ -91,6 +107,7 @@ class Team:
 
         What is loaded may be older than the run's newest policy. Raises CheckpointError, PolicyError, OSError.
         """
+        self._writer.settle()
         for path in reversed(checkpoints(self._checkpoints)):
             try:
                 self._run_everywhere(_Command("restore", spec=encode(spec), checkpoint=path.name))
@@ -102,12 +119,15 @@ class Team:
         return self.learner
 
     def train(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Train one step and return its statistics."""
+        """Train one step and return its statistics; raises OSError if a checkpoint under way cannot be written."""
         self._run_everywhere(_Command("train", groups=tuple(groups)))
         return self.learner.stats
 
     def save(self, stats: dict[str, float]) -> None:
-        """Save a checkpoint of the step with `stats`; raises OSError."""
+        """Begin to save a checkpoint of the step with `stats`, which goes on while the next one computes gradients.
+
+        Weights and optimizer state must not change before it is done: `train` waits for that.
+        """
         self._run_everywhere(_Command("save", stats=stats))
 
     def gather(self) -> PreTrainedModel:
@@ -121,6 +141,7 @@ class Team:
         Also a no-op after a failure in the middle of a command: the message would meet another collective of theirs,
         and both would wait. They end when this process does and closes its connections.
         """
+        self._writer.settle()
         if self.world.size > 1 and not self._is_executing:
             with contextlib.suppress(RuntimeError):  # raised by torch for a closed connection
                 self.world.broadcast(msgspec.msgpack.encode(_Command("end")))
@@ -130,6 +151,7 @@ class Team:
         while True:
             command = msgspec.msgpack.decode(self.world.broadcast(None), type=_Command)
             if command.action == "end":
+                self._writer.settle()
                 return
             try:
                 self._execute(command)
@@ -149,6 +171,7 @@ class Team:
         match command.action:
             case "restore":
                 self._spec = msgspec.json.decode(command.spec, type=RunSpec)
+                self._writer.settle()
                 self._learner = self._gathered = None  # free memory before loading the next one
                 self._learner = self._restore(self._spec, command.checkpoint)
             case "train":
@@ -169,6 +192,7 @@ class Team:
             state = load_checkpoint(path, model=policy.model, optimizer=optimizer, world=self.world)
             learner.step = state.step
             learner.stats = json.loads(str(state.counters["stats"]))
+        self.saving, self.saved = None, learner.step
         return learner
 
     def _read_first(self, spec: RunSpec) -> Policy:
@@ -192,6 +216,7 @@ class Team:
             step=learner.step,
             reference=learner.reference,
             execution=self._execution,
+            before_update=self._wait_for_checkpoint,
         )
         learner.model.train(mode=False)
         learner.step += 1
@@ -199,14 +224,20 @@ class Team:
     def _save(self, stats: dict[str, float]) -> None:
         learner = self.learner
         learner.stats = stats
-        save_checkpoint(
+        self._wait_for_checkpoint()
+        write = functools.partial(
+            write_checkpoint,
             self._checkpoints,
-            model=learner.model,
-            optimizer=learner.optimizer,
+            held_rows(learner.model, learner.optimizer),
             state=TrainerState(step=learner.step, counters={"stats": json.dumps(stats)}),
             keep=CHECKPOINTS_KEPT,
             world=self.world,
         )
+        self.saving, self.saved = self._writer.begin(write), learner.step
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint under way; raises OSError, in every process alike."""
+        self.waited_seconds += self._writer.wait()
 
     def _gather(self) -> None:
         if self.world.mesh is None:

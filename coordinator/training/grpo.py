@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -54,13 +54,14 @@ def train_step(
     step: int,
     reference: PreTrainedModel | None = None,
     execution: Execution = Execution(),
+    before_update: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Train on `groups` in `training.minibatches` sequential updates; return statistics, means over tokens.
 
     `step` counts finished steps from 0, sets the learning rate, and is the version that staleness refers to.
     `reference` is the policy of the KL penalty. Groups with equal rewards are dropped; if none is left, the weights
-    stay unchanged. A minibatch with a non-finite gradient is skipped and counted. Deterministic for a fixed number of
-    threads and processes.
+    stay unchanged. `before_update` is called before weights or optimizer state change. A minibatch with a non-finite
+    gradient is skipped and counted. Deterministic for a fixed number of threads and processes.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
@@ -68,7 +69,7 @@ def train_step(
     kept = sum(1 for group in groups if group.has_signal)
     stats = Statistics()
     model.train()
-    updates = Updates(model, reference, spec, execution, stats)
+    updates = Updates(model, reference, spec, execution, stats, before_update)
     recurrent = isinstance(model, RecurrentForCausalLM)
     with packed_attention(model, reference):
         for samples in split(scored, training.minibatches):
@@ -117,6 +118,7 @@ class Updates:
     spec: RunSpec
     execution: Execution
     stats: Statistics
+    before_update: Callable[[], object]
 
     def update(self, optimizer: Optimizers, rows: Sequence[PackedRow]) -> None:
         """Run forward and backward passes over a minibatch, row by row, then one optimizer step."""
@@ -130,6 +132,7 @@ class Updates:
             log.warning("minibatch of %d tokens skipped: its gradient is not finite", tokens)
             self.stats.skipped += 1
             return
+        self.before_update()
         optimizer.step()
         self.stats.updates += 1
         self.stats.grad_norm += grad_norm

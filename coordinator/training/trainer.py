@@ -1,8 +1,9 @@
 """The trainer: consumes admitted groups, trains the next policy, and publishes it from its origin.
 
-A step: assign its batch (one transaction, logged), train, checkpoint, publish. Each is durable before the next begins
-and can be repeated with the same result, so a killed trainer resumes at the same step, with the same batch and
-optimizer state. So does one whose disk was full.
+A step: assign its batch (one transaction, logged), train, write the policy's file. Its checkpoint and the publication
+go on in threads while the next step computes gradients; weights change only when the checkpoint is complete, and the
+log has the policy of a step with a checkpoint only then. What a killed trainer loses it repeats with the same result:
+it trains the logged batches since its newest checkpoint again. So does one whose disk was full.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from transformers import PreTrainedModel
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
-from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway, advice
-from coordinator.storage.training import PolicyRecord
 from coordinator.storage.verdicts import clock
 from coordinator.training.batches import read_batch
 from coordinator.training.companion import keep_companion
@@ -33,6 +32,7 @@ from coordinator.training.distributed_learner import Learner, Team
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
+from coordinator.training.publisher import Publisher
 from coordinator.training.trackers import NullTracker, Tracker
 from node.engines.base import EngineError
 from node.errors import NodeError
@@ -41,7 +41,6 @@ from node.policy.file import save_policy
 from node.runtime.logs import bound
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
-from shardcast.manifest import SignedManifest
 from shardcast.store.reading import StoredVersions
 
 log = logging.getLogger(__name__)
@@ -69,12 +68,14 @@ class ReplayDiffers(CoordinatorError):
 class TrainerSettings:
     """Settings of this process; the recipe is the run's.
 
-    Every `evaluate_every` steps, if not 0, the policy is evaluated on held-out problems with `evaluation`.
+    A checkpoint is written every `checkpoint_every` steps, after the last one, and when the trainer is stopped. Every
+    `evaluate_every` steps, if not 0, the policy is evaluated on held-out problems with `evaluation`.
     """
 
     state: Path
     threads: int = 1
     execution: Execution = field(default_factory=Execution)
+    checkpoint_every: int = 1
     evaluate_every: int = 0
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -97,10 +98,10 @@ class Trainer:
         self._tracker = tracker or NullTracker()
         self._metrics = metrics or TrainerMetrics()
         self._origin = origin
-        self._server = server
         self._state = settings.state
         self._team = Team(settings.state, settings.execution)
-        self._history = KeptHistory(settings.state, run_id=home.run_id)
+        self._publisher = Publisher(home, server, state=settings.state, metrics=self._metrics)
+        self._unannounced: tuple[int, dict[str, float]] | None = None
         self._stop = threading.Event()
         self._missing = 0
 
@@ -114,6 +115,7 @@ class Trainer:
         try:
             self._run()
         finally:
+            self._publisher.settle()
             self._team.end()
 
     def _run(self) -> None:
@@ -121,23 +123,28 @@ class Trainer:
             try:
                 self._work()
             except TrainerStopped:
-                return
+                break
             except (DatabaseAway, OSError, LocalFault) as error:
                 if isinstance(error, LocalFault) and error.code not in _PASSING:
                     raise
                 self._metrics.outages.inc()
                 log.warning("database or disk unavailable (%s); retrying from the last checkpoint", advice(error))
                 self._stop.wait(RETRY_SECONDS)
+        if self._team.has_unsaved:
+            self._team.save(self._team.learner.stats)
 
     def _work(self) -> None:
+        self._publisher.settle()
+        self._unannounced = None
         learner = self._restore()
         self._check_history(learner)
         self._replay(learner)
-        self._publish(learner)
-        self._track(learner)
+        self._publish(learner, self._policy_file(learner))
         waited_since = time.monotonic()
         while not self._stop.is_set():
-            step = self._next_step()
+            if self._publisher.is_over:
+                self._finish_publishing()
+            step = self._next_step(learner)
             if step is None:
                 # Counted while waiting: counted afterwards, an endless wait would never show.
                 self._metrics.wait_seconds.inc(IDLE_SECONDS)
@@ -145,11 +152,9 @@ class Trainer:
                 continue
             waited = time.monotonic() - waited_since
             with bound(step=step):
-                if step == learner.step:
-                    self._train(learner, waited=waited)
-                self._publish(learner)
-                self._track(learner)
+                self._publish(learner, self._train(learner, waited=waited))
             waited_since = time.monotonic()
+        self._finish_publishing()
 
     def _restore(self) -> Learner:
         """Restore the newest checkpoint, or create the run's first policy."""
@@ -234,18 +239,18 @@ class Trainer:
         dtype: torch.dtype = getattr(torch, self._home.spec.model.dtype)
         return dtype
 
-    def _next_step(self) -> int | None:
-        """Return the step a killed trainer left unfinished, else a new one if enough groups were admitted."""
+    def _next_step(self, learner: Learner) -> int | None:
+        """Return the learner's step if a killed trainer left its batch, or if enough groups were admitted for one."""
+        trained, spec = learner.step, self._home.spec
         with self._home.database.read() as connection:
-            unfinished = training.unfinished_step(connection)
-            if unfinished is None and not training.may_assign(connection, spec=self._home.spec, now=clock()):
-                self._report_missing(*training.missing_for_next_step(connection, spec=self._home.spec, now=clock()))
+            if training.has_batch(connection, trained):
+                return trained
+            if not training.may_assign(connection, spec=spec, now=clock(), trained=trained):
+                self._report_missing(*training.missing_for_next_step(connection, spec=spec, now=clock()))
                 return None
         self._missing = 0
-        if unfinished is not None:
-            return unfinished
         with self._home.database.write() as connection:
-            return training.assign_batch(connection, spec=self._home.spec, now=clock())
+            return training.assign_batch(connection, spec=spec, now=clock(), trained=trained)
 
     def _report_missing(self, missing: int, seconds: float) -> None:
         """Log what a step waits for that has its groups, once for each number of slots."""
@@ -253,58 +258,67 @@ class Trainer:
             log.info("the next step has its groups; waiting at most %.0f s for %d missing slots", seconds, missing)
         self._missing = missing
 
-    def _train(self, learner: Learner, *, waited: float, expected: str | None = None) -> None:
-        """Train one step and make it durable; raises ReplayDiffers unless that makes the policy `expected`."""
-        started = time.monotonic()
+    def _train(self, learner: Learner, *, waited: float, expected: str | None = None) -> Path:
+        """Train one step, begin its checkpoint if one is due, and return the policy's file.
+
+        The policy before is announced by then. Raises ReplayDiffers unless the step makes the policy `expected`.
+        """
+        started, stalls = time.monotonic(), self._stalls()
         groups = read_batch(self._home, learner.step, stop=self._stop)
         if groups is None:
             raise TrainerStopped("stopped while a group is rebuilt")
         stats = self._team.train(groups)
-        seconds = time.monotonic() - started
-        self._metrics.step_seconds.observe(seconds)
-        if expected is not None and (found := _digest_of(self._policy_file(learner))) != expected:
+        self._finish_publishing()
+        written_since = time.monotonic()
+        path = self._policy_file(learner)
+        if expected is not None and (found := _digest_of(path)) != expected:
             raise ReplayDiffers(
                 f"training step {learner.step - 1} again made policy {learner.step} with the digest {found[:16]}…, and "
                 f"{expected[:16]}… was published: nothing was saved or published. Start the trainer with the release, "
                 f"machine, processes and options that trained it, or restore {self._state} and the run from a backup"
             )
-        self._team.save(stats | {"wait_seconds": waited, "train_seconds": seconds})
+        now = time.monotonic()
+        stats |= {name: seconds - stalls[name] for name, seconds in self._stalls().items()}
+        stats["publish_stall_seconds"] += now - written_since
+        stats |= {"wait_seconds": waited, "train_seconds": now - started}
+        self._metrics.observe_step(stats)
+        learner.stats = stats
+        if learner.step % self._settings.checkpoint_every == 0 or learner.step == self._home.spec.training.steps:
+            self._team.save(stats)
+        return path
 
-    def _publish(self, learner: Learner) -> None:
-        """Record and announce policy `learner.step`, and finish the step that made it; idempotent.
+    def _stalls(self) -> dict[str, float]:
+        """Return for how many seconds training has waited for checkpoints and publications so far."""
+        return {
+            "checkpoint_stall_seconds": self._team.waited_seconds,
+            "publish_stall_seconds": self._publisher.waited_seconds,
+        }
 
-        The log has the policy before any worker can hear of it, so whoever names an unlogged one made it up.
-        """
-        started = time.monotonic()
+    def _publish(self, learner: Learner, path: Path) -> None:
+        """Begin to record and announce policy `learner.step`, and to finish the step that made it; idempotent."""
+        self._unannounced = learner.step, dict(learner.stats)
+        saving = self._team.saving if self._team.saved == learner.step else None
+        self._publisher.begin(path, version=learner.step, stats=learner.stats, checkpoint=saving)
 
-        def record(signed: SignedManifest) -> None:
-            policy = PolicyRecord(
-                version=learner.step,
-                manifest_digest=signed.digest,
-                result_digest=signed.manifest.result_digest,
-                manifest=signed.envelope,
-            )
-            stats = learner.stats | {"publish_seconds": time.monotonic() - started}
-            with self._home.database.write() as connection:
-                training.record_policy(connection, policy, now=clock())
-                training.finish_step(connection, learner.step - 1, stats=stats, now=clock())
-
-        self._server.publish(self._policy_file(learner), version=learner.step, before_announcing=record)
-        self._history.keep_current(self._home.database)
-        self._metrics.publish_seconds.observe(time.monotonic() - started)
+    def _finish_publishing(self) -> None:
+        """Wait until the newest policy is announced, and report the step that made it."""
+        if self._unannounced is None:
+            return
+        self._publisher.wait()
+        (step, stats), self._unannounced = self._unannounced, None
         steps = self._home.spec.training.steps
-        self._write_progress("training", learner.step, steps)
-        log.info("policy %d published", learner.step)
-        if learner.step == steps:
+        self._write_progress("training", step, steps)
+        if step == steps:
             log.info("run finished; serving its policies until this process is stopped")
+        self._track(step, stats)
 
-    def _track(self, learner: Learner) -> None:
-        """Report the step that made policy `learner.step` to the tracker, with an evaluation when due."""
-        stats, every = dict(learner.stats), self._settings.evaluate_every
-        if every and learner.step % every == 0:
-            stats |= self._evaluate(learner.step)
+    def _track(self, step: int, stats: dict[str, float]) -> None:
+        """Report the step that made policy `step` to the tracker, with an evaluation when due."""
+        every = self._settings.evaluate_every
+        if every and step % every == 0:
+            stats = stats | self._evaluate(step)
         if stats:
-            self._tracker.step(learner.step, stats)
+            self._tracker.step(step, stats)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on held-out problems, by environment; nothing if this machine cannot tell."""

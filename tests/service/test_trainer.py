@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -36,10 +37,11 @@ from coordinator.run.home import Home
 from coordinator.storage import log, training
 from coordinator.storage.schema import groups, policies, steps
 from coordinator.storage.training import PolicyRecord
-from coordinator.training import initial
+from coordinator.training import distributed_learner, initial
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.evaluation import EvaluationSettings
 from coordinator.training.groups import Group, Sample, encode_group
+from coordinator.training.optimizers import Optimizers
 from coordinator.training.trainer import ReplayDiffers, Trainer
 from node.policy.file import load_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
@@ -75,7 +77,7 @@ POINTS: dict[str, Callable[[pytest.MonkeyPatch, Callable[..., None]], None]] = {
         "coordinator.training.distributed_learner.train_step", die
     ),
     "before the checkpoint": lambda patch, die: patch.setattr(
-        "coordinator.training.distributed_learner.save_checkpoint", die
+        "coordinator.training.distributed_learner.write_checkpoint", die
     ),
     "before the policy is published": lambda patch, die: patch.setattr(Trainer, "_policy_file", die),
     "before the policy is recorded": lambda patch, die: patch.setattr(training, "record_policy", die),
@@ -95,6 +97,111 @@ def test_killed_anywhere_it_makes_the_same_policies_of_the_same_groups(
                 trainer.run()
         train_to_the_end(home, tmp_path)
         assert outcome_of(home) == undisturbed
+
+
+@pytest.mark.parametrize("point", ["before a step is trained", "before the policy is recorded"])
+def test_killed_between_checkpoints_it_trains_the_logged_batches_to_the_same_policies(
+    tmp_path: Path, undisturbed: tuple[list[str], list], caplog: pytest.LogCaptureFixture, point: str
+) -> None:
+    """Policy 2 is out and in no checkpoint: another one in its place would be a second history."""
+    rare: dict[str, Any] = {"checkpoint_every": STEPS}
+    occasion = {"before a step is trained": 3, "before the policy is recorded": 4}[point]
+    with run_in(tmp_path) as home:
+        with pytest.MonkeyPatch.context() as patch, trainer_of(home, tmp_path, **rare) as trainer:
+            POINTS[point](patch, dying(patch, point, occasion))
+            with pytest.raises(Killed):
+                trainer.run()
+        for path in checkpoints(tmp_path / "checkpoints"):
+            shutil.rmtree(path)
+        train_to_the_end(home, tmp_path, **rare)
+        assert outcome_of(home) == undisturbed
+    assert "training 2 steps again" in caplog.text
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == [f"checkpoint-{STEPS:08d}"]
+
+
+def test_a_trainer_that_is_stopped_keeps_what_it_has_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next one may be of a release that rounds otherwise, and could not train the steps again."""
+
+    class Stopping(Told):
+        def step(self, step: int, stats: Mapping[str, float]) -> None:
+            if step == 1:
+                trainer.stop()
+
+    with run_in(tmp_path) as home:
+        with trainer_of(home, tmp_path, tracker=Stopping(), checkpoint_every=100) as trainer:
+            trainer.run()
+        (kept,) = checkpoints(tmp_path / "checkpoints")
+        assert 1 <= int(kept.name[-8:]) < STEPS
+        train_to_the_end(home, tmp_path, checkpoint_every=100)
+    assert "steps again" not in caplog.text
+
+
+def test_the_next_step_computes_gradients_while_a_checkpoint_is_written_and_a_policy_published(
+    tmp_path: Path, undisturbed: tuple[list[str], list]
+) -> None:
+    """Each waits here until the next step is about to update; one after the other, neither would ever begin.
+
+    An update that does not wait for the checkpoint would be in it, in part.
+    """
+    about_to_update, order, steps = threading.Event(), list[str](), list[int]()
+    write, record, train = (
+        distributed_learner.write_checkpoint,
+        training.record_policy,
+        distributed_learner.train_step,
+    )
+    wait, update = distributed_learner.Team._wait_for_checkpoint, Optimizers.step
+
+    def written(folder: Path, rows: Any, **given: Any) -> Path:
+        step = given["state"].step
+        assert step > 1 or about_to_update.wait(60)
+        path = write(folder, rows, **given)
+        order.append(f"checkpoint {step}")
+        return path
+
+    def recorded(connection: Any, policy: PolicyRecord, *, now: float) -> None:
+        assert policy.version != 1 or about_to_update.wait(60)
+        order.append(f"policy {policy.version}")
+        record(connection, policy, now=now)
+
+    def trained(*arguments: Any, **given: Any) -> dict[str, float]:
+        steps.append(given["step"])
+        return train(*arguments, **given)
+
+    def waited(team: distributed_learner.Team) -> None:
+        if steps[-1] == 1:
+            about_to_update.set()
+        wait(team)
+
+    def updated(optimizer: Optimizers) -> None:
+        order.append(f"update {steps[-1]}")
+        update(optimizer)
+
+    with run_in(tmp_path) as home, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_learner, "write_checkpoint", written)
+        patch.setattr(training, "record_policy", recorded)
+        patch.setattr(distributed_learner, "train_step", trained)
+        patch.setattr(distributed_learner.Team, "_wait_for_checkpoint", waited)
+        patch.setattr(Optimizers, "step", updated)
+        train_to_the_end(home, tmp_path)
+        assert outcome_of(home) == undisturbed
+    for step in range(1, STEPS):
+        assert order.index(f"checkpoint {step}") < order.index(f"update {step}")
+    for version in range(1, STEPS + 1):
+        assert order.index(f"checkpoint {version}") < order.index(f"policy {version}")
+
+
+def test_a_checkpoint_that_cannot_be_written_keeps_its_policy_out_of_the_log(tmp_path: Path) -> None:
+    """Its step is trained again, perhaps by another machine, and comes out otherwise: nobody may have heard of it."""
+    with run_in(tmp_path) as home, pytest.MonkeyPatch.context() as patch, trainer_of(home, tmp_path) as trainer:
+
+        def failed(*_: Any, **__: Any) -> None:
+            trainer.stop()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(distributed_learner, "write_checkpoint", failed)
+        trainer.run()
+        assert finished_steps(home) == 0
+        assert not checkpoints(tmp_path / "checkpoints")
 
 
 def test_a_disk_that_is_full_for_a_while_is_waited_for(
@@ -206,7 +313,7 @@ def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
             record = training.record_policy
 
             def recording(connection: Any, policy: PolicyRecord, *, now: float) -> None:
-                head = trainer._server._origin.head()
+                head = trainer._origin.head()
                 seen.append((policy.version, None if head is None else head.version))
                 if policy.version == 1:
                     raise Killed
@@ -217,7 +324,7 @@ def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
                 trainer.run()
         assert seen == [(0, None), (1, 0)]
         with trainer_of(home, tmp_path) as trainer:
-            head = trainer._server._origin.head()
+            head = trainer._origin.head()
             assert head is not None
             assert head.version == 0, "policy 1 is in the store, and not in the log"
         train_to_the_end(home, tmp_path)
@@ -225,13 +332,12 @@ def test_no_worker_hears_of_a_policy_that_the_log_lacks(tmp_path: Path) -> None:
 
 def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[..., object]:
     """Something that works until it is called for the `occasion`th time, and then the process is dead."""
-    from coordinator.training import distributed_learner
     from coordinator.training import trainer as module
 
     originals = {
         "before the first policy is saved": module.save_policy,
         "before a step is trained": distributed_learner.train_step,
-        "before the checkpoint": distributed_learner.save_checkpoint,
+        "before the checkpoint": distributed_learner.write_checkpoint,
         "before the policy is published": Trainer._policy_file,
         "before the policy is recorded": training.record_policy,
         "before the step is finished": training.finish_step,

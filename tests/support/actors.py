@@ -114,9 +114,9 @@ class Actors:
         with self.home.database.write() as connection:
             return verdicts.record(connection, claimed, verdict, spec=self.home.spec, now=self.now, group=claimed.body)
 
-    def assign(self) -> int | None:
+    def assign(self, *, trained: int = -1) -> int | None:
         with self.home.database.write() as connection:
-            return training.assign_batch(connection, spec=self.home.spec, now=self.now)
+            return training.assign_batch(connection, spec=self.home.spec, now=self.now, trained=trained)
 
     def work(self, node: str, outcome: Outcome = Outcome.ADMITTED, *, draw: float = 0.0) -> str:
         """One slot of the newest policy, from lease to verdict; `draw` is in place of chance (0: measured in full)."""

@@ -48,12 +48,13 @@ def spec_of(**model: str) -> RunSpec:
     )
 
 
-def admit(home: Home) -> None:
-    """Admit enough groups of policy 0 for every step, as a verifier leaves them."""
-    rng = random.Random(1)
+def admit(home: Home, steps: range = range(STEPS)) -> None:
+    """Admit enough groups of policy 0 for these steps, as a verifier leaves them."""
     with home.database.write() as connection:
-        connection.execute(insert(nodes).values(node="n", software="", engine="", registered_at=0.0, seen_at=0.0))
-        for number in range(GROUPS * STEPS):
+        if not steps.start:
+            connection.execute(insert(nodes).values(node="n", software="", engine="", registered_at=0.0, seen_at=0.0))
+        for number in range(GROUPS * steps.start, GROUPS * steps.stop):
+            rng = random.Random(number)
             name = digest(str(number).encode())
             values = {"version": 0, "number": number, "state": SlotState.ADMITTED, "opened_at": 0.0}
             slot = connection.execute(insert(slots).values(**values).returning(slots.c.id)).scalar_one()
@@ -127,10 +128,12 @@ def outcome_of(home: Home) -> tuple[list[str], list[tuple[int, tuple[str, ...]]]
 
 
 @contextmanager
-def run_in(folder: Path, spec: RunSpec | None = None, *, database_url: str | None = None) -> Iterator[Home]:
+def run_in(
+    folder: Path, spec: RunSpec | None = None, *, database_url: str | None = None, steps: range = range(STEPS)
+) -> Iterator[Home]:
     public = KEY.public_key().public_bytes_raw()
     home = create_home(folder / "data", public_key=public, spec=spec or spec_of(), database_url=database_url)
-    admit(home)
+    admit(home, steps)
     yield home
     home.database.close()
 

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from locations import ROOT
-from trainers import GROUPS, KEY, STEPS, finished_steps, outcome_of, run_in, train_to_the_end
+from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_in, train_to_the_end
 
+from coordinator.run.home import Home
 from coordinator.training.checkpoint import checkpoints
 from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny import MAKERS
@@ -124,6 +128,69 @@ def test_a_flipped_bit_in_two_processes_newest_checkpoint_is_found_by_both_and_t
     assert curve == [whole[0], whole[1], whole[1], whole[2]]
 
 
+@contextmanager
+def command(folder: Path, *, processes: int, options: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """`swarmproof trainer` of the run in `folder`, in so many processes; what it says goes to `folder`/log."""
+    key = folder / "run.key"
+    key.touch(mode=0o600)
+    key.write_text(KEY.private_bytes_raw().hex() + "\n")
+    start = [*LAUNCH, "--nproc-per-node", str(processes)] if processes > 1 else [sys.executable]
+    places = ("--data", str(folder / "data"), "--key", str(key), "--state", str(folder), "--port", "0")
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(
+            [*start, "-m", "node.cli", "trainer", *places, *options],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and all its processes; torchrun gives each of them a session."""
+    with suppress(psutil.NoSuchProcess):
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
+
+
+def wait_for_steps(home: Home, steps: int, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait until so many steps are published."""
+    deadline = time.monotonic() + 120
+    while finished_steps(home) < steps:
+        assert process.poll() is None, (folder / "log").read_text()[-4000:]
+        assert time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_killed_between_checkpoints_it_goes_on_to_the_policies_of_an_undisturbed_run(
+    tmp_path: Path, processes: int
+) -> None:
+    """Two policies are out and in no checkpoint: others in their place would be a second history, which is fraud."""
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    with run_in(undisturbed) as home, command(undisturbed, processes=processes) as process:
+        wait_for_steps(home, STEPS, process, undisturbed)
+        wanted = outcome_of(home)
+    rarely = ("--checkpoint-every", str(STEPS))
+    with run_in(killed, steps=range(STEPS - 1)) as home:
+        with command(killed, processes=processes, options=rarely) as process:
+            wait_for_steps(home, STEPS - 1, process, killed)
+            kill(process)
+        assert checkpoints(killed / "checkpoints") == []
+        admit(home, range(STEPS - 1, STEPS))
+        with command(killed, processes=processes, options=rarely) as process:
+            wait_for_steps(home, STEPS, process, killed)
+        assert outcome_of(home) == wanted
+    assert f"training {STEPS - 1} steps again" in (killed / "log").read_text()
+    assert [path.name for path in checkpoints(killed / "checkpoints")] == [f"checkpoint-{STEPS:08d}"]
+
+
 @pytest.mark.timeout(300)
 def test_a_run_is_trained_by_two_processes_as_by_one_and_ends_at_a_signal(tmp_path: Path) -> None:
     """The command itself, under torchrun: a policy each step, from the same groups, and a clean end."""
@@ -132,38 +199,10 @@ def test_a_run_is_trained_by_two_processes_as_by_one_and_ends_at_a_signal(tmp_pa
         wanted = outcome_of(home)
     folder = tmp_path / "two"
     with run_in(folder) as home:
-        key = folder / "run.key"
-        key.touch(mode=0o600)
-        key.write_text(KEY.private_bytes_raw().hex() + "\n")
-        places = (
-            "--data",
-            str(folder / "data"),
-            "--key",
-            str(key),
-            "--state",
-            str(folder),
-            "--port",
-            "0",
-        )
-        log = (folder / "log").open("wb")
-        torchrun = subprocess.Popen(
-            [*LAUNCH, "--nproc-per-node", "2", "-m", "node.cli", "trainer", *places],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while finished_steps(home) < STEPS:
-                assert torchrun.poll() is None, (folder / "log").read_text()[-4000:]
-                assert time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
-                time.sleep(0.1)
+        with command(folder, processes=2) as torchrun:
+            wait_for_steps(home, STEPS, torchrun, folder)
             torchrun.send_signal(signal.SIGTERM)
             torchrun.wait(60)
-        finally:
-            torchrun.kill()
-            torchrun.wait()
-            log.close()
         policies, batches = outcome_of(home)
     assert batches == wanted[1]
     assert len(batches) == STEPS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -171,13 +172,18 @@ def _figures(
 
 
 def _step_rows(status: Mapping[str, Any]) -> list[StepSummary]:
-    """Return the finished steps. The first one waits from the first policy's publication on."""
+    """Return the finished steps. The first one waits from the first policy's publication on.
+
+    What of a publication the next step was trained beside is that step's time.
+    """
     policies = status.get("policies", [])
     before = policies[0]["published_at"] if policies else 0.0
     rows = []
-    for step in status.get("steps", []):
+    steps = status.get("steps", [])
+    for step, following in zip_longest(steps, steps[1:]):
         if step["finished_at"] is None:
             break
+        published = step["finished_at"] if following is None else min(step["finished_at"], following["assigned_at"])
         trained = step["stats"].get("train_seconds", 0.0)
         rows.append(
             StepSummary(
@@ -186,7 +192,7 @@ def _step_rows(status: Mapping[str, Any]) -> list[StepSummary]:
                 staleness_mean=step["staleness_mean"],
                 waiting_seconds=max(0.0, step["assigned_at"] - before),
                 training_seconds=trained,
-                publishing_seconds=max(0.0, step["finished_at"] - step["assigned_at"] - trained),
+                publishing_seconds=max(0.0, published - step["assigned_at"] - trained),
                 stats={name: value for name, value in step["stats"].items() if math.isfinite(value)},
             )
         )

@@ -74,6 +74,27 @@ def test_a_step_waits_for_a_withheld_slot_and_then_logs_who_had_it(start: Start)
     assert actors.reading().problems == []
 
 
+def test_a_step_does_not_begin_before_its_policy_is_out_where_that_would_cost_a_slot(start: Start) -> None:
+    """Slow publishing must not shorten the time that a slow worker has: it can see policies, and no weights."""
+    actors = start(groups_per_step=2, max_async=2)
+    groups(actors, "a", 2, head=0)
+    assert actors.assign() == 0
+    (slow,) = actors.lease("b", held=(0,))
+    groups(actors, "a", 2, head=0)
+    assert actors.assign() is None, "the trainer has no policy 1"
+    assert actors.assign(trained=1) == 1, "step 2 may still use the slot"
+    actors.publish(1)
+    groups(actors, "a", 2, head=1)
+    actors.now += 29
+    assert actors.assign(trained=2) is None
+    actors.publish(2)
+    assert actors.assign(trained=2) is None, "the wait for it has only begun"
+    deliver(actors, "b", slow.lease_id)
+    assert actors.assign(trained=2) == 2
+    assert len(last_batch(actors).submissions) == 2
+    assert actors.reading().problems == []
+
+
 def test_what_others_deliver_in_time_is_no_gap(start: Start) -> None:
     actors = start(groups_per_step=2, max_async=1)
     groups(actors, "a", 2, head=0)

@@ -142,6 +142,19 @@ def test_the_optimizers_memory_matters(tmp_path):
     assert not torch.equal(model.lm_head.weight, resumed.lm_head.weight)
 
 
+def test_nothing_changes_before_the_first_update_of_a_step_is_announced():
+    """A checkpoint is written from where the tensors lie until then."""
+    model, optimizer = started()
+    train(model, optimizer, [0])
+    before, seen = bits(model, optimizer), []
+
+    def announced():
+        seen.append(equal(before, bits(model, optimizer)))
+
+    train_step(model, optimizer, groups_of(1), spec=SPEC, step=1, before_update=announced)
+    assert seen == [True, False], "one for each minibatch"
+
+
 def test_counters_and_untied_weights_come_back(tmp_path):
     model, optimizer = started(tie=False)
     state = TrainerState(7, {"log_size": 2**53, "manifest": "ab" * 32})
