@@ -82,6 +82,12 @@ def plain_log() -> list[LogEntry]:
     ]
 
 
+def early_log() -> list[LogEntry]:
+    """A step is given its groups while its policy is still being published."""
+    slots = [admitted(number, slot=number) for number in range(3)]
+    return [rules(SPEC), policy(0), *slots, batch(0, 0), batch(1, 1, 2), policy(1), admitted(3, version=1, slot=0)]
+
+
 def trusting_log() -> list[LogEntry]:
     """Nodes that are measured in part, are caught, are measured again, and are banned."""
     spotted = [admitted(number, spot=number % 2) for number in (3, 4, 5)]
@@ -147,6 +153,7 @@ def by_project(leaves: list[bytes], spec: RunSpec) -> int | None:
 
 LOGS: dict[str, tuple[Callable[[], list[LogEntry]], RunSpec]] = {
     "plain": (plain_log, SPEC),
+    "early": (early_log, SPEC),
     "trusting": (trusting_log, TRUSTING),
     "pooled": (pooled_log, POOLED),
 }
