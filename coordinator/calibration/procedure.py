@@ -26,7 +26,7 @@ from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
 from node.client.http import measure_body
 from node.environments import check_rewards, load_environment
-from node.policy.file import load_policy, save_policy
+from node.policy.file import load_policy, save_policy, write_policy
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.admission import NOT_FINITE, Finding, judge_gain
 from node.protocol.evidence import add
@@ -198,13 +198,12 @@ def _policy_file(spec: RunSpec, given: Path | None, folder: Path) -> Path:
     path = folder / "policy.safetensors"
     if given is None:
         log.info("creating the run's first policy")
-        model, tokenizer = initial_policy(spec)
-    else:
-        policy = load_policy(given, dtype=dtype)
-        if policy.config.dtype == dtype:
-            return given
-        model, tokenizer = policy.model, policy.tokenizer
-    save_policy(model.to(dtype), tokenizer, path)
+        write_policy(initial_policy(spec), path, dtype=dtype)
+        return path
+    policy = load_policy(given, dtype=dtype)
+    if policy.config.dtype == dtype:
+        return given
+    save_policy(policy.model, policy.tokenizer, path)
     return path
 
 

@@ -111,14 +111,14 @@ def policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
     import torch
 
     from coordinator.training.initial import initial_policy
-    from node.policy.file import save_policy
+    from node.policy.file import write_policy
 
     if policy is not None:
         spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, initial=str(policy)))
-    model, tokenizer = initial_policy(spec)
+    source = initial_policy(spec)
     file = folder / "policy.safetensors"
     try:
-        save_policy(model.to(getattr(torch, spec.model.dtype)), tokenizer, file)
+        write_policy(source, file, dtype=getattr(torch, spec.model.dtype))
     except ValueError as error:
         raise BadConfiguration(f"{policy or spec.model.initial} cannot be a policy here: {error}") from error
     return file

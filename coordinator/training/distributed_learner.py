@@ -35,8 +35,9 @@ from coordinator.training.checkpoint import (
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
 from coordinator.training.optimizers import Optimizers, make_optimizer
-from coordinator.training.world import World, full_tensor
-from node.policy.file import Policy, load_policy
+from coordinator.training.world import World, free_gathered
+from node.policy.file import Policy, PolicySource, load_policy, write_policy
+from node.policy.skeleton import unique_tensors
 from node.protocol.run import RunSpec
 from shardcast.wire import encode
 
@@ -58,13 +59,18 @@ class Learner:
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """A command to the other processes. `spec` is a run's canonical encoding, `checkpoint` a name, or "" for none."""
+    """A command to the other processes.
 
-    action: Literal["restore", "train", "save", "gather", "end"]
+    `spec` is a run's canonical encoding, `checkpoint` a name, or "" for none, `path` the first process's alone.
+    """
+
+    action: Literal["restore", "train", "save", "write", "end"]
     spec: bytes = b""
     checkpoint: str = ""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
+    path: str = ""
+    dtype: str = ""
 
 
 class Team:
@@ -79,7 +85,6 @@ class Team:
         self._execution = execution
         self._learner: Learner | None = None
         self._spec: RunSpec | None = None
-        self._gathered: PreTrainedModel | None = None
         self._is_executing = False
         self._writer = Background("checkpoint")
         self.saved = 0
@@ -130,10 +135,9 @@ class Team:
         """
         self._run_everywhere(_Command("save", stats=stats))
 
-    def gather(self) -> PreTrainedModel:
-        """Return the whole model in this process's memory; the learner's own if there is only one process."""
-        self._run_everywhere(_Command("gather"))
-        return self._gathered or self.learner.model
+    def write_policy(self, path: Path, dtype: torch.dtype) -> None:
+        """Write the policy to `path`, tensor by tensor, in `dtype`; raises OSError."""
+        self._run_everywhere(_Command("write", path=str(path), dtype=str(dtype)[6:]))
 
     def end(self) -> None:
         """Tell the other processes to end; a no-op if they are gone.
@@ -164,7 +168,11 @@ class Team:
         if self.world.size > 1:
             self.world.broadcast(msgspec.msgpack.encode(command))
         self._is_executing = True
-        self._execute(command)
+        try:
+            self._execute(command)
+        except OSError:
+            self._is_executing = False  # of a file: no process waits in a collective
+            raise
         self._is_executing = False
 
     def _execute(self, command: _Command) -> None:
@@ -172,14 +180,14 @@ class Team:
             case "restore":
                 self._spec = msgspec.json.decode(command.spec, type=RunSpec)
                 self._writer.settle()
-                self._learner = self._gathered = None  # free memory before loading the next one
+                self._learner = None  # free memory before loading the next one
                 self._learner = self._restore(self._spec, command.checkpoint)
             case "train":
                 self._train(command.groups)
             case "save":
                 self._save(command.stats)
-            case "gather":
-                self._gather()
+            case "write":
+                self._write(Path(command.path), getattr(torch, command.dtype))
 
     def _restore(self, spec: RunSpec, checkpoint: str) -> Learner:
         # Read back even when just written, so that a restart begins with the same bits.
@@ -196,13 +204,12 @@ class Team:
         return learner
 
     def _read_first(self, spec: RunSpec) -> Policy:
-        policy = load_policy(self.first_policy, dtype=torch.float32)
+        policy = load_policy(self.first_policy, dtype=torch.float32, shards=self.world)
         min_hidden = spec.proofs.min_hidden
         if policy.hidden < min_hidden:
             raise BadConfiguration(f"proofs need {min_hidden} hidden units, but the model has only {policy.hidden}")
         if self._execution.recompute:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.world.shard(policy.model)
         return policy
 
     def _train(self, groups: Sequence[Group]) -> None:
@@ -219,6 +226,8 @@ class Team:
             before_update=self._wait_for_checkpoint,
         )
         learner.model.train(mode=False)
+        if learner.reference is not None:
+            free_gathered(learner.reference)
         learner.step += 1
 
     def _save(self, stats: dict[str, float]) -> None:
@@ -239,14 +248,14 @@ class Team:
         """Wait for the checkpoint under way; raises OSError, in every process alike."""
         self.waited_seconds += self._writer.wait()
 
-    def _gather(self) -> None:
-        if self.world.mesh is None:
-            return
+    def _write(self, path: Path, dtype: torch.dtype) -> None:
         learner = self.learner
-        if self.world.is_first and self._gathered is None:
-            self._gathered = load_policy(self.first_policy, dtype=torch.float32).model
-        places = dict(self._gathered.named_parameters()) if self._gathered is not None else {}
-        for name, parameter in learner.model.named_parameters():
-            tensor = full_tensor(parameter.detach())
-            if places:
-                places[name].data.copy_(tensor)
+        tensors = dict(sorted(unique_tensors(learner.model).items()))
+        numbers = (part for tensor in tensors.values() for part in self.world.gather_parts(tensor, dtype))
+        source = PolicySource.of_model(learner.model, learner.tokenizer, numbers=numbers)
+        try:
+            if self.world.is_first:
+                write_policy(source, path, dtype=dtype)
+        finally:
+            for _ in numbers:  # the other processes gather all, even if this disk is full
+                pass

@@ -8,7 +8,6 @@ it trains the logged batches since its newest checkpoint again. So does one whos
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -18,7 +17,6 @@ from pathlib import Path
 import msgspec
 import torch
 from blake3 import blake3
-from transformers import PreTrainedModel
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
@@ -37,7 +35,7 @@ from coordinator.training.trackers import NullTracker, Tracker
 from node.engines.base import EngineError
 from node.errors import NodeError
 from node.policy.errors import PolicyError
-from node.policy.file import save_policy
+from node.policy.file import write_policy
 from node.runtime.logs import bound
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
@@ -168,9 +166,9 @@ class Trainer:
                         f"the run in {self._home.folder} has policies already, and {self._state} is not its trainer's "
                         "folder; name the right --state, or restore it from a backup"
                     )
-            model, tokenizer = initial_policy(self._home.spec, progress=self._on_warm_start_progress)
-            keep_companion(self._state, self._home.spec.model.initial, tokenizer)
-            save_policy(_cast(model, self._dtype), tokenizer, self._team.first_policy)
+            source = initial_policy(self._home.spec, progress=self._on_warm_start_progress)
+            keep_companion(self._state, self._home.spec.model.initial, source.tokenizer)
+            write_policy(source, self._team.first_policy, dtype=self._dtype)
         self._check_first_policy()
         learner = self._team.restore(self._home.spec)
         if learner.step:
@@ -345,7 +343,7 @@ class Trainer:
         if learner.step == 0:
             return self._team.first_policy
         path = self._policy_path(learner.step)
-        save_policy(_cast(self._team.gather(), self._dtype), learner.tokenizer, path)
+        self._team.write_policy(path, self._dtype)
         return path
 
     def _on_warm_start_progress(self, done: int, total: int, loss: float) -> None:
@@ -368,8 +366,3 @@ def _digest_of(path: Path) -> str:
         while piece := file.read(_PIECE_BYTES):
             hasher.update(piece)
     return hasher.hexdigest()
-
-
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return `model` in the dtype that workers run; the trainer's own weights stay float32."""
-    return model if model.dtype == dtype else copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]  # its stub

@@ -7,6 +7,7 @@ GPUs and gloo on CPUs.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -44,13 +45,43 @@ class World:
         return self.rank == 0
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Move `model` to this process's device, and shard its parameters."""
-        model.to(self.device)  # type: ignore[arg-type]  # transformers' stub
+        """Share out the parameters of a model, on the meta device still, so that no process has to hold them all."""
         if self.mesh is None:
             return
         for layer in _layers(model):
             fully_shard(layer, mesh=self.mesh)
         fully_shard(model, mesh=self.mesh)
+
+    def own_part(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Return this process's consecutive numbers of a tensor, flat and in place, and the index of the first."""
+        whole = tensor.detach()
+        if not isinstance(whole, DTensor):
+            return whole.view(-1), 0
+        row, _ = self._rows_of(self.rank, len(whole))
+        return whole.to_local().view(-1), row * math.prod(whole.shape[1:])
+
+    def gather_parts(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield a tensor in `dtype`, in parts that follow each other, each of which is one process's.
+
+        A collective that every process must exhaust. Unlike `full_tensor`, none ever holds the whole tensor.
+        """
+        whole = tensor.detach()
+        if not isinstance(whole, DTensor):
+            yield whole
+            return
+        own = whole.to_local().to(dtype)
+        for rank in range(self.size):
+            _, rows = self._rows_of(rank, len(whole))
+            part = own if rank == self.rank else own.new_empty(rows, *whole.shape[1:])
+            if rows:
+                dist.broadcast(part, src=rank)
+            yield part
+
+    def _rows_of(self, rank: int, rows: int) -> tuple[int, int]:
+        """Return the first of `rows` rows that FSDP gives to a process, and how many it gets."""
+        most = math.ceil(rows / self.size)
+        first = min(rank * most, rows)
+        return first, min(most, rows - first)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum a tensor over all processes."""
@@ -95,6 +126,12 @@ class World:
 
 
 SINGLE_PROCESS = World()
+
+
+def free_gathered(model: PreTrainedModel) -> None:
+    """Free the parameters outside the layers, which FSDP keeps whole after a forward pass without a backward pass."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -6,8 +6,9 @@
                    "tokenizer": tokenizer.json; "tokenizer_config": {"eos_token", "pad_token", "unk_token"}
 
 A file comes from a stranger and is data, never code: only the families in `node.policy.config` are built, from this
-machine's transformers; a configuration names no kernel, repository or class. Sizes are checked before allocation, so
-reading takes about as much memory as the file's size. Whether a loaded policy is the run's is up to the manifest.
+machine's transformers; a configuration names no kernel, repository or class. Sizes are checked before allocation, and
+numbers are cast on their way between file and model, so reading and writing take no memory besides the model's own.
+Whether a loaded policy is the run's is up to the manifest.
 """
 
 from __future__ import annotations
@@ -18,37 +19,30 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from node.policy.config import ATTENTION, DTYPES, FAMILIES, parse_config, render_config
+from node.policy.config import DTYPES, FAMILIES, parse_config, render_config
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
-from node.policy.weights import MAX_HEADER_BYTES
+from node.policy.skeleton import build_skeleton, materialise, probe, probe_shapes, unique_tensors
+from node.policy.streaming import read_into, read_numbers, write_numbers
+from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
+from node.policy.weights import ITEM_BYTES, MAX_HEADER_BYTES, StoredTensor
 
 FORMAT = "policy/1"
 MAX_CHARACTER_TOKENS = 16
 """A character has at most four bytes, each of which may be a token."""
 
 _METADATA = frozenset({"format", "swarmproof", "config", "tokenizer", "tokenizer_config"})
-
-
-class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tokenizer's end, padding and unknown marks."""
-
-    eos_token: str
-    pad_token: str | None = None
-    unk_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,23 +148,94 @@ def render_tokens(policy: Blueprint, ids: list[int]) -> list[str]:
     return texts
 
 
+@dataclass(frozen=True)
+class PolicySource:
+    """What a policy file is made of.
+
+    `numbers` are those of the tensors in `shapes`, by sorted name, one tensor after the other, in tensors of any size
+    and dtype. They are taken while the file is written, once, and none is kept.
+    """
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerFast
+    shapes: Mapping[str, tuple[int, ...]]
+    numbers: Iterable[Tensor]
+
+    @staticmethod
+    def of_model(
+        model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, numbers: Iterable[Tensor] | None = None
+    ) -> PolicySource:
+        """Describe a model; its own weights are the numbers if no others are given."""
+        tensors = dict(sorted(unique_tensors(model).items()))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return PolicySource(model.config, tokenizer, shapes, tensors.values() if numbers is None else numbers)
+
+
+class Shards(Protocol):
+    """How several processes hold one model together."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process has its part."""
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Share out the parameters of a model on the meta device."""
+
+    def own_part(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Return this process's consecutive numbers of a tensor, flat, and the index of the first."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Take the maximum of a tensor over all processes."""
+
+
+class _Whole:
+    """One process, which has the whole model on the CPU."""
+
+    size = 1
+    device = torch.device("cpu")
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Leave the model whole."""
+
+    def own_part(self, tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor.detach().view(-1), 0
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
+
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write `path` atomically; equal input gives equal bytes. Streams with one tensor in memory at a time.
+    """Write the policy in `model` to `path`, as `write_policy` does, in its dtype.
 
     Raises ValueError for a model whose family or dtypes `load_policy` would refuse, and OSError.
     """
-    tensors = dict(sorted(unique_tensors(model).items()))
-    if model.config.model_type not in FAMILIES:
-        raise ValueError(f"{model.config.model_type} models cannot be saved as a policy")
-    if {tensor.dtype for tensor in tensors.values()} != {model.dtype} or str(model.dtype)[6:] not in DTYPES.values():
+    if {tensor.dtype for tensor in unique_tensors(model).values()} != {model.dtype}:
         raise ValueError("a policy's tensors must share one dtype: float32, bfloat16 or float16")
-    header = _header(tensors, _metadata(model, tokenizer))
+    write_policy(PolicySource.of_model(model, tokenizer), path, dtype=model.dtype)
+
+
+def write_policy(source: PolicySource, path: Path, *, dtype: torch.dtype) -> None:
+    """Write `path` atomically, in `dtype`; equal input gives equal bytes, however the numbers come in pieces.
+
+    Raises ValueError for a family or dtype that `load_policy` would refuse, and OSError.
+    """
+    if source.config.model_type not in FAMILIES:
+        raise ValueError(f"{source.config.model_type} models cannot be saved as a policy")
+    if str(dtype)[6:] not in DTYPES.values():
+        raise ValueError(f"a policy's dtype is float32, bfloat16 or float16, not {dtype}")
+    shapes = dict(sorted(source.shapes.items()))
+    header = _header(shapes, dtype, _metadata(source, dtype))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for tensor in tensors.values():
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            written = write_numbers(file, source.numbers, dtype=dtype)
+            if written != (declared := sum(map(math.prod, shapes.values()))):
+                raise ValueError(f"tensors of {declared} numbers cannot be made of {written}")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -179,84 +244,99 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path
     _sync_folder(path.parent)
 
 
-def load_policy(path: Path, *, dtype: torch.dtype | None) -> Policy:
-    """Build the policy in `path` on the CPU, in `dtype` (None: the file's own), in evaluation mode.
+def load_policy(path: Path, *, dtype: torch.dtype | None, shards: Shards | None = None) -> Policy:
+    """Build the policy in `path` in `dtype` (None: the file's own), in evaluation mode.
 
+    It is built on the CPU, or shared out as `shards` says. Then every process must call this, reads its own part alone,
+    and raises MalformedPolicy if any does; several do not try a forward pass, which takes more memory than the parts.
     Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
     """
-    with _open_policy(path) as file:
-        blueprint, skeleton = _read_blueprint(file)
-        model: Any = skeleton
-        dtype = dtype or skeleton.dtype
-        _load_weights(
-            model.to(dtype), {name: _read_finite(file, name).to(dtype, copy=True) for name in unique_tensors(skeleton)}
-        )
-        _probe(model)
+    where: Shards = shards or _Whole()
+    with _reading(path):
+        blueprint, skeleton, stored = _read_blueprint(path)
+        model: Any = skeleton if dtype is None else skeleton.to(dtype)  # type: ignore[arg-type]  # its stub
+        if where.size > 1:
+            probe_shapes(model)
+        where.shard(model)
+        materialise(model, where.device)
+        _read_weights(model, stored, where)
+        if where.size == 1:
+            probe(model)
         return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)
 
 
 def inspect_policy(path: Path) -> Blueprint:
-    """Validate `path` for an engine that loads the weights itself: like `load_policy`, one tensor in memory at a time.
+    """Validate `path` for an engine that loads the weights itself: like `load_policy`, a piece in memory at a time.
 
     There is no forward pass; non-finite weights are `broken_model` here too. Raises as `load_policy`.
     """
-    with _open_policy(path) as file:
-        blueprint, skeleton = _read_blueprint(file)
+    with _reading(path):
+        blueprint, skeleton, stored = _read_blueprint(path)
         probe_shapes(skeleton)
-        for name in unique_tensors(skeleton):
-            _read_finite(file, name)
+        for name, tensor in sorted(stored.items()):
+            if not all(bool(piece.isfinite().all()) for piece in read_numbers(tensor)):
+                raise _not_finite(name)
         return blueprint
 
 
-def _read_finite(file: Any, name: str) -> Tensor:
-    """Read a tensor and require finite values, which a probe of two tokens would not fully check."""
-    tensor: Tensor = file.get_tensor(name)
-    if not bool(tensor.isfinite().all()):
-        raise MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
-    return tensor
+def _read_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor], shards: Shards) -> None:
+    """Fill a model's weights; every process raises MalformedPolicy if one has found a number that is not finite.
+
+    A probe of two tokens would not find them all.
+    """
+    names, faulty = sorted(stored), -1
+    tensors = unique_tensors(model)
+    for at, name in enumerate(names):
+        part, first = shards.own_part(tensors[name])
+        if not read_into(part, stored[name], first=first):
+            faulty = at
+            break
+    faulty = int(shards.largest(torch.tensor([faulty])))
+    if faulty >= 0:
+        raise _not_finite(names[faulty])
+
+
+def _not_finite(name: str) -> MalformedPolicy:
+    return MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
 
 
 @contextlib.contextmanager
-def _open_policy(path: Path) -> Iterator[Any]:
+def _reading(path: Path) -> Iterator[None]:
     try:
-        _check_file(path)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        yield
     except SafetensorError as error:
         raise MalformedPolicy(f"is not a safetensors file: {error}", code="not_safetensors") from error
     except OSError as error:
         raise UnreadablePolicy(f"cannot read {path}: {error}") from error
 
 
-def _read_blueprint(file: Any) -> tuple[Blueprint, PreTrainedModel]:
-    """Read and validate all but the weights; also return the model without memory for them, in the file's dtype."""
-    metadata = file.metadata() or {}
-    if set(metadata) != _METADATA or metadata["swarmproof"] != FORMAT:
-        raise MalformedPolicy(f"its metadata is not that of {FORMAT}", code="wrong_metadata")
-    shapes, stored = _declared_tensors(file)
+def _read_blueprint(path: Path) -> tuple[Blueprint, PreTrainedModel, dict[str, StoredTensor]]:
+    """Read and validate all but the weights.
+
+    Also return the model without memory for them, in the file's dtype, and where the file has them.
+    """
+    data_start = _check_file(path)
+    with safe_open(path, framework="pt", device="cpu") as file:
+        metadata = file.metadata() or {}
+        if set(metadata) != _METADATA or metadata["swarmproof"] != FORMAT:
+            raise MalformedPolicy(f"its metadata is not that of {FORMAT}", code="wrong_metadata")
+        stored = _declared_tensors(file, path, data_start)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     config = parse_config(metadata["config"], tensors=len(shapes))
-    if config.dtype != stored:
-        raise MalformedPolicy(f"holds {stored}, but its configuration says {config.dtype}", code="wrong_tensors")
+    dtype = getattr(torch, DTYPES[next(iter(stored.values())).dtype])
+    if config.dtype != dtype:
+        raise MalformedPolicy(f"holds {dtype}, but its configuration says {config.dtype}", code="wrong_tensors")
     tokenizer = parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
-    skeleton = build_skeleton(config, dtype=stored)
+    skeleton = build_skeleton(config, dtype=dtype)
     _check_shapes({name: tuple(tensor.shape) for name, tensor in unique_tensors(skeleton).items()}, shapes)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    return Blueprint(config, tokenizer, eos_ids_of(config, tokenizer), parameters), skeleton
+    parameters = sum(map(math.prod, shapes.values()))
+    return Blueprint(config, tokenizer, eos_ids_of(config, tokenizer), parameters), skeleton, stored
 
 
-def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict, shared weights once."""
-    first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        first.setdefault(id(tensor), name)
-    return {name: state[name] for name in first.values()}
-
-
-def _metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    text, marks = render_tokenizer(tokenizer)
+def _metadata(source: PolicySource, dtype: torch.dtype) -> dict[str, str]:
+    text, marks = render_tokenizer(source.tokenizer)
     return {
-        "config": render_config(model.config, dtype=str(model.dtype)[6:]),
+        "config": render_config(source.config, dtype=str(dtype)[6:]),
         "format": "pt",
         "tokenizer": text,
         "tokenizer_config": marks,
@@ -264,25 +344,14 @@ def _metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dic
     }
 
 
-def render_tokenizer(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """Render a tokenizer for a policy file: its tokenizer.json, and its marks as JSON."""
-    # Padding and truncation are state of an earlier call, not part of the tokenizer.
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
-    marks = {name: getattr(tokenizer, name) for name in TokenizerConfig.__struct_fields__}
-    return (
-        json.dumps(backend, ensure_ascii=False, separators=(",", ":")),
-        json.dumps(marks, ensure_ascii=False, sort_keys=True),
-    )
-
-
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
     """Build the safetensors header; that package's own metadata order varies between calls."""
-    names = {str(getattr(torch, dtype)): name for name, dtype in DTYPES.items()}
+    (name_of_dtype,) = (name for name, torch_name in DTYPES.items() if torch_name == str(dtype)[6:])
     entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": names[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": name_of_dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
@@ -295,7 +364,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path) -> int:
+    """Check the length of the header, and return the offset of the first tensor."""
     if not path.is_file():
         raise UnreadablePolicy(f"{path} is not a file")
     with path.open("rb") as file:
@@ -304,75 +374,22 @@ def _check_file(path: Path) -> None:
         raise MalformedPolicy(
             f"its header declares {size} bytes, the limit is {MAX_HEADER_BYTES}", code="oversized_header"
         )
+    return 8 + size
 
 
-def _declared_tensors(file: Any) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
-    """Return the shapes and the single dtype declared by the header."""
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    dtypes = {part.get_dtype() for part in slices.values()}
+def _declared_tensors(file: Any, path: Path, data_start: int) -> dict[str, StoredTensor]:
+    """Return the tensors that the header declares, which have one dtype; the parser has refused gaps between them."""
+    stored, start = {}, data_start
+    for name in file.offset_keys():
+        part = file.get_slice(name)
+        stored[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()), start)
+        start += stored[name].count * ITEM_BYTES.get(stored[name].dtype, 0)
+    dtypes = {tensor.dtype for tensor in stored.values()}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
         raise MalformedPolicy(
             f"tensors must have one dtype of {sorted(DTYPES)}, not {sorted(dtypes)}", code="wrong_tensors"
         )
-    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    return shapes, getattr(torch, DTYPES[dtypes.pop()])
-
-
-def parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of a policy of `vocabulary` logits; raises MalformedPolicy."""
-    with tokenizer_errors():
-        config = msgspec.json.decode(marks, type=TokenizerConfig)
-        backend = Tokenizer.from_str(text)
-        entries = backend.get_vocab(with_added_tokens=True)
-        most = max(entries.values(), default=-1)
-        if most >= vocabulary:
-            raise MalformedPolicy(
-                f"its tokenizer has ids up to {most}, outside the model's vocabulary of {vocabulary}",
-                code="bad_tokenizer",
-            )
-        named = {name: mark for name, mark in msgspec.structs.asdict(config).items() if mark is not None}
-        for name in sorted(named.keys() - {name for name, mark in named.items() if mark in entries}):
-            raise MalformedPolicy(
-                f"its tokenizer has no entry for its {name} {named[name][:100]!r}", code="bad_tokenizer"
-            )
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **named)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def tokenizer_errors() -> Iterator[None]:
-    """Convert any exception of a policy's tokenizer to MalformedPolicy."""
-    try:
-        yield
-    except MalformedPolicy:
-        raise
-    except Exception as error:
-        raise MalformedPolicy(f"its tokenizer is refused: {error}", code="bad_tokenizer") from error
-    except BaseException as error:
-        # A Rust panic is not an Exception, its class cannot be imported, and it would end the process.
-        if type(error).__name__ != "PanicException":
-            raise
-        raise MalformedPolicy("its tokenizer makes the library panic", code="bad_tokenizer") from error
-
-
-def eos_ids_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Return the end marks: the configuration's and the tokenizer's. Raises MalformedPolicy."""
-    declared = config.eos_token_id
-    ids = {*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None}
-    if not all(isinstance(token, int) and token < config.vocab_size for token in ids):
-        raise MalformedPolicy("an end mark is not in the model's vocabulary", code="bad_config")
-    return frozenset(ids)
-
-
-def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model without memory for its weights, from this machine's classes only."""
-    build: Any = AutoModelForCausalLM.from_config
-    kernel = {"attn_implementation": "sdpa"} if config.model_type in ATTENTION else {}
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = build(config, dtype=dtype, **kernel)
-    except Exception as error:
-        raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
-    return model
+    return stored
 
 
 def _check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
@@ -382,42 +399,3 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, t
     for name, shape in expected.items():
         if found[name] != shape:
             raise MalformedPolicy(f"{name} has shape {found[name]}, not {shape}", code="wrong_tensors")
-
-
-def _load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Assign the weights, and compute the rotary frequencies, which no file carries."""
-    model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
-    if model.config.model_type in ATTENTION:
-        base: Any = model.base_model
-        base.rotary_emb = type(base.rotary_emb)(config=model.config)
-    model.train(False)
-
-
-def probe_shapes(skeleton: PreTrainedModel) -> None:
-    """Run a forward pass on meta tensors, which reveals e.g. head counts that do not divide."""
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    # Masks and positions are given, since computing them reads values; a recurrence would read given positions.
-    mask = torch.zeros(1, 1, 2, 2, dtype=skeleton.dtype, device="meta")
-    given = {"attention_mask": mask, "position_ids": ids} if skeleton.config.model_type in ATTENTION else {}
-    try:
-        with torch.inference_mode():
-            skeleton(input_ids=ids, use_cache=False, **given)
-    except Exception as error:
-        raise MalformedPolicy(f"its forward pass fails: {error}", code="broken_model") from error
-
-
-def _probe(model: PreTrainedModel) -> None:
-    """Run one forward pass, which reveals head counts that do not divide and non-finite results.
-
-    On the last token, then the first: the first is often padding, whose zeros would hide what the layers hold.
-    """
-    ids = torch.tensor([[model.config.vocab_size - 1, 0]])
-    try:
-        with torch.inference_mode():
-            logits = model(input_ids=ids, use_cache=False).logits
-        finite = bool(logits.isfinite().all())
-    except Exception as error:
-        raise MalformedPolicy(f"its forward pass fails: {error}", code="broken_model") from error
-    if not finite:
-        raise MalformedPolicy("its logits are not finite", code="broken_model")

@@ -7,9 +7,11 @@ file has, and judged by the same rules; besides, nothing may get lost on the way
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,16 +29,11 @@ from transformers import (
 
 from node.policy.config import FAMILIES, config_fields, parse_config, render_config
 from node.policy.errors import MalformedPolicy
-from node.policy.file import (
-    build_skeleton,
-    eos_ids_of,
-    parse_tokenizer,
-    probe_shapes,
-    render_tokenizer,
-    tokenizer_errors,
-    unique_tensors,
-)
+from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
+from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
+from node.policy.streaming import read_numbers
+from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
 from node.policy.weights import ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, read_weights, same_numbers
 
 CONFIG: Final = "config.json"
@@ -110,8 +107,45 @@ class _AddedTokens(msgspec.Struct, frozen=True):
     added_tokens_decoder: dict[int, _AddedToken] = {}
 
 
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder that was found to hold a policy: `skeleton` is the model on the meta device, `tensors` its weights."""
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerFast
+    skeleton: PreTrainedModel
+    tensors: Mapping[str, StoredTensor]
+    eos_ids: frozenset[int]
+
+    def first_policy(self) -> FirstPolicy:
+        """Return what the rules of a run are compared with."""
+        layers = _layer_sizes(self.skeleton)
+        return FirstPolicy(
+            family=self.config.model_type,
+            hidden=self.config.hidden_size,
+            positions=getattr(self.config, "max_position_embeddings", None),
+            parameters=layers.total(),
+            largest_layer=max(layers.values()),
+            weight_bytes=sum(tensor.count * ITEM_BYTES[tensor.dtype] for tensor in self.tensors.values()),
+            vocabulary=self.config.vocab_size,
+            end_marks=tuple(sorted(self.eos_ids)),
+            has_chat_template=bool(self.tokenizer.chat_template),
+        )
+
+    def source(self) -> PolicySource:
+        """Return what the policy file is made of, weights read as they are written."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in unique_tensors(self.skeleton).items()}
+        numbers = itertools.chain.from_iterable(read_numbers(self.tensors[name]) for name in sorted(shapes))
+        return PolicySource(self.config, self.tokenizer, shapes, numbers)
+
+
 def validate_folder(folder: Path) -> FirstPolicy:
-    """Return what `folder` holds; raises MalformedPolicy, whose message names the file and says what to do."""
+    """Return what `folder` holds; raises as `open_folder`."""
+    return open_folder(folder).first_policy()
+
+
+def open_folder(folder: Path) -> ModelFolder:
+    """Validate `folder`; raises MalformedPolicy, whose message names the file and says what to do."""
     _check_sizes(folder)
     values = _read_object(folder / CONFIG)
     _check_fields(folder / CONFIG, values)
@@ -127,18 +161,7 @@ def validate_folder(folder: Path) -> FirstPolicy:
         ) from error
     skeleton = _build(folder, config)
     _check_tensors(folder, skeleton, tensors)
-    layers = _layer_sizes(skeleton)
-    return FirstPolicy(
-        family=config.model_type,
-        hidden=config.hidden_size,
-        positions=getattr(config, "max_position_embeddings", None),
-        parameters=layers.total(),
-        largest_layer=max(layers.values()),
-        weight_bytes=sum(tensor.count * ITEM_BYTES[tensor.dtype] for tensor in tensors.values()),
-        vocabulary=config.vocab_size,
-        end_marks=tuple(sorted(ends)),
-        has_chat_template=bool(tokenizer.chat_template),
-    )
+    return ModelFolder(config, tokenizer, skeleton, tensors, ends)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -43,7 +43,7 @@ from coordinator.training.evaluation import EvaluationSettings
 from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.trainer import ReplayDiffers, Trainer
-from node.policy.file import load_policy
+from node.policy.file import load_policy, write_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 
 
@@ -69,10 +69,11 @@ def test_an_undisturbed_run_changes_the_policy_every_step(undisturbed: tuple[lis
     assert [step for step, _ in batches] == list(range(STEPS))
 
 
-POINTS: dict[str, Callable[[pytest.MonkeyPatch, Callable[..., None]], None]] = {
-    "before the first policy is saved": lambda patch, die: patch.setattr(
-        "coordinator.training.trainer.save_policy", die
-    ),
+POINTS: dict[str, Callable[[pytest.MonkeyPatch, Callable[..., None]], object]] = {
+    "before a policy is saved": lambda patch, die: [
+        patch.setattr(f"coordinator.training.{module}.write_policy", die)
+        for module in ("trainer", "distributed_learner")
+    ],
     "before a step is trained": lambda patch, die: patch.setattr(
         "coordinator.training.distributed_learner.train_step", die
     ),
@@ -335,7 +336,7 @@ def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[...,
     from coordinator.training import trainer as module
 
     originals = {
-        "before the first policy is saved": module.save_policy,
+        "before a policy is saved": module.write_policy,
         "before a step is trained": distributed_learner.train_step,
         "before the checkpoint": distributed_learner.write_checkpoint,
         "before the policy is published": Trainer._policy_file,
@@ -423,9 +424,11 @@ def test_a_half_precision_run_trains_in_single_precision(tmp_path: Path) -> None
 def test_a_local_folder_is_a_start(tmp_path: Path) -> None:
     make_model(7).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    model, tokenizer = initial.initial_policy(spec_of(initial=str(tmp_path)))
-    assert torch.equal(model.get_input_embeddings().weight, make_model(7).get_input_embeddings().weight)
-    assert tokenizer("Q:1+1").input_ids == make_tokenizer()("Q:1+1").input_ids
+    source = initial.initial_policy(spec_of(initial=str(tmp_path)))
+    write_policy(source, tmp_path / "policy", dtype=torch.float32)
+    policy = load_policy(tmp_path / "policy", dtype=torch.float32)
+    assert torch.equal(policy.model.get_input_embeddings().weight, make_model(7).get_input_embeddings().weight)
+    assert policy.tokenizer("Q:1+1").input_ids == make_tokenizer()("Q:1+1").input_ids
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -27,7 +27,8 @@ from coordinator.training.grpo import Execution
 from coordinator.training.trackers import Tracker
 from coordinator.training.trainer import Trainer, TrainerSettings
 from coordinator.training.world import open_world
-from node.policy.file import save_policy
+from node.policy.errors import MalformedPolicy
+from node.policy.file import load_policy
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
 from node.protocol.run import EnvironmentSpec, RunSpec
 from shardcast import OriginServer
@@ -155,6 +156,31 @@ def spec_with(**recipe: object) -> RunSpec:
     return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, **recipe))
 
 
+def refuse(state: Path) -> None:
+    """What each process says of a first policy that it cannot train, in `state`."""
+    with open_world(device="cpu") as world:
+        try:
+            load_policy(state / "policy-0.safetensors", dtype=torch.float32, shards=world)
+        except MalformedPolicy as error:
+            (state / f"refusal-{world.rank}").write_text(f"{error.code}: {error}")
+
+
+def publish(state: Path) -> None:
+    """The first policy as all processes publish it, after the first one has failed to write it."""
+    with open_world(device="cpu") as world:
+        team = Team(state, Execution(world=world))
+        if not world.is_first:
+            team.follow()
+            return
+        team.restore(spec_of())
+        try:
+            team.write_policy(state / "no-folder" / "published", torch.bfloat16)
+        except FileNotFoundError:
+            for dtype in (torch.bfloat16, torch.float32):
+                team.write_policy(state / f"published-{str(dtype)[6:]}", dtype)
+        team.end()
+
+
 def learn(state: Path, *, steps: int, recompute: bool = False, **recipe: object) -> None:
     """What each process does; the first leaves the curve in `state`."""
     torch.set_num_threads(1)
@@ -169,7 +195,7 @@ def learn(state: Path, *, steps: int, recompute: bool = False, **recipe: object)
             stats = team.train(groups_of(learner.step))
             team.save(stats)
             curve.append(stats)
-        save_policy(team.gather(), learner.tokenizer, state / "last.safetensors")
+        team.write_policy(state / "last.safetensors", torch.float32)
         team.end()
     before = json.loads((state / "curve.json").read_text()) if (state / "curve.json").exists() else []
     (state / "curve.json").write_text(json.dumps([*before, *curve]))

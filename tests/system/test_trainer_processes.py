@@ -38,10 +38,10 @@ LAUNCH = (
 TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
-def launched(state: Path, processes: int, **arguments: object) -> list[dict[str, float]]:
-    """The curve after `processes` processes went on with the training in `state`."""
-    script = state / "learn.py"
-    script.write_text(f"import trainers, pathlib\ntrainers.learn(pathlib.Path({str(state)!r}), **{arguments!r})\n")
+def launch(function: str, state: Path, processes: int, **arguments: object) -> None:
+    """Have each of `processes` processes call a function of tests/support/trainers.py."""
+    script = state / "launched.py"
+    script.write_text(f"import trainers, pathlib\ntrainers.{function}(pathlib.Path({str(state)!r}), **{arguments!r})\n")
     support = ROOT / "tests" / "support"
     subprocess.run(
         [*LAUNCH, "--nproc-per-node", str(processes), str(script)],
@@ -50,6 +50,11 @@ def launched(state: Path, processes: int, **arguments: object) -> list[dict[str,
         timeout=200,
         stdout=subprocess.DEVNULL,
     )
+
+
+def launched(state: Path, processes: int, **arguments: object) -> list[dict[str, float]]:
+    """The curve after `processes` processes went on with the training in `state`."""
+    launch("learn", state, processes, **arguments)
     curve: list[dict[str, float]] = json.loads((state / "curve.json").read_text())
     return curve
 
@@ -189,6 +194,34 @@ def test_killed_between_checkpoints_it_goes_on_to_the_policies_of_an_undisturbed
         assert outcome_of(home) == wanted
     assert f"training {STEPS - 1} steps again" in (killed / "log").read_text()
     assert [path.name for path in checkpoints(killed / "checkpoints")] == [f"checkpoint-{STEPS:08d}"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["tiny", "goldfinch"])
+def test_any_number_of_processes_publishes_the_bytes_of_one_even_after_a_full_disk(tmp_path: Path, family: str) -> None:
+    """The log names the file's digest: a replay by other processes must make it again, and a disk fails in the middle.
+
+    The others are in the middle of gathering then, and would wait for ever.
+    """
+    published = []
+    for processes in (1, 3):
+        state = beginning(tmp_path / str(processes), family)
+        launch("publish", state, processes)
+        published.append([(state / f"published-{dtype}").read_bytes() for dtype in ("bfloat16", "float32")])
+    assert published[0] == published[1]
+    assert published[0][1] == (state / "policy-0.safetensors").read_bytes()
+
+
+@pytest.mark.timeout(300)
+def test_a_weight_that_is_not_finite_in_one_processs_share_is_refused_by_all_alike(tmp_path: Path) -> None:
+    """Each reads its own part alone; one that stops while the others go on would leave them waiting for it."""
+    model = MAKERS["tiny"](1)
+    model.get_input_embeddings().weight.data[-1, -1] = torch.nan  # in the last process's rows
+    (tmp_path / "state").mkdir()
+    save_policy(model, make_tokenizer(), tmp_path / "state" / "policy-0.safetensors")
+    launch("refuse", tmp_path / "state", 3)
+    said = {(tmp_path / "state" / f"refusal-{rank}").read_text() for rank in range(3)}
+    assert said == {"broken_model: model.embed_tokens.weight has values that are not finite"}
 
 
 @pytest.mark.timeout(300)

@@ -24,7 +24,7 @@ from coordinator.training.export import export_file
 from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.policy.config import ATTENTION
-from node.policy.file import load_policy, render_prompt, save_policy
+from node.policy.file import load_policy, render_prompt, save_policy, write_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec
 from shardcast import Origin, wire
@@ -94,9 +94,8 @@ def next_run(folder: Path, *, dtype: str) -> RunSpec:
 
 def begins(folder: Path, *, dtype: str) -> bytes:
     """Version 0 of a run whose `model.initial` is `folder`."""
-    model, tokenizer = initial_policy(next_run(folder, dtype=dtype))
     path = folder.with_name("version-0.safetensors")
-    save_policy(model.to(DTYPES[dtype]), tokenizer, path)
+    write_policy(initial_policy(next_run(folder, dtype=dtype)), path, dtype=DTYPES[dtype])
     return path.read_bytes()
 
 
@@ -157,8 +156,8 @@ def first(tmp_path: Path) -> Path:
     edit_json(folder / "generation_config.json", {"stop_strings": ["</think>"]})
     (tmp_path / "trainer").mkdir()
     begins(folder, dtype="bfloat16")
-    _, tokenizer = initial_policy(next_run(folder, dtype="bfloat16"))
-    keep_companion(tmp_path / "trainer", str(folder), tokenizer)
+    source = initial_policy(next_run(folder, dtype="bfloat16"))
+    keep_companion(tmp_path / "trainer", str(folder), source.tokenizer)
     origin = Origin(tmp_path / "trainer" / "origin", KEY, wire.digest(b"run"))
     origin.publish(tmp_path / "version-0.safetensors", version=0)
     origin.close()

@@ -1,0 +1,73 @@
+"""Models without memory for their weights, and what shows that one computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from node.policy.config import ATTENTION
+from node.policy.errors import MalformedPolicy
+
+
+def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model on the meta device, from this machine's classes only; raises MalformedPolicy."""
+    build: Any = AutoModelForCausalLM.from_config
+    kernel = {"attn_implementation": "sdpa"} if config.model_type in ATTENTION else {}
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = build(config, dtype=dtype, **kernel)
+    except Exception as error:
+        raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
+    return model
+
+
+def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict, shared weights once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: state[name] for name in first.values()}
+
+
+def materialise(skeleton: PreTrainedModel, device: torch.device) -> None:
+    """Give the model memory for its weights, which are arbitrary, and rotary frequencies, which no file carries."""
+    skeleton.to_empty(device=device)
+    skeleton.tie_weights()  # `to_empty` makes two weights of a shared one
+    if skeleton.config.model_type in ATTENTION:
+        base: Any = skeleton.base_model
+        base.rotary_emb = type(base.rotary_emb)(config=skeleton.config).to(device)
+    skeleton.train(False)
+
+
+def probe_shapes(skeleton: PreTrainedModel) -> None:
+    """Run a forward pass on meta tensors, which reveals e.g. head counts that do not divide."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    # Masks and positions are given, since computing them reads values; a recurrence would read given positions.
+    mask = torch.zeros(1, 1, 2, 2, dtype=skeleton.dtype, device="meta")
+    given = {"attention_mask": mask, "position_ids": ids} if skeleton.config.model_type in ATTENTION else {}
+    try:
+        with torch.inference_mode():
+            skeleton(input_ids=ids, use_cache=False, **given)
+    except Exception as error:
+        raise MalformedPolicy(f"its forward pass fails: {error}", code="broken_model") from error
+
+
+def probe(model: PreTrainedModel) -> None:
+    """Run one forward pass, which reveals head counts that do not divide and non-finite results.
+
+    On the last token, then the first: the first is often padding, whose zeros would hide what the layers hold.
+    """
+    ids = torch.tensor([[model.config.vocab_size - 1, 0]], device=model.device)
+    try:
+        # Not in inference mode: FSDP would keep inference tensors for the training that follows.
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+        finite = bool(logits.isfinite().all())
+    except Exception as error:
+        raise MalformedPolicy(f"its forward pass fails: {error}", code="broken_model") from error
+    if not finite:
+        raise MalformedPolicy("its logits are not finite", code="broken_model")
