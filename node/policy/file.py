@@ -82,9 +82,7 @@ class Policy(Blueprint):
         section 4), so that two kernels hardly ever disagree about a token.
         """
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        if states.is_cuda and states.dtype != torch.float32:
-            return torch.mm(states, head.weight.t(), out_dtype=torch.float32)
-        return functional.linear(states.float(), self._wide_head)
+        return multiply_exactly(states, head.weight if states.is_cuda else self._wide_head)
 
     def in_float32(self) -> Policy:
         """Copy the policy to compute in float32, with the same weights."""
@@ -96,6 +94,13 @@ class Policy(Blueprint):
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         weight: Tensor = head.weight.detach()
         return weight.float()
+
+
+def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
+    """Compute states [tokens, hidden] times an output head's weight [vocabulary, hidden], summed in float32."""
+    if states.is_cuda and states.dtype != torch.float32:
+        return torch.mm(states, weight.t(), out_dtype=torch.float32)
+    return functional.linear(states.float(), weight.float())
 
 
 def render_prompt(policy: Blueprint, text: str) -> list[int]:

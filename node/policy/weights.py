@@ -78,7 +78,7 @@ def same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
 def read_weights(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `folder` by name; raises MalformedPolicy (`bad_weights`), whose message names the file."""
     if (folder / SINGLE).is_file():
-        return _read_shard(folder / SINGLE)
+        return read_shard(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise _bad(folder, f"has neither {SINGLE} nor {INDEX}", advice=_advice_without_weights(folder))
     weight_map = _read_index(folder / INDEX)
@@ -98,7 +98,7 @@ def _read_indexed_shard(path: Path, named: set[str]) -> dict[str, StoredTensor]:
     """Read a shard that must hold exactly the tensors `named` by the index."""
     if not path.is_file():
         raise _bad(path, f"is missing, though {INDEX} names it", advice="copy or download it into the folder")
-    found = _read_shard(path)
+    found = read_shard(path)
     for name in sorted(found.keys() ^ named):
         fault = "lacks tensor {!r}, though {} places it there" if name in named else "has tensor {!r}, unlike {}"
         raise _bad(path, fault.format(name[:200], INDEX), advice=f"{_AGAIN}, together with {INDEX}")
@@ -117,7 +117,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_shard(path: Path) -> dict[str, StoredTensor]:
+def read_shard(path: Path) -> dict[str, StoredTensor]:
     """Read one file's header, and compare what it declares with the file's length."""
     size = path.stat().st_size
     with path.open("rb") as file:

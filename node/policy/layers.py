@@ -1,0 +1,115 @@
+"""A policy's model with the weights of one layer in memory at a time.
+
+For policies with attention (`node.policy.config.ATTENTION`), whose models are an embedding, equal layers and a norm.
+Each part computes by transformers' own modules, which never hold weights themselves, so that the hidden states are,
+bit for bit, those of the whole model. A recurrent policy has no such form, and is always loaded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from node.policy.file import build_skeleton, multiply_exactly, unique_tensors
+from node.policy.reading import OpenPolicy
+
+PIECE_NUMBERS = 2**22
+"""Of a weight that are converted together."""
+
+Alter = Callable[[Tensor], Tensor]
+"""Changes some rows [rows, in] of a layer's matrix, in float32."""
+
+
+class LayeredModel:
+    """The model of `file`, computing in `dtype` with weights that are rounded to the dtype `rounded` first.
+
+    `alter` changes the layers' matrices before they are rounded once more. Not for several threads at once.
+    """
+
+    def __init__(
+        self, file: OpenPolicy, *, rounded: torch.dtype, dtype: torch.dtype, alter: Alter | None = None
+    ) -> None:
+        model: Any = build_skeleton(file.blueprint.config, dtype=dtype)
+        model.train(False)
+        base = model.base_model
+        self._file, self._rounded, self._dtype, self._alter = file, rounded, dtype, alter
+        self._names = {id(tensor): name for name, tensor in unique_tensors(model).items()}
+        self._embedding, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
+        self._head: nn.Module = model.get_output_embeddings()
+        base.rotary_emb = type(base.rotary_emb)(config=model.config).to(file.device)
+        base.norm, self._entry = nn.Identity(), _Entry()
+        base.layers = nn.ModuleList([self._entry])
+        self._base = base
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        return self._file.blueprint.hidden * self._dtype.itemsize
+
+    def hidden_states(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """Return the final hidden states [B, T, hidden] of each batch of token ids [B, T], reading each layer once.
+
+        In memory at a time: those states, the weights of the largest layer or the embedding, and a layer's
+        activations for one batch. Raises UnreadablePolicy.
+        """
+        states, arguments = self._enter(batches)
+        for layer in self._layers:
+            weights = self._weights(layer, altered=True)
+            for at, inputs in enumerate(states):
+                states[at] = functional_call(layer, weights, (inputs,), arguments[at])
+            del weights  # before the next layer's are read
+        weights = self._weights(self._norm)
+        return [functional_call(self._norm, weights, (inputs,)) for inputs in states]
+
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Read the output head; return what computes logits as `Policy.logits`. Raises UnreadablePolicy."""
+        # Products with float32 weights need no second copy of them; only a GPU multiplies others as exactly.
+        dtype = self._dtype if self._file.device.type == "cuda" else torch.float32
+        weight = self._weights(self._head, dtype=dtype)["weight"]
+        return lambda states: multiply_exactly(states, weight)
+
+    def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Return what the first layer is given for each batch: its input, and the other arguments of all layers."""
+        states, arguments = [], []
+        table = self._weights(self._embedding, dtype=self._rounded)
+        for ids in batches:
+            embedded = functional_call(self._embedding, table, (ids.to(self._file.device),)).to(self._dtype)
+            states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
+            arguments.append(self._entry.arguments)
+        return states, arguments
+
+    def _weights(
+        self, module: nn.Module, *, dtype: torch.dtype | None = None, altered: bool = False
+    ) -> dict[str, Tensor]:
+        """Read the weights of one module, by its own names."""
+        found = {}
+        for local, parameter in module.named_parameters():
+            weight = self._file.read(self._names[id(parameter)], dtype=dtype or self._dtype)
+            self._convert(weight, self._alter if altered and weight.ndim == 2 else None)
+            found[local] = weight
+        return found
+
+    def _convert(self, weight: Tensor, alter: Alter | None) -> None:
+        """Round, and alter, a weight in place."""
+        if weight.dtype == self._rounded and alter is None:
+            return
+        for rows in torch.split(weight, max(1, PIECE_NUMBERS // weight[0].numel())):
+            rows.copy_(rows.to(self._rounded))
+            if alter is not None:
+                rows.copy_(alter(rows.float()).to(self._rounded))
+
+
+class _Entry(nn.Module):
+    """Stands where a model has its layers: keeps the arguments that they are given, and returns their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        self.arguments = arguments
+        return hidden_states

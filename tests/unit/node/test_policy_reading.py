@@ -1,0 +1,90 @@
+"""Policy files that are read when they are needed, and looked through once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from node.policy import reading
+from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.file import Blueprint
+from node.policy.reading import OpenPolicy, inspect_once
+
+
+@pytest.fixture
+def inspected(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are looked through from now on."""
+    paths: list[Path] = []
+    inspect = reading.inspect_policy
+
+    def counted(path: Path) -> Blueprint:
+        paths.append(path)
+        return inspect(path)
+
+    monkeypatch.setattr(reading, "inspect_policy", counted)
+    return paths
+
+
+def test_a_file_is_looked_through_once_whatever_it_is_called(
+    tiny_policy_path: Path, tmp_path: Path, inspected: list[Path]
+) -> None:
+    """The broadcast's file, and the link of it that vLLM reads."""
+    path = shutil.copyfile(tiny_policy_path, tmp_path / "7.bin")
+    os.link(path, tmp_path / "link")
+    assert inspect_once(path) is inspect_once(path) is inspect_once(tmp_path / "link")
+    assert inspected == [path]
+
+
+def test_another_file_under_the_same_name_is_looked_through(
+    tiny_policy_path: Path, tmp_path: Path, inspected: list[Path]
+) -> None:
+    path = shutil.copyfile(tiny_policy_path, tmp_path / "policy")
+    inspect_once(path)
+    data = bytearray(path.read_bytes())
+    data[-4:] = b"\xff\xff\xff\xff"  # not a number
+    (tmp_path / "broken").write_bytes(data)
+    (tmp_path / "broken").replace(path)
+    for _ in range(2):
+        with pytest.raises(MalformedPolicy) as caught:
+            inspect_once(path)
+        assert caught.value.code == "broken_model"
+    assert len(inspected) == 3
+
+
+def test_weights_stay_readable_while_they_are_in_use(tiny_policy_path: Path, tmp_path: Path) -> None:
+    """The broadcast client deletes old versions, while work of theirs is being measured."""
+    path = shutil.copyfile(tiny_policy_path, tmp_path / "policy")
+    file, stored = OpenPolicy(path), load_file(path)
+    path.unlink()
+    for name, weight in stored.items():
+        assert torch.equal(file.read(name, dtype=torch.float32), weight)
+        assert torch.equal(file.read(name, dtype=torch.bfloat16), weight.bfloat16())
+
+
+def test_weights_larger_than_a_piece_are_read_whole(tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
+    file = OpenPolicy(tiny_policy_path)
+    for name, weight in load_file(tiny_policy_path).items():
+        assert torch.equal(file.read(name, dtype=torch.float32), weight)
+
+
+def test_a_file_that_has_become_shorter_fails_the_machine_and_not_the_policy(
+    tiny_policy_path: Path, tmp_path: Path
+) -> None:
+    """A worker must not be blamed for a verifier's disk, nor numbers be made up."""
+    path = shutil.copyfile(tiny_policy_path, tmp_path / "policy")
+    file = OpenPolicy(path)
+    os.truncate(path, 200_000)
+    with pytest.raises(UnreadablePolicy, match="shorter"):
+        for name in load_file(tiny_policy_path):
+            file.read(name, dtype=torch.float32)
+
+
+def test_a_file_that_is_missing_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadablePolicy):
+        OpenPolicy(tmp_path / "none")
