@@ -51,13 +51,14 @@ from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_worker
 from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
 from node.policy.file import Policy, load_policy, save_policy
+from node.policy.reading import OpenPolicy
 from node.protocol.admission import GAIN_LIMIT, judge_group
 from node.protocol.evidence import add, evidences
 from node.protocol.run import HonestSpec, LimitsSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout
 from node.verification.prefill import Prefill
 from node.verification.readings import read_by_transformers
-from node.verification.second_look import compare_weights, gain_lower_bound, int8, quantised
+from node.verification.second_look import compare_weights, gain_lower_bound, int8
 from node.verification.spans import spans_of
 
 Groups = list[list[Rollout]]
@@ -95,7 +96,7 @@ class Bench:
     spec: RunSpec
     path: Path
     policy: Policy
-    previous: Policy | None
+    previous: Path | None
     prefill: Prefill
     slots: SyntheticSlots
     limits: LimitsSpec = field(default_factory=LimitsSpec)
@@ -122,8 +123,10 @@ class Bench:
             for row, one in enumerate(rollouts)
             for _, span in spans_of(one, row=row, chunk_tokens=self.spec.proofs.chunk_tokens)
         ]
-        suspects = [quantised(self.policy), *([self.previous] if self.previous is not None else [])]
-        gains = [compare_weights(self.policy, suspect, spans, spec=self.spec) for suspect in suspects]
+        own = OpenPolicy(self.path)
+        gains = [compare_weights(own, own, spans, spec=self.spec, alter=int8)]
+        if self.previous is not None:
+            gains.append(compare_weights(own, OpenPolicy(self.previous), spans, spec=self.spec))
         self.gains.append([gain_lower_bound(one) for one in gains])
         return max(self.gains[-1]) > GAIN_LIMIT
 
@@ -181,10 +184,9 @@ async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, warm: flo
 def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
     dtype = getattr(torch, spec.model.dtype)
     policy = load_policy(path, dtype=dtype)
-    before = load_policy(previous, dtype=dtype) if previous is not None else None
     prefill = read_by_transformers(path, spec=spec)
     return Bench(
-        spec=spec, path=path, policy=policy, previous=before, prefill=prefill, slots=SyntheticSlots(spec, policy)
+        spec=spec, path=path, policy=policy, previous=previous, prefill=prefill, slots=SyntheticSlots(spec, policy)
     )
 
 

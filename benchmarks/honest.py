@@ -128,10 +128,12 @@ async def draw(options: argparse.Namespace, rules: Rules, path: Path, *, slots: 
     return [groups[slot] for slot in range(slots)]
 
 
-async def judge(groups: Sequence[Sequence[Rollout]], keeping: RecordingPrefill, *, rules: Rules) -> Distributions:
+async def judge(
+    groups: Sequence[Sequence[Rollout]], keeping: RecordingPrefill, path: Path, *, rules: Rules
+) -> Distributions:
     """Put all groups through the whole verification."""
     seen = Distributions()
-    verifier = WorkloadVerifier(rules, HeldPolicies({0: keeping}))
+    verifier = WorkloadVerifier(rules, HeldPolicies({0: keeping}, {0: path}))
     for slot, group in enumerate(groups):
         verdict = await verifier.verdict(write_rollouts(group), slot=slot)
         if verdict.outcome is Outcome.REJECTED:
@@ -179,7 +181,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
                 keeping = RecordingPrefill(
                     TransformersPrefill(workload.verifier_policy(path, dtype=getattr(torch, dtype)))
                 )
-                one = await judge(groups, keeping, rules=rules)
+                one = await judge(groups, keeping, path, rules=rules)
                 workload.say(f"{name}: verified in {dtype}: {one.rejected} rejected")
                 detail |= {f"{key}_{name}_{dtype}": value for key, value in one.figures().items()}
                 if one.reasons:

@@ -30,6 +30,7 @@ from node.environments import load_environment
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint, Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
+from node.policy.reading import OpenPolicy
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Expected
@@ -139,12 +140,16 @@ class HeldPolicies:
     """`node.verification.measure.Policies` of the one policy that there is."""
 
     prefills: Mapping[int, Prefill]
+    files: Mapping[int, Path]
 
     async def blueprint(self, version: int) -> Blueprint:
         return self.prefills[version].blueprint
 
     async def prefill(self, version: int) -> Prefill:
         return self.prefills[version]
+
+    async def file(self, version: int) -> OpenPolicy:
+        return OpenPolicy(self.files[version])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ def verifier_policy(path: Path, *, dtype: torch.dtype) -> Policy:
 
 
 def held(path: Path, *, dtype: torch.dtype) -> HeldPolicies:
-    return HeldPolicies({0: TransformersPrefill(verifier_policy(path, dtype=dtype))})
+    return HeldPolicies({0: TransformersPrefill(verifier_policy(path, dtype=dtype))}, {0: path})
 
 
 @contextlib.asynccontextmanager

@@ -34,6 +34,7 @@ from coordinator.run.definition import read_run_file
 from coordinator.run.home import create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
 from node.commands.engine_options import check_engine, engine_options, prefills_maker
+from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import EXISTING_FILE, listen_options, metrics_options
 from node.keys.identity import load_key
 from node.protocol.run import HonestSpec, RunSpec
@@ -97,6 +98,7 @@ def leader(
     help="Most tokens of a submission whose measurements are kept for its page; 0 keeps none.",
 )
 @engine_options
+@policy_memory_option
 @metrics_options
 def verifier(
     *,
@@ -108,6 +110,7 @@ def verifier(
     evidence_tokens: int,
     engine: str,
     threads: int | None,
+    policy_memory: float | None,
     metrics_host: str,
     metrics_port: int | None,
     **settings: Any,
@@ -138,6 +141,7 @@ def verifier(
         state=state,
         sources=sources,
         threads=threads or 1,
+        policy_memory=policy_memory_bytes(policy_memory),
         make_prefills=make_prefills,
         evidence=EvidenceLimits(tokens=evidence_tokens),
     )

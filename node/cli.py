@@ -24,6 +24,7 @@ from node.commands.engine_options import check_engine, engine_maker, engine_opti
 from node.commands.invite import invite, invite_option
 from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
+from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import FILE, json_option, key_option, listen_options, metrics_options, state_option
 from node.commands.peer import peer
 from node.commands.receipt import receipt
@@ -290,6 +291,7 @@ def relay(
 )
 @click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
 @_STATE
+@policy_memory_option
 @json_option("One JSON object instead of a table.")
 @click.pass_context
 def audit(
@@ -302,6 +304,7 @@ def audit(
     sources: tuple[str, ...],
     seed: int | None,
     state: Path | None,
+    policy_memory: float | None,
     as_json: bool,
 ) -> None:
     """Check a coordinator's log, and derive its verdicts again.
@@ -328,6 +331,7 @@ def audit(
                 state_dir=folder,
                 as_json=as_json,
                 sources=sources,
+                policy_memory=policy_memory_bytes(policy_memory),
             )
         )
     ctx.exit(code)

@@ -28,12 +28,12 @@ from node.client.http import measure_body
 from node.environments import check_rewards, load_environment
 from node.policy.file import load_policy, save_policy, write_policy
 from node.policy.models.base import RecurrentForCausalLM
+from node.policy.reading import OpenPolicy
 from node.protocol.admission import NOT_FINITE, Finding, judge_gain
 from node.protocol.evidence import add
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout
 from node.verification.plan import look_if_suspicious
-from node.verification.prefill import Prefill
 from node.verification.readings import policy_of, read_by_transformers
 from node.verification.second_look import suspect_gain
 
@@ -187,9 +187,9 @@ class _Calibration:
                 return finding
         return None
 
-    async def prefill(self, version: int) -> Prefill:  # noqa: ARG002  (only one policy)
-        """Return the policy's prefill, for second looks."""
-        return self._prefill
+    async def file(self, version: int) -> OpenPolicy:  # noqa: ARG002  (only one policy)
+        """Return the policy's file, for second looks."""
+        return await asyncio.to_thread(OpenPolicy, self._path)
 
 
 def _policy_file(spec: RunSpec, given: Path | None, folder: Path) -> Path:

@@ -78,6 +78,11 @@ class VerifierMetrics:
             buckets=WORK_BUCKETS,
             registry=registry,
         )
+        self.policy_loads = Counter(
+            "swarmproof_verifier_policy_loads",
+            "Policies that it loaded, or opened to read them layer by layer.",
+            registry=registry,
+        )
         self.policy_failures = Counter(
             "swarmproof_verifier_policy_failures", "Fetches of a policy that failed.", registry=registry
         )

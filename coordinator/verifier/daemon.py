@@ -38,6 +38,7 @@ from node.verification.judge import JudgedClaim
 from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Claim, Rules, never
 from node.verification.readings import MakePrefills, make_prefills, transformers_prefills
+from node.verification.shelf import GIB
 from node.verification.verify import decide_many, read, undecided
 from shardcast import Client
 from shardcast.wire import digest
@@ -54,12 +55,16 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """Settings of one verifier process; the checks are the run's."""
+    """Settings of one verifier process; the checks are the run's.
+
+    Policies take at most `policy_memory` bytes.
+    """
 
     name: str
     state: Path
     sources: tuple[str, ...]
     threads: int = 1
+    policy_memory: int = 4 * GIB
     make_prefills: MakePrefills = transformers_prefills
     evidence: EvidenceLimits = DEFAULT_EVIDENCE_LIMITS
 
@@ -87,8 +92,15 @@ class Verifier:
             keep=self._home.spec.broadcast.keep_versions,
         ) as client:
             prefills = make_prefills(self._home.spec, self._settings.make_prefills)
-            cache = PolicyCache(self._home, client, prefills, self._metrics)
-            log.info("verifying for run %s as %s", self._home.run_id[:16], self._settings.name)
+            cache = PolicyCache(
+                self._home, client, prefills, memory=self._settings.policy_memory, metrics=self._metrics
+            )
+            log.info(
+                "verifying for run %s as %s, with %.1f GiB for policies",
+                self._home.run_id[:16],
+                self._settings.name,
+                self._settings.policy_memory / GIB,
+            )
             prefetching = asyncio.create_task(cache.prefetch())
             try:
                 await self._work_until(stop, cache)

@@ -1,4 +1,4 @@
-"""The verifier's policies: resolved by the database, fetched by SHARDCAST, cached in memory (LRU)."""
+"""The verifier's policies: resolved by the database, fetched by SHARDCAST, held in memory within a limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +16,11 @@ from coordinator.run.home import Home
 from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway
 from node.policy.errors import PolicyError
-from node.policy.file import Blueprint, inspect_policy
+from node.policy.file import Blueprint
+from node.policy.reading import OpenPolicy, inspect_once
 from node.verification.measure import PolicyUnavailable
 from node.verification.prefill import Prefill, Prefills
-from node.verification.readings import reads_twice
+from node.verification.shelf import PolicyShelf
 from shardcast import Client
 from shardcast.errors import ShardcastError
 
@@ -31,7 +31,6 @@ PATIENCE_SECONDS = 5.0
 """How long a submission waits for its policy before it is deferred; the fetch continues."""
 
 PREFETCH_SECONDS = 1.0
-POLICIES_IN_MEMORY = 4
 BLUEPRINTS_IN_MEMORY = 16
 
 T = TypeVar("T")
@@ -48,31 +47,39 @@ class _Fetching:
 class PolicyCache:
     """The `Policies` of one run; a version's manifest digest is the one in the database, as in the log."""
 
-    def __init__(self, home: Home, client: Client, prefills: Prefills, metrics: VerifierMetrics | None = None) -> None:
+    def __init__(
+        self, home: Home, client: Client, prefills: Prefills, *, memory: int, metrics: VerifierMetrics | None = None
+    ) -> None:
         self._home = home
         self._client = client
-        self._make_prefills = prefills
+        self._device = prefills.device
+        self._shelf = PolicyShelf(prefills, memory=memory)
         self._metrics = metrics or VerifierMetrics()
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
-        self._prefills: OrderedDict[int, Prefill] = OrderedDict()
-        # Two readings need each policy in two dtypes.
-        self._most = POLICIES_IN_MEMORY // 2 if reads_twice(home.spec) else POLICIES_IN_MEMORY
         self._fetching: dict[int, _Fetching] = {}
 
     async def blueprint(self, version: int) -> Blueprint:
         """Return policy `version` without its weights; raises PolicyUnavailable."""
-        if version in self._prefills:
-            return self._prefills[version].blueprint
+        if (held := self._shelf.get(version)) is not None:
+            return held.blueprint
         if version not in self._blueprints:
-            self._blueprints[version] = await self._read(version, _inspect)
-        return _touch(self._blueprints, version, most=BLUEPRINTS_IN_MEMORY)
+            self._blueprints[version] = await self._read(version, lambda path: asyncio.to_thread(inspect_once, path))
+        self._blueprints.move_to_end(version)
+        while len(self._blueprints) > BLUEPRINTS_IN_MEMORY:
+            self._blueprints.popitem(last=False)
+        return self._blueprints[version]
 
     async def prefill(self, version: int) -> Prefill:
         """Return policy `version`, loaded for prefills; raises PolicyUnavailable."""
-        if version not in self._prefills:
-            self._prefills[version] = await self._read(version, partial(self._make_prefills.prefill, version=version))
-        return _touch(self._prefills, version, most=self._most)
+        if (held := self._shelf.get(version)) is not None:
+            return held
+        self._metrics.policy_loads.inc()
+        return await self._read(version, lambda path: self._shelf.load(version, path, version=version))
+
+    async def file(self, version: int) -> OpenPolicy:
+        """Return the file of policy `version`, for a second look; raises PolicyUnavailable."""
+        return await self._read(version, lambda path: asyncio.to_thread(OpenPolicy, path, device=self._device))
 
     async def prefetch(self) -> None:
         """Fetch each new policy before a submission needs it, until cancelled."""
@@ -138,15 +145,3 @@ class PolicyCache:
     def _published_since(self, version: int) -> dict[int, str]:
         with self._home.database.read() as connection:
             return training.published_since(connection, version)
-
-
-async def _inspect(path: Path) -> Blueprint:
-    return await asyncio.to_thread(inspect_policy, path)
-
-
-def _touch(cache: OrderedDict[int, T], version: int, *, most: int) -> T:
-    """Mark `version` as the most recently used, evict beyond `most`, and return it."""
-    cache.move_to_end(version)
-    while len(cache) > most:
-        cache.popitem(last=False)
-    return cache[version]

@@ -53,6 +53,8 @@ from node.protocol.messages import (
     VerdictEntry,
 )
 from node.protocol.run import Descriptor
+from node.verification.readings import MakePrefills, transformers_prefills
+from node.verification.shelf import GIB
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.files import read_bounded, write_atomically
 from shardcast.urls import valid_sources
@@ -76,11 +78,14 @@ async def run_audit(
     state_dir: Path,
     as_json: bool,
     sources: Sequence[str] = (),
+    prefills: MakePrefills = transformers_prefills,
+    policy_memory: int = 4 * GIB,
 ) -> int:
     """Audit the coordinator at `url`, print what was found, and return the exit code: 0, 1 or 2.
 
     `sample` verdicts are derived again (None: 20), or all of them. `seed` repeats an earlier draw. `sources`
-    are origins or relays to ask for policies, besides those that the coordinator names.
+    are origins or relays to ask for policies, besides those that the coordinator names. `prefills` makes what measures,
+    and policies take at most `policy_memory` bytes.
     """
     started = time.monotonic()
     report = Report(url=url, run_id=run_id, seed=secrets.randbits(32) if seed is None else seed)
@@ -89,7 +94,15 @@ async def run_audit(
         if not is_digest(run_id):
             raise ConfigError("A run's id has 64 hexadecimal digits.")
         async with CoordinatorClient(url, run_id=run_id, limits=LIMITS) as coordinator:
-            await _Auditor(coordinator, report, state_dir=state_dir, sources=sources).run(count)
+            auditor = _Auditor(
+                coordinator,
+                report,
+                state_dir=state_dir,
+                sources=sources,
+                prefills=prefills,
+                policy_memory=policy_memory,
+            )
+            await auditor.run(count)
     except (NodeError, ShardcastError) as error:
         report.fault = (error.code, printable(str(error)))
     except OSError as error:
@@ -136,12 +149,21 @@ class _Auditor:
     """One audit, which fills its report as it goes."""
 
     def __init__(
-        self, coordinator: CoordinatorClient, report: Report, *, state_dir: Path, sources: Sequence[str]
+        self,
+        coordinator: CoordinatorClient,
+        report: Report,
+        *,
+        state_dir: Path,
+        sources: Sequence[str],
+        prefills: MakePrefills,
+        policy_memory: int,
     ) -> None:
         self._coordinator = coordinator
         self._report = report
         self._state = state_dir
         self._sources = sources
+        self._prefills = prefills
+        self._policy_memory = policy_memory
 
     async def run(self, count: int | None) -> None:
         descriptor = await self._coordinator.descriptor(patience_seconds=PATIENCE_SECONDS)
@@ -256,6 +278,8 @@ class _Auditor:
             sources=sources,
             may_connect=not_nearer(lambda: self._coordinator.reach, own=self._sources),
             folder=self._state / "policies",
+            prefills=self._prefills,
+            policy_memory=self._policy_memory,
         ) as evidence:
             for verdict in drawn:
                 checked, problem = await evidence.check(verdict)

@@ -7,10 +7,11 @@ the run signed, or what follows from it, is a problem.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -24,27 +25,30 @@ from node.environments import load_environment
 from node.errors import BadReply, Refused
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint
+from node.policy.reading import OpenPolicy
 from node.protocol.admission import GAIN, Outcome, Verdict
 from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, SUBMIT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import Checkpoint, LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
-from node.protocol.run import Descriptor, RunSpec
+from node.protocol.run import Descriptor
 from node.verification.judge import JudgedClaim
 from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Rules, always, measure_all, never
-from node.verification.prefill import Prefill
-from node.verification.readings import read_by_transformers
+from node.verification.prefill import Prefill, Prefills
+from node.verification.readings import MakePrefills, make_prefills
+from node.verification.shelf import PolicyShelf
 from node.verification.verify import verify
 from shardcast import Client
 from shardcast.errors import ShardcastError
 from shardcast.fetch.raw_http import MayConnect
 from shardcast.wire import digest, encode
 
-POLICIES_IN_MEMORY: Final = 2
+POLICIES_ON_DISK: Final = 2
 """Verdicts come in policy order; a completion may continue under the next policy."""
 
+POLICIES_KNOWN: Final = 1024
 POLICY_SECONDS: Final = 900.0
 PATIENCE_SECONDS: Final = 30.0
 _SUBMISSION_PATH: Final = re.compile(SUBMIT.at(lease_id="[0-9a-f]{64}") + "(?:/([0-9a-f]{64}))?")
@@ -76,6 +80,8 @@ class EvidenceAuditor:
         sources: Sequence[str],
         may_connect: MayConnect,
         folder: Path,
+        prefills: MakePrefills,
+        policy_memory: int,
     ) -> None:
         if coordinator.run_key is None:
             raise RuntimeError("a verified descriptor leaves the run's key")
@@ -85,9 +91,9 @@ class EvidenceAuditor:
         self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
         environments = [load_environment(environment) for environment in descriptor.spec.environments]
         self._rules = Rules(self._run_id, self._spec, environments)
-        keep = self._spec.sampling.max_version_lead + POLICIES_IN_MEMORY
+        keep = self._spec.sampling.max_version_lead + POLICIES_ON_DISK
         broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep, may_connect=may_connect)
-        self._archive = _Archive(broadcast, spec=self._spec)
+        self._archive = _Archive(broadcast, make_prefills(self._spec, prefills), memory=policy_memory)
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,41 +181,57 @@ class EvidenceAuditor:
 
 
 class _Archive:
-    """LRU cache of policies by manifest digest, including failures."""
+    """Policies by manifest digest, within `memory` bytes; what failed once is not tried again."""
 
-    def __init__(self, broadcast: Client, *, spec: RunSpec) -> None:
+    def __init__(self, broadcast: Client, prefills: Prefills, *, memory: int) -> None:
         self._broadcast = broadcast
-        self._spec = spec
-        self._held: OrderedDict[str, tuple[str, Prefill] | PolicyUnavailable] = OrderedDict()
+        self._prefills = prefills
+        self._shelf = PolicyShelf(prefills, memory=memory)
+        self._known: OrderedDict[str, str | PolicyUnavailable] = OrderedDict()
 
     async def close(self) -> None:
         await self._broadcast.close()
+        await self._prefills.close()
 
-    async def get(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
-        """Return the digest of the policy's file, and the policy; raises PolicyUnavailable."""
-        if manifest_digest not in self._held:
-            try:
-                self._held[manifest_digest] = await self._load(version, manifest_digest)
-            except PolicyUnavailable as error:
-                self._held[manifest_digest] = error
-            while len(self._held) > POLICIES_IN_MEMORY:
-                self._held.popitem(last=False)
-        self._held.move_to_end(manifest_digest)
-        held = self._held[manifest_digest]
-        if isinstance(held, PolicyUnavailable):
-            raise held
-        return held
-
-    async def _load(self, version: int, manifest_digest: str) -> tuple[str, Prefill]:
-        try:
+    async def fetch(self, version: int, manifest_digest: str) -> tuple[str, Path]:
+        """Return the digest of the policy's file, and the file; raises PolicyUnavailable."""
+        known = self._known.get(manifest_digest)
+        if isinstance(known, PolicyUnavailable):
+            raise known
+        with self._remembered_failure(version, manifest_digest):
             path = await self._broadcast.fetch_archived(
                 version, manifest_digest=manifest_digest, timeout_s=POLICY_SECONDS
             )
-            result_digest, _ = await asyncio.to_thread(measure_body, path)
-            prefill = await asyncio.to_thread(read_by_transformers, path, spec=self._spec)
+            result_digest = known or (await asyncio.to_thread(measure_body, path))[0]
+        self._remember(manifest_digest, result_digest)
+        return result_digest, path
+
+    async def prefill(self, version: int, manifest_digest: str, path: Path) -> Prefill:
+        """Load a policy, if it is not at hand; raises PolicyUnavailable."""
+        held = self._shelf.get(manifest_digest)
+        if held is None:
+            with self._remembered_failure(version, manifest_digest):
+                held = await self._shelf.load(manifest_digest, path, version=version)
+        return held
+
+    async def open(self, version: int, manifest_digest: str, path: Path) -> OpenPolicy:
+        """Open a policy's file for a second look; raises PolicyUnavailable."""
+        with self._remembered_failure(version, manifest_digest):
+            return await asyncio.to_thread(OpenPolicy, path, device=self._prefills.device)
+
+    @contextlib.contextmanager
+    def _remembered_failure(self, version: int, manifest_digest: str) -> Iterator[None]:
+        try:
+            yield
         except (ShardcastError, PolicyError) as error:
-            raise PolicyUnavailable(f"Policy {version}: {error}") from error
-        return result_digest, prefill
+            unavailable = PolicyUnavailable(f"Policy {version}: {error}")
+            self._remember(manifest_digest, unavailable)
+            raise unavailable from error
+
+    def _remember(self, manifest_digest: str, known: str | PolicyUnavailable) -> None:
+        self._known[manifest_digest] = known
+        while len(self._known) > POLICIES_KNOWN:
+            self._known.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +247,14 @@ class _Logged:
 
     async def prefill(self, version: int) -> Prefill:
         """Raises Disagreement where the file is not the one that the log names."""
+        return await self.archive.prefill(version, *await self._fetched(version))
+
+    async def file(self, version: int) -> OpenPolicy:
+        """Raises Disagreement as `prefill`."""
+        return await self.archive.open(version, *await self._fetched(version))
+
+    async def _fetched(self, version: int) -> tuple[str, Path]:
+        """Return the digest of a policy's manifest, and its file."""
         logged = self.published.get(version)
         if version == self.entry.version:
             manifest_digest = self.entry.manifest_digest
@@ -232,7 +262,7 @@ class _Logged:
             manifest_digest = logged.manifest_digest
         else:
             raise PolicyUnavailable(f"Policy {version} is not in the log.")
-        result_digest, prefill = await self.archive.get(version, manifest_digest)
+        result_digest, path = await self.archive.fetch(version, manifest_digest)
         if logged is not None and logged.result_digest != result_digest:
             raise Disagreement("policy_differs", f"Policy {version} is not the file that the log names.")
-        return prefill
+        return manifest_digest, path

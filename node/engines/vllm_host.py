@@ -27,7 +27,8 @@ import psutil
 from node.engines import vllm_processes
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy
 from node.engines.vllm_settings import VllmSettings, make_plan
-from node.policy.file import Blueprint, inspect_policy
+from node.policy.file import Blueprint
+from node.policy.reading import inspect_once
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class VllmHost:
             await asyncio.to_thread(self._remove_other_policies, folder)
 
     async def _load_folder(self, folder: Path, version: int) -> Blueprint:
-        blueprint = await asyncio.to_thread(inspect_policy, folder / WEIGHTS)
+        blueprint = await asyncio.to_thread(inspect_once, folder / WEIGHTS)
         if blueprint.hidden < self._spec.proofs.min_hidden:
             raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
         await asyncio.to_thread(self._write_config, folder, blueprint)

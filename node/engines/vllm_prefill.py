@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from node.engines.base import EngineDied
 from node.engines.vllm_host import VllmHost, link_file
 from node.engines.vllm_settings import VllmSettings, check_family
-from node.policy.file import Blueprint, inspect_policy
+from node.policy.file import Blueprint
+from node.policy.reading import inspect_once
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.verification.deviations import SpanMeasured
@@ -35,8 +37,11 @@ MAX_BATCH_TOKENS = 32 * 1024
 class VllmVerifier:
     """Makes `Prefill`s of policies that share one vLLM engine on the running event loop.
 
-    `state` is a private folder for the policies vLLM reads and the files of the `Prefill`s in use.
+    `state` is a private folder for the policies vLLM reads and the files of the `Prefill`s in use. Second looks are
+    computed on `device`, beside vLLM, which has most of a GPU's memory: on the CPU.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, spec: RunSpec, settings: VllmSettings, *, state: Path) -> None:
         self.spec = spec
@@ -49,9 +54,12 @@ class VllmVerifier:
             spec, settings, state=state, busy=lambda: self._busy, on_end=lambda _: None, prefix_caching=False
         )
 
-    async def prefill(self, path: Path, *, version: int) -> VllmPrefill:
+    def memory_of(self, blueprint: Blueprint) -> int:  # noqa: ARG002  (vLLM's processes have it)
+        return 0
+
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> VllmPrefill:  # noqa: ARG002
         """Make a `Prefill` of the policy in `path`, which is loaded on use; raises PolicyError, WrongEngine."""
-        blueprint = await asyncio.to_thread(inspect_policy, path)
+        blueprint = await asyncio.to_thread(inspect_once, path)
         check_family(blueprint)
         # The supplier of policies deletes old ones while their work is still to be measured.
         self._files.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 from node.episodes.conversation import all_graded
 from node.episodes.expected import problem_of
 from node.policy.file import Blueprint
+from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
@@ -34,13 +35,16 @@ class PolicyUnavailable(VerifierFailed):
 
 
 class Policies(Protocol):
-    """Source of a run's policies; both methods raise PolicyUnavailable."""
+    """Source of a run's policies; every method raises PolicyUnavailable."""
 
     async def blueprint(self, version: int) -> Blueprint:
         """Return policy `version` without its weights, for the checks that need no model."""
 
     async def prefill(self, version: int) -> Prefill:
         """Return policy `version`, ready to measure until the next call."""
+
+    async def file(self, version: int) -> OpenPolicy:
+        """Return the file of policy `version`, for a second look."""
 
 
 class Measurement:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from node.policy.file import Blueprint, Policy, load_policy
+from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
+from node.verification.batches import batches, padded_ids, predicting
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
+from node.verification.streamed import StreamedPrefill
 
 logger = logging.getLogger(__name__)
-
-MAX_BATCH_TOKENS = 16 * 1024
-"""Tokens in one forward pass, padding included; a longer sequence goes alone."""
 
 
 class Prefill(Protocol):
@@ -46,20 +46,39 @@ class Prefill(Protocol):
 class Prefills(Protocol):
     """Loader of policy files into one engine."""
 
-    async def prefill(self, path: Path, *, version: int) -> Prefill:
-        """Load policy `version` from `path`, which must stay while it is used; raises PolicyError."""
+    @property
+    def device(self) -> torch.device:
+        """Where second looks at the engine's policies are computed."""
+
+    def memory_of(self, blueprint: Blueprint) -> int:
+        """Return the bytes that a loaded policy takes, in memory that is not the engine's own."""
+
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
+        """Load policy `version` from `path`, which must stay while it is used; raises PolicyError.
+
+        If `streamed`, leave the weights of a policy with attention in the file; an engine that has a place of its own
+        for them need not.
+        """
 
     async def close(self) -> None:
         """Stop the engine."""
 
 
 class TransformersPrefills:
-    """The reference `Prefills`: each policy a transformers model in this process, computing in `dtype`."""
+    """The reference `Prefills`: each policy a transformers model in this process, computing in `dtype` on `device`."""
 
-    def __init__(self, *, dtype: str) -> None:
+    def __init__(self, *, dtype: str, device: torch.device | str = "cpu") -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device(device)
 
-    async def prefill(self, path: Path, *, version: int) -> Prefill:  # noqa: ARG002  (the file says it all)
+    def memory_of(self, blueprint: Blueprint) -> int:
+        weights = blueprint.parameters * self._dtype.itemsize
+        has_wide_head = self._dtype != torch.float32 and self.device.type == "cpu"
+        return weights + (blueprint.vocabulary * blueprint.hidden * 4 if has_wide_head else 0)
+
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:  # noqa: ARG002
+        if streamed:
+            return StreamedPrefill(await asyncio.to_thread(OpenPolicy, path, device=self.device), dtype=self._dtype)
         return TransformersPrefill(await asyncio.to_thread(load_policy, path, dtype=self._dtype))
 
     async def close(self) -> None:
@@ -81,11 +100,15 @@ class TransformersPrefill:
     def blueprint(self) -> Blueprint:
         return self._policy
 
+    def in_float32(self) -> TransformersPrefill:
+        """Return a prefill of a copy in float32, with the same weights."""
+        return TransformersPrefill(self._policy.in_float32())
+
     def states(self, spans: Sequence[Span]) -> list[Tensor]:
         """Return each span's hidden states [tokens, hidden] that its tokens were predicted from."""
         found: dict[int, Tensor] = {}
         with torch.inference_mode():
-            for batch in _batches(spans):
+            for batch in batches(spans):
                 found.update(zip(batch, self._hidden_states([spans[index] for index in batch]), strict=True))
         return [found[index] for index in range(len(spans))]
 
@@ -93,7 +116,7 @@ class TransformersPrefill:
         """Measure as `Prefill.measure`, batching spans of similar length."""
         results: dict[int, SpanMeasured | Refusal] = {}
         with torch.inference_mode():
-            for batch in _batches(spans):
+            for batch in batches(spans):
                 own = [spans[index] for index in batch]
                 measured = measure_states(
                     own,
@@ -107,28 +130,8 @@ class TransformersPrefill:
         return [results[index] for index in range(len(spans))]
 
     def _hidden_states(self, batch: Sequence[Span]) -> list[Tensor]:
-        """Return each span's inputs of the output head where its tokens are predicted: [tokens, hidden].
-
-        Padding is on the right, and no token attends to a later one, so it needs no mask and changes nothing.
-        """
-        ids = torch.zeros(len(batch), max(span.length for span in batch), dtype=torch.int64)
-        for index, span in enumerate(batch):
-            ids[index, : span.length] = torch.tensor(span.input_ids)
+        """Return each span's inputs of the output head where its tokens are predicted: [tokens, hidden]."""
         model: Any = self._policy.model
-        hidden: Tensor = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
-        return [
-            span.predicted_from(hidden[index, len(span.context_ids) - 1 : span.length])
-            for index, span in enumerate(batch)
-        ]
-
-
-def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
-    """Yield batches of span indices of similar length, within MAX_BATCH_TOKENS."""
-    batch: list[int] = []
-    for index in sorted(range(len(spans)), key=lambda index: spans[index].length, reverse=True):
-        if batch and spans[batch[0]].length * (len(batch) + 1) > MAX_BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+        ids = padded_ids(batch).to(model.device)
+        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return predicting(hidden, batch)

@@ -24,6 +24,7 @@ from node.protocol.run import RunSpec
 from node.verification.deviations import SpanMeasured
 from node.verification.prefill import Prefill, Prefills, TransformersPrefill, TransformersPrefills
 from node.verification.spans import Span
+from node.verification.streamed import StreamedPrefill
 from toploc import distances
 from toploc.sketch import LEVELS
 
@@ -52,9 +53,9 @@ def read_by_transformers(path: Path, *, spec: RunSpec) -> Prefill:
     return _with_exact(rounded) if reads_twice(spec) else rounded
 
 
-def _with_exact(rounded: TransformersPrefill) -> TwoReadings:
-    # Not from the file: weights that it has in more digits would not be those of the run.
-    return TwoReadings(rounded, TransformersPrefill(rounded.policy.in_float32()))
+def _with_exact(rounded: TransformersPrefill | StreamedPrefill) -> TwoReadings:
+    # Of the rounded weights: those that the file has in more digits would not be those of the run.
+    return TwoReadings(rounded, rounded.in_float32())
 
 
 def policy_of(prefill: Prefill) -> Policy | None:
@@ -125,10 +126,17 @@ class _TwoReadingsPrefills:
     rounded: Prefills
     exact: Prefills
 
-    async def prefill(self, path: Path, *, version: int) -> Prefill:
+    @property
+    def device(self) -> torch.device:
+        return self.rounded.device
+
+    def memory_of(self, blueprint: Blueprint) -> int:
+        return self.rounded.memory_of(blueprint) + self.exact.memory_of(blueprint)
+
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
         """Load both readings; raises MalformedPolicy for weights that two engines would round differently."""
-        rounded = await self.rounded.prefill(path, version=version)
-        if isinstance(rounded, TransformersPrefill):
+        rounded = await self.rounded.prefill(path, version=version, streamed=streamed)
+        if isinstance(rounded, TransformersPrefill | StreamedPrefill):
             return await asyncio.to_thread(_with_exact, rounded)
         if rounded.blueprint.config.dtype != getattr(torch, self.spec.model.dtype):
             raise MalformedPolicy(f"is not in {self.spec.model.dtype}, as the run is", code="wrong_tensors")

@@ -4,7 +4,8 @@ Deviations that are no larger than rounding may still have a direction. For weig
 instead (`SUSPECTS`), the matched filter of `toploc.gain` says how much of the way from the policy's own hidden states
 to theirs a group's sketches go: none of it for honest work, all of it for work of those weights. It costs two more
 prefills, in float32 so that this machine's rounding is in neither, and is therefore made of few groups: of those that
-deviate somewhat, and of some by chance. Only where policies are transformers models in this process.
+deviate somewhat, and of some by chance. The weights come from the policies' files, layer by layer, so that it neither
+depends on the verifier's engine nor takes a policy's memory; a recurrent policy is loaded whole.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node.policy.file import Policy
+from node.policy.config import ATTENTION
+from node.policy.errors import PolicyError
+from node.policy.file import Policy, load_policy
+from node.policy.layers import Alter, LayeredModel
+from node.policy.reading import OpenPolicy
 from node.protocol.admission import GAIN_ERRORS
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout, toploc_bytes
 from node.protocol.turns import Replies
-from node.verification.prefill import Prefill, TransformersPrefill
-from node.verification.readings import policy_of
+from node.verification.measure import PolicyUnavailable
+from node.verification.prefill import TransformersPrefill
 from node.verification.spans import Span, spans_of
+from node.verification.streamed import state_passes
 from toploc import Gain, gain, shifts, sketch_errors
 
 
 class _Policies(Protocol):
-    async def prefill(self, version: int) -> Prefill:
+    async def file(self, version: int) -> OpenPolicy:
         """Raises PolicyUnavailable."""
 
 
@@ -45,14 +51,19 @@ async def suspect_gain(
 ) -> float:
     """Return how far a group of the leased policy `version` surely goes towards the weights `suspect`.
 
-    0.0 where these cannot be had, or are of another shape.
+    0.0 where there are no such weights, or they are of another shape.
 
     Args: `replies` are what the environment said in each rollout, None where it says nothing. `published` are the
     run's versions, the one before `version` among them if there is one. Raises PolicyUnavailable.
     """
-    own = policy_of(await policies.prefill(version))
-    other = None if own is None else await _suspected(suspect, own, version, policies=policies, published=published)
-    if own is None or other is None:
+    own = await policies.file(version)
+    other, alter = own, int8 if suspect == "int8" else None
+    if alter is None:
+        earlier = max((known for known in published if known < version), default=None)
+        if earlier is None:
+            return 0.0
+        other = await policies.file(earlier)
+    if other.blueprint.hidden != own.blueprint.hidden:
         return 0.0
     spans = [
         span
@@ -60,17 +71,11 @@ async def suspect_gain(
         for drawn_by, span in spans_of(rollout, inserted, row=row, chunk_tokens=spec.proofs.chunk_tokens)
         if drawn_by == version
     ]
-    return gain_lower_bound(await asyncio.to_thread(compare_weights, own, other, spans, spec=spec))
-
-
-async def _suspected(
-    suspect: str, own: Policy, version: int, *, policies: _Policies, published: Collection[int]
-) -> Policy | None:
-    if suspect == "int8":
-        return await asyncio.to_thread(quantised, own)
-    earlier = max((known for known in published if known < version), default=None)
-    before = None if earlier is None else policy_of(await policies.prefill(earlier))
-    return before if before is not None and before.hidden == own.hidden else None
+    try:
+        found = await asyncio.to_thread(compare_weights, own, other, spans, spec=spec, alter=alter)
+    except PolicyError as error:
+        raise PolicyUnavailable(f"policy {version} or the one before: {error}") from error
+    return gain_lower_bound(found)
 
 
 def gain_lower_bound(found: Gain) -> float:
@@ -82,32 +87,58 @@ def gain_lower_bound(found: Gain) -> float:
     return math.sqrt(found.gain**2 - error**2) if found.gain > error else 0.0
 
 
-def compare_weights(own: Policy, other: Policy, spans: Sequence[Span], *, spec: RunSpec) -> Gain:
-    """Return how much of the way from `own` to `other` the sketches of `spans` go."""
+def compare_weights(
+    own: OpenPolicy, other: OpenPolicy, spans: Sequence[Span], *, spec: RunSpec, alter: Alter | None = None
+) -> Gain:
+    """Return how much of the way from `own` to `other`, altered by `alter`, the sketches of `spans` go.
+
+    Raises PolicyError.
+    """
     size, step = spec.proofs.chunk_tokens, spec.proofs.sketch_step
+    dtype: torch.dtype = getattr(torch, spec.model.dtype)
     cut = toploc_bytes(spec.proofs)
     sketches = [proof[cut:] for span in spans for proof in span.proofs]
     seeds = [span.seed for span in spans for _ in span.proofs]
-    ours, theirs = (_chunks(TransformersPrefill(policy.in_float32()), spans, size=size) for policy in (own, other))
+    ours = _chunks(exact_states(own, spans, dtype=dtype), spans, size=size)
+    theirs = _chunks(exact_states(other, spans, dtype=dtype, alter=alter), spans, size=size)
     errors = sketch_errors(ours, seeds, sketches, step=step)
     return gain(errors, shifts(ours, theirs, seeds, step=step), seeds)
 
 
-def _chunks(prefill: TransformersPrefill, spans: Sequence[Span], *, size: int) -> list[Tensor]:
+def _chunks(states: Sequence[Tensor], spans: Sequence[Span], *, size: int) -> list[Tensor]:
     return [
         chunk
-        for span, states in zip(spans, prefill.states(spans), strict=True)
-        for chunk in torch.split(states.bfloat16(), span.chunk_sizes(size))
+        for span, own in zip(spans, states, strict=True)
+        for chunk in torch.split(own.bfloat16(), span.chunk_sizes(size))
     ]
 
 
-def quantised(policy: Policy) -> Policy:
-    """Return the policy with the matrices of its layers in eight bits, by `int8`; in float32."""
+def exact_states(
+    file: OpenPolicy, spans: Sequence[Span], *, dtype: torch.dtype, alter: Alter | None = None
+) -> list[Tensor]:
+    """Return each span's hidden states [tokens, hidden] that its tokens were predicted from, computed in float32.
+
+    The weights are those of `file` in the run's `dtype`, the layers' matrices changed by `alter`. Raises PolicyError.
+    """
+    if file.blueprint.config.model_type not in ATTENTION:
+        policy = load_policy(file.path, dtype=dtype)
+        return TransformersPrefill(policy.in_float32() if alter is None else altered(policy, alter)).states(spans)
+    model = LayeredModel(file, rounded=dtype, dtype=torch.float32, alter=alter)
+    found: dict[int, Tensor] = {}
+    with torch.inference_mode():
+        for done in state_passes(model, spans):
+            for batch, states in done:
+                found.update(zip(batch, states, strict=True))
+    return [found[index] for index in range(len(spans))]
+
+
+def altered(policy: Policy, alter: Alter) -> Policy:
+    """Copy the policy to compute in float32, with the matrices of its layers changed by `alter` and rounded again."""
     exact = policy.in_float32()
     with torch.no_grad():
         for name, weight in exact.model.named_parameters():
             if weight.ndim == 2 and ".layers." in name:
-                weight.copy_(int8(weight).to(next(policy.model.parameters()).dtype))
+                weight.copy_(alter(weight).to(next(policy.model.parameters()).dtype))
     return exact
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from node.policy.file import Policy
+from node.policy.file import Policy, save_policy
+from node.policy.reading import OpenPolicy
 from node.protocol.admission import Verdict
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
@@ -41,6 +44,12 @@ class InMemory:
     async def prefill(self, version: int) -> TransformersPrefill:
         self.measured.append(version)
         return TransformersPrefill(await self.blueprint(version))
+
+    async def file(self, version: int) -> OpenPolicy:
+        policy = await self.blueprint(version)
+        with tempfile.TemporaryDirectory() as folder:
+            save_policy(policy.model, policy.tokenizer, Path(folder) / "policy")
+            return OpenPolicy(Path(folder) / "policy")
 
 
 def judged(

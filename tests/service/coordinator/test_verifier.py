@@ -159,7 +159,7 @@ async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: P
     home = run.swarm.home
     run.swarm.origin_server.publish(path_of(run.folder, 1), version=1)
     async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
-        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype), memory=2**30)
         with pytest.raises(PolicyUnavailable):
             await shelf.prefill(1)
         assert (await shelf.blueprint(0)).vocabulary == run.policies[0].vocabulary
@@ -171,7 +171,7 @@ async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: P
 async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) -> None:
     home = run.swarm.home
     async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
-        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype), memory=2**30)
         for ask in (shelf.blueprint, shelf.prefill):
             with pytest.raises(PolicyUnavailable):
                 await ask(0)
@@ -185,7 +185,7 @@ async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_poli
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with Client(home.run_id, home.public_key, [source], tmp_path / "shelf") as client:
-            shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype))
+            shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype), memory=2**30)
             for most in (60.0, 2.5):
                 started = time.monotonic()
                 with pytest.raises(PolicyUnavailable, match="being fetched"):

@@ -305,7 +305,7 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
 
     monkeypatch.setattr("node.audit.auditor.run_audit", audited)
     arguments = ("--run-id", RUN_ID, "--sample", "3", "--seed", "9", "--json", "--state", str(tmp_path))
-    arguments += ("--source", "http://origin")
+    arguments += ("--source", "http://origin", "--policy-memory", "1.5")
     assert swarmproof("audit", "http://h", *arguments).exit_code == code
     assert seen == {
         "url": "http://h",
@@ -316,6 +316,7 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
         "seed": 9,
         "state_dir": tmp_path,
         "as_json": True,
+        "policy_memory": 3 * 2**29,
     }
 
 

@@ -31,7 +31,7 @@ from node.protocol.submission import Rollout
 from node.protocol.turns import MAX_REPLY_CHARACTERS, replay, turns_of
 from node.verification.plan import Rules
 from node.verification.prefill import TransformersPrefill
-from node.verification.second_look import quantised, suspect_gain
+from node.verification.second_look import altered, int8, suspect_gain
 from node.verification.spans import Span, spans_of
 
 VERSION = 5
@@ -181,7 +181,7 @@ def test_the_longest_rollout_fits_into_the_engine(path: Path, policy: Policy) ->
 def test_a_second_look_sees_through_the_replies(path: Path, policy: Policy) -> None:
     """Read without them, honest work would be compared with states of another text."""
     slot = slot_of(policy, Talker(lambda _: "=12\n"), number=1, group_size=8)
-    expected, eight_bits = slot.expected, quantised(policy)
+    expected, eight_bits = slot.expected, altered(policy, int8)
     cheap = [talk(eight_bits, expected.prompt_ids, seed, expected.ask, version=VERSION) for seed in expected.seeds]
     spec = msgspec.structs.replace(
         slot.rules.spec, proofs=ProofSpec(scheme="sketch/1", chunk_tokens=8, sketch_step=0.001)

@@ -1,0 +1,220 @@
+"""Policies larger than memory: layer by layer they compute what they compute whole, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks.modelling.policies import random_policy
+from node.policy.config import ATTENTION
+from node.policy.file import Policy, load_policy, save_policy
+from node.policy.layers import LayeredModel
+from node.policy.models.tiny_llama import EOS, make_tokenizer
+from node.policy.reading import OpenPolicy
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec
+from node.protocol.submission import toploc_bytes
+from node.verification import batches, streamed
+from node.verification.prefill import TransformersPrefill
+from node.verification.proofs import build_proofs
+from node.verification.readings import make_prefills, read_by_transformers
+from node.verification.second_look import altered, compare_weights, exact_states, int8
+from node.verification.spans import Span
+from toploc import Gain, gain, shifts, sketch_errors
+
+POSITIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+SPEC = RunSpec(
+    name="layers",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    model=ModelSpec(dtype="bfloat16"),
+    proofs=ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=8),
+)
+
+
+def written(
+    folder: Path, family: str, *, tied: bool = True, dtype: str = "bfloat16", positions: str = "default"
+) -> Path:
+    """A policy of three layers with random weights of one seed."""
+    rope = {"rope_parameters": POSITIONS[positions]} if POSITIONS[positions] else {}
+    config = CONFIG_MAPPING[family](
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        tie_word_embeddings=tied,
+        sliding_window=None,
+        **rope,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    path = folder / "policy.safetensors"
+    save_policy(model, make_tokenizer(), path)
+    return path
+
+
+def whole(policy: Policy, ids: Tensor) -> Tensor:
+    states: Tensor = policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return states
+
+
+def made_up_spans(hidden: int) -> list[Span]:
+    """Spans of several lengths, whose proofs are of other states."""
+    rng, generator = random.Random(3), torch.Generator().manual_seed(3)
+    spans = []
+    for row, (prompt, tokens) in enumerate([(5, 20), (9, 3), (5, 20), (30, 12)]):
+        seed = bytes([row]) * 16
+        states = torch.split(torch.randn(tokens, hidden, generator=generator).bfloat16(), 8)
+        span = Span(
+            row=row,
+            seed=seed,
+            context_ids=rng.choices(range(3, 128), k=prompt),
+            position=0,
+            token_ids=rng.choices(range(3, 128), k=tokens),
+            proofs=build_proofs(states, [seed] * len(states), spec=SPEC.proofs),
+            first_proof=0,
+        )
+        spans.append(span)
+    return spans
+
+
+@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("tied", [True, False])
+def test_layer_by_layer_every_family_computes_the_same_bits(family: str, tied: bool, tmp_path: Path) -> None:
+    path = written(tmp_path, family, tied=tied)
+    assert_same_bits(path, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_positions_of_every_kind_are_the_models_own(positions: str, tmp_path: Path) -> None:
+    assert_same_bits(written(tmp_path, "llama", positions=positions), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("stored", "runs"), [("float32", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")])
+def test_weights_are_rounded_to_the_dtype_of_the_run(stored: str, runs: str, tmp_path: Path) -> None:
+    assert_same_bits(written(tmp_path, "qwen3", dtype=stored), dtype=getattr(torch, runs))
+
+
+def assert_same_bits(path: Path, *, dtype: torch.dtype) -> None:
+    """States and logits, in the run's dtype and in float32."""
+    policy, file = load_policy(path, dtype=dtype), OpenPolicy(path)
+    inputs = [torch.arange(3, 103).view(2, 50), torch.arange(3, 10)[None]]
+    with torch.inference_mode():
+        for reference, computing in ((policy, dtype), (policy.in_float32(), torch.float32)):
+            model = LayeredModel(file, rounded=dtype, dtype=computing)
+            expected = [whole(reference, ids) for ids in inputs]
+            found = model.hidden_states(inputs)
+            assert all(map(torch.equal, found, expected))
+            assert torch.equal(model.head()(found[0][0]), reference.logits(expected[0][0]))
+        eight_bits = LayeredModel(file, rounded=dtype, dtype=torch.float32, alter=int8)
+        assert torch.equal(eight_bits.hidden_states(inputs)[0], whole(altered(policy, int8), inputs[0]))
+
+
+class Counting(OpenPolicy):
+    """Notes the most bytes of weights that were alive at once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.alive, self.most = 0, 0
+
+    def read(self, name: str, *, dtype: torch.dtype) -> Tensor:
+        weight = super().read(name, dtype=dtype)
+        self.alive += weight.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(weight, self._released, weight.nbytes)
+        return weight
+
+    def _released(self, size: int) -> None:
+        self.alive -= size
+
+
+def test_no_more_than_the_largest_part_is_in_memory_at_once(tmp_path: Path) -> None:
+    """An auditor with 16 GB would otherwise find out after an hour."""
+    path = written(tmp_path, "llama", tied=False)
+    base: Any = load_policy(path, dtype=torch.bfloat16).model.base_model
+    parts = [base.embed_tokens, *base.layers]
+    largest = max(sum(weight.nbytes for weight in part.parameters()) for part in parts)
+    file = Counting(path)
+    with torch.inference_mode():
+        LayeredModel(file, rounded=torch.bfloat16, dtype=torch.bfloat16).hidden_states([torch.arange(3, 40)[None]])
+    assert file.alive == 0
+    assert file.most == largest
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+def test_a_streamed_prefill_measures_what_a_loaded_one_does(
+    readings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several passes as well: a verdict must not depend on a verifier's memory."""
+    path = written(tmp_path, "qwen2", dtype="float32")
+    spec = msgspec.structs.replace(SPEC, limits=LimitsSpec(readings=readings))
+    spans, loaded = made_up_spans(64), read_by_transformers(path, spec=spec)
+    prefill = asyncio.run(make_prefills(spec).prefill(path, version=0, streamed=True))
+    assert prefill.measure(spans, spec=spec) == loaded.measure(spans, spec=spec)
+    monkeypatch.setattr(batches, "MAX_BATCH_TOKENS", 60)
+    monkeypatch.setattr(streamed, "MAX_STATE_BYTES", 8 * 1024)
+    assert prefill.measure(spans, spec=spec) == loaded.measure(spans, spec=spec)
+
+
+def test_a_second_look_at_files_has_the_gain_of_one_at_loaded_policies(tmp_path: Path) -> None:
+    (tmp_path / "next").mkdir()
+    path, other = written(tmp_path, "mistral"), written(tmp_path / "next", "mistral", positions="linear")
+    spans = made_up_spans(64)
+    policy = load_policy(path, dtype=torch.bfloat16)
+    for alter, reference in ((None, policy.in_float32()), (int8, altered(policy, int8))):
+        states = exact_states(OpenPolicy(path), spans, dtype=torch.bfloat16, alter=alter)
+        assert all(map(torch.equal, states, TransformersPrefill(reference).states(spans)))
+    own = OpenPolicy(path)
+    assert compare_weights(own, own, spans, spec=SPEC, alter=int8) == gain_of(policy, altered(policy, int8), spans)
+    previous = load_policy(other, dtype=torch.bfloat16)
+    assert compare_weights(own, OpenPolicy(other), spans, spec=SPEC) == gain_of(policy, previous, spans)
+
+
+def gain_of(policy: Policy, other: Policy, spans: list[Span]) -> Gain:
+    """The gain by whole models in float32."""
+    step = SPEC.proofs.sketch_step
+    ours, theirs = (
+        [
+            chunk
+            for states in TransformersPrefill(each.in_float32()).states(spans)
+            for chunk in torch.split(states.bfloat16(), SPEC.proofs.chunk_tokens)
+        ]
+        for each in (policy, other)
+    )
+    seeds = [span.seed for span in spans for _ in span.proofs]
+    sent = [proof[toploc_bytes(SPEC.proofs) :] for span in spans for proof in span.proofs]
+    return gain(sketch_errors(ours, seeds, sent, step=step), shifts(ours, theirs, seeds, step=step), seeds)
+
+
+@pytest.mark.parametrize("name", ["finch", "goldfinch"])
+def test_a_second_look_at_a_recurrent_policy_loads_it_whole(name: str, tmp_path: Path) -> None:
+    path, spans = random_policy(name, tmp_path / "policy"), made_up_spans(128)
+    policy = load_policy(path, dtype=torch.bfloat16)
+    states = exact_states(OpenPolicy(path), spans, dtype=torch.bfloat16, alter=int8)
+    assert all(map(torch.equal, states, TransformersPrefill(altered(policy, int8)).states(spans)))
