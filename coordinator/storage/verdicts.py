@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from msgspec import UNSET
@@ -70,9 +71,11 @@ def claim(
     seconds: float,
     most: int = 1,
 ) -> list[QueueItem]:
-    """Claim at most `most` submissions: queued, expired, or left by an earlier process of this verifier.
+    """Claim at most `most` submissions of one version: queued, expired, or left by an earlier process of this verifier.
 
-    Claims last `seconds` times their number. Rechecks that training waits for come first, then others, then by arrival.
+    Claims last `seconds` times their number. Rechecks that training waits for come first, then others, then the oldest
+    version, which is the first that training cannot use any more, then by arrival. So verifiers load a policy once for
+    all that waits under it, and nothing waits for a version that is older.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -87,8 +90,10 @@ def claim(
         ),
     )
     over = progress(connection).is_over(spec)
+    rows = connection.execute(_oldest(free, most=most)).all()
     taken = [
-        _claimed(connection, row, spec=spec, over=over) for row in connection.execute(_oldest(free, most=most)).all()
+        _claimed(connection, row, spec=spec, over=over)
+        for row in takewhile(lambda row: row.version == rows[0].version, rows)
     ]
     connection.execute(
         update(submissions)
@@ -128,7 +133,12 @@ def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
         .join(policies, policies.c.version == slots.c.version)
         .join(nodes, nodes.c.node == submissions.c.node)
         .where(free)
-        .order_by(not_(standing.blocks_training()), submissions.c.recheck.is_(None), submissions.c.received_at)
+        .order_by(
+            not_(standing.blocks_training()),
+            submissions.c.recheck.is_(None),
+            slots.c.version,
+            submissions.c.received_at,
+        )
         .limit(most)
         .with_for_update(of=submissions, skip_locked=True)
     )
