@@ -60,6 +60,7 @@ from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, S
 from node.protocol.submission import Expected, Rollout
 from node.submission.writer import write_rollouts
 from node.verification.readings import MakePrefills, transformers_prefills
+from node.verification.shelf import GIB
 from node.worker.daemon import WorkerSettings, run_worker
 from shardcast import Origin, OriginServer
 from shardcast.envelope import open_envelope
@@ -275,12 +276,23 @@ def serve(
 
 @contextmanager
 def verifying(
-    home: Home, *, source: str, state: Path, make_prefills: MakePrefills = transformers_prefills
+    home: Home,
+    *,
+    source: str,
+    state: Path,
+    make_prefills: MakePrefills = transformers_prefills,
+    policy_memory: int = GIB,
 ) -> Iterator[None]:
     """A verifier at work in a thread."""
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
-    settings = VerifierSettings(name="verifier-1", state=state, sources=(source,), make_prefills=make_prefills)
+    settings = VerifierSettings(
+        name="verifier-1",
+        state=state,
+        sources=(source,),
+        make_prefills=make_prefills,
+        policy_memory=policy_memory,
+    )
     verifier = Verifier(home, settings)
     thread = threading.Thread(target=lambda: loop.run_until_complete(verifier.run(stop)), daemon=True)
     thread.start()
@@ -330,8 +342,9 @@ def running(
     make_prefills: MakePrefills = transformers_prefills,
     key: Ed25519PrivateKey | None = None,
     blobs_url: str | None = None,
+    policy_memory: int = GIB,
 ) -> Iterator[Swarm]:
-    """A run whose version 0 is the policy in `policy_path`; `make_prefills` as in VerifierSettings."""
+    """A run whose version 0 is the policy in `policy_path`; the verifier's settings as in VerifierSettings."""
     key = key or RUN_KEY
     public_key = key.public_key().public_bytes_raw()
     home = create_home(folder / "data", public_key=public_key, spec=spec or small_spec(), blobs_url=blobs_url)
@@ -344,7 +357,13 @@ def running(
     try:
         with (
             serve(Coordinator(home, key=key, relay_urls=(origin_url,))) as url,
-            verifying(home, source=origin_url, state=folder / "verifier", make_prefills=make_prefills),
+            verifying(
+                home,
+                source=origin_url,
+                state=folder / "verifier",
+                make_prefills=make_prefills,
+                policy_memory=policy_memory,
+            ),
         ):
             yield Swarm(
                 home=home,

@@ -6,6 +6,7 @@ The limits here are those of a run that was never calibrated, so that nothing el
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from swarm import Peer, Swarm, running, small_spec
 
 from coordinator.calibration.cheats import alter, noise
+from node.audit.auditor import run_audit
 from node.engines.torch import TorchEngine
 from node.protocol.admission import GAIN_LIMIT, Outcome
 from node.protocol.messages import Lease, Receipt
@@ -59,6 +61,31 @@ def test_int8_weights_within_every_limit_are_told_by_their_direction(swarm: Swar
     peer = swarm.peer()
     lease = peer.lease()
     assert_found(swarm.judge(peer, drawn(tmp_path / "int8", swarm, lease), lease), "int8_gain")
+
+
+def test_a_verifier_without_memory_for_the_policy_finds_the_same(
+    tmp_path: Path, tiny_policy_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so does an auditor: neither may depend on the size of a machine."""
+    with running(tmp_path / "run", tiny_policy_path, spec=SPEC, policy_memory=0) as swarm:
+        alter(swarm.policy_path, tmp_path / "int8", int8)
+        liar, worker = swarm.peer(), swarm.peer()
+        lease = liar.lease()
+        assert_found(swarm.judge(liar, drawn(tmp_path / "int8", swarm, lease), lease), "int8_gain")
+        lease = worker.lease()
+        assert swarm.judge(worker, drawn(swarm.policy_path, swarm, lease), lease).outcome is Outcome.ADMITTED
+        auditing = run_audit(
+            swarm.url,
+            run_id=swarm.home.run_id,
+            sample=None,
+            all_=True,
+            seed=None,
+            state_dir=tmp_path / "auditor",
+            as_json=True,
+            policy_memory=0,
+        )
+        assert asyncio.run(auditing) == 0
+    assert json.loads(capsys.readouterr().out)["results"]["agree"] == 2
 
 
 def test_other_changes_of_the_same_size_are_not_taken_for_int8(swarm: Swarm, tmp_path: Path) -> None:
