@@ -13,6 +13,7 @@ from typing import Protocol
 
 from node.episodes.conversation import all_graded
 from node.episodes.expected import problem_of
+from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint
 from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
@@ -101,8 +102,15 @@ class Measurement:
 
     def _measure(self, prefill: Prefill, spans: dict[int, list[Span]]) -> None:
         asked = [(group, span) for group, own in spans.items() for span in own]
-        with as_verifier_failure("the prefill"):
-            answers = list(zip(asked, prefill.measure([span for _, span in asked], spec=self._spec), strict=True))
+        try:
+            with as_verifier_failure("the prefill"):
+                found = prefill.measure([span for _, span in asked], spec=self._spec)
+        except VerifierFailed as error:
+            # A policy that is read while it measures: as if it could not have been loaded.
+            if isinstance(error.__cause__, UnreadablePolicy):
+                raise PolicyUnavailable(str(error)) from error
+            raise
+        answers = list(zip(asked, found, strict=True))
         for (group, span), answer in answers:
             if isinstance(answer, Refusal):
                 self._ended.setdefault(group, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import weakref
 from pathlib import Path
@@ -21,13 +22,15 @@ from node.policy.layers import LayeredModel
 from node.policy.models.tiny_llama import EOS, make_tokenizer
 from node.policy.reading import OpenPolicy
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec
-from node.protocol.submission import toploc_bytes
+from node.protocol.submission import Rollout, toploc_bytes
 from node.verification import batches, streamed
+from node.verification.measure import Measurement, PolicyUnavailable
 from node.verification.prefill import TransformersPrefill
 from node.verification.proofs import build_proofs
 from node.verification.readings import make_prefills, read_by_transformers
 from node.verification.second_look import altered, compare_weights, exact_states, int8
 from node.verification.spans import Span
+from node.verification.streamed import StreamedPrefill
 from toploc import Gain, gain, shifts, sketch_errors
 
 POSITIONS: dict[str, dict[str, Any]] = {
@@ -180,6 +183,26 @@ def test_a_streamed_prefill_measures_what_a_loaded_one_does(
     monkeypatch.setattr(batches, "MAX_BATCH_TOKENS", 60)
     monkeypatch.setattr(streamed, "MAX_STATE_BYTES", 8 * 1024)
     assert prefill.measure(spans, spec=spec) == loaded.measure(spans, spec=spec)
+
+
+def test_work_waits_while_the_disk_fails_under_its_policy(tmp_path: Path) -> None:
+    """Three undecided attempts would be logged, though a policy that cannot be loaded makes work wait."""
+    path, span = written(tmp_path, "llama"), made_up_spans(64)[0]
+    rollout = Rollout(
+        seed=span.seed,
+        prompt_ids=span.context_ids,
+        completion_ids=span.token_ids,
+        logprobs=[-1.0] * span.tokens,
+        segment_versions=[0],
+        segment_tokens=[span.tokens],
+        proofs=span.proofs,
+    )
+    measuring = Measurement([[rollout]], spec=SPEC)
+    prefill = StreamedPrefill(OpenPolicy(path), dtype=torch.bfloat16)
+    os.truncate(path, path.stat().st_size // 2)
+    measuring.measure(prefill, 0)
+    with pytest.raises(PolicyUnavailable, match="shorter"):
+        measuring.result(0)
 
 
 def test_a_second_look_at_files_has_the_gain_of_one_at_loaded_policies(tmp_path: Path) -> None:
