@@ -73,6 +73,7 @@ class Chooser:
     ) -> Choice:
         scaled = logits.detach() / temperature
         noises = torch.from_numpy(gumbel_noise(list(seeds), list(positions), vocabulary=logits.shape[1]))
+        noises = noises.to(logits.device)
         tokens = self._pick(scaled, noises)
         logprobs = torch.log_softmax(scaled, -1).gather(1, tokens[:, None])[:, 0]
         return Choice(tokens, logprobs)
@@ -154,7 +155,7 @@ class StateResetEngine(_TamperedStateEngine):
 
     def tampered(self, base: Any, state: State) -> State:
         fresh, is_due = base.initial_state(1), state[LENGTH] % RESET_TOKENS == 0
-        places = torch.arange(len(is_due)).masked_fill(is_due, len(is_due))
+        places = torch.arange(len(is_due), device=is_due.device).masked_fill(is_due, len(is_due))
         return select(join([state, fresh]), places)
 
 
@@ -247,7 +248,7 @@ class Prover:
         with torch.inference_mode():
             (states,) = TransformersPrefill(self.policy).states([span])
             logits = self.policy.logits(states) / self.spec.sampling.temperature
-        chosen = torch.tensor(rollout.completion_ids)
+        chosen = torch.tensor(rollout.completion_ids, device=logits.device)
         logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0]
         sizes = chunk_sizes(pieces(whole.segment_tokens, replies), chunk_tokens=chunk_tokens)
         chunks = list(torch.split(states.bfloat16(), sizes))

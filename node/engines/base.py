@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from node.policy.file import Blueprint
-from node.protocol.run import SamplingSpec
+from node.protocol.run import RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Expected, Rollout
 from node.protocol.turns import AskReply
@@ -119,6 +119,10 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End what the engine started; idempotent."""
+
+
+MakeEngine: TypeAlias = Callable[[RunSpec], Engine]
+"""Makes the engine of a run."""
 
 
 def check_requests(requests: Sequence[SampleRequest], *, vocabulary: int, sampling: SamplingSpec) -> None:

@@ -34,6 +34,7 @@ class RecurrentDecoder:
         self._base = model.base_model
         self._hidden = policy.hidden
         self._dtype: torch.dtype = model.dtype
+        self._device: torch.device = model.device
         self._state: State | None = None
         self._histories: list[_History] = []
         self._snapshots = Snapshots(max_snapshot_bytes)
@@ -41,8 +42,8 @@ class RecurrentDecoder:
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append one token to each slot; return the hidden states [B, hidden] after it."""
         if not tokens:
-            return torch.zeros(0, self._hidden, dtype=self._dtype)
-        hidden, self._state = self._read(torch.tensor(tokens)[:, None], self._state)
+            return self._no_states()
+        hidden, self._state = self._read(torch.tensor(tokens, device=self._device)[:, None], self._state)
         assert self._state is not None
         keeps = state_bytes(self._state) <= self._snapshots.max_bytes
         for place, (token, history) in enumerate(zip(tokens, self._histories, strict=True)):
@@ -53,7 +54,7 @@ class RecurrentDecoder:
 
     def join(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
         """Add `sequences` in new slots behind the others; return the hidden states [J, hidden] of their last tokens."""
-        ends = torch.zeros(len(sequences), self._hidden, dtype=self._dtype)
+        ends = self._no_states(len(sequences))
         owners: dict[tuple[int, ...], list[int]] = {}
         for index, sequence in enumerate(sequences):
             owners.setdefault(sequence, []).append(index)
@@ -99,7 +100,7 @@ class RecurrentDecoder:
         Snapshots are stored at the end of the last whole chunk.
         """
         tokens_read, length = part[0].tokens_read, len(part[0].sequence)
-        ids = torch.tensor([entry.sequence[tokens_read:] for entry in part])
+        ids = torch.tensor([entry.sequence[tokens_read:] for entry in part], device=self._device)
         state = None if tokens_read == 0 else join([entry.state for entry in part if entry.state is not None])
         whole = length // WKV_CHUNK * WKV_CHUNK
         if tokens_read < whole:
@@ -110,6 +111,9 @@ class RecurrentDecoder:
             hidden, state = self._read(ids[:, whole - tokens_read if tokens_read < whole else 0 :], state)
         assert state is not None
         return hidden[:, -1], state
+
+    def _no_states(self, rows: int = 0) -> Tensor:
+        return torch.zeros(rows, self._hidden, dtype=self._dtype, device=self._device)
 
     def _read(self, ids: Tensor, state: State | None) -> tuple[Tensor, State]:
         output = self._base(input_ids=ids, state=state, use_cache=True, last_alone=True)

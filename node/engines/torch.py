@@ -1,4 +1,4 @@
-"""Generation with plain torch: continuous batching over a transformers model, on any CPU.
+"""Generation with plain torch: continuous batching over a transformers model, on a CPU or a GPU.
 
 One thread decodes while there is work, one token of every row per step, whatever call a row belongs to. Between steps,
 finished or abandoned rows leave, waiting rows join where there is room, and a new policy is switched to. Joining means
@@ -20,7 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.engines.base import BrokenPolicy, EngineError, Interrupted, NoPolicy, SampleRequest, check_requests
+from node.engines.base import (
+    BrokenPolicy,
+    DoesNotFit,
+    EngineError,
+    Interrupted,
+    NoPolicy,
+    SampleRequest,
+    check_requests,
+)
 from node.engines.recorder import DecodeRow, Recorder, check_recorded
 from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
@@ -39,13 +47,25 @@ _names = count()
 
 
 class TorchEngine:
-    """An in-process `Engine`. `threads` sets torch's threads for the whole process; `choose` as for `Recorder`."""
+    """An in-process `Engine` on `device`.
+
+    `threads` sets torch's threads for the whole process; `choose` as for `Recorder`.
+    """
 
     name = "torch"
 
-    def __init__(self, spec: RunSpec, *, threads: int = 1, max_rows: int = MAX_ROWS, choose: Choose = choose) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        device: torch.device | str = "cpu",
+        threads: int = 1,
+        max_rows: int = MAX_ROWS,
+        choose: Choose = choose,
+    ) -> None:
         torch.set_num_threads(threads)
         self._spec = spec
+        self._device = torch.device(device)
         self._choose = choose
         self._max_rows = max_rows
         self._lock = threading.Lock()
@@ -66,10 +86,14 @@ class TorchEngine:
         return loaded.policy
 
     async def load(self, path: Path, *, version: int) -> None:
-        policy = await asyncio.to_thread(load_policy, path, dtype=getattr(torch, self._spec.model.dtype))
+        dtype = getattr(torch, self._spec.model.dtype)
+        try:
+            policy = await asyncio.to_thread(load_policy, path, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(f"Policy {version} does not fit on {self._device}.") from error
         if policy.hidden < self._spec.proofs.min_hidden:
             raise BrokenPolicy(f"{policy.hidden} hidden units are too few for the run's proofs")
-        await asyncio.to_thread(warm_up, "cpu")
+        await asyncio.to_thread(warm_up, self._device)
         with self._lock:
             self._loaded = LoadedPolicy(policy, version)
 
@@ -203,7 +227,7 @@ class Batch:
                 proofs=proofs,
                 temperature=sampling.temperature,
                 version=loaded.version,
-                device=torch.device("cpu"),
+                device=policy.model.device,
                 choose=self._choose_token,
             )
         elif policy.hidden != self._loaded.policy.hidden:

@@ -39,22 +39,24 @@ class Decoder:
         self._base = model.base_model
         self._hidden = policy.hidden
         self._dtype: torch.dtype = model.dtype
-        self._lengths = torch.zeros(0, dtype=torch.int64)
+        self._device: torch.device = model.device
+        self._lengths: list[int] = []
         self._cache = _Cache(columns)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append one token to each slot; return the hidden states [B, hidden] after it."""
         if not tokens:
-            return torch.zeros(0, self._hidden, dtype=self._dtype)
-        width = int(self._lengths.max()) + 1
-        self._cache.extend(self._lengths, width=width)
+            return self._no_states()
+        width = max(self._lengths) + 1
+        ends = torch.tensor(self._lengths, device=self._device)
+        self._cache.extend(ends, width=width)
         hidden = self._forward(
-            torch.tensor(tokens)[:, None],
-            visible=torch.arange(width) <= self._lengths[:, None, None],
-            position_ids=self._lengths[:, None],
+            torch.tensor(tokens, device=self._device)[:, None],
+            visible=torch.arange(width, device=self._device) <= ends[:, None, None],
+            position_ids=ends[:, None],
             cache=self._cache,
         )
-        self._lengths = self._lengths + 1
+        self._lengths = [length + 1 for length in self._lengths]
         return hidden[:, 0]
 
     def join(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
@@ -63,10 +65,8 @@ class Decoder:
         owners: dict[tuple[int, ...], list[int]] = {}
         for index, sequence in enumerate(sequences):
             owners.setdefault(sequence, []).append(index)
-        self._lengths = torch.cat(
-            [self._lengths, torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)]
-        )
-        ends = torch.zeros(len(sequences), self._hidden, dtype=self._dtype)
+        self._lengths += map(len, sequences)
+        ends = self._no_states(len(sequences))
         for batch in _prefill_batches(list(owners)):
             prefix = _Prefix()
             hidden = self._prefill(batch, prefix)
@@ -74,7 +74,7 @@ class Decoder:
                 ends[owners[sequence]] = hidden[line, len(sequence) - 1]
             source = [line for line, sequence in enumerate(batch) for _ in owners[sequence]]
             target = [first + index for sequence in batch for index in owners[sequence]]
-            self._cache.place(prefix.layers, torch.tensor(source), torch.tensor(target), rows=len(self._lengths))
+            self._cache.place(prefix.layers, source, target, rows=len(self._lengths))
         return ends
 
     def leave(self, leaving: list[bool]) -> list[int]:
@@ -87,8 +87,11 @@ class Decoder:
         order = [next(spare) if leaving[place] else place for place in range(kept)]
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         self._cache.move([source for source, _ in moved], [target for _, target in moved])
-        self._lengths = self._lengths[torch.tensor(order, dtype=torch.int64)]
+        self._lengths = [self._lengths[place] for place in order]
         return order
+
+    def _no_states(self, rows: int = 0) -> Tensor:
+        return torch.zeros(rows, self._hidden, dtype=self._dtype, device=self._device)
 
     def _prefill(self, sequences: Sequence[tuple[int, ...]], prefix: _Prefix) -> Tensor:
         """Prefill; return hidden states [S, width, hidden], right-padded."""
@@ -96,13 +99,14 @@ class Decoder:
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         for line, sequence in zip(ids, sequences, strict=True):
             line[: len(sequence)] = torch.tensor(sequence)
-        column = torch.arange(width)
+        ids, column = ids.to(self._device), torch.arange(width, device=self._device)
         return self._forward(ids, visible=(column <= column[:, None])[None], position_ids=column[None], cache=prefix)
 
     def _forward(self, ids: Tensor, *, visible: Tensor, position_ids: Tensor, cache: _Cache | _Prefix) -> Tensor:
         """Run the model; `visible` [B or 1, Q, K] marks the columns each token attends to."""
         blocked = torch.finfo(self._dtype).min
-        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, blocked)[:, None]
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+        mask = mask.masked_fill_(~visible, blocked)[:, None]
         output = self._base(
             input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
         )
@@ -167,12 +171,13 @@ class _Cache:
         self._columns = columns
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._initialised_columns = 0
-        self._ends = torch.zeros(0, dtype=torch.int64)
-        self._rows = torch.zeros(0, dtype=torch.int64)
+        self._width = 0
+        self._ends: Tensor
+        self._rows: Tensor
 
     def extend(self, ends: Tensor, *, width: int) -> None:
         """Make the next `update` of each layer write slot b's token into column `ends[b]`, and show `width` columns."""
-        self._ends, self._rows = ends, torch.arange(len(ends))
+        self._ends, self._rows, self._width = ends, torch.arange(len(ends), device=ends.device), width
         self._widen(width)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -180,10 +185,12 @@ class _Cache:
         keys, values = self._layers[layer]
         keys[self._rows, :, self._ends] = key[:, :, 0]
         values[self._rows, :, self._ends] = value[:, :, 0]
-        width, count = int(self._ends.max()) + 1, len(self._rows)
-        return keys[:count, :, :width], values[:count, :, :width]
+        count = len(self._rows)
+        return keys[:count, :, : self._width], values[:count, :, : self._width]
 
-    def place(self, prefix: Sequence[tuple[Tensor, Tensor]], source: Tensor, target: Tensor, *, rows: int) -> None:
+    def place(
+        self, prefix: Sequence[tuple[Tensor, Tensor]], source: list[int], target: list[int], *, rows: int
+    ) -> None:
         """Copy line `source[i]` of a prefill to slot `target[i]`, with room for `rows` slots in all."""
         width = prefix[0][0].shape[2]
         if not self._layers or len(self._layers[0][0]) < rows:

@@ -197,11 +197,12 @@ class Shards(Protocol):
         """Take the maximum of a tensor over all processes."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Whole:
-    """One process, which has the whole model on the CPU."""
+    """One process, which has the whole model on its device."""
 
-    size = 1
-    device = torch.device("cpu")
+    device: torch.device
+    size: int = 1
 
     def shard(self, model: PreTrainedModel) -> None:
         """Leave the model whole."""
@@ -249,14 +250,16 @@ def write_policy(source: PolicySource, path: Path, *, dtype: torch.dtype) -> Non
     _sync_folder(path.parent)
 
 
-def load_policy(path: Path, *, dtype: torch.dtype | None, shards: Shards | None = None) -> Policy:
-    """Build the policy in `path` in `dtype` (None: the file's own), in evaluation mode.
+def load_policy(
+    path: Path, *, dtype: torch.dtype | None, device: torch.device | str = "cpu", shards: Shards | None = None
+) -> Policy:
+    """Build the policy in `path` on `device`, in `dtype` (None: the file's own), in evaluation mode.
 
-    It is built on the CPU, or shared out as `shards` says. Then every process must call this, reads its own part alone,
+    With `shards`, it is shared out as these say, to their devices. Then every process must call this, reads its own part alone,
     and raises MalformedPolicy if any does; several do not try a forward pass, which takes more memory than the parts.
     Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
     """
-    where: Shards = shards or _Whole()
+    where: Shards = shards or _Whole(torch.device(device))
     with _reading(path):
         blueprint, skeleton, stored = _read_blueprint(path)
         model: Any = skeleton if dtype is None else skeleton.to(dtype)  # type: ignore[arg-type]  # its stub

@@ -67,6 +67,8 @@ def probe(model: PreTrainedModel) -> None:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits
         finite = bool(logits.isfinite().all())
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the policy
     except Exception as error:
         raise MalformedPolicy(f"its forward pass fails: {error}", code="broken_model") from error
     if not finite:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from node.errors import EngineFailed
 from node.policy.file import Blueprint, Policy, load_policy
 from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
@@ -54,10 +55,10 @@ class Prefills(Protocol):
         """Return the bytes that a loaded policy takes, in memory that is not the engine's own."""
 
     async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
-        """Load policy `version` from `path`, which must stay while it is used; raises PolicyError.
+        """Load policy `version` from `path`, which must stay while it is used.
 
         If `streamed`, leave the weights of a policy with attention in the file; an engine that has a place of its own
-        for them need not.
+        for them need not. Raises PolicyError, and EngineFailed where the engine cannot hold it.
         """
 
     async def close(self) -> None:
@@ -76,10 +77,14 @@ class TransformersPrefills:
         has_wide_head = self._dtype != torch.float32 and self.device.type == "cpu"
         return weights + (blueprint.vocabulary * blueprint.hidden * 4 if has_wide_head else 0)
 
-    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:  # noqa: ARG002
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
         if streamed:
             return StreamedPrefill(await asyncio.to_thread(OpenPolicy, path, device=self.device), dtype=self._dtype)
-        return TransformersPrefill(await asyncio.to_thread(load_policy, path, dtype=self._dtype))
+        try:
+            policy = await asyncio.to_thread(load_policy, path, dtype=self._dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise EngineFailed(f"Policy {version} does not fit on {self.device}.", code="does_not_fit") from error
+        return TransformersPrefill(policy)
 
     async def close(self) -> None:
         """Do nothing."""

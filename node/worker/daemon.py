@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,14 +23,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.client.api import DEFAULT_BACKOFF, FOREVER
 from node.client.http import Backoff
 from node.client.ssrf import not_nearer
-from node.engines.base import DoesNotFit, Engine, WrongEngine
+from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
 from node.errors import BadReply, EngineFailed, Refused
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
 from node.protocol.pools import has_candidate
-from node.protocol.run import RunSpec
 from node.relay.advice import Announcer, Serving, announcement
 from node.runtime.signals import Stopped, race, root_failure
 from node.worker.complaints import WarnOnce
@@ -59,8 +57,6 @@ STATUS_SECONDS: Final = 1.0
 MAX_ENGINE_FAILURES: Final = 5
 MOST_OPEN: Final = 2
 """Active slots per --slots at most, where most completions of each have ended."""
-
-MakeEngine = Callable[[RunSpec], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
