@@ -102,7 +102,10 @@ class EvidenceAuditor:
         await self._archive.close()
 
     async def check(self, verdict: LoggedVerdict) -> tuple[Checked, AuditProblem | None]:
-        """Derive one verdict again and compare; raises Unavailable when the coordinator is unreachable."""
+        """Derive one verdict again and compare.
+
+        Raises Unavailable when the coordinator is unreachable, and EngineFailed where no engine here holds the policy.
+        """
         try:
             await self._check_inclusion(verdict)
             derived = await self._derive(verdict)

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 import torch
 
-from node.engines.base import EngineDied
+from node.engines.base import EngineDied, EngineError
 from node.engines.vllm_host import VllmHost, link_file
 from node.engines.vllm_settings import VllmSettings, check_family
+from node.errors import EngineFailed
 from node.policy.file import Blueprint
 from node.policy.reading import inspect_once
 from node.protocol.reasons import Reason, Refusal
@@ -50,6 +51,7 @@ class VllmVerifier:
         self._busy = False
         self._engine_lock = asyncio.Lock()
         self._names = itertools.count()
+        self._held: Path | None = None
         self._host = VllmHost(
             spec, settings, state=state, busy=lambda: self._busy, on_end=lambda _: None, prefix_caching=False
         )
@@ -58,9 +60,10 @@ class VllmVerifier:
         return 0
 
     async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> VllmPrefill:  # noqa: ARG002
-        """Make a `Prefill` of the policy in `path`, which is loaded on use; raises PolicyError, WrongEngine."""
+        """Make a `Prefill` of the policy in `path`, which is loaded on use; raises PolicyError and EngineFailed."""
         blueprint = await asyncio.to_thread(inspect_once, path)
-        check_family(blueprint)
+        with _as_engine_failed():
+            check_family(blueprint)
         # The supplier of policies deletes old ones while their work is still to be measured.
         self._files.mkdir(parents=True, exist_ok=True)
         kept = self._files / f"{version}-{next(self._names)}"
@@ -69,28 +72,37 @@ class VllmVerifier:
         weakref.finalize(prefill, kept.unlink, missing_ok=True)
         return prefill
 
-    async def measure(self, path: Path, version: int, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
-        """Measure each span under the policy in `path`; raises PolicyError and EngineError."""
+    async def measure(
+        self, path: Path, version: int, spans: Sequence[Span], *, spec: RunSpec
+    ) -> list[SpanMeasured | Refusal]:
+        """Load the policy in `path` if need be, and measure each span; raises PolicyError and EngineFailed."""
         async with self._engine_lock:
-            # A measurement is retried at once but only a few times: it must not meet the engine that just died.
-            await self._host.check_alive()
-            if self._host.version != version:
-                await self._host.load(path, version=version)
+            with _as_engine_failed():
+                await self._hold(path, version)
             self._busy = True
             try:
                 self._host.progressed()
-                return [result for batch in _batches(spans) for result in await self._measure(batch)]
+                return [result for batch in _batches(spans) for result in await self._measure(batch, spec)]
             finally:
                 self._busy = False
 
-    async def _measure(self, spans: Sequence[Span]) -> list[SpanMeasured | Refusal]:
+    async def _hold(self, path: Path, version: int) -> None:
+        """Have the engine hold the policy in `path`: by its file, as an auditor may meet two of one version."""
+        # A measurement is retried at once but only a few times: it must not meet the engine that just died.
+        await self._host.check_alive()
+        if self._host.version is None or self._held != path:
+            await self._host.load(path, version=version)
+            self._held = path
+
+    async def _measure(self, spans: Sequence[Span], spec: RunSpec) -> list[SpanMeasured | Refusal]:
         names = [f"m{next(self._names)}" for _ in spans]
         named_spans = list(zip(names, spans, strict=True))
         try:
             async with asyncio.TaskGroup() as group:
                 for name, span in named_spans:
                     group.create_task(self._read(name, span))
-            results = await self._host.call("swarmproof_measure", msgspec.msgpack.encode(named_spans))
+            asked = named_spans, spec.sampling.temperature, spec.proofs
+            results = await self._host.call("swarmproof_measure", msgspec.msgpack.encode(asked))
         except BaseException:
             # A failure here means the engine is gone, and its captures with it.
             with contextlib.suppress(Exception):
@@ -142,11 +154,21 @@ class VllmPrefill:
         return self._blueprint
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        """Measure like `Prefill.measure`, under the spec the engine was started for; ValueError for another."""
-        if spec != self._verifier.spec:
+        """Measure like `Prefill.measure`; raises ValueError for another model or longer sequences than the engine's."""
+        started_for = self._verifier.spec
+        if (spec.model, spec.sampling.most_tokens) != (started_for.model, started_for.sampling.most_tokens):
             raise ValueError("engine was started for another run")
-        measuring = self._verifier.measure(self._path, self._version, spans)
+        measuring = self._verifier.measure(self._path, self._version, spans, spec=spec)
         return asyncio.run_coroutine_threadsafe(measuring, self._loop).result()
+
+
+@contextlib.contextmanager
+def _as_engine_failed() -> Iterator[None]:
+    """Raise EngineFailed, of the same code, for an engine that cannot hold a policy: `Prefills` know no engines."""
+    try:
+        yield
+    except EngineError as error:
+        raise EngineFailed(str(error), code=error.code) from error
 
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:

@@ -137,21 +137,23 @@ class ProvingWorker:
         return len(_recorders[0])
 
     def swarmproof_measure(self, spans: bytes) -> bytes:
-        """Measure spans that were read: `[[name, Span], …]` to `[SpanMeasured | [reason, detail], …]`.
+        """Measure spans that were read: `[[[name, Span], …], temperature, ProofSpec]` to `[SpanMeasured | [reason,
+        detail], …]`.
 
         Both are MessagePack. Every rank computes, as the output head is sharded; rank 0 responds.
         """
-        wanted = msgspec.msgpack.decode(spans, type=list[tuple[str, Span]])
+        wanted, temperature, proofs = msgspec.msgpack.decode(
+            spans, type=tuple[list[tuple[str, Span]], float, ProofSpec]
+        )
         states = [span.predicted_from(torch.cat(_captures.pop(name))) for name, span in wanted]
-        own = self._installed
         with torch.inference_mode():
             found = measure_states(
                 [span for _, span in wanted],
                 states,
                 self.model_runner.get_model().compute_logits,
-                vocabulary=own.vocabulary,
-                temperature=own.temperature,
-                proofs=own.proofs,
+                vocabulary=self._installed.vocabulary,
+                temperature=temperature,
+                proofs=proofs,
             )
         answers = [(one.reason, one.detail) if isinstance(one, Refusal) else one for one in found]
         return msgspec.msgpack.encode(answers) if self.rank == 0 else b""
