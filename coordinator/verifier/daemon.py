@@ -34,6 +34,7 @@ from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
 from node.protocol.submission import Rollout
 from node.runtime.logs import bound
+from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
 from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Claim, Rules, never
@@ -103,12 +104,25 @@ class Verifier:
             )
             prefetching = asyncio.create_task(cache.prefetch())
             try:
+                await self._load_newest(stop, cache)
                 await self._work_until(stop, cache)
             finally:
                 prefetching.cancel()
                 await asyncio.gather(prefetching, return_exceptions=True)
                 await cache.close()
                 await prefills.close()
+
+    async def _load_newest(self, stop: asyncio.Event, cache: PolicyCache) -> None:
+        """Load the newest policy before anything is claimed; raises EngineFailed where this machine cannot hold it.
+
+        Waits for nothing: what cannot be had now is loaded with the first submission that wants it.
+        """
+        with contextlib.suppress(PolicyUnavailable, DatabaseAway, OSError, Stopped):
+            newest = await asyncio.to_thread(cache.newest)
+            if newest is not None:
+                prefill = await race(cache.prefill(newest), stop)
+                # Of nothing: an engine that loads on use does so now.
+                await race(asyncio.to_thread(prefill.measure, [], spec=self._home.spec), stop)
 
     async def _work_until(self, stop: asyncio.Event, cache: PolicyCache) -> None:
         while not stop.is_set():

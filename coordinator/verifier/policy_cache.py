@@ -86,7 +86,7 @@ class PolicyCache:
         held: int | None = None
         while True:
             try:
-                newest = await asyncio.to_thread(self._newest)
+                newest = await asyncio.to_thread(self.newest)
                 if newest is not None and newest != held:
                     await self._fetch(newest)
                     held = newest
@@ -102,7 +102,8 @@ class PolicyCache:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fetching.clear()
 
-    def _newest(self) -> int | None:
+    def newest(self) -> int | None:
+        """Return the newest published version; None before the first. Blocks."""
         with self._home.database.read() as connection:
             return training.newest_version(connection)
 
