@@ -109,6 +109,7 @@ def verifier(
     sources: tuple[str, ...],
     evidence_tokens: int,
     engine: str,
+    device: str,
     threads: int | None,
     policy_memory: float | None,
     metrics_host: str,
@@ -125,14 +126,14 @@ def verifier(
     Start as many as the queue needs; each wants its own --name and --state. --engine torch prefills with
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
-    check_engine(engine)  # before torch is imported, which takes seconds
+    check_engine(engine, device)  # before torch is imported, which takes seconds
     from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry
     from coordinator.verifier.daemon import Verifier, VerifierSettings
     from coordinator.verifier.evidence import EvidenceLimits
     from node.runtime.metrics import serving_metrics
 
-    make_prefills = prefills_maker(engine, threads=threads, state=state, **settings)
+    make_prefills = prefills_maker(engine, device=device, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
     check_start(home, state)
     _warn_of_defaults(home.spec)

@@ -20,7 +20,7 @@ from node.commands.click_ext import ENVIRONMENT, Commands, CouldNotRun, reported
 from node.commands.completion import completion
 from node.commands.config import default_map, load_config
 from node.commands.control import authority, control, control_options
-from node.commands.engine_options import check_engine, engine_maker, engine_options
+from node.commands.engine_options import check_engine, engine_maker, engine_options, prefills_maker
 from node.commands.invite import invite, invite_option
 from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
@@ -166,7 +166,7 @@ def worker(
     A terminal shows what it does; status.json in its state folder says it, too. Ctrl-C finishes its slots or hands
     them back, and ends with what came of all of them; a second one ends at once.
     """
-    check_engine(engine)  # before torch is imported, which takes seconds
+    check_engine(engine, options["device"])  # before torch is imported, which takes seconds
     from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
     from node.worker.metrics import WORKER, StatusProbe
     from node.worker.view.watching import WorkerIdentity, observe_worker
@@ -292,10 +292,12 @@ def relay(
 @click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
 @_STATE
 @policy_memory_option
+@engine_options
 @json_option("One JSON object instead of a table.")
 @click.pass_context
 def audit(
     ctx: click.Context,
+    /,
     *,
     url: str,
     run_id: str,
@@ -305,7 +307,9 @@ def audit(
     seed: int | None,
     state: Path | None,
     policy_memory: float | None,
+    engine: str,
     as_json: bool,
+    **compute: Any,
 ) -> None:
     """Check a coordinator's log, and derive its verdicts again.
 
@@ -313,11 +317,14 @@ def audit(
     Example:
       swarmproof audit http://192.0.2.1:8700 --run-id 5f3c... --sample 20
 
+    Any --engine and --device that hold the policy will do, whatever the run's verifiers have.
+
     Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
     """
     with reported(CouldNotRun):
         if all_ and sample is not None:
             raise click.UsageError("Give --sample or --all, not both.")
+        check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
         from node.audit.auditor import run_audit
 
         folder = _state_folder(state, run_id, "audit")
@@ -332,6 +339,7 @@ def audit(
                 as_json=as_json,
                 sources=sources,
                 policy_memory=policy_memory_bytes(policy_memory),
+                prefills=prefills_maker(engine, state=folder, **compute),
             )
         )
     ctx.exit(code)

@@ -52,7 +52,7 @@ def _memory_cheats(model: object) -> dict[str, Callable[..., TorchEngine]]:
 
 
 class Attempts:
-    """Runs every cheat on the same slots, with the torch engine.
+    """Runs every cheat on the same slots, with the torch engine where `policy` is.
 
     `policy` is the run's, stored in `path`; `folder` receives the policies that cheats derive from it. `other` is an
     unrelated policy with the same tokenizer, for a cheat that draws with it and proves with the right one.
@@ -76,6 +76,7 @@ class Attempts:
         self._other = other
         self._slots = slots
         self._threads = threads
+        self._device = policy.model.device
         self._numbers = slots.allocate(groups)
         self._requests = [slots.requests(slot) for slot in self._numbers]
         self._prover = cheats.Prover(policy, spec)
@@ -116,7 +117,7 @@ class Attempts:
         if max_prompt_tokens is not None:
             sampling = msgspec.structs.replace(spec.sampling, max_prompt_tokens=max_prompt_tokens)
             spec = msgspec.structs.replace(spec, sampling=sampling)
-        running = engine(spec, threads=self._threads, choose=rule)
+        running = engine(spec, device=self._device, threads=self._threads, choose=rule)
         try:
             await running.load(path or self._path, version=0)
             return await draw(running, requests, at_once=IN_FLIGHT)

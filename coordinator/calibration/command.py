@@ -6,11 +6,13 @@ import asyncio
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
 from coordinator.errors import BadConfiguration
-from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, threads_option
+from node.commands.engine_options import ENGINES, check_engine, compute_options
+from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
 
 
 @click.command()
@@ -29,11 +31,18 @@ from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, thre
 @click.option(
     "--engine",
     "engines",
-    type=click.Choice(["torch", "vllm"]),
+    type=ENGINES,
     multiple=True,
     default=["torch"],
     show_default=True,
     help="An engine of honest workers; repeatable.",
+)
+@click.option(
+    "--verifier",
+    type=ENGINES,
+    default="torch",
+    show_default=True,
+    help="The --engine of the run's verifiers, which the limits are fitted to.",
 )
 @click.option(
     "--groups",
@@ -67,32 +76,37 @@ from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, thre
     type=FOLDER,
     help="A folder for calibration.json and calibration.png.",
 )
-@threads_option("CPU threads, as for a worker.")
+@compute_options
 @json_option("One line of JSON instead of tables.")
 def calibrate(
     *,
     run_file: Path,
     policy: Path | None,
     engines: tuple[str, ...],
+    verifier: str,
     groups: int,
     cheat_groups: int,
     false_rejections: float | None,
     out: Path | None,
     report: Path | None,
+    device: str,
     threads: int | None,
     as_json: bool,
+    **vllm: Any,
 ) -> None:
     """Find the limits that fit a run's model and machines, and see which cheats they catch.
 
     \b
     Example:
-      swarmproof calibrate --run run.toml --engine torch --engine vllm --report calibration/
+      swarmproof calibrate --run run.toml --engine torch --engine vllm --verifier vllm --report calibration/
 
-    It draws honest work on this machine, measures it as a verifier does, fits [limits] and the sketch's step, tries
-    cheats against them, and writes a copy of run.toml that keeps your comments. Start the run with that copy: limits
-    cannot change later.
+    It draws honest work on this machine, measures it as the run's verifiers will, fits [limits] and the sketch's step,
+    tries cheats against them, and writes a copy of run.toml that keeps your comments. Start the run with that copy:
+    limits cannot change later.
     """
     _require("tomlkit", *(("matplotlib",) if report else ()))
+    for engine in (*engines, verifier):
+        check_engine(engine, device)  # before torch is imported, which takes seconds
     from rich.console import Console
 
     from coordinator.calibration.procedure import CalibrationSettings
@@ -100,10 +114,7 @@ def calibrate(
     from coordinator.calibration.view import WIDTH, show
     from coordinator.calibration.write_limits import calibrated_text
     from coordinator.run.definition import read_run_file
-    from node.commands.engine_options import check_engine
 
-    for engine in engines:
-        check_engine(engine)
     text, spec = read_run_file(run_file)
     calibrated_text(text, spec, remarks=())  # fail early for a file that cannot take limits
     out = out or run_file.with_name(f"{run_file.stem}.calibrated.toml")
@@ -112,11 +123,14 @@ def calibrate(
         report.mkdir(parents=True, exist_ok=True)
     settings = CalibrationSettings(
         engines=engines,
+        verifier=verifier,
+        device=device,
+        threads=threads,
+        vllm=vllm,
         policy=policy,
         groups=groups,
         cheat_groups=cheat_groups,
         false_rejections=false_rejections,
-        threads=threads,
     )
     found = asyncio.run(run(spec, settings))
     written = [out]

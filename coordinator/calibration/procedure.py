@@ -6,10 +6,11 @@ import asyncio
 import logging
 import random
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -25,16 +26,19 @@ from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_worker
 from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
 from node.client.http import measure_body
+from node.commands.engine_options import prefills_maker
+from node.engines.device import find_device
+from node.engines.vllm_settings import VllmSettings
 from node.environments import check_rewards, load_environment
-from node.policy.file import load_policy, save_policy, write_policy
-from node.policy.models.base import RecurrentForCausalLM
+from node.policy.file import inspect_policy, load_policy, save_policy, write_policy
+from node.policy.models import RECURRENT
 from node.policy.reading import OpenPolicy
 from node.protocol.admission import NOT_FINITE, Finding, judge_gain
 from node.protocol.evidence import add
 from node.protocol.run import LimitsSpec, RunSpec
 from node.protocol.submission import Rollout
 from node.verification.plan import look_if_suspicious
-from node.verification.readings import policy_of, read_by_transformers
+from node.verification.readings import make_prefills, policy_of
 from node.verification.second_look import suspect_gain
 
 log = logging.getLogger(__name__)
@@ -50,14 +54,29 @@ _FIGURES = {"rollout_margin_mean": "margin_mean"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationSettings:
-    """Calibration settings. `policy` None uses the run's first; `false_rejections` None the run's own."""
+    """Calibration settings. `policy` None uses the run's first; `false_rejections` None the run's own.
+
+    `engines` are those of workers, `verifier` is that of the run's verifiers; each is made by
+    `node.commands.engine_options`, with `device`, `threads` and the settings `vllm`.
+    """
 
     engines: Sequence[str] = ("torch",)
+    verifier: str = "torch"
+    device: str = "auto"
+    threads: int | None = None
+    vllm: Mapping[str, Any] = field(default_factory=dict)
     policy: Path | None = None
     groups: int = 128
     cheat_groups: int = 32
     false_rejections: float | None = None
-    threads: int | None = None
+
+    @property
+    def shared_vllm(self) -> Mapping[str, Any]:
+        """The settings of each vLLM: where the verifier is one, it stays while a worker's draws."""
+        if self.verifier != "vllm":
+            return self.vllm
+        utilization = self.vllm.get("gpu_memory_utilization", VllmSettings().gpu_memory_utilization)
+        return {**self.vllm, "gpu_memory_utilization": utilization / 2}
 
 
 async def calibrate(spec: RunSpec, settings: CalibrationSettings) -> CalibrationResult:
@@ -87,20 +106,31 @@ class _Calibration:
         self._folder = folder
 
     async def run(self) -> CalibrationResult:
-        if self._settings.cheat_groups:  # the best-of-eight cheat needs rewards; fail early
+        settings = self._settings
+        if settings.cheat_groups:  # the best-of-eight cheat needs rewards; fail early
             check_rewards([load_environment(environment) for environment in self._spec.environments])
-        self._path = await asyncio.to_thread(_policy_file, self._spec, self._settings.policy, self._folder)
-        self._prefill = await asyncio.to_thread(read_by_transformers, self._path, spec=self._spec)
-        policy = policy_of(self._prefill)
-        assert policy is not None, "it was read in this process"
-        self._policy = policy
-        self._slots = SyntheticSlots(self._spec, policy)
-        recurrent = isinstance(policy.model, RecurrentForCausalLM)
-        if recurrent and "vllm" in self._settings.engines:
-            raise BadConfiguration("vLLM has no models for recurrent policies: calibrate with --engine torch")
-        self._workers = make_workers(self._settings.engines, threads=self._settings.threads, recurrent=recurrent)
+        options = {"device": settings.device, "threads": settings.threads, **settings.shared_vllm}
+        make = prefills_maker(settings.verifier, state=self._folder / "verifier", **options)
+        self._path = await asyncio.to_thread(_policy_file, self._spec, settings.policy, self._folder)
+        blueprint = await asyncio.to_thread(inspect_policy, self._path)
+        recurrent = blueprint.config.model_type in RECURRENT
+        if recurrent and "vllm" in (*settings.engines, settings.verifier):
+            raise BadConfiguration(
+                "vLLM has no models for recurrent policies: calibrate with --engine torch and --verifier torch"
+            )
+        self._slots = SyntheticSlots(self._spec, blueprint)
+        self._workers = make_workers(settings.engines, recurrent=recurrent, **options)
+        prefills = make_prefills(self._spec, make)
+        try:
+            self._prefill = await prefills.prefill(self._path, version=0)
+            return await self._fit()
+        finally:
+            await prefills.close()
+
+    async def _fit(self) -> CalibrationResult:
         if self._spec.proofs.has_sketch:
-            self._spec = await find_step(self._spec, self._farthest_distances, hidden=policy.hidden)
+            hidden = self._prefill.blueprint.hidden
+            self._spec = await find_step(self._spec, self._farthest_distances, hidden=hidden)
         honest = {worker.name: await self._honest(worker) for worker in self._workers}
         self._spec = self._with_limits([work.measured for work in honest.values()])
         held_out = {name: work.held_out for name, work in honest.items()}
@@ -109,6 +139,7 @@ class _Calibration:
             spec=self._spec,
             swarmproof=metadata.version("swarmproof"),
             policy=measure_body(self._path)[0],
+            verifier=self._settings.verifier,
             groups=self._settings.groups,
             largest=_largest([work.measured for work in honest.values()], self._spec.limits),
             honest=[await self._outcome(name, work) for name, work in held_out.items()],
@@ -155,9 +186,13 @@ class _Calibration:
     async def _cheats(self) -> dict[str, _MeasuredWork]:
         if not self._settings.cheat_groups:
             return {}
+        dtype, device = getattr(torch, self._spec.model.dtype), find_device(self._settings.device)
+        policy = policy_of(self._prefill)
+        if policy is None:
+            policy = await asyncio.to_thread(load_policy, self._path, dtype=dtype, device=device)
         attempts = Attempts(
             self._spec,
-            policy=self._policy,
+            policy=policy,
             path=self._path,
             folder=self._folder,
             slots=self._slots,
@@ -189,7 +224,7 @@ class _Calibration:
 
     async def file(self, version: int) -> OpenPolicy:  # noqa: ARG002  (only one policy)
         """Return the policy's file, for second looks."""
-        return await asyncio.to_thread(OpenPolicy, self._path)
+        return await asyncio.to_thread(OpenPolicy, self._path, device=find_device(self._settings.device))
 
 
 def _policy_file(spec: RunSpec, given: Path | None, folder: Path) -> Path:

@@ -86,6 +86,7 @@ def outcome(name: str, groups: Sequence[Group], limits: LimitsSpec, *, second_lo
 class CalibrationResult:
     """A finished calibration: `spec` is the run with its new limits, `policy` the digest of the policy's file.
 
+    `verifier` is the engine that measured.
     `largest` holds the largest honest values behind single-value limits. `honest` are outcomes of groups that no level
     was fitted to; `measured` has every group behind `honest` and `cheats`, by name.
     """
@@ -93,6 +94,7 @@ class CalibrationResult:
     spec: RunSpec
     swarmproof: str
     policy: str
+    verifier: str
     groups: int
     largest: Mapping[str, float]
     honest: Sequence[CheatOutcome]
@@ -105,8 +107,9 @@ class CalibrationResult:
         workers = " and ".join(one.name for one in self.honest)
         return textwrap.wrap(
             f"CalibrationResult by `swarmproof calibrate` {self.swarmproof} from {self.groups} groups of "
-            f"{self.spec.sampling.group_size} of each honest worker ({workers}), every other one fitted, under the "
-            f"policy {self.policy}. Find them anew when the model, its dtype, the proofs or the engines change.",
+            f"{self.spec.sampling.group_size} of each honest worker ({workers}), every other one fitted, measured with "
+            f"{self.verifier} under the policy {self.policy}. Find them anew when the model, its dtype, the proofs or "
+            "the engines change.",
             width=110,
         )
 
@@ -120,6 +123,11 @@ class CalibrationResult:
             for name in single_value_limits(self.spec.proofs)
             if getattr(limits, name) > getattr(defaults, name)
         ]
+        if self.cheats and self.verifier != "torch" and not any(one.name.startswith("torch") for one in self.honest):
+            warnings.append(
+                "Cheats were drawn with torch, whose kernels no level was fitted to, and are caught for those as well: "
+                "calibrate with --engine torch, too."
+            )
         for one in self.honest:
             if one.rejected_groups:
                 warnings.append(
@@ -141,6 +149,7 @@ class CalibrationResult:
                 "swarmproof": self.swarmproof,
                 "out": out,
                 "policy": self.policy,
+                "verifier": self.verifier,
                 "dtype": spec.model.dtype,
                 "group_size": spec.sampling.group_size,
                 "groups": self.groups,

@@ -15,8 +15,8 @@ from coordinator.calibration.measure import draw
 from coordinator.calibration.slots import SyntheticSlots
 from node.commands.engine_options import engine_maker
 from node.engines.base import Engine
+from node.engines.device import find_device
 from node.engines.torch import TorchEngine
-from node.engines.vllm_settings import VllmSettings
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 
@@ -39,8 +39,8 @@ class NoOneDnnEngine(TorchEngine):
     oneDNN is off in the whole process until `close`.
     """
 
-    def __init__(self, spec: RunSpec, *, threads: int = 1) -> None:
-        super().__init__(spec, threads=threads)
+    def __init__(self, spec: RunSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
         self._flags = contextlib.ExitStack()
         self._flags.enter_context(without_onednn())
 
@@ -98,33 +98,33 @@ _KERNELS: Mapping[str, type[TorchEngine]] = {"torch sdpa": TorchEngine, "torch e
 _RECURRENT_KERNELS: Mapping[str, type[TorchEngine]] = {"torch": TorchEngine, "torch without oneDNN": NoOneDnnEngine}
 
 
-def make_workers(engines: Sequence[str], *, threads: int | None, recurrent: bool = False) -> list[HonestWorker]:
-    """Make the workers of each of `engines` ("torch", "vllm"), for a policy with attention or a recurrent one."""
+def make_workers(
+    engines: Sequence[str],
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    recurrent: bool = False,
+    **settings: Any,
+) -> list[HonestWorker]:
+    """Make the workers of each of `engines` ("torch", "vllm"), for a policy with attention or a recurrent one.
+
+    The other arguments are those of `node.commands.engine_options.engine_maker`.
+    """
     workers: list[HonestWorker] = []
     for engine in dict.fromkeys(engines):
         if engine == "torch":
             kernels = _RECURRENT_KERNELS if recurrent else _KERNELS
-            workers += [HonestWorker(name, _torch_maker(made, threads)) for name, made in kernels.items()]
+            own = {"device": find_device(device), "threads": threads or 1}
+            workers += [HonestWorker(name, _torch_maker(made, own)) for name, made in kernels.items()]
         else:
-            workers.append(HonestWorker("vllm", _vllm_maker(threads)))
+            options = {**settings, "device": device, "threads": threads}
+            workers.append(HonestWorker(engine, _engine_maker(engine, options)))
     return workers
 
 
-def _torch_maker(made: type[TorchEngine], threads: int | None) -> Callable[[RunSpec, Path], Engine]:
-    return lambda spec, _: made(spec, threads=threads or 1)
+def _torch_maker(made: type[TorchEngine], options: Mapping[str, Any]) -> Callable[[RunSpec, Path], Engine]:
+    return lambda spec, _: made(spec, **options)
 
 
-def _vllm_maker(threads: int | None) -> Callable[[RunSpec, Path], Engine]:
-    defaults = VllmSettings()
-    settings = {
-        name: getattr(defaults, name)
-        for name in (
-            "max_model_len",
-            "tensor_parallel_size",
-            "gpu_memory_utilization",
-            "kv_cache_gib",
-            "max_num_seqs",
-            "enforce_eager",
-        )
-    }
-    return lambda spec, folder: engine_maker("vllm", threads=threads, state=folder, **settings)(spec)
+def _engine_maker(engine: str, options: Mapping[str, Any]) -> Callable[[RunSpec, Path], Engine]:
+    return lambda spec, folder: engine_maker(engine, state=folder, **options)(spec)

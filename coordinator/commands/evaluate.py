@@ -6,13 +6,14 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
-from node.commands.options import EXISTING_FOLDER, json_option, threads_option
+from node.commands.engine_options import check_engine, engine_maker, engine_options
+from node.commands.options import EXISTING_FOLDER, json_option
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
     from coordinator.training.evaluation import Evaluation
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # imports torch, too slow for --help
     help="0 takes the likeliest token always.  [default: the run's]",
 )
 @seed_option("Draws the problems and the completions: the same seed, the same both.")
-@threads_option("CPU threads.", default=1)
+@engine_options
 @json_option("One line of JSON instead of a table.")
 def evaluate(
     *,
@@ -49,8 +50,9 @@ def evaluate(
     samples: int,
     temperature: float | None,
     seed: int,
-    threads: int,
+    engine: str,
     as_json: bool,
+    **compute: Any,
 ) -> None:
     """Measure what a policy earns on problems that were held out.
 
@@ -67,17 +69,19 @@ def evaluate(
         raise click.UsageError("--version is one of the --trainer's.")
     if temperature is not None and 0 < temperature <= 0.01:
         raise click.UsageError("--temperature is 0 or above 0.01.")
+    check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
     from coordinator.run.definition import read_run_file
     from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 
-    try:
-        settings = EvaluationSettings(
-            problems=problems, samples=samples, temperature=temperature, seed=seed, threads=threads
-        )
-    except ValueError as error:
-        raise click.UsageError(f"{error}.") from error
-    _, spec = read_run_file(run_file)
     with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
+        make_engine = engine_maker(engine, state=Path(folder), **compute)
+        try:
+            settings = EvaluationSettings(
+                problems=problems, samples=samples, temperature=temperature, seed=seed, make_engine=make_engine
+            )
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from error
+        _, spec = read_run_file(run_file)
         file = _published(trainer, version) if trainer is not None else policy_file(spec, policy, Path(folder))
         found = evaluate_policy(file, spec=spec, settings=settings)
     if as_json:

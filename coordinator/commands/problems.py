@@ -14,7 +14,8 @@ import msgspec
 from coordinator.commands.evaluate import policy_file, print_table
 from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
-from node.commands.options import FILE, json_option, threads_option
+from node.commands.engine_options import check_engine, engine_maker, engine_options
+from node.commands.options import FILE, json_option
 from shardcast.files import write_atomically
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # imports torch, too slow for --help
     help="The highest.",
 )
 @seed_option("Draws the completions: the same seed, the same problems are kept.")
-@threads_option("CPU threads.", default=1)
+@engine_options
 @click.option(
     "--out",
     type=FILE,
@@ -62,9 +63,10 @@ def problems(
     lowest: float,
     highest: float,
     seed: int,
-    threads: int,
+    engine: str,
     out: Path | None,
     as_json: bool,
+    **compute: Any,
 ) -> None:
     """Keep the problems that the first policy solves now and then.
 
@@ -77,19 +79,21 @@ def problems(
     """
     if find_spec("tomlkit") is None:
         raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
+    check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
     from coordinator.run.definition import read_run_file
     from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
 
-    try:
-        settings = FilterSettings(
-            count=count, samples=samples, lowest=lowest, highest=highest, seed=seed, threads=threads
-        )
-    except ValueError as error:
-        raise click.UsageError(f"{error}.") from error
-    text, spec = read_run_file(run_file)
-    out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
-    _check_result(text, spec, count=count, out=out)
     with tempfile.TemporaryDirectory(prefix="problems-") as folder:
+        make_engine = engine_maker(engine, state=Path(folder), **compute)
+        try:
+            settings = FilterSettings(
+                count=count, samples=samples, lowest=lowest, highest=highest, seed=seed, make_engine=make_engine
+            )
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from error
+        text, spec = read_run_file(run_file)
+        out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
+        _check_result(text, spec, count=count, out=out)
         found = filter_problems(policy_file(spec, policy, Path(folder)), spec=spec, settings=settings)
     if not as_json:
         _show(found)

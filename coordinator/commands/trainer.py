@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,16 +93,19 @@ def trainer(
     from coordinator.training.trackers import make_tracker, tracker_settings
     from coordinator.training.trainer import TrainerSettings
     from coordinator.training.world import open_world
+    from node.engines.device import find_device
+    from node.engines.torch import TorchEngine
 
-    with open_world(device=device) as world:
+    with open_world(device=find_device(device).type) as world:
         dtype = torch.bfloat16 if autocast else None
+        make_engine = partial(TorchEngine, device=world.device, threads=threads)
         settings = TrainerSettings(
             state=state,
             threads=threads,
             execution=Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute),
             checkpoint_every=checkpoint_every,
             evaluate_every=evaluate_every,
-            evaluation=EvaluationSettings(problems=evaluate_problems, threads=threads),
+            evaluation=EvaluationSettings(problems=evaluate_problems, make_engine=make_engine),
         )
         if not world.is_first:
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,10 +17,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 import msgspec
-import torch
-from torch import Tensor
 
-from node.engines.base import Interrupted, SampleRequest
+from node.engines.base import Engine, Interrupted, MakeEngine, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
 from node.environments import Environment, Problem, check_rewards, load_environment
 from node.episodes.conversation import asking, graded
@@ -29,13 +27,14 @@ from node.policy.file import Blueprint, render_prompt
 from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
-from node.sampling.forced import choose
-from node.sampling.types import Choice
 from shardcast.wire import derive
 
 log = logging.getLogger(__name__)
 
 MAX_COMPLETIONS = 1_000_000
+GREEDY_TEMPERATURE = 1e-6
+"""No noise reaches logits that differ by more than 3e-5: the likeliest token wins, with any engine."""
+
 _IN_FLIGHT = 2 * MAX_ROWS
 _Z_95 = 1.959964
 """97.5 % quantile of the standard normal distribution."""
@@ -46,14 +45,14 @@ class EvaluationSettings:
     """What to draw: `problems` of each environment, `samples` completions of each.
 
     `temperature` None is the run's, 0 is greedy, for which one sample per problem suffices. Raises ValueError for more
-    than MAX_COMPLETIONS of an environment.
+    than MAX_COMPLETIONS of an environment. `make_engine` is called on the event loop that draws.
     """
 
     problems: int = 128
     samples: int = 1
     temperature: float | None = None
     seed: int = 0
-    threads: int = 1
+    make_engine: MakeEngine = TorchEngine
 
     def __post_init__(self) -> None:
         if not 1 <= self.problems * self.samples <= MAX_COMPLETIONS or self.samples < 1:
@@ -102,8 +101,7 @@ def evaluate_policy(
     """Evaluate the policy file `policy` on held-out problems of the environments of `spec`; blocks until done.
 
     `stop` is polled, and raises Interrupted when true. Raises EnvironmentFault or SandboxFailed if this machine cannot
-    compute rewards, PolicyError for the file, and EngineError. Sets torch's number of threads. Must not be called from
-    a running event loop.
+    compute rewards, PolicyError for the file, and EngineError. Must not be called from a running event loop.
     """
     found = [tasks.measured(spec) for tasks in judge_tasks(policy, spec=spec, settings=settings, stop=stop)]
     judged = [(one.reward, one.weight) for one in found if one.reward is not None]
@@ -159,17 +157,12 @@ def _derive(seed: int, environment: int, number: int, *sample: int) -> bytes:
 
 def _drawing(spec: RunSpec, settings: EvaluationSettings) -> RunSpec:
     """Return the run's rules with these settings, and the cheapest proofs, as nobody reads them."""
-    temperature = settings.temperature or spec.sampling.temperature
+    temperature = spec.sampling.temperature if settings.temperature is None else settings.temperature
     return msgspec.structs.replace(
         spec,
-        sampling=msgspec.structs.replace(spec.sampling, temperature=temperature),
+        sampling=msgspec.structs.replace(spec.sampling, temperature=temperature or GREEDY_TEMPERATURE),
         proofs=ProofSpec(scheme="sketch/1", chunk_tokens=4096),
     )
-
-
-def _greedy(logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float) -> Choice:  # noqa: ARG001  (as `choose`)
-    likeliest = torch.log_softmax(logits.detach(), dim=-1).max(dim=-1)
-    return Choice(likeliest.indices, likeliest.values)
 
 
 async def _evaluate(
@@ -181,7 +174,7 @@ async def _evaluate(
     indexes: Sequence[int] | None,
     stop: Callable[[], bool],
 ) -> list[TaskSet]:
-    engine = TorchEngine(spec, threads=settings.threads, choose=_greedy if settings.temperature == 0 else choose)
+    engine = settings.make_engine(spec)
     try:
         await engine.load(policy, version=0)
         found = []
@@ -194,7 +187,7 @@ async def _evaluate(
     return found
 
 
-async def _draw(engine: TorchEngine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
+async def _draw(engine: Engine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
     requests = list(tasks.requests(sampling))
     for start in range(0, len(requests), _IN_FLIGHT):
         if stop():

