@@ -123,10 +123,10 @@ class CalibrationResult:
             for name in single_value_limits(self.spec.proofs)
             if getattr(limits, name) > getattr(defaults, name)
         ]
-        if self.cheats and self.verifier != "torch" and not any(one.name.startswith("torch") for one in self.honest):
+        if self.verifier != "torch" and not any(one.name.startswith("torch") for one in self.honest):
             warnings.append(
-                "Cheats were drawn with torch, whose kernels no level was fitted to, and are caught for those as well: "
-                "calibrate with --engine torch, too."
+                "No level was fitted to torch's kernels: honest workers with torch would be rejected, audits with it "
+                "would disagree, and cheats, which torch draws, are caught for it as well. Add --engine torch."
             )
         for one in self.honest:
             if one.rejected_groups:
