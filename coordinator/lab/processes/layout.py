@@ -243,6 +243,7 @@ def _operator_commands(folder: Path, *, coordinator: int, origin: int, peer: int
         _cli(
             "verifier",
             *("verifier", *data, "--state", str(folder / "verifier"), "--name", "verifier-1", "--source", _url(origin)),
+            *("--device", "cpu"),
             wave=1,
         ),
     ]
@@ -261,7 +262,8 @@ def _bad_relay(url: str, upstream: str, join: tuple[str, ...], *, folder: Path) 
 
 
 def _worker(place: WorkerPlace, join: tuple[str, ...], options: tuple[str, ...], *, engine: str) -> Command:
-    own = ("--state", str(place.state), "--engine", engine)
+    # Many processes of small policies: contexts on a GPU would take more than they bring.
+    own = ("--state", str(place.state), "--engine", engine, *(("--device", "cpu") if engine == "torch" else ()))
     return _cli(place.name, "worker", *join, *own, *options, wave=3)
 
 
