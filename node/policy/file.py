@@ -255,9 +255,9 @@ def load_policy(
 ) -> Policy:
     """Build the policy in `path` on `device`, in `dtype` (None: the file's own), in evaluation mode.
 
-    With `shards`, it is shared out as these say, to their devices. Then every process must call this, reads its own part alone,
-    and raises MalformedPolicy if any does; several do not try a forward pass, which takes more memory than the parts.
-    Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
+    With `shards`, it is shared out as these say, to their devices. Then every process must call this, reads its own
+    part alone, and raises MalformedPolicy if any does; several do not try a forward pass, which takes more memory than
+    the parts. Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
     """
     where: Shards = shards or _Whole(torch.device(device))
     with _reading(path):
