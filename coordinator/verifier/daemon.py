@@ -120,9 +120,7 @@ class Verifier:
         with contextlib.suppress(PolicyUnavailable, DatabaseAway, OSError, Stopped):
             newest = await asyncio.to_thread(cache.newest)
             if newest is not None:
-                prefill = await race(cache.prefill(newest), stop)
-                # Of nothing: an engine that loads on use does so now.
-                await race(asyncio.to_thread(prefill.measure, [], spec=self._home.spec), stop)
+                await race(cache.prefill(newest), stop)
 
     async def _work_until(self, stop: asyncio.Event, cache: PolicyCache) -> None:
         while not stop.is_set():

@@ -53,7 +53,7 @@ class PolicyCache:
         self._home = home
         self._client = client
         self._device = prefills.device
-        self._shelf = PolicyShelf(prefills, memory=memory)
+        self._shelf = PolicyShelf(prefills, spec=home.spec, memory=memory)
         self._metrics = metrics or VerifierMetrics()
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
@@ -71,7 +71,10 @@ class PolicyCache:
         return self._blueprints[version]
 
     async def prefill(self, version: int) -> Prefill:
-        """Return policy `version`, loaded for prefills; raises PolicyUnavailable."""
+        """Return policy `version`, loaded for prefills.
+
+        Raises PolicyUnavailable, and EngineFailed where the engine cannot hold it: no submission can be judged then.
+        """
         if (held := self._shelf.get(version)) is not None:
             return held
         self._metrics.policy_loads.inc()

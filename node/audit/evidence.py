@@ -93,7 +93,7 @@ class EvidenceAuditor:
         self._rules = Rules(self._run_id, self._spec, environments)
         keep = self._spec.sampling.max_version_lead + POLICIES_ON_DISK
         broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep, may_connect=may_connect)
-        self._archive = _Archive(broadcast, make_prefills(self._spec, prefills), memory=policy_memory)
+        self._archive = _Archive(broadcast, make_prefills(self._spec, prefills), spec=self._spec, memory=policy_memory)
 
     async def __aenter__(self) -> Self:
         return self
@@ -186,10 +186,10 @@ class EvidenceAuditor:
 class _Archive:
     """Policies by manifest digest, within `memory` bytes; what failed once is not tried again."""
 
-    def __init__(self, broadcast: Client, prefills: Prefills, *, memory: int) -> None:
+    def __init__(self, broadcast: Client, prefills: Prefills, *, spec: RunSpec, memory: int) -> None:
         self._broadcast = broadcast
         self._prefills = prefills
-        self._shelf = PolicyShelf(prefills, memory=memory)
+        self._shelf = PolicyShelf(prefills, spec=spec, memory=memory)
         self._known: OrderedDict[str, str | PolicyUnavailable] = OrderedDict()
 
     async def close(self) -> None:

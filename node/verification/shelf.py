@@ -11,6 +11,7 @@ from typing import Final
 
 from node.policy.config import ATTENTION
 from node.policy.reading import inspect_once
+from node.protocol.run import RunSpec
 from node.verification.prefill import Prefill, Prefills
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ class PolicyShelf:
     cannot be streamed: one that is larger than `memory` is held alone.
     """
 
-    def __init__(self, prefills: Prefills, *, memory: int) -> None:
-        self._prefills, self._memory = prefills, memory
+    def __init__(self, prefills: Prefills, *, spec: RunSpec, memory: int) -> None:
+        self._prefills, self._spec, self._memory = prefills, spec, memory
         self._held: OrderedDict[Hashable, tuple[Prefill, int]] = OrderedDict()
 
     def get(self, key: Hashable) -> Prefill | None:
@@ -39,7 +40,10 @@ class PolicyShelf:
         return self._held[key][0]
 
     async def load(self, key: Hashable, path: Path, *, version: int) -> Prefill:
-        """Load policy `version` from `path` after making room for it; raises PolicyError."""
+        """Load policy `version` from `path` after making room for it.
+
+        Raises PolicyError, and EngineFailed where the engine cannot hold it.
+        """
         blueprint = await asyncio.to_thread(inspect_once, path)
         size = self._prefills.memory_of(blueprint)
         if streamed := size > self._memory and blueprint.config.model_type in ATTENTION:
@@ -52,6 +56,8 @@ class PolicyShelf:
         while self._held and (self._bytes + size > self._memory or len(self._held) >= MOST_POLICIES):
             self._held.popitem(last=False)
         prefill = await self._prefills.prefill(path, version=version, streamed=streamed)
+        # Of nothing: an engine that loads on use does so now, where its failure is of no submission.
+        await asyncio.to_thread(prefill.measure, [], spec=self._spec)
         self._held[key] = prefill, size
         return prefill
 

@@ -17,13 +17,21 @@ from node.verification.streamed import StreamedPrefill
 PARAMETERS, HEAD = 410_240, 128 * 128
 
 
+def run_of(dtype: str) -> RunSpec:
+    return RunSpec(
+        name="once",
+        environments=(EnvironmentSpec(name="arithmetic"),),
+        model=ModelSpec(dtype=dtype),  # type: ignore[arg-type]
+    )
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return policy_file(sharp_model(1), tmp_path_factory.mktemp("policy"))
 
 
 async def test_the_policies_used_last_stay_within_the_memory(path: Path) -> None:
-    shelf = PolicyShelf(TransformersPrefills(dtype="float32"), memory=2 * 4 * PARAMETERS)
+    shelf = PolicyShelf(TransformersPrefills(dtype="float32"), spec=run_of("float32"), memory=2 * 4 * PARAMETERS)
     first = await shelf.load("first", path, version=0)
     await shelf.load("second", path, version=1)
     assert shelf.get("first") is first
@@ -40,14 +48,14 @@ async def test_a_policy_larger_than_the_memory_is_streamed(path: Path, caplog: p
         (4 * PARAMETERS - 1, StreamedPrefill),
         (0, StreamedPrefill),
     ):
-        shelf = PolicyShelf(TransformersPrefills(dtype="float32"), memory=memory)
+        shelf = PolicyShelf(TransformersPrefills(dtype="float32"), spec=run_of("float32"), memory=memory)
         assert isinstance(await shelf.load("one", path, version=7), kind)
     assert "policy 7 takes 0.0 GiB, more than --policy-memory" in caplog.text
 
 
 async def test_a_streamed_policy_drives_no_other_out(path: Path) -> None:
     """It takes no memory that they could have."""
-    shelf = PolicyShelf(TransformersPrefills(dtype="bfloat16"), memory=0)
+    shelf = PolicyShelf(TransformersPrefills(dtype="bfloat16"), spec=run_of("bfloat16"), memory=0)
     for key in range(MOST_POLICIES):
         await shelf.load(key, path, version=key)
     assert shelf.get(0) is not None
@@ -77,7 +85,7 @@ async def test_a_run_that_is_read_twice_streams_both_readings(path: Path) -> Non
         model=ModelSpec(dtype="bfloat16"),
         limits=LimitsSpec(readings=2),
     )
-    prefill = await PolicyShelf(make_prefills(spec), memory=0).load("one", path, version=0)
+    prefill = await PolicyShelf(make_prefills(spec), spec=spec, memory=0).load("one", path, version=0)
     assert isinstance(prefill, TwoReadings)
     assert isinstance(prefill.rounded, StreamedPrefill)
     assert isinstance(prefill.exact, StreamedPrefill)
