@@ -32,7 +32,7 @@ from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import Checkpoint, LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
-from node.protocol.run import Descriptor
+from node.protocol.run import Descriptor, RunSpec
 from node.verification.judge import JudgedClaim
 from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Rules, always, measure_all, never
