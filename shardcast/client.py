@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 class Client:
     """Client of one run, bound to one event loop; use `async with`, or call `close()`.
 
-    `may_connect` decides which addresses it connects to, e.g. where strangers name the sources.
+    `threads` hash and apply deltas; None takes every core. `may_connect` decides which addresses it connects to, e.g.
+    where strangers name the sources.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Client:
         state_dir: Path | str,
         *,
         keep: int = 3,
+        threads: int | None = None,
         poll_s: float = 10.0,
         limits: Limits = DEFAULT_LIMITS,
         download_limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
@@ -82,6 +84,7 @@ class Client:
             transport=self._transport,
             archived=self._archived,
             mirror_deltas=False,
+            threads=threads,
             limits=download_limits,
         )
         self._saved_version = self._trust.version

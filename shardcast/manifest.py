@@ -118,6 +118,11 @@ class Manifest(Wire, frozen=True, kw_only=True):
         """Every payload of this version, the result first."""
         return (self.full, *(delta.payload for delta in self.deltas))
 
+    @property
+    def folded_delta(self) -> Delta | None:
+        """The delta that reaches furthest back; None without deltas."""
+        return min(self.deltas, key=lambda delta: delta.base_version, default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shardcast.errors import LocalFault
+from shardcast.errors import LocalFault, ShardcastError
 from shardcast.manifest import (
     DEFAULT_LIMITS,
     Delta,
@@ -32,7 +32,9 @@ from shardcast.manifest import (
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
 from shardcast.serve.server import make_app
 from shardcast.serve.state import Announced, ServedState
+from shardcast.store.archive import archive
 from shardcast.store.staging import Staged, chunk_bytes_for, stage
+from shardcast.store.threads import threads_or_all
 from shardcast.store.versions import KEPT_DELTAS, Store
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,9 @@ class Origin:
     A head lives for `head_lifetime_s` and is re-signed after `head_refresh_s`: the first bounds how long a withholding
     relay goes unnoticed, the second how far the clocks of a relay tree may lag. `announced` is the newest version that
     others may have heard of (-1 for none, None for all): a later one in the store was interrupted while publishing, and
-    is announced once it is published again.
+    is announced once it is published again. Of versions beyond `keep` nothing stays; beyond `keep_whole` only deltas do
+    where they reproduce it (`shardcast.store.archive`), which is found out after each publication, in a thread of its
+    own. `threads` hash and encode; None takes every core.
     """
 
     def __init__(
@@ -71,12 +75,14 @@ class Origin:
         *,
         chunk_bytes: int | None = None,
         keep: int | None = None,
+        keep_whole: int | None = None,
         quota_bytes: int | None = None,
         manifest_lifetime_s: int = 90 * 86400,
         head_lifetime_s: int = 60,
         head_refresh_s: float = 5.0,
         announced: int | None = None,
         deltas: DeltaSettings = DEFAULT_DELTA_SETTINGS,
+        threads: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -86,7 +92,10 @@ class Origin:
         self.publisher_key = key.public_key().public_bytes_raw()
         self._key, self._limits, self._clock = key, limits, clock
         self._chunk_bytes, self._manifest_lifetime_s = chunk_bytes, manifest_lifetime_s
-        self._deltas = deltas
+        self._deltas, self._threads = deltas, threads_or_all(threads)
+        self._keep_whole = keep_whole
+        self._archiving = concurrent.futures.ThreadPoolExecutor(1, "shardcast-archive")
+        self._stopping = threading.Event()
         self._head_lifetime_s, self._head_refresh_s = head_lifetime_s, head_refresh_s
         self._publishing = threading.Lock()
         self._head: tuple[Head, bytes] | None = None
@@ -104,6 +113,8 @@ class Origin:
         self._latest = announced_versions[-1] if announced_versions else None
 
     def close(self) -> None:
+        self._stopping.set()
+        self._archiving.shutdown(cancel_futures=True)
         self.store.close()
 
     def publish(
@@ -128,7 +139,7 @@ class Origin:
                 chunk_bytes = held.manifest.full.chunk_bytes
             else:
                 chunk_bytes = self._chunk_bytes or chunk_bytes_for(Path(path))
-            staged = stage(Path(path), self.store.incoming / "result", chunk_bytes=chunk_bytes, limits=self._limits)
+            staged = self._stage(Path(path), self.store.incoming / "result", chunk_bytes)
             try:
                 if held is None:
                     held = self._add(staged, version)
@@ -141,6 +152,8 @@ class Origin:
             if self._latest is None or self._latest.manifest.version < version:
                 self._latest = held
                 logger.info("published version %d as %s", version, held.digest[:16])
+            if self._keep_whole is not None:
+                self._archiving.submit(self._archive, self._keep_whole)
             return held.digest
 
     def head(self) -> Announced | None:
@@ -165,6 +178,18 @@ class Origin:
             expires_at=now + self._head_lifetime_s,
         )
         return head, seal_head(head, self._key)
+
+    def _archive(self, keep: int) -> None:
+        try:
+            archive(
+                self.store,
+                keep=keep,
+                fold_every=self._deltas.fold_every,
+                threads=self._threads,
+                stopping=self._stopping,
+            )
+        except (ShardcastError, OSError) as error:  # tried again after the next publication
+            logger.warning("old versions stay whole for now: %s", error)
 
     def _add(self, staged: Staged, version: int) -> SignedManifest:
         now = int(self._clock())
@@ -192,10 +217,13 @@ class Origin:
         if (staged.payload, staged.digest) != (manifest.full, manifest.result_digest):
             raise LocalFault(f"version {manifest.version} was published with other bytes", code="version_conflict")
         result = self.store.result(held)
-        result.check()
+        result.check(self._threads)
         for index in result.missing():
             result.write(index, staged.read(index))
         self.store.finish(result, held)
+
+    def _stage(self, source: Path, target: Path, chunk_bytes: int) -> Staged:
+        return stage(source, target, chunk_bytes=chunk_bytes, limits=self._limits, threads=self._threads)
 
     def _find_deltas(self, staged: Staged, version: int) -> list[tuple[Delta, Staged]]:
         """Encode the deltas that are worth their bytes, the one from the previous version first."""
@@ -208,7 +236,8 @@ class Origin:
         # Relays fetch every delta: their total must stay below the result's size.
         budget = int(self._deltas.max_share_of_full * staged.payload.payload_bytes)
         for manifest, file in {candidate[0].version: candidate for candidate in (*earlier[:1], *anchors[:1])}.values():
-            file.check()  # readers hold what was published: a delta from a damaged file would be of no use to them
+            # Readers hold what was published: a delta from a damaged file would be of no use to them.
+            file.check(self._threads)
             if (base := file.path) is None or manifest.full.payload_bytes != staged.payload.payload_bytes:
                 continue
             path = self.store.incoming / f"delta-{manifest.version}"
@@ -219,11 +248,12 @@ class Origin:
                 path,
                 chunk_bytes=full.chunk_bytes,
                 max_bytes=budget,
+                threads=self._threads,
             )
             if size_bytes is not None:
                 budget -= size_bytes
                 chunk_bytes = min(full.chunk_bytes, chunk_bytes_for(path))
-                staged_delta = stage(path, path.with_suffix(".cut"), chunk_bytes=chunk_bytes, limits=self._limits)
+                staged_delta = self._stage(path, path.with_suffix(".cut"), chunk_bytes)
                 path.unlink()
                 entry = Delta(base=manifest.result_digest, base_version=manifest.version, payload=staged_delta.payload)
                 found.append((entry, staged_delta))

@@ -44,6 +44,7 @@ class Relay:
         publisher_key: bytes,
         keep: int | None = 3,
         quota_bytes: int | None = None,
+        threads: int | None = None,
         poll_s: float = 5.0,
         limits: Limits = DEFAULT_LIMITS,
         download_limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
@@ -73,6 +74,7 @@ class Relay:
             transport=self._transport,
             archived=self._archived,
             mirror_deltas=True,
+            threads=threads,
             limits=download_limits,
         )
         self._saved_version = self._trust.version

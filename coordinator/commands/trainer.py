@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @run_key_option
 @own_state_option
 @listen_options(8710)
-@threads_option("CPU threads for torch.", default=1)
+@threads_option("CPU threads: torch's, 1 by default; and those that hash and encode policies, by default every core.")
 @execution_options
 @number_option(
     "--checkpoint-every",
@@ -48,6 +48,12 @@ if TYPE_CHECKING:
 )
 @tracker_options
 @evaluation_options
+@click.option(
+    "--keep-versions",
+    type=click.IntRange(min=1),
+    metavar="COUNT",
+    help="Newest policies that stay on disk whole; older ones as deltas.  [default: all]",
+)
 @serving_options
 @metrics_options
 def trainer(
@@ -56,7 +62,7 @@ def trainer(
     database_url: str | None,
     key: Path,
     state: Path,
-    threads: int,
+    threads: int | None,
     metrics_host: str,
     metrics_port: int | None,
     row_tokens: int,
@@ -69,6 +75,7 @@ def trainer(
     wandb: str | None,
     evaluate_every: int,
     evaluate_problems: int,
+    keep_versions: int | None,
     **serving: Any,
 ) -> None:
     """Train on what was admitted, and publish each policy.
@@ -98,10 +105,11 @@ def trainer(
 
     with open_world(device=find_device(device).type) as world:
         dtype = torch.bfloat16 if autocast else None
-        make_engine = partial(TorchEngine, device=world.device, threads=threads)
+        torch_threads = threads or 1
+        make_engine = partial(TorchEngine, device=world.device, threads=torch_threads)
         settings = TrainerSettings(
             state=state,
-            threads=threads,
+            threads=torch_threads,
             execution=Execution(world=world, row_tokens=row_tokens, autocast=dtype, recompute=recompute),
             checkpoint_every=checkpoint_every,
             evaluate_every=evaluate_every,
@@ -110,7 +118,7 @@ def trainer(
         if not world.is_first:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the first process says when it is over
-            torch.set_num_threads(threads)
+            torch.set_num_threads(torch_threads)
             Team(state, settings.execution).follow()
             return
         home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
@@ -125,6 +133,7 @@ def trainer(
                 tracker=tracker,
                 metrics_at=(metrics_host, metrics_port),
                 serving=serving,
+                broadcast={"keep_whole": keep_versions, "threads": threads},
             )
         finally:
             tracker.close()
@@ -138,6 +147,7 @@ def _train(
     tracker: Tracker,
     metrics_at: tuple[str, int | None],
     serving: dict[str, Any],
+    broadcast: dict[str, Any],
 ) -> None:
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics.roles import TrainerMetrics, role_registry
@@ -154,6 +164,7 @@ def _train(
         home.run_id,
         # A policy that is stored but not in the log yet must not be heard of.
         announced=-1 if recorded is None else recorded,
+        **broadcast,
     )
     host, port = serving.pop("host"), serving.pop("port")
     server = OriginServer(origin, host, port, limits=server_limits(**serving))

@@ -57,7 +57,7 @@ _MAX_OVERHEAD_BYTES = MAX_SEGMENTS * 64
 _MIN_WINDOW_BYTES = 4 * MIB
 
 
-def encode(base: Path, result: Path, delta: Path, *, chunk_bytes: int, max_bytes: int, threads: int = 2) -> int | None:
+def encode(base: Path, result: Path, delta: Path, *, chunk_bytes: int, max_bytes: int, threads: int = 1) -> int | None:
     """Write the delta from `base` to `result` at `delta` and return its size in bytes.
 
     Returns None and leaves no file if it would exceed `max_bytes` or the inputs differ in size. Output does not depend

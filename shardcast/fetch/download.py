@@ -27,7 +27,7 @@ from shardcast.store.payload_file import PayloadFile
 logger = logging.getLogger(__name__)
 
 REFUSALS_BELIEVED = 3
-"""Consecutive refusals by every source that end a download; a single one may come from a lagging relay."""
+"""Consecutive refusals by every source that is there; a single one may come from a lagging relay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,8 @@ class Download:
         self._resorts = False
         # Spread out: the workers of a slow tree must not all turn to the operator's sources in one second.
         self._last_resort_s = limits.last_resort_s * random.uniform(1.0, 2.0)
-        self._refusals = Counter[str]()
+        self._refusals = Counter[str]()  # and sources that cannot be reached, which say nothing else
+        self._is_refused = False
 
     async def run(self) -> None:
         """Fetch everything missing. On a stall raises TooSlow, Unreachable or the sources' last error; raises a disk's
@@ -269,7 +270,8 @@ class Download:
                 self._sources.lagged(attempt.url, now)
             else:
                 self._sources.failed(attempt.url, error, now, of_chunk=True)
-            self._refusals[attempt.url] += error.code == "not_served"
+            self._is_refused |= error.code == "not_served"
+            self._refusals[attempt.url] += error.code == "not_served" or isinstance(error, Unreachable)
             if attempt.index in self._missing and not self._is_running(attempt.index):
                 self._waiting[attempt.index % self._stripes].appendleft(attempt.index)
         else:
@@ -280,6 +282,7 @@ class Download:
             return
         self._missing.discard(attempt.index)
         self._refusals.clear()
+        self._is_refused = False
         self._last_progress = time.monotonic()
         self._resorts = attempt.url in self._sources.last_resort
         self._arrived(self._payload.chunk_length(attempt.index))
@@ -301,7 +304,7 @@ class Download:
     def _raise_if_stalled(self) -> None:
         if not self._missing:
             return
-        if self._sources.urls and all(self._refusals[url] >= REFUSALS_BELIEVED for url in self._sources.urls):
+        if self._is_refused and all(self._refusals[url] >= REFUSALS_BELIEVED for url in self._sources.urls):
             raise NotServed("no source has this payload", code="not_served")
         if time.monotonic() - self._last_progress < self._limits.stall_s:
             return

@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from shardcast.codec.delta_routes import Hop, cheapest
-from shardcast.errors import CorruptChunk, LocalFault, ShardcastError
+from shardcast import wire
+from shardcast.codec.delta_routes import MAX_HOPS, Hop, cheapest
+from shardcast.errors import CorruptChunk, LocalFault, NetworkFault, PeerFault, ShardcastError
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
+from shardcast.fetch.hedging import first_accepted
 from shardcast.fetch.sources import Sources
 from shardcast.fetch.transport import Transport
-from shardcast.manifest import DIGEST_BYTES, SignedManifest
+from shardcast.manifest import DIGEST_BYTES, Payload, SignedManifest
 from shardcast.store.patching import patch
 from shardcast.store.payload_file import PayloadFile
+from shardcast.store.threads import threads_or_all
 from shardcast.store.versions import Store
 
 logger = logging.getLogger(__name__)
@@ -118,8 +122,10 @@ class Fetcher:
         transport: Transport,
         archived: ArchivedManifest,
         mirror_deltas: bool,
+        threads: int | None = None,
         limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
     ) -> None:
+        self._threads = threads_or_all(threads)
         self._store, self._sources, self._transport = store, sources, transport
         self._archived, self._limits = archived, limits
         self.mirror_deltas = mirror_deltas
@@ -132,7 +138,7 @@ class Fetcher:
         async with self._lock_for(signed.digest):
             with self._pinned(signed), self._metered(signed, report) as meter:
                 result = await asyncio.to_thread(self._store.result, signed)
-                await asyncio.to_thread(result.check)
+                await asyncio.to_thread(result.check, self._threads)
                 if self.mirror_deltas:
                     self._mirror_deltas(signed, meter)
                 if not result.is_complete():
@@ -204,13 +210,73 @@ class Fetcher:
         await asyncio.to_thread(self._reuse, signed, result)
         if result.is_complete():
             return
-        await self._follow_deltas(signed, result, meter)
+        await self._follow_deltas(signed, result, meter, less_than=MAX_SHARE_OF_FULL * result.missing_bytes)
         if result.is_complete():
             self.fetched.by_delta += 1
             return
-        self.fetched.in_full += 1
+        try:
+            await self._download_in_full(result, meter)
+        except NetworkFault:
+            if not await self._obtain_base(signed, meter):
+                raise
+            await self._follow_deltas(signed, result, meter, less_than=math.inf)
+            if not result.is_complete():
+                raise
+
+    async def _download_in_full(self, result: PayloadFile, meter: _Meter) -> None:
         meter.expect(result)
         await self._download(result, meter, self._limits)
+        self.fetched.in_full += 1
+
+    # -- versions that are kept as deltas (`shardcast.store.archive`)
+
+    async def _obtain_base(self, signed: SignedManifest, meter: _Meter) -> bool:
+        """Fetch the nearest version that is served in full of those that folded deltas lead from; False if none is."""
+        try:
+            async with asyncio.timeout(ROUTE_TIMEOUT_S):
+                base = await self._find_served_base(signed)
+        except TimeoutError:
+            return False
+        if base is None:
+            return False
+        with self._pinned(base):
+            await asyncio.to_thread(self._store.add_manifest, base, only_manifest=True)
+            result = await asyncio.to_thread(self._store.result, base)
+            await asyncio.to_thread(result.check, self._threads)
+            if not result.is_complete():
+                await self._download_in_full(result, meter)
+            await asyncio.to_thread(self._store.finish, result, base)
+        return True
+
+    async def _find_served_base(self, signed: SignedManifest) -> SignedManifest | None:
+        for _ in range(MAX_HOPS):
+            delta = signed.manifest.folded_delta
+            base = None if delta is None else await self._manifest_or_none(delta.base_version)
+            if delta is None or base is None or base.manifest.result_digest != delta.base:
+                return None
+            if await self._is_served(base.manifest.full):
+                return base
+            signed = base
+        return None
+
+    async def _is_served(self, payload: Payload) -> bool:
+        """Return whether any source has the first chunk. Who has not is not to blame, and does not back off."""
+
+        async def ask(url: str) -> None:
+            chunk = memoryview(bytearray(payload.chunk_length(0)))
+            await self._transport.chunk(url, payload.digest, 0, into=chunk, wait_s=0.0)
+            if wire.digest(chunk) != payload.chunk_digest(0):
+                raise CorruptChunk(f"digest mismatch: {len(chunk)} bytes are not chunk 0")
+
+        def failed(url: str, error: ShardcastError) -> None:
+            if isinstance(error, PeerFault):
+                self._sources.failed(url, error, time.monotonic(), of_chunk=True)
+
+        try:
+            await first_accepted(self._sources.by_promise(time.monotonic()), ask, failed=failed)
+        except (NetworkFault, PeerFault):
+            return False
+        return True
 
     def _reuse(self, signed: SignedManifest, result: PayloadFile) -> None:
         """Copy equal chunks from the newest held version (e.g. layers that are not trained)."""
@@ -229,7 +295,9 @@ class Fetcher:
 
     # -- deltas
 
-    async def _follow_deltas(self, signed: SignedManifest, result: PayloadFile, meter: _Meter) -> None:
+    async def _follow_deltas(
+        self, signed: SignedManifest, result: PayloadFile, meter: _Meter, *, less_than: float
+    ) -> None:
         """Apply deltas from a held version; chunks that come out wrong stay missing."""
         full = signed.manifest.full
         held = await asyncio.to_thread(self._store.whole_results)
@@ -239,10 +307,9 @@ class Fetcher:
             if other.manifest.full.payload_bytes == full.payload_bytes and other.digest != signed.digest
         }
         versions = {digest: other.manifest.version for digest, (other, _) in bases.items()}
-        budget = MAX_SHARE_OF_FULL * result.missing_bytes
         try:
             async with asyncio.timeout(ROUTE_TIMEOUT_S):
-                chain = await cheapest(signed, versions, less_than=budget, manifest_of=self._manifest_or_none)
+                chain = await cheapest(signed, versions, less_than=less_than, manifest_of=self._manifest_or_none)
         except TimeoutError:
             logger.warning(
                 "version %d: no delta chain found within %.0f s; fetching in full",
@@ -282,7 +349,8 @@ class Fetcher:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return await asyncio.to_thread(patch, base, [file.finish() for file in files], result)
+        paths = [file.finish() for file in files]
+        return await asyncio.to_thread(patch, base, paths, result, threads=self._threads)
 
     async def _manifest_or_none(self, version: int) -> SignedManifest | None:
         try:
@@ -300,7 +368,7 @@ class Fetcher:
             if self._store.get(hop.signed.manifest.version) is None:
                 await asyncio.to_thread(self._store.add_manifest, hop.signed, only_manifest=True)
             file = await asyncio.to_thread(self._store.delta, hop.signed, hop.index)
-            await asyncio.to_thread(file.check)
+            await asyncio.to_thread(file.check, self._threads)
             if not file.is_complete():
                 meter.expect(file)
                 patience = replace(self._limits, stall_s=min(DELTA_STALL_S, self._limits.stall_s))

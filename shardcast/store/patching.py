@@ -1,27 +1,57 @@
-"""Reconstruct a result from a base and a chain of deltas in one pass, without intermediate files."""
+"""Reconstruct a result from a base and a chain of deltas in one pass, without intermediate files.
+
+Windows are decoded by several threads (decoding releases the GIL most of the time), one window each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from shardcast import wire
 from shardcast.errors import CorruptChunk
+from shardcast.manifest import Payload
 from shardcast.store.payload_file import PayloadFile
 
-THREADS = 2
-"""One window per thread: decoding releases the GIL most of the time."""
 
-
-def patch(base: PayloadFile, deltas: Sequence[Path], result: PayloadFile) -> int:
+def patch(base: PayloadFile, deltas: Sequence[Path], result: PayloadFile, *, threads: int = 1) -> int:
     """Apply `deltas` to `base` in order, write the chunks of `result`, and return how many mismatched their digest.
 
     Mismatching chunks are not written. Raises Malformed "bad_delta", and LocalFault for this disk.
     """
+
+    def write(index: int, chunk: memoryview) -> bool:
+        if not result.holds(index):
+            try:
+                result.write(index, chunk)
+            except CorruptChunk:
+                return False
+        return True
+
+    return _apply(base, deltas, result.payload, write, threads)
+
+
+def count_mismatches(base: PayloadFile, deltas: Sequence[Path], full: Payload, *, threads: int) -> int:
+    """Apply `deltas` to `base` in memory and return how many chunks of `full` come out wrong; raises as `patch`."""
+
+    def compare(index: int, chunk: memoryview) -> bool:
+        return wire.digest(chunk) == full.chunk_digest(index)
+
+    return _apply(base, deltas, full, compare, threads)
+
+
+def _apply(
+    base: PayloadFile,
+    deltas: Sequence[Path],
+    full: Payload,
+    accept: Callable[[int, memoryview], bool],
+    threads: int,
+) -> int:
+    """Give every chunk that comes out to `accept`, by index; return how many it did not accept."""
     from shardcast.codec.delta import DeltaFile  # noqa: PLC0415  brings numpy, 20 MiB that most processes never need
 
-    full = result.payload
     with ExitStack() as stack:
         opened = [
             stack.enter_context(DeltaFile.open(path, result_bytes=full.payload_bytes, chunk_bytes=full.chunk_bytes))
@@ -37,25 +67,13 @@ def patch(base: PayloadFile, deltas: Sequence[Path], result: PayloadFile) -> int
             for delta in opened:
                 if delta.changed(window):
                     data = delta.apply(window, data)
-            return _write(result, start, data)
+            view, first = memoryview(data), start // full.chunk_bytes
+            offsets = range(0, len(data), full.chunk_bytes)
+            return sum(not accept(first + i, view[at : at + full.chunk_bytes]) for i, at in enumerate(offsets))
 
-        pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
         try:
             return sum(pool.map(patch_window, range(opened[0].window_count)))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _write(result: PayloadFile, start: int, data: bytes | bytearray) -> int:
-    """Write a window's chunks, `start` being the first's offset; return how many mismatched their digest."""
-    size, wrong, view = result.payload.chunk_bytes, 0, memoryview(data)
-    for at in range(0, len(data), size):
-        index = (start + at) // size
-        if result.holds(index):
-            continue
-        try:
-            result.write(index, view[at : at + size])
-        except CorruptChunk:
-            wrong += 1
-    return wrong

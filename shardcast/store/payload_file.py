@@ -15,8 +15,9 @@ import errno
 import os
 import struct
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,10 +173,12 @@ class PayloadFile:
         """Mark every held chunk as verified; only for whoever hashed it while writing."""
         self._states[:] = self._states.replace(bytes([_UNCHECKED]), bytes([_VERIFIED]))
 
-    def check(self) -> None:
+    def check(self, threads: int = 1) -> None:
         """Verify every unverified chunk; damaged ones count as missing."""
-        for index in self._indices(_UNCHECKED):
-            self.verify(index)
+        unchecked = list(self._indices(_UNCHECKED))
+        if unchecked:
+            with ThreadPoolExecutor(threads) as pool:
+                deque(pool.map(self.verify, unchecked), maxlen=0)
 
     # -- closing
 

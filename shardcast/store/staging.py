@@ -15,9 +15,6 @@ from shardcast.errors import LocalFault
 from shardcast.files import as_local_fault, write_all
 from shardcast.manifest import DIGEST_BYTES, KIB, MIB, Limits, Payload
 
-THREADS = 2
-"""Hashing and writing release the GIL."""
-
 CHUNKS_PER_PAYLOAD = 128
 """Minimum pipeline steps of a transfer through a relay tree: each hop adds the time of one chunk."""
 
@@ -49,20 +46,25 @@ def chunk_bytes_for(path: Path) -> int:
     return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << (largest.bit_length() - 1)))
 
 
-def stage(source: Path, target: Path, *, chunk_bytes: int, limits: Limits) -> Staged:
-    """Copy `source` to `target` in one pass, in bounded memory. Raises LocalFault "empty", "too_large", "disk_full"."""
+def stage(source: Path, target: Path, *, chunk_bytes: int, limits: Limits, threads: int = 1) -> Staged:
+    """Copy `source` to `target` in one pass, in memory of 3 chunks for each of `threads`, which hash and write.
+
+    Raises LocalFault "empty", "too_large", "disk_full".
+    """
     try:
         with source.open("rb", buffering=0) as file, target.open("wb") as copy:
-            payload, digest = _copy(file.readinto, copy.fileno(), chunk_bytes, limits)
+            payload, digest = _copy(file.readinto, copy.fileno(), chunk_bytes, limits, threads)
             return Staged(target, payload, digest)
     except OSError as error:
         raise as_local_fault(error, source) from error
 
 
-def _copy(readinto: Callable[[memoryview], int], copy: int, chunk_bytes: int, limits: Limits) -> tuple[Payload, str]:
-    whole, digests, size_bytes = blake3(), bytearray(), 0
+def _copy(
+    readinto: Callable[[memoryview], int], copy: int, chunk_bytes: int, limits: Limits, threads: int
+) -> tuple[Payload, str]:
+    whole, digests, size_bytes = blake3(max_threads=threads), bytearray(), 0
     under_way = deque[Future[bytes]]()
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         while data := _read_chunk(readinto, chunk_bytes):
             if len(digests) // DIGEST_BYTES + len(under_way) >= limits.max_chunks:
                 raise LocalFault(f"the file is too large for chunks of {chunk_bytes} bytes", code="too_large")
@@ -71,7 +73,7 @@ def _copy(readinto: Callable[[memoryview], int], copy: int, chunk_bytes: int, li
             if size_bytes > limits.max_payload_bytes:
                 raise LocalFault(f"the file has more than {limits.max_payload_bytes} bytes", code="too_large")
             whole.update(data)
-            while len(under_way) > 2 * THREADS:
+            while len(under_way) > 2 * threads:
                 digests += under_way.popleft().result()
         for done in under_way:
             digests += done.result()

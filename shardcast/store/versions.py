@@ -210,6 +210,13 @@ class Store:
             self._trim()
         return path
 
+    def discard_result(self, signed: SignedManifest) -> None:
+        """Delete a held version's result, complete or not, unless it is pinned; its manifest and deltas stay."""
+        with self._lock:
+            held = self._held.get(signed.manifest.version)
+            if held is not None and signed.manifest.version not in self._pinned and held.full in held.wanted:
+                self._discard(held, held.full)
+
     def discard_deltas(self, signed: SignedManifest) -> None:
         """Delete a held version's deltas unless it is pinned; for a client that serves nobody."""
         with self._lock:

@@ -1,0 +1,77 @@
+"""Old versions that an origin keeps as deltas reach whoever asks for them: auditors, and verifiers that are behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcast import DeltaSettings
+from shardcast.errors import NetworkFault
+from tests.support.waiting import eventually
+
+SIZE = 600_000
+LAST = 13
+STAYING = {0, 8, 12, 13}
+
+
+def contents(version: int) -> bytes:
+    data = bytearray(random.Random(0).randbytes(SIZE))
+    for at in range(version):
+        data[at * 1000] ^= 0xFF
+    return bytes(data)
+
+
+def whole(folder: Path) -> set[int]:
+    return {int(path.name.split("-")[0]) for path in (folder / "versions").glob("*.bin")}
+
+
+async def archived(swarm: Any, *, last: int = LAST, staying: set[int] = STAYING) -> tuple[str, Any]:
+    """Start an origin with versions 0 to `last`, of which only `staying` are whole."""
+    url, server = swarm.origin(deltas=DeltaSettings(fold_every=2), keep_whole=1)
+    path = swarm.folder / "file"
+    for version in range(last + 1):
+        path.write_bytes(contents(version))
+        await asyncio.to_thread(server.publish, path, version=version)
+    await eventually(lambda: whole(swarm.folder / "origin") == staying)
+    return url, server
+
+
+async def test_every_old_version_can_be_fetched(swarm: Any) -> None:
+    url, _ = await archived(swarm)
+    for version in (13, 1, 7, 11, 5, 0, 9):
+        client = swarm.client(url, name=f"client-{version}", keep=1)
+        path = await client.fetch_archived(version, timeout_s=60)
+        assert path.read_bytes() == contents(version)
+        assert whole(swarm.folder / f"client-{version}") == {version}
+        assert client.fetched.bytes_in < 1.1 * SIZE, "one whole version, and deltas"
+
+
+async def test_an_auditor_of_all_versions_fetches_one_whole(swarm: Any) -> None:
+    url, _ = await archived(swarm)
+    client = swarm.client(url)
+    for version in range(1, 8):
+        path = await client.fetch_archived(version, timeout_s=60)
+        assert path.read_bytes() == contents(version)
+    assert client.fetched.bytes_in < 1.2 * SIZE
+
+
+async def test_a_relay_that_is_away_does_not_hide_the_way(swarm: Any) -> None:
+    url, _ = await archived(swarm)
+    client = swarm.client("http://127.0.0.1:9", url)
+    assert (await client.fetch_archived(5, timeout_s=60)).read_bytes() == contents(5)
+
+
+async def test_a_version_whose_base_is_gone_is_refused(swarm: Any) -> None:
+    """Without a whole version at the end of the deltas there is nothing to apply them to."""
+    url, _ = await archived(swarm, last=3, staying={0, 2, 3})
+    (base,) = (swarm.folder / "origin" / "versions").glob("0-*.bin")
+    base.unlink()
+    client = swarm.client(url)
+    with pytest.raises(NetworkFault):
+        await client.fetch_archived(1, timeout_s=60)
+    assert whole(swarm.folder / "client") == set()
+    assert list((swarm.folder / "client" / "deltas").iterdir()) == []
