@@ -132,6 +132,7 @@ def verifier(
     from coordinator.verifier.daemon import Verifier, VerifierSettings
     from coordinator.verifier.evidence import EvidenceLimits
     from node.runtime.metrics import serving_metrics
+    from shardcast.serve.metrics import DiskCollector
 
     make_prefills = prefills_maker(engine, device=device, threads=threads, state=state, **settings)
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
@@ -148,6 +149,7 @@ def verifier(
     )
     name_process(run=home.run_id, name=name)
     registry = role_registry("verifier", home, state=state)
+    registry.register(DiskCollector(state))
 
     async def work() -> None:
         await Verifier(home, chosen, VerifierMetrics(registry)).run(stop_on_signals())

@@ -25,7 +25,15 @@ from node.commands.invite import invite, invite_option
 from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
-from node.commands.options import FILE, json_option, key_option, listen_options, metrics_options, state_option
+from node.commands.options import (
+    FILE,
+    json_option,
+    key_option,
+    listen_options,
+    metrics_options,
+    state_option,
+    threads_option,
+)
 from node.commands.peer import peer
 from node.commands.receipt import receipt
 from node.commands.serving_options import server_limits, serving, serving_options, worker_serving_options
@@ -170,6 +178,7 @@ def worker(
     from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
     from node.worker.metrics import WORKER, StatusProbe
     from node.worker.view.watching import WorkerIdentity, observe_worker
+    from shardcast.serve.metrics import DiskCollector
 
     folder = _state_folder(state, join.run_id, "worker")
     node_key = load_or_create_key(key or folder / "key")
@@ -186,6 +195,7 @@ def worker(
                 join=join_settings,
                 state=folder,
                 slots=slots,
+                threads=options["threads"],
                 grace_seconds=grace,
                 once=once,
                 serving=own,
@@ -196,6 +206,7 @@ def worker(
             make_engine = engine_maker(engine, state=folder, **options)
             probe = StatusProbe(observer)
             registry.register(StatusCollector(WORKER, probe))
+            registry.register(DiskCollector(folder / "shardcast"))
             await run_worker(settings, key=node_key, make_engine=make_engine, stop=stop, observer=probe)
 
     name_process(run=join.run_id, node=node_id(node_key))
@@ -220,6 +231,7 @@ def worker(
 @click.option(
     "--quota-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB", help="Most disk to use, else any."
 )
+@threads_option("CPU threads that check and compute policies.  [default: every core]")
 @serving_options
 @metrics_options
 def relay(
@@ -232,6 +244,7 @@ def relay(
     public_url: str | None,
     upstreams: tuple[str, ...],
     quota_gb: float | None,
+    threads: int | None,
     max_rate: float | None,
     connections_per_address: int,
     metrics_host: str,
@@ -260,6 +273,7 @@ def relay(
         public_url=public_url,
         upstreams=upstreams,
         quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
+        threads=threads,
         server_limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
     )
 

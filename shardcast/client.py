@@ -36,6 +36,9 @@ from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
 from shardcast.serve.server import make_app
 from shardcast.serve.state import Announced, ServedState
+from shardcast.store.disk import RoomCheck
+from shardcast.store.rewind import Rewinds
+from shardcast.store.threads import threads_or_all
 from shardcast.store.versions import KEPT_DELTAS, Store
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
@@ -45,8 +48,10 @@ logger = logging.getLogger(__name__)
 class Client:
     """Client of one run, bound to one event loop; use `async with`, or call `close()`.
 
-    `threads` hash and apply deltas; None takes every core. `may_connect` decides which addresses it connects to, e.g.
-    where strangers name the sources.
+    Of the `keep` versions that were used last each is a whole file; with `rewind` only the newest and the last `spare`
+    that were fetched are, and the others of that many newest ones are deltas back from it (`shardcast.store.rewind`)
+    where those are smaller. `threads` hash and apply deltas; None takes every core. `may_connect` decides which
+    addresses it connects to, e.g. where strangers name the sources.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class Client:
         state_dir: Path | str,
         *,
         keep: int = 3,
+        rewind: int = 0,
+        spare: int = 1,
         threads: int | None = None,
         poll_s: float = 10.0,
         limits: Limits = DEFAULT_LIMITS,
@@ -70,14 +77,18 @@ class Client:
         self._root, self._poll_s, self._clock = root, poll_s, clock
         self._sources = Sources(sources, limits=source_limits)
         self._transport = Transport(limits=limits, patience=transport_limits, may_connect=may_connect)
-        self._store = Store(root, run_id=run_id, keep=keep, keep_deltas=0, limits=limits)
+        self._store = Store(root, run_id=run_id, keep=keep, keep_deltas=rewind, limits=limits)
         try:
             self._trust = TrustedState(
                 run_id=run_id, publisher_key=publisher_key, limits=limits, seen=load_seen(root / "state.json")
             )
+            self._rewinds: Rewinds | None = None
+            if rewind:
+                self._rewinds = Rewinds(self._store, keep=rewind, spare=spare, threads=threads_or_all(threads))
         except BaseException:
             self._store.close()
             raise
+        self._room = RoomCheck(root, versions=1 + (spare if rewind else keep))
         self._fetcher = Fetcher(
             self._store,
             sources=self._sources,
@@ -85,6 +96,7 @@ class Client:
             archived=self._archived,
             mirror_deltas=False,
             threads=threads,
+            rewinds=self._rewinds,
             limits=download_limits,
         )
         self._saved_version = self._trust.version
@@ -126,7 +138,7 @@ class Client:
         )
         served.open()
         self._served, self._fetcher.mirror_deltas = served, True
-        self._store.keep_deltas = KEPT_DELTAS
+        self._store.keep_deltas = max(KEPT_DELTAS, self._store.keep_deltas or 0)
         self._listener = await listen(make_app(served, limits), host=host, port=port, limits=limits)
         return self._listener.port
 
@@ -151,6 +163,11 @@ class Client:
     def fetched(self) -> Fetched:
         """Return the transfer counters since the start."""
         return self._fetcher.fetched
+
+    def has(self, version: int) -> bool:
+        """Return whether a version that was fetched can be had again without the network."""
+        is_rewound = self._rewinds is not None and self._rewinds.has(version)
+        return self._store.whole_result(version) is not None or is_rewound
 
     def sources_status(self) -> list[dict[str, Any]]:
         """Return one JSON-ready row per source: state, quarantine reason, success rate, bandwidth, bytes."""
@@ -292,5 +309,6 @@ class Client:
 
     async def _complete(self, signed: SignedManifest, progress: Callable[[VersionProgress], None] | None) -> Path:
         await asyncio.to_thread(self._store.add_manifest, signed)
+        self._room.note(signed.manifest.full.payload_bytes)
         self._announce_if_held(signed)
         return await self._fetcher.complete(signed, progress)

@@ -38,6 +38,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Fsync `path`, so that its bytes are durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`; thread-safe."""
     view = memoryview(data)

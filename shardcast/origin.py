@@ -33,6 +33,7 @@ from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, ServerLimits, listen
 from shardcast.serve.server import make_app
 from shardcast.serve.state import Announced, ServedState
 from shardcast.store.archive import archive
+from shardcast.store.disk import RoomCheck
 from shardcast.store.staging import Staged, chunk_bytes_for, stage
 from shardcast.store.threads import threads_or_all
 from shardcast.store.versions import KEPT_DELTAS, Store
@@ -107,6 +108,7 @@ class Origin:
             quota_bytes=quota_bytes,
             limits=limits,
         )
+        self._room = RoomCheck(Path(store_dir), versions=2 + (keep_whole or keep or 0), quota_bytes=quota_bytes)
         announced_versions = [
             held for held in self.store.versions() if announced is None or held.manifest.version <= announced
         ]
@@ -135,6 +137,8 @@ class Origin:
                 raise LocalFault(
                     f"version {version} is not above {self._latest.manifest.version}", code="version_not_rising"
                 )
+            if Path(path).is_file():
+                self._room.note(Path(path).stat().st_size)
             if held is not None:
                 chunk_bytes = held.manifest.full.chunk_bytes
             else:

@@ -26,7 +26,8 @@ from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, ope
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
 from shardcast.serve.server import make_app
 from shardcast.serve.state import Announced, ServedState
-from shardcast.store.versions import Store
+from shardcast.store.disk import RoomCheck
+from shardcast.store.versions import KEPT_DELTAS, Store
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Relay:
         run_id: str,
         publisher_key: bytes,
         keep: int | None = 3,
+        keep_deltas: int = KEPT_DELTAS,
         quota_bytes: int | None = None,
         threads: int | None = None,
         poll_s: float = 5.0,
@@ -60,7 +62,15 @@ class Relay:
         self._server_limits, self._watch_fetch = server_limits, watch
         self._sources = Sources(upstreams, limits=source_limits)
         self._transport = Transport(limits=limits, patience=transport_limits, may_connect=may_connect)
-        self._store = Store(root, run_id=run_id, keep=keep, quota_bytes=quota_bytes, limits=limits)
+        self._store = Store(
+            root,
+            run_id=run_id,
+            keep=keep,
+            keep_deltas=keep_deltas,
+            keep_base=True,
+            quota_bytes=quota_bytes,
+            limits=limits,
+        )
         try:
             self._trust = TrustedState(
                 run_id=run_id, publisher_key=publisher_key, limits=limits, seen=load_seen(self._state_path)
@@ -68,6 +78,7 @@ class Relay:
         except LocalFault:
             self._store.close()
             raise
+        self._room = RoomCheck(root, versions=2 if keep is None else keep + 1, quota_bytes=quota_bytes)
         self._fetcher = Fetcher(
             self._store,
             sources=self._sources,
@@ -241,6 +252,7 @@ class Relay:
         version = signed.manifest.version
         try:
             await asyncio.to_thread(self._store.add_manifest, signed)
+            self._room.note(signed.manifest.full.payload_bytes)
             with self._watch_fetch(version) as report:
                 await self._fetcher.complete(signed, report)
             self._completed.add(version)

@@ -91,6 +91,8 @@ class Verifier:
             sources=list(self._settings.sources),
             state_dir=self._settings.state,
             keep=self._home.spec.broadcast.keep_versions,
+            rewind=self._home.spec.broadcast.keep_versions,
+            spare=2,
         ) as client:
             prefills = make_prefills(self._home.spec, self._settings.make_prefills)
             cache = PolicyCache(

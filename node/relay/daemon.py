@@ -22,9 +22,13 @@ from node.relay.advice import ANNOUNCE_SECONDS, Announcer, announcement, serving
 from node.runtime.signals import root_failure
 from shardcast import Relay, ServerLimits, Watch, no_watch
 from shardcast.fetch.raw_http import anywhere
+from shardcast.store.versions import KEPT_DELTAS
 from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
+
+WHOLE_VERSIONS = 2
+"""Newcomers ask for the newest, and the base of the newest folded delta outlives it; all others ask for deltas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class RelaySettings:
     public_url: str | None = None
     upstreams: tuple[str, ...] = ()
     quota_bytes: int | None = None
+    threads: int | None = None
     server_limits: ServerLimits = field(default_factory=ServerLimits)
 
 
@@ -76,7 +81,9 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         store_dir=settings.state / "shardcast",
         run_id=settings.join.run_id,
         publisher_key=session.run_key,
-        keep=descriptor.spec.broadcast.keep_versions,
+        keep=WHOLE_VERSIONS,
+        keep_deltas=max(KEPT_DELTAS, descriptor.spec.broadcast.keep_versions),
+        threads=settings.threads,
         quota_bytes=settings.quota_bytes,
         server_limits=settings.server_limits,
         watch=watch,

@@ -63,6 +63,7 @@ MOST_OPEN: Final = 2
 class WorkerSettings:
     """Settings of one worker: at most `slots` active slots, `grace_seconds` for a shutdown.
 
+    `threads` check and compute policies; None takes every core.
     `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
     `control` lists the purposes that the run's operator may use. `invite` is an invite's envelope, for a run that takes
     new nodes by invite.
@@ -71,6 +72,7 @@ class WorkerSettings:
     join: JoinSettings
     state: Path
     slots: int = 4
+    threads: int | None = None
     grace_seconds: float = 10.0
     once: bool = False
     serving: Serving | None = None
@@ -106,6 +108,8 @@ async def run_worker(
                 valid_sources(descriptor.relays),
                 settings.state / "shardcast",
                 keep=descriptor.spec.batch.max_async + 1,
+                rewind=descriptor.spec.batch.max_async + 1,
+                threads=settings.threads,
                 may_connect=not_nearer(lambda: session.client.reach),
             )
             worker = Worker(

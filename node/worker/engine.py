@@ -28,6 +28,7 @@ from node.sandbox.errors import SandboxFailed
 from node.submission.writer import write_rollouts
 from node.worker.events import NO_OBSERVER, EventKind, Observer
 from node.worker.policies import PolicyFeed
+from shardcast.errors import ShardcastError
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,15 @@ class EngineHost:
 
         A policy that cannot be loaded is dropped: not retried, and not offered for leases.
         """
-        held = self._feed.get(version)
-        if held is None:
-            raise UnusablePolicy(f"Policy {version} is not on disk any more.")
         started = time.monotonic()
         try:
-            await self._engine.load(held.path, version=version)
+            path = await self._feed.file(version)
+        except ShardcastError as error:
+            raise UnusablePolicy(f"Policy {version} is not on disk any more: {error}.") from error
+        if path is None:
+            raise UnusablePolicy(f"Policy {version} is not on disk any more.")
+        try:
+            await self._engine.load(path, version=version)
         except PolicyError as error:
             self._feed.drop(version)
             raise UnusablePolicy(f"Policy {version} cannot be loaded here: {error}.") from error

@@ -31,7 +31,7 @@ NO_POLICY_PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class HeldPolicy:
-    """A verified policy on disk."""
+    """A verified policy on disk; `path` exists while it is a whole file."""
 
     manifest_digest: str
     path: Path
@@ -96,12 +96,21 @@ class PolicyFeed:
 
     def versions(self) -> tuple[int, ...]:
         """Return the versions on disk, newest first; the broadcast client deletes old ones."""
-        self._held = {version: held for version, held in self._held.items() if held.path.exists()}
+        self._held = {version: held for version, held in self._held.items() if self._broadcast.has(version)}
         return tuple(sorted(self._held, reverse=True))
 
     def get(self, version: int) -> HeldPolicy | None:
         """Return the policy of a version, None if it is not held."""
         return self._held.get(version)
+
+    async def file(self, version: int) -> Path | None:
+        """Return the whole file of a version, computed again where only a delta is kept; None if it is not held.
+
+        Raises ShardcastError. The file stays until the next policy is here.
+        """
+        if (held := self._held.get(version)) is None:
+            return None
+        return await self._broadcast.fetch_archived(version, manifest_digest=held.manifest_digest)
 
     def drop(self, version: int) -> None:
         """Take no more work for a version, because this machine cannot load it."""

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from shardcast import wire
-from shardcast.codec.delta_routes import MAX_HOPS, Hop, cheapest
-from shardcast.errors import CorruptChunk, LocalFault, NetworkFault, PeerFault, ShardcastError
+from shardcast.codec.delta_routes import Hop, cheapest
+from shardcast.errors import CorruptChunk, LocalFault, NetworkFault, ShardcastError
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
-from shardcast.fetch.hedging import first_accepted
+from shardcast.fetch.served_base import find_served_base
 from shardcast.fetch.sources import Sources
 from shardcast.fetch.transport import Transport
-from shardcast.manifest import DIGEST_BYTES, Payload, SignedManifest
+from shardcast.manifest import DIGEST_BYTES, SignedManifest
 from shardcast.store.patching import patch
 from shardcast.store.payload_file import PayloadFile
+from shardcast.store.rewind import Rewinds
 from shardcast.store.threads import threads_or_all
 from shardcast.store.versions import Store
 
@@ -123,14 +123,16 @@ class Fetcher:
         archived: ArchivedManifest,
         mirror_deltas: bool,
         threads: int | None = None,
+        rewinds: Rewinds | None = None,
         limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
     ) -> None:
-        self._threads = threads_or_all(threads)
+        self._threads, self._rewinds = threads_or_all(threads), rewinds
         self._store, self._sources, self._transport = store, sources, transport
         self._archived, self._limits = archived, limits
         self.mirror_deltas = mirror_deltas
         self.fetched = Fetched()
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        self._settling = set[asyncio.Task[None]]()
         self._mirror_tasks: dict[str, asyncio.Task[None]] = {}
 
     async def complete(self, signed: SignedManifest, report: Report | None = None) -> Path:
@@ -146,14 +148,29 @@ class Fetcher:
                 path = await asyncio.to_thread(self._store.finish, result, signed)
             if not self.mirror_deltas:
                 await asyncio.to_thread(self._store.discard_deltas, signed)
+            if self._rewinds is not None:
+                self._settle(self._rewinds, signed.manifest.version)
             return path
 
+    def _settle(self, rewinds: Rewinds, completed: int) -> None:
+        """Rewind older versions in the background; the caller does not wait."""
+
+        async def settle() -> None:
+            try:
+                await asyncio.to_thread(rewinds.settle, completed)
+            except (LocalFault, OSError) as error:  # tried again after the next fetch
+                logger.warning("older versions stay whole for now: %s", error)
+
+        task = asyncio.create_task(settle())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
     async def close(self) -> None:
-        """Cancel background tasks."""
+        """Cancel background tasks, but wait for threads that change the store."""
         tasks = list(self._mirror_tasks.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._settling, return_exceptions=True)
 
     def _lock_for(self, name: str) -> asyncio.Lock:
         """Return the lock of `name`, shared while anybody holds it."""
@@ -206,6 +223,10 @@ class Fetcher:
         task.add_done_callback(lambda _: self._mirror_tasks.pop(signed.digest))
 
     async def _obtain(self, signed: SignedManifest, result: PayloadFile, meter: _Meter) -> None:
+        if self._rewinds is not None:
+            await asyncio.to_thread(self._rewinds.restore, signed, result)
+            if result.is_complete():
+                return
         self.fetched.result_bytes += result.missing_bytes
         await asyncio.to_thread(self._reuse, signed, result)
         if result.is_complete():
@@ -234,7 +255,9 @@ class Fetcher:
         """Fetch the nearest version that is served in full of those that folded deltas lead from; False if none is."""
         try:
             async with asyncio.timeout(ROUTE_TIMEOUT_S):
-                base = await self._find_served_base(signed)
+                base = await find_served_base(
+                    signed, sources=self._sources, transport=self._transport, manifest_of=self._manifest_or_none
+                )
         except TimeoutError:
             return False
         if base is None:
@@ -246,36 +269,6 @@ class Fetcher:
             if not result.is_complete():
                 await self._download_in_full(result, meter)
             await asyncio.to_thread(self._store.finish, result, base)
-        return True
-
-    async def _find_served_base(self, signed: SignedManifest) -> SignedManifest | None:
-        for _ in range(MAX_HOPS):
-            delta = signed.manifest.folded_delta
-            base = None if delta is None else await self._manifest_or_none(delta.base_version)
-            if delta is None or base is None or base.manifest.result_digest != delta.base:
-                return None
-            if await self._is_served(base.manifest.full):
-                return base
-            signed = base
-        return None
-
-    async def _is_served(self, payload: Payload) -> bool:
-        """Return whether any source has the first chunk. Who has not is not to blame, and does not back off."""
-
-        async def ask(url: str) -> None:
-            chunk = memoryview(bytearray(payload.chunk_length(0)))
-            await self._transport.chunk(url, payload.digest, 0, into=chunk, wait_s=0.0)
-            if wire.digest(chunk) != payload.chunk_digest(0):
-                raise CorruptChunk(f"digest mismatch: {len(chunk)} bytes are not chunk 0")
-
-        def failed(url: str, error: ShardcastError) -> None:
-            if isinstance(error, PeerFault):
-                self._sources.failed(url, error, time.monotonic(), of_chunk=True)
-
-        try:
-            await first_accepted(self._sources.by_promise(time.monotonic()), ask, failed=failed)
-        except (NetworkFault, PeerFault):
-            return False
         return True
 
     def _reuse(self, signed: SignedManifest, result: PayloadFile) -> None:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shardcast.serve.state import ServedState
+from shardcast.store.disk import disk_use
+
+
+class DiskCollector(Collector):
+    """Collects what the store in a folder takes of its disk."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def collect(self) -> Iterator[Metric]:
+        bytes_by_kind = GaugeMetricFamily("shardcast_disk_bytes", "bytes of policies on disk", labels=["kind"])
+        for kind, count in disk_use(self._root).items():
+            bytes_by_kind.add_metric([kind], count)
+        yield bytes_by_kind
 
 
 class ServedStateCollector(Collector):
@@ -35,6 +50,7 @@ class ServedStateCollector(Collector):
         yield CounterMetricFamily("shardcast_sent_bytes", "bytes served", traffic.bytes_out)
         yield CounterMetricFamily("shardcast_requests", "requests answered", traffic.requests)
         yield CounterMetricFamily("shardcast_refused_requests", "requests refused", traffic.refused)
+        yield from DiskCollector(served.store.root).collect()
         yield from self._under_way()
         yield from self._sources()
 

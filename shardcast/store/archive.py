@@ -8,13 +8,12 @@ applied and every chunk had its digest; a crash at any instruction leaves the fi
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Final
 
 from shardcast.errors import PeerFault
-from shardcast.files import as_local_fault
+from shardcast.files import sync_file
 from shardcast.manifest import SignedManifest
 from shardcast.store.patching import count_mismatches
 from shardcast.store.payload_file import PayloadFile
@@ -31,7 +30,7 @@ def archive(store: Store, *, keep: int, fold_every: int, threads: int, stopping:
 
     Whole stay the `keep` newest, the newest whose number is a multiple of `fold_every` (the base of deltas to come),
     each whose number is a multiple of `FOLDS_PER_WHOLE * fold_every`, and what deltas do not reproduce. Raises
-    LocalFault.
+    LocalFault and OSError.
     """
     whole = {signed.manifest.version: (signed, file) for signed, file in store.whole_results()}
     staying = {*list(whole)[:keep], *[version for version in whole if version % fold_every == 0][:1]}
@@ -65,11 +64,11 @@ def _route(
 
 
 def _reproduces(signed: SignedManifest, base: PayloadFile, steps: list[Path], threads: int) -> bool:
-    """Return whether the deltas, durably on disk, give every chunk of a version."""
+    """Return whether the deltas, durably on disk, give every chunk of a version; raises LocalFault and OSError."""
     version = signed.manifest.version
     try:
         for path in steps:
-            _sync(path)
+            sync_file(path)
         wrong = count_mismatches(base, steps, signed.manifest.full, threads=threads)
     except PeerFault as error:
         logger.warning("version %d stays whole: a delta to it is damaged: %s", version, error)
@@ -77,14 +76,3 @@ def _reproduces(signed: SignedManifest, base: PayloadFile, steps: list[Path], th
     if wrong:
         logger.warning("version %d stays whole: deltas give %d wrong chunks; check the disk", version, wrong)
     return not wrong
-
-
-def _sync(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise as_local_fault(error, path) from error

@@ -7,6 +7,8 @@ checked its signature.
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardcast.errors import CorruptChunk, LocalFault, PeerFault
@@ -16,7 +18,8 @@ from shardcast.store.patching import patch
 from shardcast.store.payload_file import PayloadFile
 
 ENVELOPE_OVERHEAD_BYTES = 1024
-MANIFESTS, VERSIONS, DELTAS = "manifests", "versions", "deltas"
+MANIFESTS, VERSIONS, DELTAS, REWINDS = "manifests", "versions", "deltas", "rewinds"
+_REWIND_NAME = re.compile(r"(\d{1,16})-(\d{1,16})\.delta", re.ASCII)
 
 
 def payload_path(root: Path, signed: SignedManifest, payload: Payload) -> Path:
@@ -27,18 +30,32 @@ def payload_path(root: Path, signed: SignedManifest, payload: Payload) -> Path:
     return root / DELTAS / f"{version}-{payload.digest[:16]}.delta"
 
 
+def load_manifest(path: Path, *, run_id: str | None, limits: Limits) -> SignedManifest:
+    """Read a stored manifest, whose signer was verified before. Raises PeerFault and OSError."""
+    data = read_bounded(path, max_bytes=limits.max_manifest_bytes + ENVELOPE_OVERHEAD_BYTES)
+    return open_manifest(data, run_id=run_id, publisher_key=None, limits=limits)
+
+
+def rewind_files(root: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield (version, base, path) of every delta back from a later version (`shardcast.store.rewind`)."""
+    folder = root / REWINDS
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (found := _REWIND_NAME.fullmatch(path.name)) is not None:
+            yield int(found[1]), int(found[2]), path
+
+
 class StoredVersions:
     """Versions found in the folder `root` at construction."""
 
     def __init__(self, root: Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
         self._root = root
         self._signed: dict[int, SignedManifest] = {}
+        self._rewinds = {version: (base, path) for version, base, path in rewind_files(root)}
         try:
             for path in sorted((root / MANIFESTS).iterdir()):
                 # Unreadable files are being written, or are the owner's to drop.
                 with contextlib.suppress(PeerFault, FileNotFoundError):
-                    data = read_bounded(path, max_bytes=limits.max_manifest_bytes + ENVELOPE_OVERHEAD_BYTES)
-                    signed = open_manifest(data, run_id=None, publisher_key=None, limits=limits)
+                    signed = load_manifest(path, run_id=None, limits=limits)
                     self._signed[signed.manifest.version] = signed
         except OSError as error:
             raise as_local_fault(error, root) from error
@@ -72,7 +89,7 @@ class StoredVersions:
     def _find_route(self, version: int) -> tuple[SignedManifest, list[Path]] | None:
         """Find the nearest complete version and the deltas from it to `version`, in order; None if there is none.
 
-        Terminates since bases have lower numbers than what is made of them.
+        Nearest in deltas, of those that lead forward from an earlier version and back from a later one.
         """
         frontier: list[tuple[int, list[Path]]] = [(version, [])]
         seen = {version}
@@ -83,6 +100,10 @@ class StoredVersions:
                 continue
             if self._is_stored(signed, signed.manifest.full):
                 return signed, steps
+            if reached in self._rewinds and self._rewinds[reached][0] not in seen:
+                later, path = self._rewinds[reached]
+                seen.add(later)
+                frontier.append((later, [path, *steps]))
             for delta in signed.manifest.deltas:
                 base = self._signed.get(delta.base_version)
                 if base is None or base.manifest.result_digest != delta.base or delta.base_version in seen:

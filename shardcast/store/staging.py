@@ -47,7 +47,7 @@ def chunk_bytes_for(path: Path) -> int:
 
 
 def stage(source: Path, target: Path, *, chunk_bytes: int, limits: Limits, threads: int = 1) -> Staged:
-    """Copy `source` to `target` in one pass, in memory of 3 chunks for each of `threads`, which hash and write.
+    """Copy `source` to `target` in one pass, in memory of about 2 chunks for each of `threads`, which hash and write.
 
     Raises LocalFault "empty", "too_large", "disk_full".
     """
@@ -63,19 +63,23 @@ def _copy(
     readinto: Callable[[memoryview], int], copy: int, chunk_bytes: int, limits: Limits, threads: int
 ) -> tuple[Payload, str]:
     whole, digests, size_bytes = blake3(max_threads=threads), bytearray(), 0
-    under_way = deque[Future[bytes]]()
+    under_way = deque[tuple[Future[bytes], memoryview]]()
+    # Used again and again: fresh memory for every chunk costs as much as reading it.
+    free = [memoryview(bytearray(chunk_bytes)) for _ in range(2 * threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        while data := _read_chunk(readinto, chunk_bytes):
+        while data := _read_chunk(readinto, free[-1]):
             if len(digests) // DIGEST_BYTES + len(under_way) >= limits.max_chunks:
                 raise LocalFault(f"the file is too large for chunks of {chunk_bytes} bytes", code="too_large")
-            under_way.append(pool.submit(_write_and_hash, copy, size_bytes, data))
+            under_way.append((pool.submit(_write_and_hash, copy, size_bytes, data), free.pop()))
             size_bytes += len(data)
             if size_bytes > limits.max_payload_bytes:
                 raise LocalFault(f"the file has more than {limits.max_payload_bytes} bytes", code="too_large")
             whole.update(data)
-            while len(under_way) > 2 * threads:
-                digests += under_way.popleft().result()
-        for done in under_way:
+            if not free:
+                done, buffer = under_way.popleft()
+                digests += done.result()
+                free.append(buffer)
+        for done, _ in under_way:
             digests += done.result()
     if not size_bytes:
         raise LocalFault("the file is empty", code="empty")
@@ -83,10 +87,10 @@ def _copy(
     return payload, whole.hexdigest()
 
 
-def _read_chunk(readinto: Callable[[memoryview], int], chunk_bytes: int) -> memoryview:
+def _read_chunk(readinto: Callable[[memoryview], int], buffer: memoryview) -> memoryview:
     """Read the next chunk, shorter only at the end; a pipe may return less than requested."""
-    buffer, filled = memoryview(bytearray(chunk_bytes)), 0
-    while filled < chunk_bytes and (count := readinto(buffer[filled:])):
+    filled = 0
+    while filled < len(buffer) and (count := readinto(buffer[filled:])):
         filled += count
     return buffer[:filled]
 

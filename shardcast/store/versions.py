@@ -19,11 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from shardcast.errors import LocalFault, PeerFault
-from shardcast.files import FolderLock, as_local_fault, read_bounded, write_atomically
-from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest, open_manifest
+from shardcast.files import FolderLock, as_local_fault, write_atomically
+from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest
 from shardcast.store.held import Held
 from shardcast.store.payload_file import PayloadFile
-from shardcast.store.reading import DELTAS, ENVELOPE_OVERHEAD_BYTES, MANIFESTS, VERSIONS, payload_path
+from shardcast.store.reading import DELTAS, MANIFESTS, VERSIONS, load_manifest, payload_path
+from shardcast.store.retention import excess_results
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,9 @@ Arrived = Callable[[str, int], None]
 class Store:
     """The versions one node holds of one run.
 
-    Retains the `keep` most recently used results and the deltas of the `keep_deltas` newest versions; None keeps
-    everything. The quota counts complete and incomplete payloads at full size, so reserved space cannot exceed it
-    later.
+    Retains the `keep` most recently used results (`keep_base`: `shardcast.store.retention`) and the deltas of the
+    `keep_deltas` newest versions; None keeps everything. The quota counts complete and incomplete payloads at full
+    size, so reserved space cannot exceed it later.
     """
 
     def __init__(
@@ -49,14 +50,15 @@ class Store:
         run_id: str,
         keep: int | None = 3,
         keep_deltas: int | None = KEPT_DELTAS,
+        keep_base: bool = False,
         quota_bytes: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         if keep is not None and keep < 1:
             raise LocalFault("a store must keep at least one version", code="bad_setting")
         self._lock_file = FolderLock(root)
-        self._root, self._run_id, self._limits = root, run_id, limits
-        self._keep, self.keep_deltas, self._quota_bytes = keep, keep_deltas, quota_bytes
+        self.root, self._run_id, self._limits = root, run_id, limits
+        self._keep, self.keep_deltas, self._keep_base, self._quota_bytes = keep, keep_deltas, keep_base, quota_bytes
         self._manifests, self._versions, self._deltas = root / MANIFESTS, root / VERSIONS, root / DELTAS
         self._downloads, self.incoming = root / "downloads", root / "incoming"
         self._lock = threading.RLock()
@@ -91,8 +93,7 @@ class Store:
             return [self._held[version].signed for version in sorted(self._held)]
 
     def get(self, version: int) -> SignedManifest | None:
-        held = self._held.get(version)
-        return None if held is None else held.signed
+        return None if (held := self._held.get(version)) is None else held.signed
 
     def by_digest(self, digest: str) -> SignedManifest | None:
         """Return the manifest with this digest; None if not held."""
@@ -182,9 +183,15 @@ class Store:
     def whole_results(self) -> list[tuple[SignedManifest, PayloadFile]]:
         """List held versions whose result is complete, newest first."""
         with self._lock:
-            newest = sorted(self._held.values(), key=lambda held: -held.signed.manifest.version)
-            found = [(held, self._final(held.signed, held.signed.manifest.full)) for held in newest]
-            return [(held.signed, self._open_payload(held, held.full)) for held, path in found if path.exists()]
+            found = [(signed, self.whole_result(signed.manifest.version)) for signed in reversed(self.versions())]
+            return [(signed, file) for signed, file in found if file is not None]
+
+    def whole_result(self, version: int) -> PayloadFile | None:
+        """Return the file of a held version's result if that is complete."""
+        with self._lock:
+            held = self._held.get(version)
+            is_there = held is not None and self._final(held.signed, held.signed.manifest.full).exists()
+            return self._open_payload(held, held.full) if held is not None and is_there else None
 
     def is_whole(self, version: int) -> bool:
         """Return whether every wanted payload of a held version is complete, as far as is known."""
@@ -196,9 +203,8 @@ class Store:
         """Count the chunks held of a version's result."""
         with self._lock:
             held = self._held.get(version)
-            if held is None or held.full not in held.wanted:
-                return 0
-            return self._open_payload(held, held.full).count()
+            is_wanted = held is not None and held.full in held.wanted
+            return self._open_payload(held, held.full).count() if held is not None and is_wanted else 0
 
     def finish(self, file: PayloadFile, signed: SignedManifest) -> Path:
         """Rename a complete payload to its final name, then apply retention; return its path."""
@@ -247,7 +253,7 @@ class Store:
         return held.files[name]
 
     def _final(self, signed: SignedManifest, payload: Payload) -> Path:
-        return payload_path(self._root, signed, payload)
+        return payload_path(self.root, signed, payload)
 
     def _require(self, signed: SignedManifest) -> Held:
         held = self._held.get(signed.manifest.version)
@@ -326,8 +332,7 @@ class Store:
     def _trim(self, extra: int = 0) -> None:
         """Evict excess results, then excess deltas, never a pinned version."""
         if self._keep is not None:
-            by_use = sorted(self._held.values(), key=lambda held: -held.used)
-            for held in [held for held in by_use if held.full in held.wanted][self._keep + extra :]:
+            for held in excess_results(self._held.values(), keep=self._keep + extra, keep_base=self._keep_base):
                 if held.signed.manifest.version not in self._pinned:
                     self._discard(held, held.full)
         if self.keep_deltas is not None:
@@ -353,8 +358,7 @@ class Store:
 
     def _load_manifest(self, path: Path) -> SignedManifest | None:
         try:
-            data = read_bounded(path, max_bytes=self._limits.max_manifest_bytes + ENVELOPE_OVERHEAD_BYTES)
-            signed = open_manifest(data, run_id=self._run_id, publisher_key=None, limits=self._limits)
+            signed = load_manifest(path, run_id=self._run_id, limits=self._limits)
         except PeerFault as error:
             if error.code == "wrong_run":
                 raise LocalFault(f"{path.parent} holds another run; use another folder", code="wrong_run") from error

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardcast import Client, Limits, Origin, OriginServer, Relay, wire
 from shardcast.manifest import KIB, Delta, Head, Manifest, Payload
+from shardcast.store.versions import Store
 
 CHUNK = 4 * KIB
 
@@ -89,6 +90,10 @@ class Swarm:
         server = OriginServer(origin)
         self._origins.append((origin, server))
         return f"http://127.0.0.1:{server.start()}", server
+
+    def store(self) -> Store:
+        """The folder of versions of the last origin."""
+        return self._origins[-1][0].store
 
     async def relay(self, *upstreams: str, name: str = "relay", **options: Any) -> tuple[str, Relay]:
         relay = Relay(

@@ -75,3 +75,19 @@ async def test_a_version_whose_base_is_gone_is_refused(swarm: Any) -> None:
         await client.fetch_archived(1, timeout_s=60)
     assert whole(swarm.folder / "client") == set()
     assert list((swarm.folder / "client" / "deltas").iterdir()) == []
+
+
+async def test_a_relay_that_holds_two_whole_versions_gives_those_between(swarm: Any) -> None:
+    """A newcomer whose download takes longer than a training step must not begin again with every version."""
+    url, server = swarm.origin(deltas=DeltaSettings(fold_every=4))
+    relay, node = await swarm.relay(url, keep=2)
+    path = swarm.folder / "file"
+    for version in range(4, 8):
+        path.write_bytes(contents(version))
+        await asyncio.to_thread(server.publish, path, version=version)
+        await eventually(lambda version=version: node.newest_whole() == version)
+    assert whole(swarm.folder / "relay") == {4, 7}
+    client = swarm.client(relay)
+    for version in (6, 5, 7):
+        assert (await client.fetch_archived(version, timeout_s=60)).read_bytes() == contents(version)
+    assert client.fetched.bytes_in < 1.2 * SIZE

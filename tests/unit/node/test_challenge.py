@@ -42,6 +42,9 @@ class Feed:
     def get(self, version):
         return self.held if version == 0 else None
 
+    async def file(self, version):
+        return self.held.path if version == 0 else None
+
 
 @dataclass(frozen=True)
 class Scene:

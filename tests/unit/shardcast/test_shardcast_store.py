@@ -73,6 +73,31 @@ def test_the_result_that_was_completed_longest_ago_goes_first(tmp_path: Path, pu
     store.close()
 
 
+def test_a_relay_keeps_the_base_of_the_folded_delta_rather_than_the_version_before(
+    tmp_path: Path, publisher: Any
+) -> None:
+    """A newcomer on a slow link must find some version that stays for as long as its download takes."""
+    store = opened(tmp_path, publisher, keep=2, keep_base=True)
+    for number in range(16, 26):
+        base = 16 if number <= 24 else 24
+        deltas = () if number == 16 else (publisher.delta(bytes([number]), base_version=base),)
+        signed = version(publisher, number, data_of(number), deltas=deltas)
+        store.add_manifest(signed)
+        fill(store, signed, data_of(number))
+        assert results(store) == sorted({number, base})
+    store.close()
+
+
+def test_a_relay_of_versions_without_deltas_keeps_the_last_two(tmp_path: Path, publisher: Any) -> None:
+    store = opened(tmp_path, publisher, keep=2, keep_base=True)
+    for number in (1, 2, 3):
+        signed = version(publisher, number, data_of(number))
+        store.add_manifest(signed)
+        fill(store, signed, data_of(number))
+    assert results(store) == [2, 3]
+    store.close()
+
+
 def test_what_is_pinned_stays(tmp_path: Path, publisher: Any) -> None:
     """A base must not be deleted under the delta that is being applied to it."""
     store = opened(tmp_path, publisher, keep=1, keep_deltas=0)

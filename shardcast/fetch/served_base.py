@@ -1,0 +1,57 @@
+"""Find a version that sources serve in full, to compute from it one that they keep as deltas.
+
+Origins do so with old versions (`shardcast.store.archive`). Who does not have a version is not to blame: nobody backs
+off for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from shardcast import wire
+from shardcast.codec.delta_routes import MAX_HOPS
+from shardcast.errors import CorruptChunk, NetworkFault, PeerFault, ShardcastError
+from shardcast.fetch.hedging import first_accepted
+from shardcast.fetch.sources import Sources
+from shardcast.fetch.transport import Transport
+from shardcast.manifest import Payload, SignedManifest
+
+
+async def find_served_base(
+    signed: SignedManifest,
+    *,
+    sources: Sources,
+    transport: Transport,
+    manifest_of: Callable[[int], Awaitable[SignedManifest | None]],
+) -> SignedManifest | None:
+    """Follow the folded deltas back to the first version that is served in full; None if none is."""
+    for _ in range(MAX_HOPS):
+        delta = signed.manifest.folded_delta
+        base = None if delta is None else await manifest_of(delta.base_version)
+        if delta is None or base is None or base.manifest.result_digest != delta.base:
+            return None
+        if await _is_served(base.manifest.full, sources, transport):
+            return base
+        signed = base
+    return None
+
+
+async def _is_served(payload: Payload, sources: Sources, transport: Transport) -> bool:
+    """Return whether any source has the first chunk."""
+
+    async def ask(url: str) -> None:
+        chunk = memoryview(bytearray(payload.chunk_length(0)))
+        await transport.chunk(url, payload.digest, 0, into=chunk, wait_s=0.0)
+        if wire.digest(chunk) != payload.chunk_digest(0):
+            raise CorruptChunk(f"digest mismatch: {len(chunk)} bytes are not chunk 0")
+
+    def failed(url: str, error: ShardcastError) -> None:
+        if isinstance(error, PeerFault):
+            sources.failed(url, error, time.monotonic(), of_chunk=True)
+
+    try:
+        await first_accepted(sources.by_promise(time.monotonic()), ask, failed=failed)
+    except (NetworkFault, PeerFault):
+        return False
+    return True

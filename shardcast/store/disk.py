@@ -1,0 +1,57 @@
+"""What a folder of versions takes of its disk, and whether there is room for what it is to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+KINDS: Final = {
+    "whole": ("versions",),
+    "deltas": ("deltas", "rewinds"),
+    "incoming": ("downloads", "incoming"),
+}
+"""Folders of a store (`shardcast.store.versions`) by what is in them."""
+
+
+def disk_use(root: Path) -> dict[str, int]:
+    """Return the bytes of the store in `root` by kind; what has not arrived yet counts as far as it is reserved."""
+    return {kind: sum(_folder_bytes(root / name) for name in folders) for kind, folders in KINDS.items()}
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(FileNotFoundError):  # not made yet
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                total += path.stat().st_size
+    return total
+
+
+class RoomCheck:
+    """Warns once that a store of `versions` whole versions will not fit, as soon as the size of one is known."""
+
+    def __init__(self, root: Path, *, versions: int, quota_bytes: int | None = None) -> None:
+        self._root, self._versions, self._quota_bytes = root, versions, quota_bytes
+        self._is_done = False
+
+    def note(self, result_bytes: int) -> None:
+        """Compare room and need; every call but the first does nothing."""
+        if self._is_done:
+            return
+        self._is_done = True
+        need = self._versions * result_bytes
+        asked = f"{self._versions} whole versions of {_size(result_bytes)} take {_size(need)}"
+        if self._quota_bytes is not None and self._quota_bytes < need:
+            logger.warning("%s, but the quota is %s: raise it", asked, _size(self._quota_bytes))
+        room = sum(disk_use(self._root).values()) + shutil.disk_usage(self._root).free
+        if room < need:
+            logger.warning("%s, but the disk of %s has room for %s: free some", asked, self._root, _size(room))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
