@@ -26,6 +26,7 @@ from coordinator.commands.options import (
     own_state_option,
     run_key_option,
 )
+from coordinator.commands.plan import plan
 from coordinator.commands.problems import problems
 from coordinator.commands.roles import RoleCommand, role_option
 from coordinator.commands.stakes import stakes
@@ -285,5 +286,5 @@ def coordinator(
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
-COMMANDS += [evaluate, problems, export, backup, restore, check]
+COMMANDS += [plan, evaluate, problems, export, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

@@ -53,8 +53,8 @@ def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
     named = list(model.named_parameters())
     if training.optimizer == "adamw":
         return Optimizers([_adamw([parameter for _, parameter in named], training)])
-    matrices = [parameter for name, parameter in named if _is_layer_matrix(name, parameter)]
-    others = [parameter for name, parameter in named if not _is_layer_matrix(name, parameter)]
+    matrices = [parameter for name, parameter in named if is_layer_matrix(name, parameter)]
+    others = [parameter for name, parameter in named if not is_layer_matrix(name, parameter)]
     muon = torch.optim.Muon(
         matrices,
         lr=training.learning_rate,
@@ -76,5 +76,6 @@ def _adamw(parameters: list[nn.Parameter], training: TrainingSpec) -> torch.opti
     )
 
 
-def _is_layer_matrix(name: str, parameter: Tensor) -> bool:
+def is_layer_matrix(name: str, parameter: Tensor) -> bool:
+    """Tell whether Muon trains a parameter, where it is the run's optimizer."""
     return parameter.ndim == 2 and not any(part in name for part in _NOT_LAYERS)

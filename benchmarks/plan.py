@@ -1,0 +1,220 @@
+"""Memory as `swarmproof plan` computes it, against the peaks of processes that do the work, on a CPU.
+
+For each size one child process takes two training steps of GRPO over several packed rows, and another one loads the
+policy in bfloat16 and measures one group. A peak is the highest resident memory (VmHWM, reset beforehand) beyond what
+the same process takes with all of its imports and no model. Weights are random: memory does not depend on them.
+
+Figures: memory_error_share is the largest |planned - measured| / measured of all rows. `--measured FILE` adds rows of
+other runs, such as of a policy of 0.6 billion parameters: a JSON list of {"size", "role", "planned", "measured"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks.report import make_parser, report, say
+from coordinator.planning import roles
+from coordinator.planning.shape import ModelShape, read_shape
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import Execution, train_step
+from coordinator.training.optimizers import make_optimizer
+from node.policy.file import save_policy
+from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
+from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
+from node.verification.prefill import TransformersPrefill
+from node.verification.proofs import build_proofs
+from node.verification.readings import read_by_transformers
+from node.verification.spans import Span
+
+SIZES: dict[str, dict[str, Any]] = {
+    "2M": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 8192,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "50M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 32_000,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+    "190M": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2, "vocab_size": 151_936,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "600M": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+}  # fmt: skip
+"""The last two are Qwen3-0.6B with 2 and with all layers."""
+PROMPT, COMPLETION, SAMPLES, GROUPS = 32, 96, 4, 4
+_PIECE_BYTES = 1024
+
+
+def make_config(folder: Path, size: str) -> Path:
+    """Write the config.json of a size and return the folder."""
+    config = CONFIG_MAPPING["qwen3"](
+        **SIZES[size],
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def make_spec() -> RunSpec:
+    """Return the run whose steps and groups are measured."""
+    return RunSpec(
+        name="plan",
+        environments=(EnvironmentSpec(name="arithmetic"),),
+        model=ModelSpec(dtype="bfloat16"),
+        sampling=SamplingSpec(group_size=SAMPLES, max_prompt_tokens=PROMPT, max_new_tokens=COMPLETION),
+        training=TrainingSpec(minibatches=1, learning_rate=1e-6),
+    )
+
+
+def build_model(folder: Path, *, dtype: torch.dtype) -> Any:
+    """Build the model of `folder` with random weights."""
+    config = CONFIG_MAPPING["qwen3"].from_pretrained(folder)
+    build: Any = AutoModelForCausalLM.from_config
+    return build(config, dtype=dtype)
+
+
+def train(folder: Path) -> int:
+    """Take two steps and return the peak of the second one, in bytes."""
+    spec, draw = make_spec(), torch.Generator().manual_seed(0)
+    vocabulary = read_shape(folder).vocabulary
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+
+    groups = [
+        Group(0, tuple(float(row % 2) for row in range(SAMPLES)), _samples(ids(PROMPT), ids)) for _ in range(GROUPS)
+    ]
+    before = _resident("VmRSS")
+    model = build_model(folder, dtype=torch.float32)
+    optimizer = make_optimizer(model, spec.training)
+    execution = Execution(row_tokens=spec.sampling.most_tokens * 2)
+    train_step(model, optimizer, groups, spec=spec, step=0, execution=execution)
+    return _peak(lambda: train_step(model, optimizer, groups, spec=spec, step=1, execution=execution)) - before
+
+
+def _samples(prompt: tuple[int, ...], ids: Callable[[int], tuple[int, ...]]) -> tuple[Sample, ...]:
+    return tuple(Sample(prompt, ids(COMPLETION), (-2.0,) * COMPLETION) for _ in range(SAMPLES))
+
+
+def verify(folder: Path) -> int:
+    """Load a policy file, measure one group of true proofs, and return the peak, in bytes."""
+    spec = make_spec()
+    path = folder / "policy.safetensors"
+    before = _resident("VmRSS")
+    prefill = read_by_transformers(path, spec=spec)
+    assert isinstance(prefill, TransformersPrefill)
+    spans = _proved(prefill, spec)
+
+    def measure() -> None:
+        for found in prefill.measure(spans, spec=spec):
+            assert not isinstance(found, Exception), found
+
+    measure()  # makes what is kept, such as the head in float32
+    return _peak(measure) - before
+
+
+def _proved(prefill: TransformersPrefill, spec: RunSpec) -> list[Span]:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(prefill.blueprint.vocabulary, (SAMPLES, PROMPT + COMPLETION), generator=draw).tolist()
+    spans = [Span(row, bytes([row]) * 16, each[:PROMPT], 0, each[PROMPT:], [], 0) for row, each in enumerate(ids)]
+    for span, states in zip(spans, prefill.states(spans), strict=True):
+        chunks = list(torch.split(states.bfloat16(), span.chunk_sizes(spec.proofs.chunk_tokens)))
+        span.proofs[:] = build_proofs(chunks, [span.seed] * len(chunks), spec=spec.proofs)
+    return spans
+
+
+def write_policy(folder: Path) -> int:
+    """Write the policy file that `verify` reads."""
+    save_policy(build_model(folder, dtype=torch.bfloat16), make_tokenizer(), folder / "policy.safetensors")
+    return 0
+
+
+def _peak(work: Callable[[], object]) -> int:
+    """Run `work`; return the highest resident bytes of this process meanwhile."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    work()
+    return _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * _PIECE_BYTES
+
+
+def planned_training(shape: ModelShape) -> int:
+    """Return what the plan says of a step of one process; of publishing, see benchmarks/memory.py."""
+    spec = make_spec()
+    settings = roles.TrainerOptions(ranks=1, row_tokens=spec.sampling.most_tokens * 2, recompute=False, autocast=False)
+    return sum(item.bytes for item in roles.step_items(shape, spec, settings))
+
+
+def planned_verifying(shape: ModelShape) -> int:
+    """Return what the plan says of one group, without a second look."""
+    return sum(item.bytes for item in roles.measuring_items(shape, make_spec()))
+
+
+CHILDREN: dict[str, Callable[[Path], int]] = {"train": train, "verify": verify, "write": write_policy}
+PLANNED = {"train": planned_training, "verify": planned_verifying}
+
+
+def in_child(part: str, folder: Path) -> int:
+    """Run a part in a process of its own and return its bytes."""
+    command = [sys.executable, "-m", "benchmarks.plan", "--child", part, str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1])
+
+
+def rows_of(sizes: Sequence[str]) -> list[dict[str, Any]]:
+    """Measure each size in both roles, beside what is planned."""
+    rows = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as kept:
+            folder = make_config(Path(kept), size)
+            shape = read_shape(folder)
+            in_child("write", folder)
+            for role, planned in PLANNED.items():
+                row = {"size": size, "role": role, "planned": planned(shape), "measured": in_child(role, folder)}
+                say(f"{size} {role}: {row['planned'] / 1e6:.0f} MB planned, {row['measured'] / 1e6:.0f} MB measured")
+                rows.append(row)
+    return rows
+
+
+def error_share(row: dict[str, Any]) -> float:
+    """Return by how much a row's plan is off, over what was measured."""
+    return abs(row["planned"] - row["measured"]) / row["measured"]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "190M"])
+    parser.add_argument("--measured", type=Path, help="rows of other runs, JSON")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.child:
+        part, folder = options.child
+        print(CHILDREN[part](Path(folder)))
+        return
+    rows = rows_of(options.sizes)
+    if options.measured:
+        rows += json.loads(options.measured.read_text())
+    rows = [row | {"error_share": error_share(row)} for row in rows]
+    figures = {"memory_error_share": max(row["error_share"] for row in rows)}
+    report("plan", options, figures, {"memory": "VmHWM beyond an idle process, bytes; one thread"}, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""`swarmproof plan`, with deferred imports: every command loads this module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from node.commands.options import EXISTING_FILE, FILE, json_option
+
+_READABLE = click.Path(path_type=Path, exists=True)
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=_READABLE,
+    metavar="FOLDER|config.json",
+    required=True,
+    help="The model, of which only sizes are read.",
+)
+@click.option("--gpus", metavar="4x80GB", required=True, help="The operator's: how many, and the memory of each.")
+@click.option(
+    "--verifier-gpus",
+    type=click.IntRange(0, 64),
+    metavar="COUNT",
+    help="How many of them a verifier has; with 0 it has a CPU.  [default: the fewest that hold it]",
+)
+@click.option("--workers", type=click.IntRange(1, 100_000), metavar="COUNT", default=4, show_default=True)
+@click.option(
+    "--worker-gpus",
+    metavar="1x24GB",
+    help="Those of one worker, over which it splits the model.  [default: one like the operator's]",
+)
+@click.option("--relays", type=click.IntRange(1, 10_000), metavar="COUNT", default=2, show_default=True)
+@click.option(
+    "--uplink", metavar="1Gbit", default="1Gbit", show_default=True, help="Of the trainer and of each relay, a second."
+)
+@click.option("--downlink", metavar="1Gbit", default="1Gbit", show_default=True, help="Of each relay and worker.")
+@click.option(
+    "--context",
+    type=click.IntRange(2, 2**24),
+    metavar="TOKENS",
+    help="The longest prompt with its completion.  [default: 4096, or the model's positions]",
+)
+@click.option(
+    "--group-size", type=click.IntRange(2, 1024), metavar="COUNT", help="Completions of each problem.  [default: 8]"
+)
+@click.option("--run", "run_file", type=EXISTING_FILE, help="Plan for the rules of this run.toml.")
+@click.option("--write", "written", type=FILE, help="Write the proposed run.toml here; no file may be there.")
+@json_option()
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    /,
+    *,
+    model: Path,
+    gpus: str,
+    verifier_gpus: int | None,
+    workers: int,
+    worker_gpus: str | None,
+    relays: int,
+    uplink: str,
+    downlink: str,
+    context: int | None,
+    group_size: int | None,
+    run_file: Path | None,
+    written: Path | None,
+    as_json: bool,
+) -> None:
+    """Compute what a run of a model takes on given machines.
+
+    \b
+    Example:
+      swarmproof plan --model Qwen3-4B/ --gpus 4x80GB --worker-gpus 1x24GB \\
+        --write run.toml
+
+    Nothing is loaded, trained or sent: memory, disk, time and run.toml's values follow from the model's config.json,
+    and the assumptions are printed with them. Ends with 1 if something does not fit.
+    """
+    if run_file is not None and (written or context or group_size):
+        raise click.UsageError("--run brings its own rules: it takes neither --write, --context nor --group-size.")
+    if written is not None and written.exists():
+        raise click.UsageError(f"{written} exists: name a new file with --write.")
+    from coordinator.planning.amounts import parse_cards, parse_rate
+    from coordinator.planning.plan import Machines, make_plan
+    from coordinator.planning.proposal import first_spec, render_run_toml
+    from coordinator.planning.shape import read_shape
+    from coordinator.planning.view import render_json, render_plan
+    from coordinator.run.definition import read_run_file
+    from coordinator.run.first_policy import require_fit
+    from node.policy.inspection import FirstPolicy
+
+    cards = parse_cards(gpus)
+    machines = Machines(
+        cards=cards,
+        verifier_cards=verifier_gpus,
+        workers=workers,
+        worker_cards=parse_cards(worker_gpus or f"1x{gpus.partition('x')[2]}"),
+        relays=relays,
+        uplink=parse_rate(uplink),
+        downlink=parse_rate(downlink),
+    )
+    if verifier_gpus is not None and verifier_gpus >= cards.count:
+        raise click.UsageError(f"--verifier-gpus {verifier_gpus} leaves the trainer none of {cards.count} GPUs.")
+    shape = read_shape(model)
+    if run_file is None:
+        folder = model if model.is_dir() else model.parent
+        spec = first_spec(shape, initial=str(folder), context=context, group_size=group_size)
+    else:
+        _, spec = read_run_file(run_file)
+    require_fit(FirstPolicy(family=shape.family, hidden=shape.hidden, positions=shape.positions), spec)
+    found = make_plan(shape, spec, machines, is_given=run_file is not None)
+    if written is not None:
+        if not shape.runs_here:
+            raise click.UsageError(f"--write is for models that this release can run, and {shape.family} is none.")
+        written.write_text(render_run_toml(found), encoding="utf-8")
+    click.echo(render_json(found) if as_json else render_plan(found, machines))
+    ctx.exit(0 if found.fits else 1)

@@ -1,0 +1,192 @@
+"""The formulas of a plan: counts in, bytes, seconds or operations out. Each says where it comes from.
+
+Memory is that of one process or GPU at its highest, in bytes, beyond what an idle process takes. `ranks` are the
+trainer's processes, one for each GPU (FSDP2). Shapes of a row: `tokens` that are computed, of which `drawn` are
+predicted; `padded` tokens go through attention, where samples that share a prompt each bring it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+from coordinator.planning.shape import ModelShape
+from coordinator.training.head import CHUNK_BYTES
+from node.protocol.run import RunSpec
+from node.verification.prefill import MAX_BATCH_TOKENS
+from node.verification.spans import MAX_LOGITS
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDE: Final = 4
+"""Bytes of a float32, in which the trainer keeps weights, gradients and moments."""
+CHUNK_COPIES: Final = 3
+"""Of a chunk's logits in the trainer's head (coordinator/training/head.py; measured by benchmarks/head.py)."""
+LOGIT_COPIES: Final = 5
+"""Of `MAX_LOGITS` float32 numbers while a verifier samples again; measured by benchmarks/plan.py."""
+CHECKPOINTS: Final = 3
+"""Kept by a trainer; one more is there while it is written."""
+DELTA_RATIO_AT_1E6: Final = 125.0
+"""A bfloat16 policy over its delta after an AdamW step at 1e-6 (benchmarks/baselines/broadcast.json)."""
+DELTA_SLOPE: Final = 0.72
+"""By which power of the learning rate that falls: 305 at 3e-7 and 24.4 at 1e-5 (the same)."""
+FLOAT32_DELTA_RATIO: Final = 2.6
+"""Of a float32 policy, where every number changes (the same)."""
+WORTHWHILE_DELTA: Final = 0.8
+"""Of the policy's bytes: the origin leaves out larger deltas (docs/broadcast.md)."""
+DELTA_BYTES_PER_SECOND: Final = 0.6e9
+"""Of full-size bytes, encoded or applied on one core (benchmarks/baselines/broadcast.json)."""
+TREE_SHARE: Final = 0.87
+"""Of what the links allow, reached at depth 3 behind capped uplinks (benchmarks/baselines/broadcast.json)."""
+
+
+def optimizer_bytes(shape: ModelShape, optimizer: Literal["adamw", "muon"]) -> int:
+    """AdamW keeps two moments of each weight, Muon one of the layers' matrices (coordinator/training/optimizers.py)."""
+    moments = 2 * shape.parameters - (shape.matrices if optimizer == "muon" else 0)
+    return WIDE * moments
+
+
+def share_of(total: int, ranks: int) -> int:
+    """FSDP2 splits each tensor by rows, so that the first rank has the most: at most a row of each more."""
+    return math.ceil(total / ranks)
+
+
+def gathered_layer_bytes(shape: ModelShape, ranks: int) -> int:
+    """One layer in use and the next one on its way, with the gradients of one and those that are being reduced.
+
+    FSDP2 prefetches one layer and overlaps one reduction (torch.distributed.fsdp.fully_shard, its documentation).
+    """
+    return 4 * WIDE * shape.largest_layer if ranks > 1 else 0
+
+
+def gathered_outside_bytes(shape: ModelShape, ranks: int) -> int:
+    """Embeddings and head are whole from a row's forward pass to the end of its backward pass, and their gradients.
+
+    The root is not resharded after its forward pass (fully_shard's `reshard_after_forward`), and
+    `coordinator.training.head` reads its weight.
+    """
+    return 2 * WIDE * shape.outside_layers if ranks > 1 else 0
+
+
+def embedding_gradient_bytes(shape: ModelShape) -> int:
+    """The gradient of a lookup is dense and whole before it is added (torch's embedding_dense_backward)."""
+    return WIDE * shape.embedding
+
+
+def layer_activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: bool) -> int:
+    """What a decoder layer saves for its backward pass, as transformers computes llama and qwen3.
+
+    Counted tensor by tensor; tests/unit/coordinator/test_plan.py compares it with what autograd keeps. In autocast
+    norms stay in float32, and each product keeps its input again in 16 bits.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide, narrow = (16, 2 * 5) if autocast else (24, 0)
+    item = 2 if autocast else WIDE
+    each = (wide + narrow) * shape.hidden + item * (queries + 4 * shape.feed_forward)
+    if shape.has_head_norms:
+        each += (WIDE + item) * (queries + keys)
+    return tokens * each + padded * item * 2 * (queries + keys)
+
+
+def activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: bool, recompute: bool) -> int:
+    """Of a row: all layers', or with recomputation each layer's input and one layer's (arXiv 1604.06174)."""
+    layer = layer_activation_bytes(shape, tokens=tokens, padded=padded, autocast=autocast)
+    if recompute:
+        return layer + shape.layers * tokens * WIDE * shape.hidden
+    return shape.layers * layer
+
+
+def cast_weight_bytes(shape: ModelShape, *, autocast: bool) -> int:
+    """16-bit copies of the layers' matrices, which autocast's cache keeps until a row's forward pass is over.
+
+    Each is of a gathered, whole weight, on every rank; without recomputation the backward pass keeps them, too.
+    """
+    return 2 * shape.matrices if autocast else 0
+
+
+def head_bytes(shape: ModelShape, *, drawn: int) -> int:
+    """Final states, their float32 gradients, and the copies of one chunk's logits (coordinator/training/head.py)."""
+    chunk = min(drawn * WIDE * shape.vocabulary, max(CHUNK_BYTES, WIDE * shape.vocabulary))
+    return CHUNK_COPIES * chunk + 4 * WIDE * drawn * shape.hidden
+
+
+def publish_bytes(shape: ModelShape, *, dtype: str) -> int:
+    """The largest tensor twice: gathered in float32, and cast for the policy file."""
+    return (WIDE + ITEM_BYTES[dtype]) * shape.largest_tensor
+
+
+def weight_bytes(shape: ModelShape, *, dtype: str) -> int:
+    """The policy's weights in the run's dtype; the file has its configuration and tokenizer besides (MB)."""
+    return ITEM_BYTES[dtype] * shape.parameters
+
+
+def cache_bytes_per_token(shape: ModelShape, *, dtype: str, parts: int = 1) -> int:
+    """Keys and values of one token over all layers, on each of `parts` GPUs; no GPU has less than one head of keys."""
+    return 2 * shape.layers * math.ceil(shape.kv_heads / parts) * shape.head_dim * ITEM_BYTES[dtype]
+
+
+def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> int:
+    """A forward pass without gradients, in batches of at most `MAX_BATCH_TOKENS`, and the logits of drawn tokens.
+
+    At a layer's widest: three feed-forward widths, and residual, norm and products of a few hidden widths.
+    """
+    batch, item = min(tokens, MAX_BATCH_TOKENS), ITEM_BYTES[dtype]
+    widest = item * (3 * shape.feed_forward + 2 * shape.hidden) + 2 * WIDE * shape.hidden
+    logits = min(drawn * shape.vocabulary, max(MAX_LOGITS, shape.vocabulary))
+    return batch * widest + LOGIT_COPIES * WIDE * logits
+
+
+def wide_head_bytes(shape: ModelShape, *, dtype: str) -> int:
+    """A CPU verifier keeps the output embedding in float32 as well (node/policy/file.py)."""
+    return 0 if dtype == "float32" else WIDE * shape.embedding
+
+
+def second_look_bytes(shape: ModelShape) -> int:
+    """A layer, or the embedding, of the policy and of a suspect in float32, one after the other."""
+    return 2 * WIDE * max(shape.largest_layer, shape.embedding)
+
+
+def delta_bytes(full: float, *, learning_rate: float, dtype: str) -> float:
+    """Bytes of one step's delta; `full` where it is not worth its time."""
+    ratio = DELTA_RATIO_AT_1E6 * (learning_rate / 1e-6) ** -DELTA_SLOPE
+    share = 1 / max(1.0, FLOAT32_DELTA_RATIO if dtype == "float32" else ratio)
+    return full * (share if share <= WORTHWHILE_DELTA else 1.0)
+
+
+def broadcast_seconds(size: float, *, uplink: float, downlink: float, relays: int, workers: int) -> float:
+    """Until the last worker has `size` bytes: the slowest of origin, receivers, and what the relays send together.
+
+    Everybody's links in bytes a second; the lower bound of docs/scale.md, over the share of it that was reached.
+    """
+    bound = max(size / uplink, size / downlink, workers * size / (relays * uplink) if relays else 0.0)
+    return bound / TREE_SHARE
+
+
+def delta_core_seconds(full: float) -> float:
+    """To find or to apply one step's delta on one core."""
+    return full / DELTA_BYTES_PER_SECOND
+
+
+def forward_operations(shape: ModelShape, *, tokens: int, context: float) -> float:
+    """Multiply-adds count as two: each weight that a token meets, and `context` keys and values in each layer.
+
+    Lookups are none (the PaLM paper's count, arXiv 2204.02311, appendix B).
+    """
+    weights = shape.active - (0 if shape.is_tied else shape.embedding)
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * context
+    return 2.0 * tokens * (weights + attention)
+
+
+def training_operations(forward: float, *, recompute: bool) -> float:
+    """The backward pass is two forward passes; recomputation is one more (arXiv 1604.06174)."""
+    return forward * (4 if recompute else 3)
+
+
+def prefilled_share(spec: RunSpec) -> float:
+    """Prefills of a proven node's group that verifiers do: in full, or of one row, and a second look by chance.
+
+    A second look is a prefill of the policy and one of each suspect (node/verification/second_look.py).
+    """
+    standing, limits, rows = spec.standing, spec.limits, spec.sampling.group_size
+    measured = standing.full_rate_floor + (1 - standing.full_rate_floor) / rows
+    looks = limits.second_looks * 2 * len(limits.suspects) if spec.proofs.has_sketch else 0.0
+    return measured * limits.readings + looks

@@ -1,0 +1,243 @@
+"""What each role holds: memory by kind, against what its GPUs have, and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from coordinator.planning import formulas
+from coordinator.planning.amounts import Cards
+from coordinator.planning.shape import ModelShape
+from coordinator.training.packing import MAX_WIDTH
+from node.engines.vllm_settings import WORKING_BYTES
+from node.protocol.run import RunSpec
+
+CUDA_BYTES: Final = 1_500_000_000
+"""Of a GPU for the CUDA context, NCCL, library workspaces and what the allocator cannot reuse. Guessed."""
+VLLM_SHARE: Final = 0.9
+"""Of a GPU that vLLM takes: `--gpu-memory-utilization`'s default."""
+MOST_SEQUENCES: Final = 256
+"""That vLLM decodes together: `--max-num-seqs`'s default."""
+MOST_ROW_TOKENS: Final = 32_768
+MOST_RANKS: Final = 4096
+RELAY_BYTES: Final = 100_000_000
+"""A relay's memory, whatever the policy: 72 MB were measured for 1.2 GB (docs/scale.md)."""
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One kind of bytes."""
+
+    name: str
+    bytes: int
+
+
+class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process or GPU of a role holds at its highest, and what it may; `advice` is "" where that fits."""
+
+    role: str
+    where: str
+    items: tuple[Item, ...]
+    allowed: int | None
+    advice: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def missing(self) -> int:
+        """Bytes over what is allowed; 0 if it fits."""
+        return 0 if self.allowed is None else max(0, self.total - self.allowed)
+
+
+class RowLayout(msgspec.Struct, frozen=True):
+    """A packed row of the trainer: tokens computed, tokens in attention, and tokens predicted."""
+
+    tokens: int
+    padded: int
+    drawn: int
+
+
+class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the trainer computes: its options of these names."""
+
+    ranks: int
+    row_tokens: int
+    recompute: bool
+    autocast: bool
+
+
+def row_layout(spec: RunSpec, row_tokens: int) -> RowLayout:
+    """Fill a row with completions of the longest kind, which share their group's prompt."""
+    sampling = spec.sampling
+    prompt, drawn, rows = sampling.max_prompt_tokens, sampling.max_new_tokens, sampling.group_size
+    own = drawn + sampling.reply_tokens
+    fitting = max(1, min(rows, (row_tokens - prompt) // own))
+    groups = max(1, row_tokens // (prompt + fitting * own)) if fitting == rows else 1
+    tokens = groups * (prompt + fitting * own)
+    padded = min(groups * fitting * (prompt + own), max(MAX_WIDTH * row_tokens, prompt + own))
+    return RowLayout(tokens, padded, groups * fitting * drawn)
+
+
+def trainer_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> Iterator[Item]:
+    """Yield what each rank holds at its highest: in a step, or while it publishes."""
+    *held, passing = step_items(shape, spec, settings)
+    yield from held
+    publishing = formulas.publish_bytes(shape, dtype=spec.model.dtype)
+    yield max(passing, Item("at most at a time: publishing", publishing), key=lambda item: item.bytes)
+
+
+def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> Iterator[Item]:
+    """Yield what each rank holds while several rows of a minibatch go through it; what comes and goes is last."""
+    ranks, row = settings.ranks, row_layout(spec, settings.row_tokens)
+    weights = formulas.share_of(formulas.WIDE * shape.parameters, ranks)
+    optimizer = spec.training.optimizer
+    yield Item("weights, float32", weights)
+    yield Item("gradients, float32", weights)
+    name = "AdamW state" if optimizer == "adamw" else "Muon and AdamW state"
+    yield Item(name, formulas.share_of(formulas.optimizer_bytes(shape, optimizer), ranks))
+    if spec.training.kl_coefficient:
+        yield Item("first policy, for the KL penalty", weights)
+    if ranks > 1:
+        yield Item("embeddings and head, gathered", formulas.gathered_outside_bytes(shape, ranks))
+    if settings.autocast:
+        yield Item("16-bit copies of autocast", formulas.cast_weight_bytes(shape, autocast=True))
+    activations = formulas.activation_bytes(
+        shape, tokens=row.tokens, padded=row.padded, autocast=settings.autocast, recompute=settings.recompute
+    )
+    head = formulas.head_bytes(shape, drawn=row.drawn)
+    passing = (
+        Item("at most at a time: activations, a chunk of logits", activations + head),
+        Item(
+            "at most at a time: activations, gathered layers", activations + formulas.gathered_layer_bytes(shape, ranks)
+        ),
+        Item("at most at a time: gradient of the embedding", formulas.embedding_gradient_bytes(shape)),
+    )
+    yield max(passing, key=lambda item: item.bytes)
+
+
+def plan_trainer(shape: ModelShape, spec: RunSpec, cards: Cards) -> tuple[TrainerOptions, RoleMemory]:
+    """Choose the longest rows that fit, without recomputation where that fits, and say what is missing otherwise."""
+    settings = next(
+        (each for each in _choices(spec, cards.count) if _rank_bytes(shape, spec, each) <= cards.memory),
+        _leanest(spec, cards.count),
+    )
+    items = (*trainer_items(shape, spec, settings), Item("CUDA, NCCL and the allocator", CUDA_BYTES))
+    memory = RoleMemory(role="trainer", where=f"each of {cards}", items=items, allowed=cards.memory)
+    if memory.missing:
+        memory = msgspec.structs.replace(memory, advice=_trainer_advice(shape, spec, cards, need=memory.total))
+    return settings, memory
+
+
+def _choices(spec: RunSpec, ranks: int) -> Iterator[TrainerOptions]:
+    longest = spec.sampling.most_tokens
+    rows = [longest * times for times in (4, 2) if longest * times <= MOST_ROW_TOKENS]
+    for recompute in (False, True):
+        for tokens in (*rows, longest):
+            yield TrainerOptions(ranks=ranks, row_tokens=tokens, recompute=recompute, autocast=True)
+
+
+def _leanest(spec: RunSpec, ranks: int) -> TrainerOptions:
+    return TrainerOptions(ranks=ranks, row_tokens=spec.sampling.most_tokens, recompute=True, autocast=True)
+
+
+def _rank_bytes(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> int:
+    return CUDA_BYTES + sum(item.bytes for item in trainer_items(shape, spec, settings))
+
+
+def _trainer_advice(shape: ModelShape, spec: RunSpec, cards: Cards, *, need: int) -> str:
+    ranks = range(cards.count + 1, MOST_RANKS)
+    enough = next((n for n in ranks if _rank_bytes(shape, spec, _leanest(spec, n)) <= cards.memory), None)
+    larger = f"{cards.count} of {gigabytes(need)} GB each"
+    if enough is None:
+        return f"no number of these GPUs holds what each rank holds whole; it takes {larger}, or a shorter --context"
+    return f"give the trainer {enough} of these GPUs, or {larger}, or a shorter --context"
+
+
+def vllm_items(shape: ModelShape, spec: RunSpec, *, parts: int, sequences: int) -> tuple[Item, ...]:
+    """Return what each of the `parts` GPUs that share one engine holds for so many sequences of the longest kind."""
+    dtype = spec.model.dtype
+    cache = formulas.cache_bytes_per_token(shape, dtype=dtype, parts=parts) * spec.sampling.most_tokens * sequences
+    return (
+        Item(f"policy, {dtype}", formulas.share_of(formulas.weight_bytes(shape, dtype=dtype), parts)),
+        Item(f"keys and values of {sequences} sequence{'s' if sequences > 1 else ''}", cache),
+        Item("table of positions", 10 * shape.positions * shape.head_dim),
+        Item("vLLM's activations and runtime", WORKING_BYTES),
+    )
+
+
+def fitting_sequences(shape: ModelShape, spec: RunSpec, *, parts: int, memory: int) -> int:
+    """Return how many sequences of the longest kind vLLM decodes at once, at most `MOST_SEQUENCES`; 0 if none fits."""
+    without = sum(item.bytes for item in vllm_items(shape, spec, parts=parts, sequences=0))
+    one = formulas.cache_bytes_per_token(shape, dtype=spec.model.dtype, parts=parts) * spec.sampling.most_tokens
+    return max(0, min(MOST_SEQUENCES, int((VLLM_SHARE * memory - without) // one)))
+
+
+def plan_engine(role: str, shape: ModelShape, spec: RunSpec, cards: Cards) -> RoleMemory:
+    """Plan one vLLM engine over all of `cards`, for as many sequences as fit, at least one."""
+    sequences = max(1, fitting_sequences(shape, spec, parts=cards.count, memory=cards.memory))
+    items = vllm_items(shape, spec, parts=cards.count, sequences=sequences)
+    allowed = int(VLLM_SHARE * cards.memory)
+    memory = RoleMemory(role=role, where=f"each of {cards}", items=items, allowed=allowed)
+    if shape.heads % cards.count:
+        said = f"{shape.heads} attention heads do not divide among {cards.count} GPUs: take {_part(shape, cards.count)}"
+        return msgspec.structs.replace(memory, advice=said)
+    if not memory.missing:
+        return memory
+    larger = f"{cards.count} of {gigabytes(memory.total / VLLM_SHARE)} GB each"
+    enough = engine_parts(shape, spec, Cards(MOST_RANKS, cards.memory))
+    said = f"take {enough} of these GPUs, or {larger}" if enough else f"take {larger}, or a shorter --context"
+    return msgspec.structs.replace(memory, advice=said)
+
+
+def engine_parts(shape: ModelShape, spec: RunSpec, cards: Cards) -> int | None:
+    """Return the fewest of `cards` over which the policy and one sequence fit; None if all are too few."""
+    parts = (n for n in range(1, cards.count + 1) if shape.heads % n == 0 and shape.hidden % n == 0)
+    return next((n for n in parts if fitting_sequences(shape, spec, parts=n, memory=cards.memory)), None)
+
+
+def cpu_verifier(shape: ModelShape, spec: RunSpec) -> RoleMemory:
+    """Plan a verifier with --engine torch on a CPU: one policy, one group's prefill, and a second look."""
+    items = list(measuring_items(shape, spec))
+    if spec.limits.readings > 1 and spec.model.dtype != "float32":
+        items.append(Item("policy, float32, for the second reading", formulas.WIDE * shape.parameters))
+    if spec.limits.suspects:
+        items.append(Item("second look, layer by layer", formulas.second_look_bytes(shape)))
+    return RoleMemory(role="verifier", where="a CPU", items=tuple(items), allowed=None)
+
+
+def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
+    """Return what measuring one group of the longest completions takes in a process with the policy."""
+    dtype, sampling = spec.model.dtype, spec.sampling
+    tokens, drawn = (sampling.group_size * each for each in (sampling.most_tokens, sampling.max_new_tokens))
+    return (
+        Item(f"policy, {dtype}", formulas.weight_bytes(shape, dtype=dtype)),
+        Item("output embedding, float32", formulas.wide_head_bytes(shape, dtype=dtype)),
+        Item("prefill of one group", formulas.prefill_bytes(shape, dtype=dtype, tokens=tokens, drawn=drawn)),
+    )
+
+
+def disk_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
+    """Return the disk of each role in steady state; deltas are small beside the whole versions that are kept."""
+    policy = formulas.weight_bytes(shape, dtype=spec.model.dtype)
+    state = formulas.WIDE * shape.parameters + formulas.optimizer_bytes(shape, spec.training.optimizer)
+    kept = spec.broadcast.keep_versions
+    return (
+        Item(f"trainer: {formulas.CHECKPOINTS} checkpoints and the one being written", 4 * state),
+        Item("trainer: first and newest policy", 2 * policy),
+        Item("trainer: origin, for each policy that it keeps whole", policy),
+        Item(f"verifier: at most {kept} policies", kept * policy),
+        Item(f"relay: at most {kept} policies", kept * policy),
+        Item("worker: one policy, and the next one while it arrives", 2 * policy),
+    )
+
+
+def gigabytes(count: float) -> int:
+    """Round bytes up to whole gigabytes."""
+    return -int(-count // 10**9)
+
+
+def _part(shape: ModelShape, most: int) -> int:
+    return next(n for n in range(most, 0, -1) if shape.heads % n == 0)
