@@ -164,7 +164,8 @@ class Updates:
     def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor | None]:
         """Compute a row's final states [N, D], and the reference's log-probabilities [N] if there is one."""
         world, dtype = self.execution.world, self.execution.autocast
-        with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+        # The cache would keep copies of all layers' gathered weights for a second use, which never comes.
+        with torch.autocast(world.device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             states_ND = final_states(self.model, row)
             if self.reference is None:
                 return states_ND, None

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coordinator.training.groups import Group, Sample
-from coordinator.training.grpo import split, train_step
+from coordinator.training.grpo import Execution, split, train_step
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.packing import Scored
 from coordinator.training.recipe import (
@@ -88,6 +88,15 @@ def same(left, right):
 
 
 # Advantages.
+
+
+def test_a_forward_pass_in_autocast_keeps_no_copy_of_every_layers_weights(model) -> None:
+    """Such copies are of gathered weights: two bytes of each parameter on each GPU, however many share the model."""
+    seen: list[bool] = []
+    model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
+    spec, execution = run_spec(), Execution(autocast=torch.bfloat16, recompute=True)
+    train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0, execution=execution)
+    assert seen[-1] is False
 
 
 def test_advantages_are_distances_from_the_groups_mean():
