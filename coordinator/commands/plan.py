@@ -106,7 +106,7 @@ def plan(
     shape = read_shape(model)
     if run_file is None:
         folder = model if model.is_dir() else model.parent
-        spec = first_spec(shape, initial=str(folder), context=context, group_size=group_size)
+        spec = first_spec(shape, initial=str(folder.absolute()), context=context, group_size=group_size)
     else:
         _, spec = read_run_file(run_file)
     require_fit(FirstPolicy(family=shape.family, hidden=shape.hidden, positions=shape.positions), spec)

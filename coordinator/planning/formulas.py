@@ -95,12 +95,12 @@ def activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: b
     return shape.layers * layer
 
 
-def cast_weight_bytes(shape: ModelShape, *, autocast: bool) -> int:
-    """16-bit copies of the layers' matrices, which autocast's cache keeps until a row's forward pass is over.
+def cast_weight_bytes(shape: ModelShape, *, recompute: bool) -> int:
+    """16-bit copies of the layers' weights, which a row's backward pass keeps in autocast unless it recomputes.
 
-    Each is of a gathered, whole weight, on every rank; without recomputation the backward pass keeps them, too.
+    Each is of a gathered, whole weight, so that every rank has all of them.
     """
-    return 2 * shape.matrices if autocast else 0
+    return 0 if recompute else 2 * (shape.parameters - shape.outside_layers)
 
 
 def head_bytes(shape: ModelShape, *, drawn: int) -> int:

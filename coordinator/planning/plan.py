@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from coordinator.errors import BadConfiguration
 from coordinator.planning import formulas, roles
 from coordinator.planning.amounts import Cards
 from coordinator.planning.assumptions import Assumption, assumptions
@@ -20,6 +21,8 @@ from node.submission.writer import full_group_bytes
 LEASE_FACTOR: Final = 3
 """Leases over the time that a full group takes: machines are slower than planned, or busy."""
 LEASE_STEP_SECONDS: Final = 30
+MOST_SUBMISSION_BYTES: Final = 2**31 - 1
+"""That run.toml takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +115,19 @@ def make_plan(shape: ModelShape, spec: RunSpec, machines: Machines, *, is_given:
 
 
 def fitted_spec(spec: RunSpec, work: StepWork) -> RunSpec:
-    """Return `spec` with leases long enough for a full group, and submissions large enough for one."""
+    """Return `spec` with leases and submissions large enough for a full group; raises BadConfiguration."""
     lease = max(60.0, math.ceil(LEASE_FACTOR * work.slot_seconds / LEASE_STEP_SECONDS) * LEASE_STEP_SECONDS)
     slots = max(1, work.sequences // spec.sampling.group_size)
     batch = msgspec.structs.replace(
         spec.batch, lease_seconds=float(lease), max_leases_per_node=max(spec.batch.max_leases_per_node, 2 * slots)
     )
     need = full_group_bytes(spec)
-    most = max(spec.limits.max_submission_bytes, 2 ** math.ceil(math.log2(need)))
-    limits = msgspec.structs.replace(spec.limits, max_submission_bytes=min(most, 2**31 - 1))
+    if need > MOST_SUBMISSION_BYTES:
+        raise BadConfiguration(
+            f"a full group takes {need} bytes, more than a submission may have: make --group-size or --context smaller"
+        )
+    most = min(MOST_SUBMISSION_BYTES, 2 ** math.ceil(math.log2(need)))
+    limits = msgspec.structs.replace(spec.limits, max_submission_bytes=max(spec.limits.max_submission_bytes, most))
     return msgspec.structs.replace(spec, batch=batch, limits=limits)
 
 

@@ -25,7 +25,7 @@ def first_spec(shape: ModelShape, *, initial: str, context: int | None, group_si
     tokens = context or min(CONTEXT, shape.positions)
     prompt = min(MOST_PROMPT_TOKENS, max(1, tokens // PROMPT_PART))
     spec = RunSpec(
-        name=shape.name[:100],
+        name=shape.name[:100] or "run",
         environments=(EnvironmentSpec(name="arithmetic"),),
         model=ModelSpec(initial=initial, dtype=shape.dtype),
         sampling=SamplingSpec(
@@ -52,7 +52,12 @@ def proposed_values(plan: RunPlan) -> tuple[tuple[str, str, str | int | float, s
         ("batch", "lease_seconds", spec.batch.lease_seconds, f"a planned worker takes {slot:.0f} s for a full group"),
         ("batch", "max_leases_per_node", spec.batch.max_leases_per_node, "twice what it decodes at once, or more"),
         ("limits", "max_submission_bytes", spec.limits.max_submission_bytes, "a full group fits, uncompressed"),
-        ("training", "learning_rate", spec.training.learning_rate, f"for {plan.model.parameters / 1e9:.2g} billion"),
+        (
+            "training",
+            "learning_rate",
+            spec.training.learning_rate,
+            f"for {plan.model.parameters / 1e9:.2g} billion parameters",
+        ),
     )
 
 

@@ -23,7 +23,7 @@ MOST_SEQUENCES: Final = 256
 MOST_ROW_TOKENS: Final = 32_768
 MOST_RANKS: Final = 4096
 RELAY_BYTES: Final = 100_000_000
-"""A relay's memory, whatever the policy: 72 MB were measured for 1.2 GB (docs/scale.md)."""
+"""A relay's memory, whatever the policy: whoever fetched 2 GiB took 82 MiB at most (docs/broadcast.md)."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -102,8 +102,8 @@ def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> It
         yield Item("first policy, for the KL penalty", weights)
     if ranks > 1:
         yield Item("embeddings and head, gathered", formulas.gathered_outside_bytes(shape, ranks))
-    if settings.autocast:
-        yield Item("16-bit copies of autocast", formulas.cast_weight_bytes(shape, autocast=True))
+    if settings.autocast and not settings.recompute:
+        yield Item("layers' weights in 16 bits", formulas.cast_weight_bytes(shape, recompute=False))
     activations = formulas.activation_bytes(
         shape, tokens=row.tokens, padded=row.padded, autocast=settings.autocast, recompute=settings.recompute
     )

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -155,6 +156,29 @@ def test_a_model_with_experts_is_counted_and_said_not_to_run(tmp_path: Path) -> 
     assert shape.feed_forward == 2 * 16
 
 
+@pytest.mark.parametrize(
+    ("standing", "limits", "share"),
+    [
+        ({}, {"second_looks": 0.0}, 1.0),
+        ({}, {"second_looks": 0.05}, 1.2),
+        ({}, {"second_looks": 0.05, "suspects": ()}, 1.0),
+        ({}, {"second_looks": 0.0, "readings": 2}, 2.0),
+        ({"full_rate_floor": 0.1}, {"second_looks": 0.0}, 0.1 + 0.9 / 8),
+    ],
+)
+def test_verifiers_do_what_the_rules_ask_of_them(
+    standing: dict[str, Any], limits: dict[str, Any], share: float
+) -> None:
+    """A second look is two prefills for each suspect; who is trusted has one of eight rows measured."""
+    spec = first_spec(published("Qwen3-4B"), initial="/model", context=None, group_size=8)
+    spec = msgspec.structs.replace(
+        spec,
+        standing=msgspec.structs.replace(spec.standing, **standing),
+        limits=msgspec.structs.replace(spec.limits, **limits),
+    )
+    assert formulas.prefilled_share(spec) == pytest.approx(share)
+
+
 @pytest.mark.parametrize(("lr", "ratio"), [(3e-7, 305.31), (1e-6, 125.0), (1e-5, 24.35)])
 def test_deltas_are_as_small_as_they_were_measured(lr: float, ratio: float) -> None:
     assert formulas.delta_bytes(1e9, learning_rate=lr, dtype="bfloat16") == pytest.approx(1e9 / ratio, rel=0.05)
@@ -290,6 +314,13 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
     done = plan("--model", str(MODELS / "Qwen3-4B"), "--gpus", "1x80GB", "--context", "50000")
     assert done.exit_code == 1
     assert "positions for 40960" in done.output
+
+
+def test_groups_that_no_submission_can_hold_are_refused() -> None:
+    long = ("--context", "131072", "--group-size", "1024")
+    done = plan("--model", str(MODELS / "GLM-4.5-Air"), "--gpus", "8x80GB", *long)
+    assert done.exit_code == 1
+    assert "make --group-size or --context smaller" in done.output
 
 
 def test_a_verifier_leaves_the_trainer_a_gpu() -> None:
