@@ -1,7 +1,8 @@
 """Memory as `swarmproof plan` computes it, against the peaks of processes that do the work, on a CPU.
 
-For each size one child process takes two training steps of GRPO over several packed rows, and another one loads the
-policy in bfloat16 and measures one group. A peak is the highest resident memory (VmHWM, reset beforehand) beyond what
+For each size one child process takes two training steps of GRPO over several packed rows, another one loads the
+policy in bfloat16 and measures one group, and for small sizes two processes share a step (FSDP2 over gloo, with
+recomputation). A peak is the highest resident memory (VmHWM, reset beforehand) beyond what
 the same process takes with all of its imports and no model. Weights are random: memory does not depend on them.
 
 Figures: memory_error_share is the largest |planned - measured| / measured of all rows. `--measured FILE` adds rows of
@@ -11,8 +12,10 @@ other runs, such as of a policy of 0.6 billion parameters: a JSON list of {"size
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,6 +32,7 @@ from coordinator.planning.shape import ModelShape, read_shape
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, train_step
 from coordinator.training.optimizers import make_optimizer
+from coordinator.training.world import SINGLE_PROCESS, World, open_world
 from node.policy.file import save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
@@ -48,6 +52,9 @@ SIZES: dict[str, dict[str, Any]] = {
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
 """The last two are Qwen3-0.6B with 2 and with all layers."""
+SHARDED = ("2M", "50M")
+"""Sizes that two processes share here; each begins with the whole model."""
+RANKS = 2
 PROMPT, COMPLETION, SAMPLES, GROUPS = 32, 96, 4, 4
 _PIECE_BYTES = 1024
 
@@ -87,6 +94,16 @@ def build_model(folder: Path, *, dtype: torch.dtype) -> Any:
 
 def train(folder: Path) -> int:
     """Take two steps and return the peak of the second one, in bytes."""
+    return _train(folder, SINGLE_PROCESS)
+
+
+def train_sharded(folder: Path) -> int:
+    """Take two steps as one of the processes that torchrun started, and return this one's peak."""
+    with open_world(device="cpu") as world:
+        return _train(folder, world)
+
+
+def _train(folder: Path, world: World) -> int:
     spec, draw = make_spec(), torch.Generator().manual_seed(0)
     vocabulary = read_shape(folder).vocabulary
 
@@ -94,14 +111,25 @@ def train(folder: Path) -> int:
         return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
 
     groups = [
-        Group(0, tuple(float(row % 2) for row in range(SAMPLES)), _samples(ids(PROMPT), ids)) for _ in range(GROUPS)
+        Group(0, tuple(float(row % 2) for row in range(SAMPLES)), _samples(ids(PROMPT), ids))
+        for _ in range(GROUPS * world.size)
     ]
     before = _resident("VmRSS")
     model = build_model(folder, dtype=torch.float32)
+    settings = options_of(world.size)
+    if settings.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    world.shard(model)
     optimizer = make_optimizer(model, spec.training)
-    execution = Execution(row_tokens=spec.sampling.most_tokens * 2)
+    execution = Execution(world=world, row_tokens=settings.row_tokens, recompute=settings.recompute)
     train_step(model, optimizer, groups, spec=spec, step=0, execution=execution)
     return _peak(lambda: train_step(model, optimizer, groups, spec=spec, step=1, execution=execution)) - before
+
+
+def options_of(ranks: int) -> roles.TrainerOptions:
+    """Return how steps are taken, by one process or by several."""
+    row_tokens = make_spec().sampling.most_tokens * 2
+    return roles.TrainerOptions(ranks=ranks, row_tokens=row_tokens, recompute=ranks > 1, autocast=False)
 
 
 def _samples(prompt: tuple[int, ...], ids: Callable[[int], tuple[int, ...]]) -> tuple[Sample, ...]:
@@ -154,11 +182,9 @@ def _resident(field: str) -> int:
     return int(lines[field].split()[0]) * _PIECE_BYTES
 
 
-def planned_training(shape: ModelShape) -> int:
-    """Return what the plan says of a step of one process; of publishing, see benchmarks/memory.py."""
-    spec = make_spec()
-    settings = roles.TrainerOptions(ranks=1, row_tokens=spec.sampling.most_tokens * 2, recompute=False, autocast=False)
-    return sum(item.bytes for item in roles.step_items(shape, spec, settings))
+def planned_training(shape: ModelShape, *, ranks: int = 1) -> int:
+    """Return what the plan says of a step of one process, or of each of several."""
+    return sum(item.bytes for item in roles.step_items(shape, make_spec(), options_of(ranks)))
 
 
 def planned_verifying(shape: ModelShape) -> int:
@@ -166,15 +192,32 @@ def planned_verifying(shape: ModelShape) -> int:
     return sum(item.bytes for item in roles.measuring_items(shape, make_spec()))
 
 
-CHILDREN: dict[str, Callable[[Path], int]] = {"train": train, "verify": verify, "write": write_policy}
-PLANNED = {"train": planned_training, "verify": planned_verifying}
+CHILDREN: dict[str, Callable[[Path], int]] = {
+    "train": train,
+    "train, 2 ranks": train_sharded,
+    "verify": verify,
+    "write": write_policy,
+}
+PLANNED: dict[str, Callable[[ModelShape], int]] = {
+    "train": planned_training,
+    "train, 2 ranks": functools.partial(planned_training, ranks=RANKS),
+    "verify": planned_verifying,
+}
 
 
 def in_child(part: str, folder: Path) -> int:
-    """Run a part in a process of its own and return its bytes."""
-    command = [sys.executable, "-m", "benchmarks.plan", "--child", part, str(folder)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(done.stdout.split()[-1])
+    """Run a part in a process of its own, or in several, and return the most bytes of any."""
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m"] if "ranks" in part else []
+    command = [sys.executable, "-m", *launch, "benchmarks.plan", "--child", part, str(folder)]
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_mapped()
+    )
+    return max(int(line) for line in done.stdout.split())
+
+
+def _mapped() -> dict[str, str]:
+    """Have the allocator give memory back: what it keeps for itself is no tensor's."""
+    return os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "OMP_NUM_THREADS": "1"}
 
 
 def rows_of(sizes: Sequence[str]) -> list[dict[str, Any]]:
@@ -186,6 +229,8 @@ def rows_of(sizes: Sequence[str]) -> list[dict[str, Any]]:
             shape = read_shape(folder)
             in_child("write", folder)
             for role, planned in PLANNED.items():
+                if "ranks" in role and size not in SHARDED:
+                    continue
                 row = {"size": size, "role": role, "planned": planned(shape), "measured": in_child(role, folder)}
                 say(f"{size} {role}: {row['planned'] / 1e6:.0f} MB planned, {row['measured'] / 1e6:.0f} MB measured")
                 rows.append(row)

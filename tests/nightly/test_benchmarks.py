@@ -134,6 +134,7 @@ CASES = {
         needs=["libp2p"],
         equal={"nodes": 6, "hostile": 2, "hostile_alive": 2, "killed_by_input": 0},
     ),
+    "plan": Case("--sizes 2M", "memory_error_share", sections=["rows"]),
     "reasoning": Case(
         "--seeds 1 --steps 1 --problems 16 --warm-start 0.02",
         "gain_min seconds chain_sum_gain count_bits_after",
