@@ -74,9 +74,12 @@ def train_step(
     with packed_attention(model, reference):
         for samples in split(scored, training.minibatches):
             updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens, recurrent=recurrent))
+    means = stats.means(execution.world)
+    if execution.world.is_first:
+        log.info("step %d trained on %.0f tokens in %d updates", step, means["tokens"], stats.updates)
     rewards = [reward for group in groups for reward in group.rewards]
     return {
-        **stats.means(execution.world),
+        **means,
         "reward": math.fsum(rewards) / max(1, len(rewards)),
         "learning_rate": recipe.learning_rate(training, step),
         "groups_kept": float(kept),
