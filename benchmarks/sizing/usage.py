@@ -1,0 +1,78 @@
+"""What a role of the swarm takes: resident memory at its peak, processor time and disk, by Linux's own counters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+INTERVAL_SECONDS = 0.25
+_BLOCK_BYTES = 512
+
+
+class RoleMeter(threading.Thread):
+    """Samples processes by role, children included: the kernel keeps each one's peak, so only ends can be missed."""
+
+    def __init__(self) -> None:
+        super().__init__(name="role meter", daemon=True)
+        self._roots: dict[str, int] = {}
+        self._peaks: dict[str, dict[int, int]] = {}
+        self._cpu: dict[str, dict[int, float]] = {}
+        self._ending = threading.Event()
+
+    def follow(self, pids: Mapping[str, int | None]) -> None:
+        """Measure these processes, id by role, from now on."""
+        self._roots |= {role: pid for role, pid in pids.items() if pid is not None}
+
+    def run(self) -> None:
+        while not self._ending.wait(INTERVAL_SECONDS):
+            self.sample()
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._ending.set()
+        self.join()
+
+    def sample(self) -> None:
+        """Read all processes once."""
+        for role, root in list(self._roots.items()):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(root)
+                for each in (process, *process.children(recursive=True)):
+                    self._note(role, each)
+
+    def peak_bytes(self, role: str) -> int:
+        """Return the sum of the peaks of a role's processes, which may have been at different times."""
+        return sum(self._peaks.get(role, {}).values())
+
+    def cpu_seconds(self, role: str) -> float:
+        """Return user and system time of a role's processes."""
+        return sum(self._cpu.get(role, {}).values())
+
+    def _note(self, role: str, process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.Error, OSError):
+            times, peak = process.cpu_times(), peak_bytes(process.pid)
+            self._cpu.setdefault(role, {})[process.pid] = times.user + times.system
+            peaks = self._peaks.setdefault(role, {})
+            peaks[process.pid] = max(peak, peaks.get(process.pid, 0))
+
+
+def peak_bytes(pid: int) -> int:
+    """Return a process's largest resident size so far (VmHWM); raises OSError, and gives 0 for a zombie."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return what `folder` takes of the disk; a file with several names counts once."""
+    blocks: dict[tuple[int, int], int] = {}
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found = (Path(at) / name).lstat()
+                blocks[found.st_dev, found.st_ino] = found.st_blocks
+    return sum(blocks.values()) * _BLOCK_BYTES
