@@ -61,7 +61,6 @@ _CONTEXT: Final = 64
 
 def architecture(*, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Qwen3Config:
     """Return Qwen3-0.6B's configuration, with fewer layers and a smaller vocabulary where asked for."""
-    tokenizer = make_tokenizer(vocabulary)
     return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=1024,
@@ -74,9 +73,14 @@ def architecture(*, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Qwen3
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TURN),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        eos_token_id=mark_id(END_OF_TURN, vocabulary),
+        pad_token_id=mark_id(END_OF_TEXT, vocabulary),
     )
+
+
+def mark_id(mark: str, vocabulary: int) -> int:
+    """Return the id of one of MARKS: they are the last of the tokens."""
+    return vocabulary - UNUSED_ROWS - len(MARKS) + MARKS.index(mark)
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
@@ -116,7 +120,7 @@ def make_policy(
     with torch.no_grad():
         _plant(model, answers)
         _scale(model, answers)
-    ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    ends = [mark_id(mark, vocabulary) for mark in (END_OF_TURN, END_OF_TEXT)]
     model.generation_config = GenerationConfig(eos_token_id=ends, do_sample=True, temperature=0.6, top_p=0.95)
     return model, tokenizer
 

@@ -28,7 +28,7 @@ from coordinator.lab.processes.watch import SwarmWatcher
 from node.protocol.admission import Outcome
 
 TORCH, VLLM, RELAY = f"{HONEST}-1", f"{HONEST}-2", "relay-root"
-OPERATOR: Final = ("coordinator", "trainer", "verifier")
+COORDINATOR, TRAINER, VERIFIER = OPERATOR = ("coordinator", "trainer", "verifier")
 _NO_RESTARTS = RestartPolicy(attempts=1)
 """A process that dies here, for memory as like as not, ends the benchmark."""
 _ENGINES: Final = {TORCH: "torch", VLLM: "vllm"}
@@ -81,19 +81,25 @@ class RealSwarm:
 
     def run(self, *, vllm: bool) -> Observations:
         """Go through everything; raises SwarmTooSlow, and KeepsDying for a process that ended."""
-        with self._watched(), self._started(*OPERATOR, RELAY):
-            self._until(lambda: 0 in self._watcher.arrivals, "the first policy at the relay")
-            with self._started(TORCH):
-                self._until(lambda: self._watcher.snapshot.finished_steps > 0, "the first step")
-                self._until(lambda: self._admitted(TORCH, version=1), "a group of the second policy")
-            self.found.disk[TORCH] = disk_bytes(self.swarm.folder / TORCH)
-            if vllm:
-                with self._started(VLLM):
-                    self._until(lambda: self._admitted(VLLM, version=1), "a group by vLLM")
-                self.found.disk[VLLM] = disk_bytes(self.swarm.folder / VLLM)
-            self._audit()
-            self._read()
+        with self._watched(), self._started(COORDINATOR):
+            # It looks at the model before there is a run, for which the others wait a minute at most.
+            self._until(lambda: self._watcher.snapshot.answering, "a coordinator that answers")
+            with self._started(TRAINER, VERIFIER, RELAY):
+                self._go_through(vllm=vllm)
         return self.found
+
+    def _go_through(self, *, vllm: bool) -> None:
+        self._until(lambda: 0 in self._watcher.arrivals, "the first policy at the relay")
+        with self._started(TORCH):
+            self._until(lambda: self._watcher.snapshot.finished_steps > 0, "the first step")
+            self._until(lambda: self._admitted(TORCH, version=1), "a group of the second policy")
+        self.found.disk[TORCH] = disk_bytes(self.swarm.folder / TORCH)
+        if vllm:
+            with self._started(VLLM):
+                self._until(lambda: self._admitted(VLLM, version=1), "a group by vLLM")
+            self.found.disk[VLLM] = disk_bytes(self.swarm.folder / VLLM)
+        self._audit()
+        self._read()
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -123,7 +129,7 @@ class RealSwarm:
         """Let a process have all threads, log for programs, and draw one slot at a time."""
         *module, name = command.arguments[:3]
         options: tuple[str, ...] = ()
-        if command.name in ("trainer", "verifier", *_ENGINES):
+        if command.name in (TRAINER, VERIFIER, *_ENGINES):
             options += "--threads", str(self._threads)
         if command.name in _ENGINES:
             options += "--engine", _ENGINES[command.name], "--slots", "1", "--json"
@@ -138,10 +144,16 @@ class RealSwarm:
             for supervisor in self._supervisors:
                 supervisor.poll()
             if time.monotonic() > deadline:
-                tail = self._supervisors[0].log_tail("trainer")
-                raise SwarmTooSlow(f"no {what} within {self._patience_s:.0f} s; the trainer's log ends:\n{tail}")
+                raise SwarmTooSlow(f"no {what} within {self._patience_s:.0f} s; logs end with\n{self._last_lines()}")
             time.sleep(_TICK_S)
         say(f"swarm: {what}")
+
+    def _last_lines(self) -> str:
+        return "\n".join(
+            f"{name}: {supervisor.log_tail(name, lines=1)}"
+            for supervisor in self._supervisors
+            for name in supervisor.pids
+        )
 
     def _admitted(self, worker: str, *, version: int) -> bool:
         (node,) = (place.node for place in self.swarm.workers if place.name == worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import sysconfig
 import textwrap
@@ -10,9 +11,11 @@ import time
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from locations import ROOT
+from waiting import until
 
 from benchmarks.broadcasting import bad_relay, full, ours
 from benchmarks.broadcasting.delivery import BroadcastFile, BroadcastResult, Setting, WorkerNotServed, deliver
@@ -23,6 +26,7 @@ from benchmarks.levels import SIZES, figures_of, sampled
 from benchmarks.peers import PeerUnavailable
 from benchmarks.redteam import figures as redteam_figures
 from benchmarks.redteam import table as redteam_table
+from benchmarks.sizing.usage import RoleMeter, disk_bytes
 from benchmarks.timing import median_ratio, quantile
 from benchmarks.toploc import beyond_published_limits
 from benchmarks.toploc_peer import VERSION, ToplocPeer, installed
@@ -149,6 +153,28 @@ def test_a_node_that_ends_says_why_and_nothing_is_left_of_a_swarm(tmp_path):
         swarm.start("failing", [sys.executable, "-c", "raise SystemExit('no such thing')"]).ready()
     assert sleeper.exit_code == -9
     assert list(tmp_path.iterdir()) == []
+
+
+# realsize: what a role took is known after it has ended, and a file that has two names is on the disk once.
+
+
+def test_a_role_s_peak_outlives_its_process():
+    meter = RoleMeter()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    meter.follow({"role": process.pid})
+    meter.sample()
+    process.stdin.close()
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    meter.sample()
+    process.wait()
+    assert meter.peak_bytes("role") > MIB
+
+
+def test_a_file_with_two_names_takes_the_disk_once(tmp_path):
+    (tmp_path / "whole").write_bytes(bytes(4 * MIB))
+    alone = disk_bytes(tmp_path)
+    (tmp_path / "version").hardlink_to(tmp_path / "whole")
+    assert disk_bytes(tmp_path) == alone >= 4 * MIB
 
 
 # toploc: the peer is toploc 0.1.6 with real proofs, or there is none.

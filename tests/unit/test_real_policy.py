@@ -9,7 +9,16 @@ import torch
 from locations import ROOT
 
 from benchmarks.realsize import RUN_TOML
-from benchmarks.sizing.policy import ANSWERS, END_OF_THOUGHT, END_OF_TURN, make_policy, make_tokenizer, write_folder
+from benchmarks.sizing.policy import (
+    ANSWERS,
+    END_OF_THOUGHT,
+    END_OF_TURN,
+    MARKS,
+    make_policy,
+    make_tokenizer,
+    mark_id,
+    write_folder,
+)
 from benchmarks.sizing.swarm import rules
 from node.policy.folder import check_chat_template, validate_folder
 from node.protocol.run import parse_run_toml
@@ -37,7 +46,7 @@ def test_the_folder_has_several_shards_and_can_be_a_run_s_first_policy(tmp_path)
     assert found.has_chat_template
 
 
-@pytest.mark.parametrize("vocabulary", [2048, 151_936])
+@pytest.mark.parametrize("vocabulary", [2048, pytest.param(151_936, marks=pytest.mark.service)])
 def test_the_tokenizer_reads_back_what_it_writes_and_has_the_size_of_the_embedding(vocabulary):
     tokenizer = make_tokenizer(vocabulary)
     text = "Find the Greatest Common Divisor of 26 and 760, naïvely.\n"
@@ -45,6 +54,7 @@ def test_the_tokenizer_reads_back_what_it_writes_and_has_the_size_of_the_embeddi
     assert tokenizer.decode(ids) == text
     assert len(ids) < 0.7 * len(text)
     assert len(tokenizer) == vocabulary - 267
+    assert tokenizer.convert_tokens_to_ids(list(MARKS)) == [mark_id(mark, vocabulary) for mark in MARKS]
     assert all(len(tokenizer(answer)["input_ids"]) == 1 for answer in ANSWERS)
 
 
