@@ -173,7 +173,7 @@ def main() -> None:
     )
     parser.add_argument("--vocabulary", type=int, default=policy.VOCABULARY)
     parser.add_argument("--prompt", type=int, default=76, help="tokens of a prompt in step")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps, and verified groups")
+    parser.add_argument("--rounds", type=int, default=2, help="timed steps, and verified groups")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of torch in each process")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for each event of the swarm")
     parser.add_argument("--no-peer", action="store_true", help=f"measure without TRL {TRL}")
