@@ -27,7 +27,8 @@ from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import score, train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import ROW_TOKENS, pack
-from node.policy.file import load_policy, unique_tensors
+from node.policy.file import load_policy
+from node.policy.skeleton import unique_tensors
 from node.protocol.run import RunSpec, parse_run_toml
 
 WORKER: Final = Path(__file__).with_name("trl_step_worker.py")

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.sizing.machine import Bandwidth
 from benchmarks.sizing.swarm import OPERATOR, RELAY, TORCH, VLLM, Observations
-from node.policy.file import build_skeleton, unique_tensors
+from node.policy.skeleton import build_skeleton, unique_tensors
 from node.protocol.admission import Outcome
 from node.protocol.run import RunSpec
 

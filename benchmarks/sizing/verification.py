@@ -21,7 +21,8 @@ from benchmarks.sizing.machine import matmul_rate
 from benchmarks.workload import HeldPolicies, WorkloadVerifier
 from node.engines.base import requests_for
 from node.engines.torch import TorchEngine
-from node.policy.file import Policy, load_policy, unique_tensors
+from node.policy.file import Policy, load_policy
+from node.policy.skeleton import unique_tensors
 from node.protocol.admission import Outcome
 from node.protocol.run import parse_run_toml
 from node.protocol.submission import Rollout

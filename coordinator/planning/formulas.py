@@ -13,7 +13,7 @@ from typing import Final, Literal
 from coordinator.planning.shape import ModelShape
 from coordinator.training.head import CHUNK_BYTES
 from node.protocol.run import RunSpec
-from node.verification.prefill import MAX_BATCH_TOKENS
+from node.verification.batches import MAX_BATCH_TOKENS
 from node.verification.spans import MAX_LOGITS
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}

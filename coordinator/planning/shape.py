@@ -18,7 +18,7 @@ from coordinator.errors import UnfitModel
 from coordinator.training.optimizers import is_layer_matrix
 from node.policy.config import ATTENTION, parse_config, render_config
 from node.policy.errors import MalformedPolicy
-from node.policy.file import build_skeleton, probe_shapes, unique_tensors
+from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
 from node.policy.weights import MAX_CONFIG_BYTES
 from shardcast.errors import Malformed
 from shardcast.files import read_bounded

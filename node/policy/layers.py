@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from node.policy.file import build_skeleton, multiply_exactly, unique_tensors
+from node.policy.file import multiply_exactly
 from node.policy.reading import OpenPolicy
+from node.policy.skeleton import build_skeleton, unique_tensors
 
 PIECE_NUMBERS = 2**22
 """Of a weight that are converted together."""
