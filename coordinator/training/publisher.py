@@ -63,7 +63,7 @@ class Publisher:
                 training.finish_step(connection, version - 1, stats={**stats, "publish_seconds": seconds}, now=clock())
 
         def publish() -> None:
-            with bound(step=version):
+            with bound(policy=version, step=version - 1 if version else None):
                 self._server.publish(path, version=version, before_announcing=record)
                 self._history.keep_current(self._home.database)
                 self._metrics.publish_seconds.observe(time.monotonic() - started)
