@@ -49,6 +49,11 @@ CASES = {
         equal={"faults": 2, "admitted_lost": 0, "admitted_twice": 0, "log_inconsistencies": 0},
         sections=["rows"],
     ),
+    "checkpoints": Case(
+        "--hidden 128 --layers 1 --vocabulary 256 --prompt 24 --completion 16 --rounds 1",
+        """step_seconds step_seconds_beside checkpoint_stall_share publish_stall_share checkpoint_seconds
+        publish_seconds checkpoint_extra_bytes_per_parameter""",
+    ),
     "dashboard": Case(
         "--workers 20 --submissions 200 --log-entries 1000 --times 1 --loads 1",
         "first_paint_ms page_ms page_again_ms page_ms_small append_growth inclusion_growth",
