@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import closing as closing_of
@@ -205,6 +206,16 @@ def test_phases_add_up_to_the_whole_time(summary: Summary) -> None:
     assert summary.phases["waiting for admitted groups"] == pytest.approx(12 * 2.0)
     assert summary.phases["training"] == pytest.approx(12 * 0.5)
     assert summary.phases["publishing"] == pytest.approx(12 * 0.25)
+
+
+def test_what_is_published_beside_the_next_step_is_counted_once(swarm: Swarm, ledger: Ledger) -> None:
+    beside = status()
+    for step, following in itertools.pairwise(beside["steps"]):
+        step["finished_at"] = following["assigned_at"] + 0.4
+    found = summarise(swarm, beside, ledger, observed(), audit=None)
+    assert sum(found.phases.values()) == pytest.approx(found.seconds)
+    assert found.phases["waiting for admitted groups"] == pytest.approx(2.0)
+    assert found.phases["publishing"] == pytest.approx(11 * 2.25 + 0.25)
 
 
 def test_a_step_that_is_not_finished_is_not_reported(swarm: Swarm, ledger: Ledger) -> None:
