@@ -85,20 +85,28 @@ class Rows:
 def write_rows(path: Path, rows: Mapping[str, Rows]) -> dict[str, Piece]:
     """Write a safetensors file of `rows` durably; return each one's piece. Raises OSError."""
     rows = {name: one for name, one in rows.items() if one.end > one.start}
-    header, pieces = _header(rows), dict[str, Piece]()
-    with path.open("wb") as file:
-        file.write(header)
-        for name, one in rows.items():
-            offset, hasher = file.tell(), blake3()
-            data = _bytes_of(one.local)
-            for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                hasher.update(block)
-                file.write(block)
-            pieces[name] = Piece(path.name, offset, one.start, one.end, hasher.hexdigest())
-        file.flush()
-        os.fsync(file.fileno())
+    pieces = dict[str, Piece]()
+    try:
+        with path.open("wb") as file:
+            file.write(_header(rows))
+            for name, one in rows.items():
+                pieces[name] = Piece(path.name, file.tell(), one.start, one.end, _write_hashed(file, one.local))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # which a write does not say
+        raise
     return pieces
+
+
+def _write_hashed(file: BinaryIO, tensor: Tensor) -> str:
+    """Write a tensor's bytes and return their BLAKE3."""
+    data, hasher = _bytes_of(tensor), blake3()
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        hasher.update(block)
+        file.write(block)
+    return hasher.hexdigest()
 
 
 def read_rows(folder: Path, rows: Rows, pieces: Iterable[Piece]) -> bool:

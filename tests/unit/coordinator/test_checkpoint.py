@@ -101,8 +101,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 try:
     save(2)
-except OSError:
-    raise SystemExit(0)
+except OSError as error:
+    raise SystemExit(0 if "shard-00000.safetensors" in str(error) else 2)
 raise SystemExit(1)
 """
 
