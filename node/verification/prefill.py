@@ -9,7 +9,6 @@ computes in the policy's own dtype.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +25,6 @@ from node.verification.batches import batches, padded_ids, predicting
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
 from node.verification.streamed import StreamedPrefill
-
-logger = logging.getLogger(__name__)
 
 
 class Prefill(Protocol):
