@@ -95,6 +95,11 @@ CASES = {
         head_over_products""",
         most={"chunked_head_extra_gib": 0.6, "chunked_head_growth": 1.2, "gradient_difference": 1e-5},
     ),
+    "prefill_memory": Case(
+        ENGINE,
+        """parameters whole_over_policy streamed_over_policy look_over_policy look_loaded_over_policy
+        streamed_floor_over_policy look_floor_over_policy streamed_over_whole_seconds""",
+    ),
     "honest": Case(
         f"{ENGINE} --completions 16 --warm-start 0.01",
         "completions honest_rejected exponent_mismatches_max mantissa_mean_max sampling_margin_p999",
