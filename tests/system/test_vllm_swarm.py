@@ -20,6 +20,7 @@ from sqlalchemy import select
 from swarm import running, small_spec
 from waiting import eventually
 
+from coordinator.calibration.cheats import alter
 from coordinator.storage.schema import slots, submissions
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import train_step
@@ -34,7 +35,7 @@ from node.joining.session import JoinSettings
 from node.policy.file import load_policy, save_policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
-from node.protocol.run import TrainingSpec
+from node.protocol.run import LimitsSpec, ProofSpec, TrainingSpec
 from node.submission.reader import read_rollouts
 from node.worker.daemon import WorkerSettings, run_worker
 
@@ -242,4 +243,32 @@ async def test_an_operators_verifier_with_vllm_admits_honest_work_and_rejects_ot
         receipt = await asyncio.to_thread(swarm.judge, liar, forged, lease)
         assert receipt.outcome is Outcome.REJECTED
         assert receipt.reason in REASONS
+    await cheat.close()
+
+
+async def test_a_verifier_with_vllm_takes_second_looks(tmp_path, tiny_policy_path):
+    """Without them, weights in eight bits are within the limits of a run that was never calibrated."""
+    spec = msgspec.structs.replace(
+        SPEC,
+        limits=LimitsSpec(second_looks=1.0, suspects=("int8",)),
+        proofs=ProofSpec(scheme="sketch/1", sketch_step=0.01),
+    )
+    cheat = TorchEngine(spec)
+    alter(tiny_policy_path, tmp_path / "int8", int8)
+    await cheat.load(tmp_path / "int8", version=0)
+
+    def make_prefills(spec, _share):
+        return VllmVerifier(spec, VllmSettings(cpu_threads=1, kv_cache_gib=0.1), state=tmp_path / "verifier-vllm")
+
+    async with served(tmp_path, tiny_policy_path, spec=spec, make_prefills=make_prefills) as swarm:
+        peer, liar = await asyncio.to_thread(swarm.peer), await asyncio.to_thread(swarm.peer)
+        lease = await asyncio.to_thread(liar.lease)
+        forged = await cheat.generate(swarm.requests(lease))
+        receipt = await asyncio.to_thread(swarm.judge, liar, forged, lease)
+        assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.PROOF_MISMATCH)
+        assert receipt.detail.startswith("All rows together: int8_gain is ")
+        lease = await asyncio.to_thread(peer.lease)
+        honest = await asyncio.to_thread(swarm.honest, lease)
+        receipt = await asyncio.to_thread(swarm.judge, peer, honest, lease)
+        assert receipt.outcome is Outcome.ADMITTED, receipt.detail
     await cheat.close()
