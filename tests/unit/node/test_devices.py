@@ -7,6 +7,8 @@ from importlib import metadata
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from node.cli import main
 from node.commands import engine_options
@@ -88,13 +90,26 @@ def test_a_device_that_vllm_was_not_built_for_is_refused(monkeypatch, installed,
     assert caught.value.code == "device_missing"
 
 
+class OneDevice(TorchDispatchMode):
+    """Refuses what a GPU refuses: an operation on tensors of two devices, indices and copies apart."""
+
+    EXEMPT = frozenset({torch.ops.aten.index, torch.ops.aten.index_put_, torch.ops.aten.copy_})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.ndim]
+        if func.overloadpacket not in self.EXEMPT:
+            assert len({one.device for one in tensors}) <= 1, func
+        return func(*args, **(kwargs or {}))
+
+
 @torch.inference_mode()
 def test_a_decoder_computes_where_its_policy_is(tiny_policy_path):
-    """A tensor left on the CPU would end the engine at its first step on a GPU; meta tensors refuse it alike."""
+    """A tensor left on the CPU would end the engine at its first step on a GPU."""
     policy = load_policy(tiny_policy_path, dtype=torch.bfloat16, device="meta")
-    decoder = Decoder(policy, columns=16)
-    shapes = [decoder.join([(3, 4, 5), (3, 4, 5), (7, 8)]), decoder.step([1, 2, 3])]
-    assert decoder.leave([True, False, False]) == [2, 1]
-    shapes += [decoder.step([1, 2]), decoder.join([(5,)]), decoder.step([6, 7, 8])]
-    assert {(one.device.type, one.dtype) for one in shapes} == {("meta", torch.bfloat16)}
-    assert [len(one) for one in shapes] == [3, 3, 2, 1, 3]
+    with OneDevice():
+        decoder = Decoder(policy, columns=16)
+        found = [decoder.join([(3, 4, 5), (3, 4, 5), (7, 8)]), decoder.step([1, 2, 3])]
+        assert decoder.leave([True, False, False]) == [2, 1]
+        found += [decoder.step([1, 2]), decoder.join([(5,)]), decoder.step([6, 7, 8])]
+    assert {(one.device.type, one.dtype) for one in found} == {("meta", torch.bfloat16)}
+    assert [len(one) for one in found] == [3, 3, 2, 1, 3]
