@@ -128,6 +128,12 @@ CASES = {
         equal={"keys_until_most_bits": 768},
         sections=["rows"],
     ),
+    "memory": Case(
+        "--hidden 128 --layers 2 --vocabulary 2000 --ranks 2",
+        """parameters start_bytes_per_parameter step_bytes_per_parameter publish_extra_tensors
+        fsdp_rank_peak_over_share fsdp_step_peak_over_share""",
+        equal={"published_differently": 0},
+    ),
     "models": Case(
         "--chunks 1 --cheat-groups 2 --steps 1 --warm-start 0.01",
         """eagle_logits_vs_rwkv_package finch_logits_vs_rwkv_package decode_vs_prefill_fp32_eagle

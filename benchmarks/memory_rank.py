@@ -1,0 +1,103 @@
+"""One process of `benchmarks.memory`: `torchrun -m benchmarks.memory_rank FOLDER`.
+
+It takes the trainer's way (load, publish, one step, publish) with the policy in FOLDER/warm, so that everything is
+imported and connected, and then with the one in FOLDER. Of the latter it writes down, in FOLDER/rank-N.json, what was
+resident at the start and, for each command, what was resident before and after it and at the peak within, in bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator.training.distributed_learner import Team
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import Execution
+from coordinator.training.world import World, open_world
+from node.protocol.run import EnvironmentSpec, RunSpec, TrainingSpec
+
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+SPEC = RunSpec(
+    name="memory",
+    environments=(EnvironmentSpec(name="arithmetic"),),
+    training=TrainingSpec(minibatches=1, learning_rate=1e-6),
+)
+GROUPS, SAMPLES, TOKENS = 2, 4, 16
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def resident(name: str) -> int:
+    """Return this process's `VmRSS` or `VmHWM` in bytes."""
+    (kib,) = (int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return kib * 1024
+
+
+def settle() -> int:
+    """Give freed memory back, begin a new peak (proc(5)), and return what is resident."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    CLEAR_REFS.write_text("5")
+    return resident("VmRSS")
+
+
+class MeasuredTeam(Team):
+    """A team whose every process measures each command."""
+
+    def __init__(self, state: Path, world: World) -> None:
+        super().__init__(state, Execution(world=world))
+        self.start = settle()
+        self.commands: list[dict[str, Any]] = []
+
+    def _execute(self, command: Any) -> None:
+        before = settle()
+        super()._execute(command)
+        peak = resident("VmHWM")
+        name = f"{command.action}-{command.dtype}".rstrip("-")
+        self.commands.append({"command": name, "before": before, "peak": peak, "after": settle()})
+
+
+def make_groups(vocabulary: int) -> list[Group]:
+    """Draw short rollouts, half of which earn 1."""
+    rng = random.Random(0)
+
+    def sample() -> Sample:
+        return Sample((5, 6, 7), tuple(rng.choices(range(5, vocabulary), k=TOKENS)), (-4.5,) * TOKENS)
+
+    rewards = tuple(float(at % 2) for at in range(SAMPLES))
+    return [Group(0, rewards, tuple(sample() for _ in range(SAMPLES))) for _ in range(GROUPS)]
+
+
+def command(team: Team, state: Path) -> None:
+    """Load the policy, publish it in each dtype as it is, train a step, and publish it again."""
+    learner = team.restore(SPEC)
+    for dtype in DTYPES:
+        team.write_policy(state / f"published-{str(dtype)[6:]}", dtype)
+    team.train(make_groups(learner.model.config.vocab_size))
+    for dtype in DTYPES:
+        team.write_policy(state / "trained", dtype)
+    team.end()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with open_world(device="cpu") as world:
+        for state in (folder / "warm", folder):
+            team = MeasuredTeam(state, world)
+            if world.is_first:
+                command(team, state)
+            else:
+                team.follow()
+        found = {"start": team.start, "commands": team.commands}
+        (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
