@@ -48,6 +48,7 @@ ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1")
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
 TINY = Size("qwen3", 128, 1, 128)
+FIRST = "policy-0.safetensors"
 SECONDS = 900
 
 
@@ -75,8 +76,15 @@ class Ranks:
         )
 
 
+def make_folders(folder: Path, size: Size, *, tied: bool) -> FirstPolicy:
+    """Write the models' folders `tiny` and `model`, and return what is known of the latter's policy."""
+    make_folder(folder / "tiny", TINY, tied=tied)
+    make_folder(folder / "model", size, tied=tied)
+    return validate_folder(folder / "model")
+
+
 def make_folder(folder: Path, size: Size, *, tied: bool) -> None:
-    """Write a model's folder of random weights, several shards of them; call it in a process of its own."""
+    """Write a model's folder of random weights in several shards."""
     torch.manual_seed(0)
     config = size.config()
     config.tie_word_embeddings = tied
@@ -90,20 +98,22 @@ def make_folder(folder: Path, size: Size, *, tied: bool) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def start(folder: Path, path: Path) -> None:
-    """Write the first policy of a run that begins with `folder`, and load it."""
+def start(folder: Path, path: Path) -> int:
+    """Write the first policy of a run that begins with `folder`, load it, and return the bytes at the peak."""
     spec = msgspec.structs.replace(SPEC, model=msgspec.structs.replace(SPEC.model, initial=str(folder)))
-    write_policy(initial_policy(spec), path, dtype=torch.bfloat16)
-    load_policy(path, dtype=torch.float32)
-
-
-def measured_start(folder: Path, tiny: Path, path: Path) -> int:
-    """Return the bytes at the peak of `start`, after another one with the folder `tiny`."""
-    torch.set_num_threads(1)
-    start(tiny, path)
     before = settle()
-    start(folder, path)
-    return resident("VmHWM") - before
+    write_policy(initial_policy(spec), path, dtype=torch.bfloat16)
+    policy = load_policy(path, dtype=torch.float32)
+    peak = resident("VmHWM")
+    del policy
+    return peak - before
+
+
+def measured_start(folder: Path) -> int:
+    """Return the bytes at the peak of a start with `model`, after one with `tiny` has imported everything."""
+    torch.set_num_threads(1)
+    start(folder / "tiny", folder / "tiny.safetensors")
+    return start(folder / "model", folder / "model.safetensors")
 
 
 def run_ranks(folder: Path, processes: int) -> Ranks:
@@ -119,16 +129,13 @@ def run_ranks(folder: Path, processes: int) -> Ranks:
 
 def measure(folder: Path, size: Size, *, ranks: int, tied: bool) -> dict[str, Any]:
     """Measure a policy of `size` in the empty `folder`, and compute the figures."""
-    first = "policy-0.safetensors"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        pool.submit(make_folder, folder / "tiny", TINY, tied=tied).result()
-        pool.submit(make_folder, folder / "model", size, tied=tied).result()
-        policy = pool.submit(validate_folder, folder / "model").result()
-        for state in (folder / "alone", folder / "shared"):
-            (state / "warm").mkdir(parents=True)
-            pool.submit(start, folder / "tiny", state / "warm" / first).result()
-        begun = pool.submit(measured_start, folder / "model", folder / "tiny", folder / "alone" / first).result()
-    (folder / "shared" / first).hardlink_to(folder / "alone" / first)
+        policy = pool.submit(make_folders, folder, size, tied=tied).result()
+        begun = pool.submit(measured_start, folder).result()
+    for state in (folder / "alone", folder / "shared"):
+        (state / "warm").mkdir(parents=True)
+        (state / "warm" / FIRST).hardlink_to(folder / "tiny.safetensors")
+        (state / FIRST).hardlink_to(folder / "model.safetensors")
     alone, shared = run_ranks(folder / "alone", 1), run_ranks(folder / "shared", ranks)
     for name, found in (("alone", alone), ("shared", shared)):
         say(f"{name}: {json.dumps(found.found)}")
