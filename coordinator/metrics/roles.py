@@ -116,7 +116,7 @@ class TrainerMetrics:
         )
         self.publish_seconds = Histogram(
             "swarmproof_trainer_publish_seconds",
-            "From trained weights to the policy's announcement.",
+            "From the policy's file to its announcement.",
             buckets=WORK_BUCKETS,
             registry=registry,
         )

@@ -71,7 +71,7 @@ _STEP_FIGURES = {
     "train_seconds": ("swarmproof_step_train_seconds", "What the newest finished step itself took."),
     "publish_seconds": (
         "swarmproof_step_publish_seconds",
-        "From that step's weights to the announcement of their policy.",
+        "From the file of that step's policy to its announcement.",
     ),
     "checkpoint_stall_seconds": (
         "swarmproof_step_checkpoint_stall_seconds",

@@ -141,7 +141,9 @@ class Trainer:
         waited_since = time.monotonic()
         while not self._stop.is_set():
             if self._publisher.is_over:
+                finishing_since = time.monotonic()
                 self._finish_publishing()
+                waited_since += time.monotonic() - finishing_since
             step = self._next_step(learner)
             if step is None:
                 # Counted while waiting: counted afterwards, an endless wait would never show.
@@ -261,13 +263,13 @@ class Trainer:
 
         The policy before is announced by then. Raises ReplayDiffers unless the step makes the policy `expected`.
         """
-        started, stalls = time.monotonic(), self._stalls()
+        started, saved, published = time.monotonic(), self._team.waited_seconds, self._publisher.waited_seconds
         groups = read_batch(self._home, learner.step, stop=self._stop)
         if groups is None:
             raise TrainerStopped("stopped while a group is rebuilt")
-        stats = self._team.train(groups)
-        self._finish_publishing()
-        written_since = time.monotonic()
+        stats, trained = self._team.train(groups), time.monotonic()
+        self._finish_publishing()  # with an evaluation, perhaps, which is no part of the step
+        resumed = time.monotonic()
         path = self._policy_file(learner)
         if expected is not None and (found := _digest_of(path)) != expected:
             raise ReplayDiffers(
@@ -275,22 +277,18 @@ class Trainer:
                 f"{expected[:16]}… was published: nothing was saved or published. Start the trainer with the release, "
                 f"machine, processes and options that trained it, or restore {self._state} and the run from a backup"
             )
-        now = time.monotonic()
-        stats |= {name: seconds - stalls[name] for name, seconds in self._stalls().items()}
-        stats["publish_stall_seconds"] += now - written_since
-        stats |= {"wait_seconds": waited, "train_seconds": now - started}
+        publish_stall = self._publisher.waited_seconds - published + time.monotonic() - resumed
+        stats |= {
+            "wait_seconds": waited,
+            "train_seconds": trained - started + publish_stall,
+            "checkpoint_stall_seconds": self._team.waited_seconds - saved,
+            "publish_stall_seconds": publish_stall,
+        }
         self._metrics.observe_step(stats)
         learner.stats = stats
         if learner.step % self._settings.checkpoint_every == 0 or learner.step == self._home.spec.training.steps:
             self._team.save(stats)
         return path
-
-    def _stalls(self) -> dict[str, float]:
-        """Return for how many seconds training has waited for checkpoints and publications so far."""
-        return {
-            "checkpoint_stall_seconds": self._team.waited_seconds,
-            "publish_stall_seconds": self._publisher.waited_seconds,
-        }
 
     def _publish(self, learner: Learner, path: Path) -> None:
         """Begin to record and announce policy `learner.step`, and to finish the step that made it; idempotent."""
