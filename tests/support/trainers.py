@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import threading
 import time
@@ -21,6 +23,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.storage import log, training
 from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.schema import SlotState, groups, leases, nodes, slots, submissions
+from coordinator.training import checkpoint
 from coordinator.training.distributed_learner import Team
 from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.training.grpo import Execution
@@ -181,21 +184,45 @@ def publish(state: Path) -> None:
         team.end()
 
 
-def learn(state: Path, *, steps: int, recompute: bool = False, **recipe: object) -> None:
-    """What each process does; the first leaves the curve in `state`."""
+def learn(state: Path, *, steps: int, recompute: bool = False, full_disk: bool = False, **recipe: object) -> None:
+    """What each process does; the first leaves the curve in `state`.
+
+    With `full_disk` the other processes' first checkpoint does not fit, and the step beside it is trained again.
+    """
     torch.set_num_threads(1)
     with open_world(device="cpu") as world:
         team = Team(state, Execution(world=world, row_tokens=64, recompute=recompute))
         if not world.is_first:
+            if full_disk:
+                fill_up_once()
             team.follow()
             return
-        learner = team.restore(spec_with(**recipe))
-        curve = []
-        for _ in range(steps):
-            stats = team.train(groups_of(learner.step))
+        spec = spec_with(**recipe)
+        learner = team.restore(spec)
+        begin, curve, faults = learner.step, list[dict[str, float]](), list[OSError]()
+        while len(curve) < steps:
+            try:
+                stats = team.train(groups_of(learner.step))
+            except OSError as error:
+                faults.append(error)
+                learner = team.restore(spec)
+                del curve[learner.step - begin :]
+                continue
             team.save(stats)
             curve.append(stats)
+        assert [error.errno for error in faults] == [errno.ENOSPC] * full_disk
         team.write_policy(state / "last.safetensors", torch.float32)
         team.end()
     before = json.loads((state / "curve.json").read_text()) if (state / "curve.json").exists() else []
     (state / "curve.json").write_text(json.dumps([*before, *curve]))
+
+
+def fill_up_once() -> None:
+    """Let this process find no room for its part of one checkpoint."""
+    write = checkpoint.write_rows
+
+    def full(path: Path, rows: Any) -> Any:
+        checkpoint.write_rows = write
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoint.write_rows = full

@@ -133,6 +133,15 @@ def test_a_flipped_bit_in_two_processes_newest_checkpoint_is_found_by_both_and_t
     assert curve == [whole[0], whole[1], whole[1], whole[2]]
 
 
+@pytest.mark.timeout(600)
+def test_a_disk_that_is_full_for_one_process_is_said_in_all_and_the_step_is_trained_again(tmp_path: Path) -> None:
+    """One that goes on with an update that the others do not make would train another policy, or wait for ever."""
+    whole = launched(beginning(tmp_path / "whole"), 2, steps=3)
+    state = beginning(tmp_path / "full")
+    assert launched(state, 2, steps=3, full_disk=True) == whole
+    assert len(checkpoints(state / "checkpoints")) == 3
+
+
 @contextmanager
 def command(folder: Path, *, processes: int, options: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """`swarmproof trainer` of the run in `folder`, in so many processes; what it says goes to `folder`/log."""
