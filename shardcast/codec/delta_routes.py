@@ -40,20 +40,25 @@ async def cheapest(
     oldest = min(bases.values(), default=signed.manifest.version)
     order = itertools.count()
     frontier: list[tuple[float, int, SignedManifest | None, list[Hop]]] = [(0, next(order), signed, [])]
-    requests = 0
+    requested = dict[int, SignedManifest | None]()
+    settled = set[str]()
     while frontier:
         cost, _, reached, hops = heapq.heappop(frontier)
         if reached is None:
             return hops[::-1]
+        if reached.digest in settled:
+            continue
+        settled.add(reached.digest)
         for index, delta in enumerate(reached.manifest.deltas):
             total, longer_chain = cost + delta.payload.payload_bytes, [*hops, Hop(reached, index)]
             if total >= less_than:
                 continue
             if delta.base in bases:
                 heapq.heappush(frontier, (total, next(order), None, longer_chain))
-            elif delta.base_version > oldest and requests < MAX_HOPS:
-                requests += 1
-                earlier = await manifest_of(delta.base_version)
+            elif delta.base_version > oldest:
+                if delta.base_version not in requested and len(requested) < MAX_HOPS:
+                    requested[delta.base_version] = await manifest_of(delta.base_version)
+                earlier = requested.get(delta.base_version)
                 # A manifest with another digest belongs to another history.
                 if earlier is not None and earlier.manifest.result_digest == delta.base:
                     heapq.heappush(frontier, (total + len(earlier.envelope), next(order), earlier, longer_chain))

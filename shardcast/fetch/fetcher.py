@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -231,16 +230,14 @@ class Fetcher:
         await asyncio.to_thread(self._reuse, signed, result)
         if result.is_complete():
             return
-        await self._follow_deltas(signed, result, meter, less_than=MAX_SHARE_OF_FULL * result.missing_bytes)
+        await self._follow_deltas(signed, result, meter)
         if result.is_complete():
             self.fetched.by_delta += 1
             return
         try:
             await self._download_in_full(result, meter)
         except NetworkFault:
-            if not await self._obtain_base(signed, meter):
-                raise
-            await self._follow_deltas(signed, result, meter, less_than=math.inf)
+            await self._follow_folds(signed, result, meter)
             if not result.is_complete():
                 raise
 
@@ -251,25 +248,26 @@ class Fetcher:
 
     # -- versions that are kept as deltas (`shardcast.store.archive`)
 
-    async def _obtain_base(self, signed: SignedManifest, meter: _Meter) -> bool:
-        """Fetch the nearest version that is served in full of those that folded deltas lead from; False if none is."""
+    async def _follow_folds(self, signed: SignedManifest, result: PayloadFile, meter: _Meter) -> None:
+        """Fetch the nearest version that is served in full of those that folded deltas lead from, and apply these."""
         try:
             async with asyncio.timeout(ROUTE_TIMEOUT_S):
-                base = await find_served_base(
+                found = await find_served_base(
                     signed, sources=self._sources, transport=self._transport, manifest_of=self._manifest_or_none
                 )
         except TimeoutError:
-            return False
-        if base is None:
-            return False
-        with self._pinned(base):
-            await asyncio.to_thread(self._store.add_manifest, base, only_manifest=True)
-            result = await asyncio.to_thread(self._store.result, base)
-            await asyncio.to_thread(result.check, self._threads)
-            if not result.is_complete():
-                await self._download_in_full(result, meter)
-            await asyncio.to_thread(self._store.finish, result, base)
-        return True
+            return
+        if found is None:
+            return
+        start, chain = found
+        with self._pinned(start):
+            await asyncio.to_thread(self._store.add_manifest, start, only_manifest=True)
+            base = await asyncio.to_thread(self._store.result, start)
+            await asyncio.to_thread(base.check, self._threads)
+            if not base.is_complete():
+                await self._download_in_full(base, meter)
+            await asyncio.to_thread(self._store.finish, base, start)
+            await self._apply_chain(signed, chain, (start, base), result, meter)
 
     def _reuse(self, signed: SignedManifest, result: PayloadFile) -> None:
         """Copy equal chunks from the newest held version (e.g. layers that are not trained)."""
@@ -288,9 +286,7 @@ class Fetcher:
 
     # -- deltas
 
-    async def _follow_deltas(
-        self, signed: SignedManifest, result: PayloadFile, meter: _Meter, *, less_than: float
-    ) -> None:
+    async def _follow_deltas(self, signed: SignedManifest, result: PayloadFile, meter: _Meter) -> None:
         """Apply deltas from a held version; chunks that come out wrong stay missing."""
         full = signed.manifest.full
         held = await asyncio.to_thread(self._store.whole_results)
@@ -300,9 +296,10 @@ class Fetcher:
             if other.manifest.full.payload_bytes == full.payload_bytes and other.digest != signed.digest
         }
         versions = {digest: other.manifest.version for digest, (other, _) in bases.items()}
+        budget = MAX_SHARE_OF_FULL * result.missing_bytes
         try:
             async with asyncio.timeout(ROUTE_TIMEOUT_S):
-                chain = await cheapest(signed, versions, less_than=less_than, manifest_of=self._manifest_or_none)
+                chain = await cheapest(signed, versions, less_than=budget, manifest_of=self._manifest_or_none)
         except TimeoutError:
             logger.warning(
                 "version %d: no delta chain found within %.0f s; fetching in full",
@@ -310,9 +307,19 @@ class Fetcher:
                 ROUTE_TIMEOUT_S,
             )
             return
-        if not chain:
-            return
-        start, base = bases[chain[0].delta.base]
+        if chain:
+            await self._apply_chain(signed, chain, bases[chain[0].delta.base], result, meter)
+
+    async def _apply_chain(
+        self,
+        signed: SignedManifest,
+        chain: list[Hop],
+        start_and_base: tuple[SignedManifest, PayloadFile],
+        result: PayloadFile,
+        meter: _Meter,
+    ) -> None:
+        """Fetch the deltas of a chain and apply them to the base; log failures, after which chunks are missing."""
+        start, base = start_and_base
         try:
             with self._pinned(start, *(hop.signed for hop in chain)):
                 wrong = await self._fetch_and_patch(chain, base, result, meter)
@@ -320,9 +327,7 @@ class Fetcher:
             # Space for the result is already reserved, whatever a delta lacked space for.
             if isinstance(error, LocalFault) and error.code not in {"quota", "disk_full"}:
                 raise
-            logger.warning(
-                "version %d: delta chain failed: %s (%s); fetching in full", signed.manifest.version, error, error.code
-            )
+            logger.warning("version %d: delta chain failed: %s (%s)", signed.manifest.version, error, error.code)
             return
         finally:
             if not self.mirror_deltas:
@@ -330,9 +335,7 @@ class Fetcher:
                     await asyncio.to_thread(self._store.discard_deltas, hop.signed)
         if wrong:
             self.fetched.wrong_chunks += wrong
-            logger.warning(
-                "version %d: %d patched chunks have a wrong digest; fetching them", signed.manifest.version, wrong
-            )
+            logger.warning("version %d: %d patched chunks have a wrong digest", signed.manifest.version, wrong)
 
     async def _fetch_and_patch(self, chain: list[Hop], base: PayloadFile, result: PayloadFile, meter: _Meter) -> int:
         tasks = [asyncio.create_task(self._fetch_delta(hop, meter)) for hop in chain]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from shardcast import wire
-from shardcast.codec.delta_routes import MAX_HOPS
+from shardcast.codec.delta_routes import MAX_HOPS, Hop
 from shardcast.errors import CorruptChunk, NetworkFault, PeerFault, ShardcastError
 from shardcast.fetch.hedging import first_accepted
 from shardcast.fetch.sources import Sources
@@ -24,15 +24,20 @@ async def find_served_base(
     sources: Sources,
     transport: Transport,
     manifest_of: Callable[[int], Awaitable[SignedManifest | None]],
-) -> SignedManifest | None:
-    """Follow the folded deltas back to the first version that is served in full; None if none is."""
+) -> tuple[SignedManifest, list[Hop]] | None:
+    """Follow the folded deltas back to the first version that is served in full.
+
+    Returns that and the deltas from it to `signed`, in order of application; None if there is no such version.
+    """
+    chain = list[Hop]()
     for _ in range(MAX_HOPS):
         delta = signed.manifest.folded_delta
         base = None if delta is None else await manifest_of(delta.base_version)
         if delta is None or base is None or base.manifest.result_digest != delta.base:
             return None
+        chain.insert(0, Hop(signed, signed.manifest.deltas.index(delta)))
         if await _is_served(base.manifest.full, sources, transport):
-            return base
+            return base, chain
         signed = base
     return None
 

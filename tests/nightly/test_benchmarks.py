@@ -188,6 +188,18 @@ CASES = {
         "seconds seconds_padded step_vs_padded tokens_per_s model_flops_per_s loss_difference",
         most={"loss_difference": 1e-6},
     ),
+    "store": Case(
+        "--size-mib 8 --chain-mib 2 --versions 20 --repeats 1",
+        "disk_origin_that_keeps_everything stage_gb_per_s encode_gb_per_s apply_gb_per_s check_gb_per_s copy_gb_per_s",
+        most={
+            "disk_origin": 7.0,
+            "disk_relay": 2.5,
+            "disk_worker": 1.1,
+            "disk_verifier": 2.2,
+            "archived_fetch_bytes": 1.3,
+        },
+        sections=["rows"],
+    ),
     "toploc": Case(
         "--no-peer --rounds 1 --threads 1",
         """build_ms_per_chunk_h5120 verify_ms_per_chunk_h5120 build_speedup_vs_peer verify_speedup_vs_peer_tensor

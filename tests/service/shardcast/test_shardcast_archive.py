@@ -29,9 +29,11 @@ def whole(folder: Path) -> set[int]:
     return {int(path.name.split("-")[0]) for path in (folder / "versions").glob("*.bin")}
 
 
-async def archived(swarm: Any, *, last: int = LAST, staying: set[int] = STAYING) -> tuple[str, Any]:
+async def archived(
+    swarm: Any, *, last: int = LAST, staying: set[int] = STAYING, fold_every: int = 2
+) -> tuple[str, Any]:
     """Start an origin with versions 0 to `last`, of which only `staying` are whole."""
-    url, server = swarm.origin(deltas=DeltaSettings(fold_every=2), keep_whole=1)
+    url, server = swarm.origin(deltas=DeltaSettings(fold_every=fold_every), keep_whole=1)
     path = swarm.folder / "file"
     for version in range(last + 1):
         path.write_bytes(contents(version))
@@ -48,6 +50,13 @@ async def test_every_old_version_can_be_fetched(swarm: Any) -> None:
         assert path.read_bytes() == contents(version)
         assert whole(swarm.folder / f"client-{version}") == {version}
         assert client.fetched.bytes_in < 1.1 * SIZE, "one whole version, and deltas"
+
+
+async def test_the_version_that_is_furthest_from_a_whole_one_can_be_fetched(swarm: Any) -> None:
+    """Each of the 31 versions between has two deltas: looking at all ways would take more requests than are allowed."""
+    url, _ = await archived(swarm, last=33, staying={0, 32, 33}, fold_every=8)
+    client = swarm.client(url)
+    assert (await client.fetch_archived(31, timeout_s=60)).read_bytes() == contents(31)
 
 
 async def test_an_auditor_of_all_versions_fetches_one_whole(swarm: Any) -> None:
