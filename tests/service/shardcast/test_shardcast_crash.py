@@ -17,6 +17,7 @@ from waiting import eventually
 import shardcast
 from shardcast import Origin, listen
 from shardcast.errors import LocalFault
+from shardcast.store.reading import StoredVersions
 from shardcast.trust import load_seen
 
 CHUNK = 4096
@@ -225,3 +226,46 @@ import time; time.sleep(3600)
     finally:
         kill(process)
     swarm.client("http://127.0.0.1:9")
+
+
+ARCHIVING = """
+from shardcast import DeltaSettings
+from shardcast.store.versions import Store
+
+discard = Store.discard_result
+def dying(self, signed):
+    if sys.argv[2] == "after":
+        discard(self, signed)
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] != "never":
+    Store.discard_result = dying
+origin = Origin(folder / "origin", key, run_id, chunk_bytes=4096, deltas=DeltaSettings(fold_every=2), keep_whole=1)
+for version in range(int(sys.argv[3]), 6):
+    data = bytearray(300_000)
+    data[: 100 * version] = bytes([7]) * 100 * version
+    (folder / "file").write_bytes(data)
+    origin.publish(folder / "file", version=version)
+import time
+while len(list((folder / "origin" / "versions").iterdir())) > 3:
+    time.sleep(0.02)
+"""
+
+
+def test_an_origin_killed_as_it_deletes_a_whole_version_loses_none(tmp_path: Path) -> None:
+    """An audit may ask for any version of a run whose trainer was killed for memory."""
+    for killed in ("before", "after", "never"):
+        published = StoredVersions(tmp_path / "origin").versions() if killed != "before" else [0]
+        assert published == list(range(published[-1] + 1))
+        with spawn(ARCHIVING, tmp_path, killed, published[-1]) as process:
+            assert process.wait(120) == (0 if killed == "never" else -signal.SIGKILL)
+    held = StoredVersions(tmp_path / "origin")
+    assert held.versions() == list(range(6))
+    for version in range(6):
+        held.write(version, tmp_path / "out")
+        assert (tmp_path / "out").read_bytes() == bytes([7]) * 100 * version + bytes(300_000 - 100 * version)
+        (tmp_path / "out").unlink()
+    assert files(tmp_path / "origin" / "versions") == [0, 4, 5]
+
+
+def files(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[0]) for path in folder.iterdir())
