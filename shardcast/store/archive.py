@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from shardcast.errors import PeerFault
-from shardcast.files import sync_file
+from shardcast.files import sync_file, sync_folder
 from shardcast.manifest import SignedManifest
 from shardcast.store.patching import count_mismatches
 from shardcast.store.payload_file import PayloadFile
@@ -69,6 +69,7 @@ def _reproduces(signed: SignedManifest, base: PayloadFile, steps: list[Path], th
     try:
         for path in steps:
             sync_file(path)
+            sync_folder(path.parent)
         wrong = count_mismatches(base, steps, signed.manifest.full, threads=threads)
     except PeerFault as error:
         logger.warning("version %d stays whole: a delta to it is damaged: %s", version, error)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from shardcast.errors import PeerFault
-from shardcast.files import as_local_fault, sync_file
+from shardcast.files import as_local_fault, sync_file, sync_folder
 from shardcast.manifest import SignedManifest
 from shardcast.store.patching import count_mismatches, patch
 from shardcast.store.payload_file import PayloadFile
@@ -74,15 +74,16 @@ class Rewinds:
             if completed in self._in_use:
                 self._in_use.remove(completed)
             self._in_use.append(completed)
-            newest, *older = self._store.whole_results()
+            whole = self._store.whole_results()
             kept = {signed.manifest.version for signed in self._store.versions()[-self._keep :]}
-            for version in [version for version in self._files if version not in kept]:
+            # One without a way from a whole version is of no use: a delta on the way was damaged.
+            for version in [known for known in self._files if known not in kept or self._route(known) is None]:
                 self._forget(version)
-            for signed, file in older:
+            for signed, file in whole[1:]:
                 version = signed.manifest.version
                 if version in self._in_use or version in self._too_large:
                     continue
-                if version not in kept or version in self._files or self._rewind(signed, file, *newest):
+                if version not in kept or version in self._files or self._rewind(signed, file, *whole[0]):
                     self._store.discard_result(signed)
 
     def _rewind(self, signed: SignedManifest, file: PayloadFile, later: SignedManifest, base: PayloadFile) -> bool:
@@ -109,6 +110,7 @@ class Rewinds:
         try:
             sync_file(made)
             made.rename(path)
+            sync_folder(self._folder)
         except OSError as error:
             raise as_local_fault(error, path) from error
         self._files[signed.manifest.version] = later.manifest.version, path
