@@ -26,13 +26,27 @@ _READABLE = click.Path(path_type=Path, exists=True)
     metavar="COUNT",
     help="How many of them a verifier has; with 0 it has a CPU.  [default: the fewest that hold it]",
 )
-@click.option("--workers", type=click.IntRange(1, 100_000), metavar="COUNT", default=4, show_default=True)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 100_000),
+    metavar="COUNT",
+    default=4,
+    show_default=True,
+    help="How many machines generate.",
+)
 @click.option(
     "--worker-gpus",
     metavar="1x24GB",
     help="Those of one worker, over which it splits the model.  [default: one like the operator's]",
 )
-@click.option("--relays", type=click.IntRange(1, 10_000), metavar="COUNT", default=2, show_default=True)
+@click.option(
+    "--relays",
+    type=click.IntRange(1, 10_000),
+    metavar="COUNT",
+    default=2,
+    show_default=True,
+    help="How many pass policies on to them.",
+)
 @click.option(
     "--uplink", metavar="1Gbit", default="1Gbit", show_default=True, help="Of the trainer and of each relay, a second."
 )

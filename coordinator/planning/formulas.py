@@ -40,18 +40,18 @@ TREE_SHARE: Final = 0.87
 
 
 def optimizer_bytes(shape: ModelShape, optimizer: Literal["adamw", "muon"]) -> int:
-    """AdamW keeps two moments of each weight, Muon one of the layers' matrices (coordinator/training/optimizers.py)."""
+    """Return two moments of each weight, of the layers' matrices one with Muon (coordinator/training/optimizers.py)."""
     moments = 2 * shape.parameters - (shape.matrices if optimizer == "muon" else 0)
     return WIDE * moments
 
 
 def share_of(total: int, ranks: int) -> int:
-    """FSDP2 splits each tensor by rows, so that the first rank has the most: at most a row of each more."""
+    """Return the part of one rank: FSDP2 splits each tensor by rows, so that some have a row of it more."""
     return math.ceil(total / ranks)
 
 
 def gathered_layer_bytes(shape: ModelShape, ranks: int) -> int:
-    """One layer in use and the next one on its way, with the gradients of one and those that are being reduced.
+    """Return one layer in use and the next on its way, with the gradients of one and those that are being reduced.
 
     FSDP2 prefetches one layer and overlaps one reduction (torch.distributed.fsdp.fully_shard, its documentation).
     """
@@ -59,7 +59,7 @@ def gathered_layer_bytes(shape: ModelShape, ranks: int) -> int:
 
 
 def gathered_outside_bytes(shape: ModelShape, ranks: int) -> int:
-    """Embeddings and head are whole from a row's forward pass to the end of its backward pass, and their gradients.
+    """Return embeddings and head, whole from a row's forward pass to the end of its backward pass, and their gradients.
 
     The root is not resharded after its forward pass (fully_shard's `reshard_after_forward`), and
     `coordinator.training.head` reads its weight.
@@ -68,12 +68,12 @@ def gathered_outside_bytes(shape: ModelShape, ranks: int) -> int:
 
 
 def embedding_gradient_bytes(shape: ModelShape) -> int:
-    """The gradient of a lookup is dense and whole before it is added (torch's embedding_dense_backward)."""
+    """Return the gradient of a lookup, dense and whole before it is added (torch's embedding_dense_backward)."""
     return WIDE * shape.embedding
 
 
 def layer_activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: bool) -> int:
-    """What a decoder layer saves for its backward pass, as transformers computes llama and qwen3.
+    """Return what a decoder layer saves for its backward pass, as transformers computes llama and qwen3.
 
     Counted tensor by tensor; tests/unit/coordinator/test_plan.py compares it with what autograd keeps. In autocast
     norms stay in float32, and each product keeps its input again in 16 bits.
@@ -88,7 +88,7 @@ def layer_activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autoc
 
 
 def activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: bool, recompute: bool) -> int:
-    """Of a row: all layers', or with recomputation each layer's input and one layer's (arXiv 1604.06174)."""
+    """Return those of a row: all layers', or with recomputation each layer's input and one's own (arXiv 1604.06174)."""
     layer = layer_activation_bytes(shape, tokens=tokens, padded=padded, autocast=autocast)
     if recompute:
         return layer + shape.layers * tokens * WIDE * shape.hidden
@@ -96,7 +96,7 @@ def activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: b
 
 
 def cast_weight_bytes(shape: ModelShape, *, recompute: bool) -> int:
-    """16-bit copies of the layers' weights, which a row's backward pass keeps in autocast unless it recomputes.
+    """Return the 16-bit copies of the layers' weights that autograd keeps in autocast, unless it recomputes.
 
     Each is of a gathered, whole weight, so that every rank has all of them.
     """
@@ -104,28 +104,28 @@ def cast_weight_bytes(shape: ModelShape, *, recompute: bool) -> int:
 
 
 def head_bytes(shape: ModelShape, *, drawn: int) -> int:
-    """Final states, their float32 gradients, and the copies of one chunk's logits (coordinator/training/head.py)."""
+    """Return final states, their gradients, and the copies of one chunk's logits (coordinator/training/head.py)."""
     chunk = min(drawn * WIDE * shape.vocabulary, max(CHUNK_BYTES, WIDE * shape.vocabulary))
     return CHUNK_COPIES * chunk + 4 * WIDE * drawn * shape.hidden
 
 
 def publish_bytes(shape: ModelShape, *, dtype: str) -> int:
-    """The largest tensor twice: gathered in float32, and cast for the policy file."""
+    """Return the largest tensor twice: gathered in float32, and cast for the policy file."""
     return (WIDE + ITEM_BYTES[dtype]) * shape.largest_tensor
 
 
 def weight_bytes(shape: ModelShape, *, dtype: str) -> int:
-    """The policy's weights in the run's dtype; the file has its configuration and tokenizer besides (MB)."""
+    """Return the policy's weights in the run's dtype; its file has configuration and tokenizer besides (MB)."""
     return ITEM_BYTES[dtype] * shape.parameters
 
 
 def cache_bytes_per_token(shape: ModelShape, *, dtype: str, parts: int = 1) -> int:
-    """Keys and values of one token over all layers, on each of `parts` GPUs; no GPU has less than one head of keys."""
+    """Return keys and values of one token over all layers, on each of `parts` GPUs: a head at least on each."""
     return 2 * shape.layers * math.ceil(shape.kv_heads / parts) * shape.head_dim * ITEM_BYTES[dtype]
 
 
 def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> int:
-    """A forward pass without gradients, in batches of at most `MAX_BATCH_TOKENS`, and the logits of drawn tokens.
+    """Return a forward pass without gradients, in batches of `MAX_BATCH_TOKENS`, and the logits of drawn tokens.
 
     At a layer's widest: three feed-forward widths, and residual, norm and products of a few hidden widths.
     """
@@ -136,24 +136,24 @@ def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> 
 
 
 def wide_head_bytes(shape: ModelShape, *, dtype: str) -> int:
-    """A CPU verifier keeps the output embedding in float32 as well (node/policy/file.py)."""
+    """Return the output embedding in float32, which a CPU verifier keeps as well (node/policy/file.py)."""
     return 0 if dtype == "float32" else WIDE * shape.embedding
 
 
 def second_look_bytes(shape: ModelShape) -> int:
-    """A layer, or the embedding, of the policy and of a suspect in float32, one after the other."""
+    """Return a layer, or the embedding, of the policy and of a suspect in float32, as they are read layer by layer."""
     return 2 * WIDE * max(shape.largest_layer, shape.embedding)
 
 
 def delta_bytes(full: float, *, learning_rate: float, dtype: str) -> float:
-    """Bytes of one step's delta; `full` where it is not worth its time."""
+    """Return the bytes of one step's delta, `full` where that is not worth its time."""
     ratio = DELTA_RATIO_AT_1E6 * (learning_rate / 1e-6) ** -DELTA_SLOPE
     share = 1 / max(1.0, FLOAT32_DELTA_RATIO if dtype == "float32" else ratio)
     return full * (share if share <= WORTHWHILE_DELTA else 1.0)
 
 
 def broadcast_seconds(size: float, *, uplink: float, downlink: float, relays: int, workers: int) -> float:
-    """Until the last worker has `size` bytes: the slowest of origin, receivers, and what the relays send together.
+    """Return when the last worker has `size` bytes: by origin, receivers, or what the relays send together.
 
     Everybody's links in bytes a second; the lower bound of docs/scale.md, over the share of it that was reached.
     """
@@ -162,12 +162,12 @@ def broadcast_seconds(size: float, *, uplink: float, downlink: float, relays: in
 
 
 def delta_core_seconds(full: float) -> float:
-    """To find or to apply one step's delta on one core."""
+    """Return how long one core takes to find or to apply one step's delta."""
     return full / DELTA_BYTES_PER_SECOND
 
 
 def forward_operations(shape: ModelShape, *, tokens: int, context: float) -> float:
-    """Multiply-adds count as two: each weight that a token meets, and `context` keys and values in each layer.
+    """Return operations, multiply-adds as two: each weight that a token meets, `context` keys and values in each layer.
 
     Lookups are none (the PaLM paper's count, arXiv 2204.02311, appendix B).
     """
@@ -177,12 +177,12 @@ def forward_operations(shape: ModelShape, *, tokens: int, context: float) -> flo
 
 
 def training_operations(forward: float, *, recompute: bool) -> float:
-    """The backward pass is two forward passes; recomputation is one more (arXiv 1604.06174)."""
+    """Return a step's: a backward pass is two forward passes, recomputation one more (arXiv 1604.06174)."""
     return forward * (4 if recompute else 3)
 
 
 def prefilled_share(spec: RunSpec) -> float:
-    """Prefills of a proven node's group that verifiers do: in full, or of one row, and a second look by chance.
+    """Return how many prefills of a proven node's group verifiers do: of all rows or one, and second looks by chance.
 
     A second look is a prefill of the policy and one of each suspect (node/verification/second_look.py).
     """
