@@ -33,6 +33,8 @@ _NO_RESTARTS = RestartPolicy(attempts=1)
 """A process that dies here, for memory as like as not, ends the benchmark."""
 _ENGINES: Final = {TORCH: "torch", VLLM: "vllm"}
 _TICK_S = 0.2
+_GRACE_S = 20.0
+"""A worker takes ten seconds to hand back its slots, and vLLM some to end."""
 
 
 @dataclass
@@ -115,7 +117,7 @@ class RealSwarm:
     def _started(self, *names: str) -> Iterator[None]:
         """Run these processes within the block."""
         commands = [self._command(command) for command in self.swarm.commands if command.name in names]
-        with Supervisor(self.swarm.folder / "logs", restart=_NO_RESTARTS) as supervisor:
+        with Supervisor(self.swarm.folder / "logs", restart=_NO_RESTARTS, grace_seconds=_GRACE_S) as supervisor:
             supervisor.start(commands)
             self._supervisors.append(supervisor)
             self.found.started |= dict.fromkeys(names, time.time())
