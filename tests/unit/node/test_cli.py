@@ -307,6 +307,7 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
     arguments = ("--run-id", RUN_ID, "--sample", "3", "--seed", "9", "--json", "--state", str(tmp_path))
     arguments += ("--source", "http://origin", "--policy-memory", "1.5")
     assert swarmproof("audit", "http://h", *arguments).exit_code == code
+    assert callable(seen.pop("prefills"))
     assert seen == {
         "url": "http://h",
         "run_id": RUN_ID,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -105,7 +106,8 @@ class OneDevice(TorchDispatchMode):
 @torch.inference_mode()
 def test_a_decoder_computes_where_its_policy_is(tiny_policy_path):
     """A tensor left on the CPU would end the engine at its first step on a GPU."""
-    policy = load_policy(tiny_policy_path, dtype=torch.bfloat16, device="meta")
+    loaded = load_policy(tiny_policy_path, dtype=torch.bfloat16)
+    policy = replace(loaded, model=loaded.model.to("meta"))
     with OneDevice():
         decoder = Decoder(policy, columns=16)
         found = [decoder.join([(3, 4, 5), (3, 4, 5), (7, 8)]), decoder.step([1, 2, 3])]

@@ -27,7 +27,6 @@ from node.protocol.slots import group_seeds, slot_problem
 from node.protocol.submission import Rollout
 from node.submission.reader import VerifierFailed
 from node.submission.writer import write_rollouts
-from node.verification import prefill
 from node.verification.judge import JudgedClaim
 from node.verification.plan import Claim, Rules, measure_all
 from node.verification.verify import verify
@@ -211,7 +210,7 @@ def test_nobodys_figures_depend_on_who_is_verified_beside_them(policy, groups):
 
 def test_small_batches_measure_the_same_as_one_large_one(policy, groups, monkeypatch):
     whole = measured_many({VERSION: policy}, groups, spec=SPEC)
-    monkeypatch.setattr(prefill, "MAX_BATCH_TOKENS", 100)
+    monkeypatch.setattr("node.verification.batches.MAX_BATCH_TOKENS", 100)
     monkeypatch.setattr("node.verification.spans.MAX_LOGITS", 7 * policy.vocabulary)
     for small, large in zip(measured_many({VERSION: policy}, groups, spec=SPEC), whole, strict=True):
         assert isinstance(small, list)
@@ -223,7 +222,7 @@ def test_small_batches_measure_the_same_as_one_large_one(policy, groups, monkeyp
 
 def test_a_forward_pass_holds_a_bounded_number_of_tokens(policy, groups, monkeypatch):
     """A submission of the longest allowed completions must not take the verifier's memory."""
-    monkeypatch.setattr(prefill, "MAX_BATCH_TOKENS", 120)
+    monkeypatch.setattr("node.verification.batches.MAX_BATCH_TOKENS", 120)
     shapes = []
     handle = policy.model.base_model.register_forward_pre_hook(
         lambda _, __, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
