@@ -163,7 +163,7 @@ class BatchSpec(Wire, frozen=True):
     further `most_gaps` of them.
     """
 
-    groups_per_step: Annotated[int, Meta(ge=1, le=4096)] = 16
+    groups_per_step: Positive = 16
     only_signal: bool = False
     max_async: Annotated[int, Meta(ge=0, le=64)] = 2
     gap_seconds: NonNegativeFloat = 30.0

@@ -105,7 +105,7 @@ RUN_SPEC = Record(
         ),
         "batch": Record(
             {
-                "groups_per_step": integer(1, 4096),
+                "groups_per_step": integer(1, INT31),
                 "only_signal": BOOLEAN,
                 "max_async": integer(0, 64),
                 "gap_seconds": WIDTH,
