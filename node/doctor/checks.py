@@ -23,7 +23,7 @@ from node.doctor.report import Check, exit_code, problem, render_json, show
 from node.doctor.sandbox import check_sandbox
 from node.errors import ConfigError
 from node.policy.inspection import tiny_policy
-from node.protocol.run import BroadcastSpec, RunSpec, parse_run_toml
+from node.protocol.run import BatchSpec, RunSpec, parse_run_toml
 from shardcast.files import read_bounded
 
 MAX_RUN_BYTES: Final = 256 * 1024
@@ -170,8 +170,8 @@ def _gpu_memory(footprint: Footprint, spec: RunSpec | None, *, free: int) -> Che
 
 
 def _disk(state: Path, footprint: Footprint | None, spec: RunSpec | None) -> Check:
-    """Check room for the versions that are kept, and the next one while it arrives."""
+    """Check room for the versions that a worker keeps where none has a delta, and the next one while it arrives."""
     if footprint is None:
         return machine.check_disk(state, need=machine.LEAST_DISK_BYTES, what="a run")
-    versions = (BroadcastSpec() if spec is None else spec.broadcast).keep_versions + 1
+    versions = (BatchSpec() if spec is None else spec.batch).max_async + 2
     return machine.check_disk(state, need=versions * footprint.file_bytes, what=f"{versions} versions of this policy")
