@@ -5,8 +5,9 @@ through ours (the product's engine with its proofs, its rewards and its training
 over seeds in one run, with as many threads. `seconds_per_step_vs_trl` is TRL's median step over ours, the worst of the
 seeds; `reward_minus_trl` the mean reward of the last ten steps, ours minus theirs, mean over the seeds.
 
-**utilisation**: a whole swarm on this machine, with `max_async` 0, 1 and 2: the share of the time between its first and
-its last step in which the trainer did not wait for rollouts.
+**utilisation**: coordinator, verifier and trainer, whose workers' slots are played back
+(`benchmarks.learning.playback`), with `max_async` 0, 1 and 2: the share of the time after the first step in which the
+trainer did not wait for groups.
 """
 
 from __future__ import annotations
@@ -17,19 +18,16 @@ import os
 import statistics
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.learning.loop import ENVIRONMENTS, LearningCurve, LearningTask, learn, spec_of
+from benchmarks.learning.playback import PlaybackSettings, measure_busy
 from benchmarks.peers import FOLDER, PeerUnavailable, environment
-from benchmarks.report import make_parser, report, say
+from benchmarks.report import make_parser, report, say, usable_cores
 from benchmarks.warm_start import add_warm_start, save_warmed_up
-from coordinator.lab.processes.layout import demo_run_toml, lay_out
-from coordinator.lab.processes.local_http import get_json
-from coordinator.lab.processes.supervisor import Supervisor
 from node.environments import load_environment
 from node.policy.file import load_policy
 
@@ -38,7 +36,7 @@ WORKER = Path(__file__).parent / "learning" / "trl_worker.py"
 LAST = 10
 PEER_KEYS = ("seconds_per_step_vs_trl", "reward_minus_trl")
 PARTS = ("trl", "utilisation")
-SWARM_STEPS, SWARM_SECONDS = 16, 600.0
+PLAYBACK_STEPS, LAYERS = 8, 16
 
 
 def trl_python(folder: Path) -> Path:
@@ -125,52 +123,24 @@ def summary(curve: LearningCurve) -> dict[str, float]:
 
 
 def utilisation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Measure the trainer's share of busy time in a swarm, by `max_async`."""
+    """Measure the trainer's share of busy time, by `max_async`."""
+    settings = PlaybackSettings(options.playback_steps, options.layers, options.warm_start, usable_cores())
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        first = save_warmed_up(Path(folder) / "first.safetensors", options.warm_start, seed=0)
-        policy = load_policy(first, dtype=torch.float32)
-        initial = Path(folder) / "initial"
-        policy.model.save_pretrained(initial)
-        policy.tokenizer.save_pretrained(initial)
         for lag in (0, 1, 2):
-            run = Path(folder) / f"run-{lag}"
-            used = busy(run, initial, lag, workers=options.workers, steps=options.swarm_steps)
-            rows.append({"max_async": lag} | used)
-            say(f"max_async {lag}: {json.dumps(rows[-1])}")
+            rows.append(measure_busy(Path(folder) / f"run-{lag}", max_async=lag, settings=settings))
+            say(json.dumps(rows[-1]))
     return {f"utilisation_async{row['max_async']}": row["utilisation"] for row in rows}, rows
-
-
-def busy(folder: Path, initial: Path, max_async: int, *, workers: int, steps: int) -> dict[str, float]:
-    """Return how busy a swarm's trainer was between its first finished step and its last."""
-    text = demo_run_toml(initial=json.dumps(str(initial)), steps=steps, max_async=max_async)
-    swarm = lay_out(folder, text, honest=workers, hostile=(), leaves=1)
-    with Supervisor(swarm.folder / "logs", grace_seconds=10.0) as supervisor:
-        supervisor.start(swarm.commands)
-        deadline = time.monotonic() + SWARM_SECONDS
-        done: list[dict[str, Any]] = []
-        while len(done) < steps:
-            supervisor.poll()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(done)} of {steps} steps: {supervisor.log_tail('trainer')}")
-            time.sleep(0.5)
-            found = (get_json(f"{swarm.coordinator_url}/v1/status", seconds=5.0) or {}).get("steps", [])
-            done = [step["stats"] for step in found if step["stats"] is not None]
-    known = done[1:]
-    waiting = sum(step["wait_seconds"] for step in known)
-    working = sum(step["train_seconds"] for step in known)
-    seconds = working + waiting
-    return {"utilisation": round(working / seconds, 4), "step_seconds": round(seconds / len(known), 3)}
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--swarm-steps", type=int, default=SWARM_STEPS, help="of each swarm")
+    parser.add_argument("--playback-steps", type=int, default=PLAYBACK_STEPS, help="of each run that is played back")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of its policy: how long a step takes")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on both sides")
-    parser.add_argument("--workers", type=int, default=2, help="of the swarm")
     parser.add_argument("--no-peer", action="store_true", help=f"measure without TRL {TRL}")
     parser.add_argument("--trl-python", type=Path, help=f"an interpreter that has TRL {TRL}")
     parser.add_argument("--peer-folder", type=Path, default=FOLDER, help="where to build and keep it (build/peers)")
