@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -110,7 +111,7 @@ def plan(
         cards=cards,
         verifier_cards=verifier_gpus,
         workers=workers,
-        worker_cards=parse_cards(worker_gpus or f"1x{gpus.partition('x')[2]}"),
+        worker_cards=parse_cards(worker_gpus) if worker_gpus else replace(cards, count=1),
         relays=relays,
         uplink=parse_rate(uplink),
         downlink=parse_rate(downlink),

@@ -24,6 +24,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -94,15 +95,30 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Failure(msgspec.Struct, frozen=True):
     """What a process raised, for the others to raise too."""
 
-    kind: str
+    kind: Literal["damaged", "checkpoint", "disk", "other"]
     errno: int | None
     sentence: str
 
-    def error(self) -> CheckpointError | OSError:
-        for each in (CheckpointDamaged, CheckpointError):
-            if each.__name__ == self.kind:
-                return each(self.sentence)
-        return OSError(self.errno, self.sentence) if self.errno else OSError(self.sentence)
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        match error:
+            case CheckpointDamaged():
+                return cls("damaged", None, str(error))
+            case CheckpointError():
+                return cls("checkpoint", None, str(error))
+            case OSError():
+                return cls("disk", error.errno, str(error))
+        return cls("other", None, f"{type(error).__name__}: {error}")
+
+    def error(self) -> Exception:
+        match self.kind:
+            case "damaged":
+                return CheckpointDamaged(self.sentence)
+            case "checkpoint":
+                return CheckpointError(self.sentence)
+            case "disk":
+                return OSError(self.errno, self.sentence) if self.errno else OSError(self.sentence)
+        return RuntimeError(self.sentence)
 
 
 def save_checkpoint(
@@ -178,11 +194,13 @@ def _complete(partial: Path, path: Path, state: TrainerState, rows: Mapping[str,
 
 def _everywhere(world: World, work: Callable[[], bytes]) -> list[bytes]:
     """Do `work` in every process and return what each returned, or raise in all of them what one of them raised."""
+    result = b""
+    own: Exception | None = None
     try:
-        result, own = work(), None
-    except (CheckpointError, OSError) as error:
-        result, own = b"", error
-    failure = None if own is None else _Failure(type(own).__name__, getattr(own, "errno", None), str(own))
+        result = work()
+    except Exception as error:  # noqa: BLE001  (the others wait for a report, whatever it says)
+        own = error
+    failure = None if own is None else _Failure.of(own)
     said = world.gather(msgspec.json.encode((result, failure)))
     if own is not None:
         raise own

@@ -242,7 +242,7 @@ class Team:
             keep=CHECKPOINTS_KEPT,
             world=self.world,
         )
-        self.saving, self.saved = self._writer.begin(write), learner.step
+        self.saving, self.saved = self._writer.begin(self.world.beside(write)), learner.step
 
     def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint under way; raises OSError, in every process alike."""

@@ -1,8 +1,8 @@
 """Publishing: a policy is staged, logged and announced in a thread, while the next step is trained.
 
 The log has a policy before any worker can hear of it, so whoever names an unlogged one made it up. Where a checkpoint
-of the policy's step is being written, the log waits for it: until others know a policy, the step may be trained again
-and come out otherwise.
+of the policy's step is being written, all of this waits for it: until a manifest is signed, which anybody may ask the
+origin for, the step may be trained again and come out otherwise.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class Publisher:
         started = time.monotonic()
 
         def record(signed: SignedManifest) -> None:
-            if checkpoint is not None:
-                checkpoint.result()
             policy = PolicyRecord(
                 version=version,
                 manifest_digest=signed.digest,
@@ -63,6 +61,8 @@ class Publisher:
                 training.finish_step(connection, version - 1, stats={**stats, "publish_seconds": seconds}, now=clock())
 
         def publish() -> None:
+            if checkpoint is not None:
+                checkpoint.result()
             with bound(policy=version, step=version - 1 if version else None):
                 self._server.publish(path, version=version, before_announcing=record)
                 self._history.keep_current(self._home.database)

@@ -102,6 +102,8 @@ class Trainer:
         self._unannounced: tuple[int, dict[str, float]] | None = None
         self._stop = threading.Event()
         self._missing = 0
+        self._is_repeating = False
+        """Whether what the learner holds is to be trained again: its policies may never have been logged."""
 
     def stop(self) -> None:
         """Make `run` return soon; safe from a signal handler or another thread."""
@@ -125,16 +127,18 @@ class Trainer:
             except (DatabaseAway, OSError, LocalFault) as error:
                 if isinstance(error, LocalFault) and error.code not in _PASSING:
                     raise
+                self._is_repeating = True
                 self._metrics.outages.inc()
                 log.warning("database or disk unavailable (%s); retrying from the last checkpoint", advice(error))
                 self._stop.wait(RETRY_SECONDS)
-        if self._team.has_unsaved:
+        if self._team.has_unsaved and not self._is_repeating:
             self._team.save(self._team.learner.stats)
 
     def _work(self) -> None:
         self._publisher.settle()
         self._unannounced = None
         learner = self._restore()
+        self._is_repeating = False
         self._check_history(learner)
         self._replay(learner)
         self._publish(learner, self._policy_file(learner))

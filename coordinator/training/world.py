@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(days=365)
 """Processes may wait for work indefinitely; a dead one is noticed by its closed connection."""
 
@@ -116,6 +118,25 @@ class World:
         found = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(found, padded, group=self.reports)
         return [one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)]
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return `work` for another thread: on a GPU on a stream of its own, after what was launched until now.
+
+        On the default stream its copies would wait for the broadcast in which this process listens for commands, and
+        the command for them.
+        """
+        if self.device.type != "cuda":
+            return work
+        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        launched.record()
+
+        def on_own_stream() -> T:
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream.wait_event(launched)
+            with torch.cuda.stream(stream):
+                return work()
+
+        return on_own_stream
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:

@@ -203,6 +203,35 @@ def test_a_checkpoint_that_cannot_be_written_keeps_its_policy_out_of_the_log(tmp
         trainer.run()
         assert finished_steps(home) == 0
         assert not checkpoints(tmp_path / "checkpoints")
+        assert trainer._origin.store.get(1) is None, "whoever asks the origin is given what it has signed"
+
+
+def test_a_trainer_stopped_while_a_publication_fails_goes_on_when_it_is_started_again(
+    tmp_path: Path, undisturbed: tuple[list[str], list]
+) -> None:
+    """The step beside the failing publication is trained by then: a checkpoint of it would be ahead of the log."""
+    train, record, is_trained = distributed_learner.train_step, training.record_policy, threading.Event()
+
+    def trained(*arguments: Any, **given: Any) -> dict[str, float]:
+        stats = train(*arguments, **given)
+        if given["step"] == 1:
+            is_trained.set()
+        return stats
+
+    def away(connection: Any, policy: PolicyRecord, *, now: float) -> None:
+        if policy.version == 1:
+            assert is_trained.wait(60)
+            trainer.stop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        record(connection, policy, now=now)
+
+    with run_in(tmp_path) as home:
+        with pytest.MonkeyPatch.context() as patch, trainer_of(home, tmp_path) as trainer:
+            patch.setattr(distributed_learner, "train_step", trained)
+            patch.setattr(training, "record_policy", away)
+            trainer.run()
+        train_to_the_end(home, tmp_path)
+        assert outcome_of(home) == undisturbed
 
 
 def test_a_disk_that_is_full_for_a_while_is_waited_for(
