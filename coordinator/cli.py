@@ -144,7 +144,7 @@ def verifier(
         state=state,
         sources=sources,
         threads=threads or 1,
-        policy_memory=policy_memory_bytes(policy_memory),
+        policy_memory=policy_memory_bytes(policy_memory, engine=engine, device=device),
         make_prefills=make_prefills,
         evidence=EvidenceLimits(tokens=evidence_tokens),
     )

@@ -352,7 +352,7 @@ def audit(
                 state_dir=folder,
                 as_json=as_json,
                 sources=sources,
-                policy_memory=policy_memory_bytes(policy_memory),
+                policy_memory=policy_memory_bytes(policy_memory, engine=engine, device=compute["device"]),
                 prefills=prefills_maker(engine, state=folder, **compute),
             )
         )

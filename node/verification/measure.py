@@ -151,6 +151,7 @@ async def measure_rows(
                     measuring.fail(group, error)
             else:
                 await asyncio.to_thread(measuring.measure, prefill, version)
+                del prefill  # not held beside the next one
     return measuring
 
 

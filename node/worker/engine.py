@@ -17,7 +17,7 @@ from node.environments import load_environment
 from node.environments.base import EnvironmentFault
 from node.episodes.expected import expected_of
 from node.errors import EngineFailed
-from node.policy.errors import PolicyError
+from node.policy.errors import PolicyError, UnreadablePolicy
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
 from node.protocol.control import AskChallenge, ChallengeBody
 from node.protocol.messages import Lease, candidate_of
@@ -92,6 +92,8 @@ class EngineHost:
             raise UnusablePolicy(f"Policy {version} is not on disk any more.")
         try:
             await self._engine.load(path, version=version)
+        except UnreadablePolicy as error:  # the next policy may have come meanwhile: this one is no worse for it
+            raise UnusablePolicy(f"Policy {version} cannot be read here: {error}.") from error
         except PolicyError as error:
             self._feed.drop(version)
             raise UnusablePolicy(f"Policy {version} cannot be loaded here: {error}.") from error

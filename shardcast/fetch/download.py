@@ -304,7 +304,8 @@ class Download:
     def _raise_if_stalled(self) -> None:
         if not self._missing:
             return
-        if self._is_refused and all(self._refusals[url] >= REFUSALS_BELIEVED for url in self._sources.urls):
+        believed = self._sources.not_quarantined(time.monotonic())
+        if self._is_refused and believed and all(self._refusals[url] >= REFUSALS_BELIEVED for url in believed):
             raise NotServed("no source has this payload", code="not_served")
         if time.monotonic() - self._last_progress < self._limits.stall_s:
             return

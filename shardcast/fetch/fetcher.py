@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from shardcast.codec.delta_routes import Hop, cheapest
-from shardcast.errors import CorruptChunk, LocalFault, NetworkFault, ShardcastError
+from shardcast.codec.delta_routes import MAX_HOPS, Hop, cheapest
+from shardcast.errors import CorruptChunk, LocalFault, NetworkFault, PeerFault, ShardcastError
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, Download, DownloadLimits
 from shardcast.fetch.served_base import find_served_base
 from shardcast.fetch.sources import Sources
@@ -236,7 +236,7 @@ class Fetcher:
             return
         try:
             await self._download_in_full(result, meter)
-        except NetworkFault:
+        except (NetworkFault, PeerFault):  # a source that lies beside one that has it as deltas alone
             await self._follow_folds(signed, result, meter)
             if not result.is_complete():
                 raise
@@ -249,25 +249,35 @@ class Fetcher:
     # -- versions that are kept as deltas (`shardcast.store.archive`)
 
     async def _follow_folds(self, signed: SignedManifest, result: PayloadFile, meter: _Meter) -> None:
-        """Fetch the nearest version that is served in full of those that folded deltas lead from, and apply these."""
-        try:
-            async with asyncio.timeout(ROUTE_TIMEOUT_S):
-                found = await find_served_base(
-                    signed, sources=self._sources, transport=self._transport, manifest_of=self._manifest_or_none
-                )
-        except TimeoutError:
-            return
-        if found is None:
-            return
-        start, chain = found
-        with self._pinned(start):
-            await asyncio.to_thread(self._store.add_manifest, start, only_manifest=True)
-            base = await asyncio.to_thread(self._store.result, start)
-            await asyncio.to_thread(base.check, self._threads)
-            if not base.is_complete():
-                await self._download_in_full(base, meter)
-            await asyncio.to_thread(self._store.finish, base, start)
-            await self._apply_chain(signed, chain, (start, base), result, meter)
+        """Fetch the nearest version that is served in full of those that folded deltas lead from, and apply these.
+
+        One whose chunks turn out not to be served is passed over: a source may claim to have it.
+        """
+        start, chain = signed, list[Hop]()
+        while len(chain) < MAX_HOPS:
+            try:
+                async with asyncio.timeout(ROUTE_TIMEOUT_S):
+                    found = await find_served_base(
+                        start, sources=self._sources, transport=self._transport, manifest_of=self._manifest_or_none
+                    )
+            except TimeoutError:
+                return
+            if found is None:
+                return
+            start, chain = found[0], [*found[1], *chain]
+            with self._pinned(start), contextlib.suppress(NetworkFault, PeerFault):
+                base = await self._fetch_base(start, meter)
+                await self._apply_chain(signed, chain, (start, base), result, meter)
+                return
+
+    async def _fetch_base(self, signed: SignedManifest, meter: _Meter) -> PayloadFile:
+        await asyncio.to_thread(self._store.add_manifest, signed, only_manifest=True)
+        base = await asyncio.to_thread(self._store.result, signed)
+        await asyncio.to_thread(base.check, self._threads)
+        if not base.is_complete():
+            await self._download_in_full(base, meter)
+        await asyncio.to_thread(self._store.finish, base, signed)
+        return base
 
     def _reuse(self, signed: SignedManifest, result: PayloadFile) -> None:
         """Copy equal chunks from the newest held version (e.g. layers that are not trained)."""

@@ -6,16 +6,22 @@ off for it.
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from shardcast import wire
 from shardcast.codec.delta_routes import MAX_HOPS, Hop
-from shardcast.errors import CorruptChunk, NetworkFault, PeerFault, ShardcastError
+from shardcast.errors import CorruptChunk, NetworkFault, NotServed, PeerFault, ShardcastError
 from shardcast.fetch.hedging import first_accepted
 from shardcast.fetch.sources import Sources
 from shardcast.fetch.transport import Transport
 from shardcast.manifest import Payload, SignedManifest
+
+PROBE_S: Final = 4.0
+"""Less than a source may take for a chunk: one that hangs must not use up the time in which a route is sought."""
 
 
 async def find_served_base(
@@ -43,13 +49,18 @@ async def find_served_base(
 
 
 async def _is_served(payload: Payload, sources: Sources, transport: Transport) -> bool:
-    """Return whether any source has the first chunk."""
+    """Return whether any source has a chunk, which none can foresee, and sends it within PROBE_S."""
+    index = secrets.randbelow(payload.chunk_count)
 
     async def ask(url: str) -> None:
-        chunk = memoryview(bytearray(payload.chunk_length(0)))
-        await transport.chunk(url, payload.digest, 0, into=chunk, wait_s=0.0)
-        if wire.digest(chunk) != payload.chunk_digest(0):
-            raise CorruptChunk(f"digest mismatch: {len(chunk)} bytes are not chunk 0")
+        chunk = memoryview(bytearray(payload.chunk_length(index)))
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await transport.chunk(url, payload.digest, index, into=chunk, wait_s=0.0)
+        except TimeoutError as error:
+            raise NotServed(f"no chunk within {PROBE_S:.0f} s", code="not_served") from error
+        if wire.digest(chunk) != payload.chunk_digest(index):
+            raise CorruptChunk(f"digest mismatch: {len(chunk)} bytes are not chunk {index}")
 
     def failed(url: str, error: ShardcastError) -> None:
         if isinstance(error, PeerFault):

@@ -173,6 +173,10 @@ class Sources:
 
         return [source.url for source in sorted(ready, key=rank)]
 
+    def not_quarantined(self, now: float) -> list[str]:
+        """List the URLs that have not lied lately."""
+        return [source.url for source in self._sources.values() if now >= source.quarantined_until]
+
     def by_promise(self, now: float) -> list[str]:
         """List every URL, the usable ones first (`usable`), then those that are usable soonest."""
         first = self.usable(now)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -314,7 +315,8 @@ class Store:
         held.used = self._clock
         path = self._final(held.signed, held.signed.manifest.full)
         if path.exists():
-            os.utime(path)
+            # Last use is the time of access: that of modification tells readers that the file is still the same.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def _make_room(self, signed: SignedManifest, payloads: Iterable[Payload]) -> None:
         """Drop older versions until these payloads fit. Raises LocalFault "quota"."""
@@ -372,7 +374,7 @@ class Store:
 
     def _last_used(self, signed: SignedManifest) -> tuple[int, int]:
         path = self._final(signed, signed.manifest.full)
-        return path.stat().st_mtime_ns if path.exists() else 0, signed.manifest.version
+        return path.stat().st_atime_ns if path.exists() else 0, signed.manifest.version
 
     def _restore(self, signed: SignedManifest) -> None:
         """Restore a held version; payloads without any file are not wanted until requested."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.lab.redteam.relay_behaviours import Behaviour, HostileExchange, HostileRelay, hang, response
 from shardcast import DeltaSettings
 from shardcast.errors import NetworkFault
+from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS
 from tests.support.waiting import eventually
 
 SIZE = 600_000
@@ -72,6 +75,42 @@ async def test_a_relay_that_is_away_does_not_hide_the_way(swarm: Any) -> None:
     url, _ = await archived(swarm)
     client = swarm.client("http://127.0.0.1:9", url)
     assert (await client.fetch_archived(5, timeout_s=60)).read_bytes() == contents(5)
+
+
+async def invented(exchange: HostileExchange) -> None:
+    """Send zeros for chunks that nobody has."""
+    is_missing = exchange.path.startswith("/v1/payloads/") and exchange.status == 404
+    await (exchange.send(response(bytes(65_536))) if is_missing else exchange.honest())
+
+
+async def silent(exchange: HostileExchange) -> None:
+    """Say nothing of chunks that nobody has."""
+    is_missing = exchange.path.startswith("/v1/payloads/") and exchange.status == 404
+    await (hang(exchange) if is_missing else exchange.honest())
+
+
+@pytest.mark.parametrize("act", [invented, silent])
+async def test_a_relay_that_lies_or_hangs_about_archived_chunks_does_not_hide_the_way(
+    swarm: Any, monkeypatch: pytest.MonkeyPatch, act: Any
+) -> None:
+    url, _ = await archived(swarm, last=9, staying={0, 8, 9}, fold_every=2)
+    monkeypatch.setattr("shardcast.fetch.served_base.PROBE_S", 0.5)
+    relay = HostileRelay(url, Behaviour("everything", act))
+    client = swarm.client(await relay.start(), url, download_limits=replace(DEFAULT_DOWNLOAD_LIMITS, stall_s=3.0))
+    try:
+        assert (await client.fetch_archived(7, timeout_s=60)).read_bytes() == contents(7)
+    finally:
+        await relay.stop()
+
+
+async def test_a_version_fetched_again_has_the_file_that_its_readers_have_checked(swarm: Any) -> None:
+    """Numbers of a file that seems to be another one are all looked at again, for minutes where it is large."""
+    url, _ = await archived(swarm, last=3, staying={0, 2, 3})
+    client = swarm.client(url)
+    first = (await client.fetch_archived(2, timeout_s=60)).stat()
+    again = (await client.fetch_archived(2, timeout_s=60)).stat()
+    assert (first.st_ino, first.st_mtime_ns) == (again.st_ino, again.st_mtime_ns)
+    assert again.st_atime_ns > first.st_atime_ns, "or the version used last would not be kept"
 
 
 async def test_a_version_whose_base_is_gone_is_refused(swarm: Any) -> None:
