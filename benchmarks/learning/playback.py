@@ -154,6 +154,10 @@ async def deliver(swarm: Swarm, bodies: dict[Slot, Path], *, name: str, left: Co
                 reply = await client.lease(LeaseRequest(held_versions=(head,), slots=asked, instance=INSTANCE))
                 left[head] += asked - len(reply.leases)
                 for lease in reply.leases:
+                    if (lease.version, lease.slot) not in bodies:
+                        left[lease.version] = 0  # what others were late with was counted twice
+                        await client.return_lease(lease.lease_id)
+                        continue
                     try:
                         await client.submit(lease.lease_id, bodies[lease.version, lease.slot])
                     except Refused as refusal:

@@ -13,13 +13,14 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from swarm import running
 from trainers import STEPS, finished_steps, outcome_of, run_in, train_to_the_end
 from waiting import until
 
+from coordinator.training.trackers import NullTracker
 from node.submission.writer import write_rollouts
 
 
@@ -51,15 +52,24 @@ def read_only(folder: Path) -> Iterator[None]:
 def trained(folder: Path, disk: Path, said: Said) -> dict[str, object]:
     """Train a run whose disk is read-only from the middle of it until the trainer has said so."""
 
+    is_read_only = threading.Event()
+
+    class Held(NullTracker):
+        """Holds the trainer, which would be at its end before the disk is spoilt."""
+
+        def step(self, step: int, stats: Mapping[str, float]) -> None:
+            assert is_read_only.wait(60)
+
     def spoil() -> None:
         until(lambda: finished_steps(home) >= 1, seconds=60)
         with read_only(disk):
+            is_read_only.set()
             until(lambda: any("read-only" in line for line in said.lines.get("coordinator.training.trainer", ())))
 
     with run_in(folder) as home:
         helper = threading.Thread(target=spoil)
         helper.start()
-        train_to_the_end(home, folder)
+        train_to_the_end(home, folder, tracker=Held())
         helper.join()
         return {"steps": STEPS, "policies": outcome_of(home)[0]}
 

@@ -530,10 +530,10 @@ def test_with_vllm_on_a_gpu_the_weights_are_counted_there(monkeypatch, tmp_path,
 
 def test_a_run_and_its_policy_set_what_is_needed(healthy, tmp_path, tiny_policy_path):
     run = tmp_path / "run.toml"
-    run.write_text('name = "x"\n[[environments]]\nname = "arithmetic"\n[broadcast]\nkeep_versions = 20\n')
+    run.write_text('name = "x"\n[[environments]]\nname = "arithmetic"\n[batch]\nmax_async = 5\n')
     result = doctor("--state", str(tmp_path), "--run", str(run), "--policy", str(tiny_policy_path), "--json")
     (disk,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "disk"]
-    assert "21 versions" in disk["sentence"]
+    assert "7 versions" in disk["sentence"]
 
 
 def test_a_file_that_is_no_policy_is_a_problem_and_the_rest_is_still_looked_at(healthy, tmp_path):
