@@ -18,7 +18,7 @@ from node.cli import main
 from node.commands.engine_options import prefills_maker
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.policy.file import load_policy, save_policy
+from node.policy.file import load_policy, save_policy, write_policy
 from node.protocol.admission import Outcome
 from node.protocol.run import parse_run_toml
 from node.verification.prefill import TransformersPrefills
@@ -104,7 +104,7 @@ def test_an_audit_through_vllm_agrees_with_verifiers_that_use_torch(tmp_path, ca
     """For an auditor whose machine holds the policy in vLLM alone: honest verdicts must not look like fraud."""
     spec = small_spec()
     policy = tmp_path / "policy"
-    save_policy(*initial_policy(parse_run_toml(RUN)), policy)
+    write_policy(initial_policy(parse_run_toml(RUN)), policy, dtype=torch.float32)
     cheat = TorchEngine(spec)
     asyncio.run(cheat.load(noisy(policy, tmp_path / "other"), version=0))
     options = {"device": "auto", "threads": 1, "kv_cache_gib": 0.1}
@@ -142,7 +142,7 @@ async def test_two_policies_of_one_version_are_not_taken_for_each_other(tmp_path
     """An operator who answers auditors with another file under a version's number must not get its work through."""
     run = parse_run_toml(RUN)
     path = tmp_path / "policy"
-    save_policy(*initial_policy(run), path)
+    write_policy(initial_policy(run), path, dtype=torch.float32)
     files = {"own": path, "other": noisy(path, tmp_path / "other")}
     engine = TorchEngine(run)
     await engine.load(files["other"], version=0)
