@@ -86,7 +86,7 @@ class Contender:
 
     def padded(self, groups: Sequence[Group]) -> float:
         """Take a step of a padded batch for each group; return the loss."""
-        scored = [score(group, normalize=True, step=0) for group in groups]
+        scored = [score(group, spec=self.spec, step=0) for group in groups]
         drawn = sum(len(each.sample.completion_ids) for samples in scored for each in samples)
         self.model.train()
         self.optimizer.zero_grad()
@@ -113,6 +113,7 @@ class Contender:
         chosen = logprobs.gather(-1, ids[:, len(prompt) :, None]).squeeze(-1)
         seen = mask[:, len(prompt) :].bool()
         token_losses = recipe.token_losses(
+            chosen[seen],
             recipe.token_ratios(chosen, behaviour)[seen],
             advantage[seen],
             training=self.spec.training,
@@ -144,7 +145,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 peaks[name] = max(peaks[name], peak)
     ours, theirs = (statistics.median(seconds[name]) for name in ("packed", "padded"))
     samples = sum(len(each.prompt_ids) + len(each.completion_ids) for group in groups for each in group.rollouts)
-    scored = [each for group in groups for each in score(group, normalize=True, step=0)]
+    scored = [each for group in groups for each in score(group, spec=contender.spec, step=0)]
     computed = sum(row.ids.numel() for row in pack(scored, row_tokens=options.row_tokens))
     parameters = sum(each.numel() for each in contender.model.parameters())
     return {

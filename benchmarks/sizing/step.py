@@ -68,13 +68,13 @@ def batch(task: StepTask, vocabulary: int) -> list[Group]:
     return groups
 
 
-def operations(groups: list[Group], model: Any) -> float:
+def operations(groups: list[Group], model: Any, spec: RunSpec) -> float:
     """Count a step's useful floating point operations: forward once, backward twice, nothing that is recomputed.
 
     Layers: 2 for each weight and token of the packed rows, a prompt once. Attention: 4 for each head's channel and pair
     of tokens. Head: 2 for each weight and drawn token.
     """
-    scored = [each for group in groups for each in score(group, normalize=True, step=0)]
+    scored = [each for group in groups for each in score(group, spec=spec, step=0)]
     rows = pack(scored, row_tokens=ROW_TOKENS)
     config = model.config
     pairs = sum(int((row.positions + 1).sum()) for row in rows)
@@ -111,7 +111,7 @@ def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
                 seconds["trl"].append(theirs.step())
             say(f"step {turn}: {json.dumps({side: taken[-1] for side, taken in seconds.items() if taken})}")
     mine, peer = (taken[1:] for taken in seconds.values())  # the first makes the optimizers' state
-    done = operations(groups, policy.model)
+    done = operations(groups, policy.model, spec)
     return {
         "step_parameters": policy.parameters,
         "step_seconds": statistics.median(mine),

@@ -26,7 +26,7 @@ from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
 from node.policy.models.base import RecurrentForCausalLM
-from node.protocol.run import RunSpec, TrainingSpec
+from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +59,24 @@ def train_step(
     """Train on `groups` in `training.minibatches` sequential updates; return statistics, means over tokens.
 
     `step` counts finished steps from 0, sets the learning rate, and is the version that staleness refers to.
-    `reference` is the policy of the KL penalty. Groups with equal rewards are dropped; if none is left, the weights
+    `reference` is the policy of the KL penalty. Groups without advantages are dropped; if none is left, the weights
     stay unchanged. `before_update` is called before weights or optimizer state change. A minibatch with a non-finite
     gradient is skipped and counted. Deterministic for a fixed number of threads and processes.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
-    scored = [each for group in groups for each in score(group, normalize=training.normalize_advantage, step=step)]
-    kept = sum(1 for group in groups if group.has_signal)
+    by_group = [score(group, spec=spec, step=step) for group in groups]
+    scored, kept = [each for one in by_group for each in one], sum(1 for one in by_group if one)
     stats = Statistics()
     model.train()
     updates = Updates(model, reference, spec, execution, stats, before_update)
     recurrent = isinstance(model, RecurrentForCausalLM)
     with packed_attention(model, reference):
         for samples in split(scored, training.minibatches):
-            updates.update(optimizer, pack(samples, row_tokens=execution.row_tokens, recurrent=recurrent))
+            lengths = [len(each.sample.completion_ids) for each in samples]
+            divisor = recipe.loss_divisor(lengths, training=training, most=spec.sampling.max_new_tokens)
+            rows = pack(samples, row_tokens=execution.row_tokens, recurrent=recurrent)
+            updates.update(optimizer, rows, divisor=divisor)
     means = stats.means(execution.world)
     if execution.world.is_first:
         log.info("step %d trained on %.0f tokens in %d updates", step, means["tokens"], stats.updates)
@@ -88,14 +91,25 @@ def train_step(
     }
 
 
-def score(group: Group, *, normalize: bool, step: int) -> list[Scored]:
+def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
     """Return the group's samples with their advantages; none if every advantage is zero."""
-    advantages = recipe.group_advantages(group.rewards, normalize=normalize)
+    training, most = spec.training, spec.sampling.max_new_tokens
+    lengths = [len(sample.completion_ids) for sample in group.rollouts]
+    rewards = [
+        reward - recipe.overlong_penalty(tokens, training=training, most=most)
+        for reward, tokens in zip(group.rewards, lengths, strict=True)
+    ]
+    advantages = recipe.group_advantages(rewards, normalize=training.normalize_advantage)
     if not any(advantages):
         return []
     return [
-        Scored(sample, advantage, staleness(sample, leased=group.version, step=step))
-        for sample, advantage in zip(group.rollouts, advantages, strict=True)
+        Scored(
+            sample,
+            advantage,
+            staleness(sample, leased=group.version, step=step),
+            recipe.completion_weight(tokens, training=training),
+        )
+        for sample, advantage, tokens in zip(group.rollouts, advantages, lengths, strict=True)
     ]
 
 
@@ -123,15 +137,19 @@ class Updates:
     stats: Statistics
     before_update: Callable[[], object]
 
-    def update(self, optimizer: Optimizers, rows: Sequence[PackedRow]) -> None:
-        """Run forward and backward passes over a minibatch, row by row, then one optimizer step."""
-        tokens, world = sum(len(row.targets) for row in rows), self.execution.world
+    def update(self, optimizer: Optimizers, rows: Sequence[PackedRow], *, divisor: float) -> None:
+        """Run forward and backward passes over a minibatch, row by row, then one optimizer step.
+
+        `divisor` is what the weighted sum of its tokens' losses is divided by.
+        """
+        world = self.execution.world
         optimizer.zero_grad()
         own_rows = rows_of_process(rows, rank=world.rank, size=world.size)
-        sums = [self._backward(row.to(world.device), tokens=tokens) for row in own_rows]
+        sums = [self._backward(row.to(world.device), divisor=divisor) for row in own_rows]
         clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.training.gradient_clip)
         grad_norm = full_tensor(clipped).item()
         if not math.isfinite(grad_norm):
+            tokens = sum(len(row.targets) for row in rows)
             log.warning("minibatch of %d tokens skipped: its gradient is not finite", tokens)
             self.stats.skipped += 1
             return
@@ -142,18 +160,24 @@ class Updates:
         for each in sums:
             self.stats.add(each)
 
-    def _backward(self, row: PackedRow, *, tokens: int) -> RowSums:
-        """Accumulate a row's part of the gradient of the minibatch's mean loss over its `tokens`."""
+    def _backward(self, row: PackedRow, *, divisor: float) -> RowSums:
+        """Accumulate a row's part of the gradient of the minibatch's loss."""
         training, temperature = self.spec.training, self.spec.sampling.temperature
         states_ND, reference_N = self._forward(row)
+        log_ratio_N = self._sequence_log_ratios(states_ND, row) if training.ratio == "sequence" else None
+
+        def ratios(part: slice, logp_n: Tensor) -> Tensor:
+            if log_ratio_N is None:
+                return recipe.token_ratios(logp_n, row.behaviour[part])
+            return recipe.sequence_ratios(logp_n, log_ratio_N[part])
 
         def losses(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
             kl_n = None if reference_N is None else recipe.kl_penalty(logp_n, reference_N[part])
-            ratio_n = recipe.token_ratios(logp_n, row.behaviour[part])
-            return recipe.token_losses(ratio_n, row.advantage[part], training=training, kl_N=kl_n, entropy_N=entropy_n)
+            ratio_n, advantage_n = ratios(part, logp_n), row.advantage[part]
+            return recipe.token_losses(logp_n, ratio_n, advantage_n, training=training, kl_N=kl_n, entropy_N=entropy_n)
 
         # FSDP averages gradients over the processes; their sum is needed.
-        scale = self.execution.world.size / tokens
+        scale = self.execution.world.size / divisor
         logp_N, entropy_N = head_backward(
             states_ND,
             head_weight(self.model),
@@ -161,8 +185,16 @@ class Updates:
             temperature=temperature,
             loss=lambda part, logp_n, entropy_n: (losses(part, logp_n, entropy_n) * row.weight[part]).sum() * scale,
         )
-        loss_N = losses(slice(None), logp_N, entropy_N)
-        return RowSums.of(row, logp_N, loss_N, entropy_N, reference_N, training=training)
+        every = slice(None)
+        held_N = recipe.held_back(ratios(every, logp_N), training=training)
+        loss_N = losses(every, logp_N, entropy_N)
+        return RowSums.of(row, logp_N, loss_N, entropy_N, held_N=held_N, reference_N=reference_N)
+
+    def _sequence_log_ratios(self, states_ND: Tensor, row: PackedRow) -> Tensor:
+        """Compute the log ratios of whole completions [N]: a further product of the head, without gradients."""
+        temperature = self.spec.sampling.temperature
+        logp_N = head_logprobs(states_ND, head_weight(self.model), row.targets, temperature=temperature)
+        return recipe.sequence_log_ratios(logp_N, row.behaviour, row.completion)
 
     def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor | None]:
         """Compute a row's final states [N, D], and the reference's log-probabilities [N] if there is one."""
@@ -205,9 +237,9 @@ class RowSums:
         logp_N: Tensor,
         loss_N: Tensor,
         entropy_N: Tensor,
-        reference_N: Tensor | None,
         *,
-        training: TrainingSpec,
+        held_N: Tensor,
+        reference_N: Tensor | None,
     ) -> RowSums:
         """Sum up a row; zeros for a filler row."""
         if not row.weight.any():
@@ -219,7 +251,7 @@ class RowSums:
             torch.ones_like(ratio_N),
             loss_N,
             entropy_N,
-            recipe.held_back(ratio_N, training=training),
+            held_N,
             log_ratio_N.abs(),
             ratio_N - log_ratio_N - 1,
             ratio_N,

@@ -27,11 +27,12 @@ MAX_WIDTH, MAX_WIDTH_RECURRENT = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample, its advantage, and each token's staleness in versions."""
+    """A sample, its advantage, each token's staleness in versions, and its tokens' weight in the loss."""
 
     sample: Sample
     advantage: float
     staleness: tuple[int, ...]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class PackedRow:
     """L tokens, of which N were drawn. `ids` and `positions` [1, L]; the others [N].
 
     `predicts` are the row indices whose final states predict the drawn tokens `targets`; `behaviour` are the
-    log-probabilities they were drawn with. `weight` is 1, or 0 in a filler row. A recurrent policy's rows have no
-    layout.
+    log-probabilities they were drawn with. `completion` numbers the row's samples from 0, `weight` is their tokens' in
+    the loss, 0 in a filler row. A recurrent policy's rows have no layout.
     """
 
     layout: PackedLayout | None
@@ -67,6 +68,7 @@ class PackedRow:
     behaviour: Tensor
     advantage: Tensor
     staleness: Tensor
+    completion: Tensor
     weight: Tensor
 
     def to(self, device: torch.device) -> PackedRow:
@@ -153,7 +155,8 @@ def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> PackedRow:
         behaviour=torch.tensor([logprob for each in scored for logprob in each.sample.logprobs]),
         advantage=torch.tensor([each.advantage for each in scored for _ in each.sample.completion_ids]),
         staleness=torch.tensor([versions for each in scored for versions in each.staleness]),
-        weight=torch.ones(len(predicts)),
+        completion=torch.tensor([at for at, each in enumerate(scored) for _ in each.sample.completion_ids]),
+        weight=torch.tensor([each.weight for each in scored for _ in each.sample.completion_ids]),
     )
 
 

@@ -3,7 +3,8 @@
 Group-relative advantages and the clipped objective are DeepSeekMath's GRPO (arXiv 2402.03300); the second, outer bound
 on the ratio and the loss per token are INTELLECT-2's (arXiv 2505.07291); the objective that masks instead of clipping
 is INTELLECT-3's (technical report, Prime Intellect 2025); advantages without the standard deviation are Dr. GRPO's
-(arXiv 2503.20783).
+(arXiv 2503.20783), the higher upper bound and the penalty for overlong completions DAPO's (arXiv 2503.14476), ratios of
+whole completions GSPO's (arXiv 2507.18071), and the bounded weight of every token CISPO's (arXiv 2506.13585).
 
 Ratios are importance ratios: a token's probability now over that when sampled, possibly by a policy a few versions
 older (`batch.max_async`). Shapes: N completion tokens.
@@ -38,26 +39,59 @@ def group_advantages(rewards: Sequence[float], *, normalize: bool) -> list[float
     return [deviation / (std + STD_FLOOR) for deviation in deviations]
 
 
+def overlong_penalty(tokens: int, *, training: TrainingSpec, most: int) -> float:
+    """Return what a completion of `tokens` of at most `most` loses of its reward: 0 up to the last `overlong_share` of
+    `most`, from there linearly to 1 (DAPO, eq. 13).
+    """
+    free = most * (1 - training.overlong_share)
+    return (tokens - free) / (most - free) if tokens > free else 0.0
+
+
 def token_ratios(logp_N: Tensor, behaviour_N: Tensor) -> Tensor:
     """Compute importance ratios [N] from natural log-probabilities."""
     return (logp_N - behaviour_N).clamp(max=MAX_LOG_RATIO).exp()
 
 
-def clipped_objective(ratio_N: Tensor, advantage_N: Tensor, *, epsilon: float, delta: float) -> Tensor:
-    """Compute min(min(ratio, delta) * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) [N] (INTELLECT-2, two-sided
-    clipping).
+def sequence_log_ratios(logp_N: Tensor, behaviour_N: Tensor, completion_N: Tensor) -> Tensor:
+    """Compute for each token the mean log ratio of its completion [N]: the logarithm of GSPO's ratio (eq. 7).
+
+    `completion_N` numbers the completions from 0, in the order of their tokens.
+    """
+    lengths_S = torch.bincount(completion_N)
+    means_S = torch.segment_reduce(logp_N.detach() - behaviour_N, "mean", lengths=lengths_S)
+    return means_S.clamp(max=MAX_LOG_RATIO)[completion_N]
+
+
+def sequence_ratios(logp_N: Tensor, log_ratio_N: Tensor) -> Tensor:
+    """Compute exp(`log_ratio_N`) [N], with the gradient along each token's own log-probability (GSPO-token, eq. 14).
+
+    The mean over a completion's tokens then has the gradient of the completion's ratio.
+    """
+    return (log_ratio_N + logp_N - logp_N.detach()).exp()
+
+
+def clipped_objective(
+    ratio_N: Tensor, advantage_N: Tensor, *, epsilon: float, delta: float, high: float | None = None
+) -> Tensor:
+    """Compute min(min(ratio, delta) * A, clip(ratio, 1 - epsilon, 1 + high) * A) [N] (INTELLECT-2, two-sided
+    clipping); `high` is `epsilon` unless given (DAPO, clip higher).
 
     Without delta a token with a negative advantage and a large ratio has an unbounded loss, and one such token can
     wreck a policy.
     """
     bounded_N = ratio_N.clamp(max=delta) * advantage_N
-    clipped_N = ratio_N.clamp(1 - epsilon, 1 + epsilon) * advantage_N
+    clipped_N = ratio_N.clamp(1 - epsilon, 1 + (epsilon if high is None else high)) * advantage_N
     return torch.minimum(bounded_N, clipped_N)
 
 
 def masked_objective(ratio_N: Tensor, advantage_N: Tensor, *, low: float, high: float) -> Tensor:
     """Compute ratio * A where low <= ratio <= high, else 0 [N] (INTELLECT-3, masked importance sampling)."""
     return torch.where((ratio_N >= low) & (ratio_N <= high), ratio_N * advantage_N, 0.0)
+
+
+def cispo_objective(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, *, delta: float) -> Tensor:
+    """Compute min(ratio, delta) * A * log-probability [N], the weight without a gradient (CISPO, eq. 4)."""
+    return ratio_N.detach().clamp(max=delta) * advantage_N * logp_N
 
 
 def kl_penalty(logp_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -67,13 +101,27 @@ def kl_penalty(logp_N: Tensor, reference_N: Tensor) -> Tensor:
 
 
 def token_losses(
-    ratio_N: Tensor, advantage_N: Tensor, *, training: TrainingSpec, kl_N: Tensor | None, entropy_N: Tensor
+    logp_N: Tensor,
+    ratio_N: Tensor,
+    advantage_N: Tensor,
+    *,
+    training: TrainingSpec,
+    kl_N: Tensor | None,
+    entropy_N: Tensor,
 ) -> Tensor:
-    """Compute the loss of each token [N]; a step's loss is its mean over a minibatch."""
+    """Compute the loss of each token [N]; `training.aggregation` says what becomes of them."""
     if training.objective == "clipped":
-        objective_N = clipped_objective(ratio_N, advantage_N, epsilon=training.clip_epsilon, delta=training.clip_delta)
-    else:
+        objective_N = clipped_objective(
+            ratio_N,
+            advantage_N,
+            epsilon=training.clip_epsilon,
+            delta=training.clip_delta,
+            high=training.clip_epsilon_high,
+        )
+    elif training.objective == "masked":
         objective_N = masked_objective(ratio_N, advantage_N, low=training.mask_low, high=training.mask_high)
+    else:
+        objective_N = cispo_objective(ratio_N, logp_N, advantage_N, delta=training.clip_delta)
     loss_N = -objective_N
     if kl_N is not None:
         loss_N = loss_N + training.kl_coefficient * kl_N
@@ -85,8 +133,26 @@ def token_losses(
 def held_back(ratio_N: Tensor, *, training: TrainingSpec) -> Tensor:
     """Return which ratios are beyond the objective's bounds [N], bool."""
     if training.objective == "clipped":
-        return (ratio_N - 1).abs() > training.clip_epsilon
-    return (ratio_N < training.mask_low) | (ratio_N > training.mask_high)
+        high = training.clip_epsilon if training.clip_epsilon_high is None else training.clip_epsilon_high
+        return (ratio_N < 1 - training.clip_epsilon) | (ratio_N > 1 + high)
+    if training.objective == "masked":
+        return (ratio_N < training.mask_low) | (ratio_N > training.mask_high)
+    return ratio_N > training.clip_delta
+
+
+def completion_weight(tokens: int, *, training: TrainingSpec) -> float:
+    """Return the weight of each token of a completion of `tokens` in a minibatch's loss, before `loss_divisor`."""
+    return 1 / tokens if training.aggregation == "completions" else 1.0
+
+
+def loss_divisor(lengths: Sequence[int], *, training: TrainingSpec, most: int) -> float:
+    """Return what the weighted sum of a minibatch's token losses is divided by.
+
+    `lengths` are its completions' tokens, `most` what a completion may have: the constant of "length" (Dr. GRPO).
+    """
+    if training.aggregation == "tokens":
+        return sum(lengths)
+    return len(lengths) * (most if training.aggregation == "length" else 1)
 
 
 def learning_rate(training: TrainingSpec, step: int) -> float:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from node.protocol.algorithms import with_algorithm
 from node.protocol.membership import MembershipSpec
 from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
@@ -261,9 +262,13 @@ class StandingSpec(Wire, frozen=True):
 class TrainingSpec(Wire, frozen=True):
     """GRPO as in INTELLECT-2 (arXiv 2505.07291), with the choices of docs/training.md.
 
-    `objective`: "clipped" bounds ratios by `clip_epsilon` and `clip_delta`, "masked" leaves out tokens whose ratio is
-    beyond `mask_low` and `mask_high`. `kl_coefficient` pulls towards the first policy, `entropy_coefficient` away from
-    certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
+    `objective`: "clipped" bounds ratios by `clip_epsilon` (upwards `clip_epsilon_high`, where given) and `clip_delta`,
+    "masked" leaves out tokens whose ratio is beyond `mask_low` and `mask_high`, "cispo" weighs log-probabilities by
+    their ratios, at most `clip_delta`. `ratio`: each token's own, or the geometric mean of its completion's.
+    `aggregation`: a step's loss is the mean over tokens, over completions of their means, or the sum of tokens over
+    completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `sampling.max_new_tokens`, in which
+    a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy, `entropy_coefficient`
+    away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
     """
 
     steps: Positive = 30
@@ -275,8 +280,11 @@ class TrainingSpec(Wire, frozen=True):
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 4
     minibatches: Positive = 4
-    objective: Literal["clipped", "masked"] = "clipped"
+    objective: Literal["clipped", "masked", "cispo"] = "clipped"
+    ratio: Literal["token", "sequence"] = "token"
+    aggregation: Literal["tokens", "completions", "length"] = "tokens"
     clip_epsilon: PositiveFloat = 0.2
+    clip_epsilon_high: PositiveFloat | None = None
     clip_delta: PositiveFloat = 4.0
     mask_low: Annotated[float, Meta(ge=0, le=1)] = 0.5
     mask_high: Annotated[float, Meta(ge=1, le=1e9)] = 5.0
@@ -284,6 +292,7 @@ class TrainingSpec(Wire, frozen=True):
     entropy_coefficient: NonNegativeFloat = 0.0
     gradient_clip: PositiveFloat = 1.0
     normalize_advantage: bool = True
+    overlong_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class BroadcastSpec(Wire, frozen=True):
@@ -375,7 +384,7 @@ def parse_run_toml(text: str) -> RunSpec:
     """Read a run.toml; raise Malformed with the key that is wrong."""
     try:
         raw: dict[str, Any] = tomllib.loads(text)
-        spec = msgspec.convert(raw, RunSpec)
+        spec = msgspec.convert(with_algorithm(raw), RunSpec)
         _check_targets(spec)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise Malformed(f"run.toml: {error}", code="bad_run_toml") from error

@@ -6,12 +6,14 @@ import copy
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, split, train_step
+from coordinator.training.head import head_backward
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.packing import Scored
 from coordinator.training.recipe import (
@@ -186,10 +188,10 @@ def test_the_penalty_is_zero_at_the_reference_and_else_positive():
 def test_the_terms_of_the_loss_add_up_and_those_that_are_off_have_no_part():
     ratio, advantage = torch.tensor([1.1, 0.7]), torch.tensor([1.0, -1.0])
     kl, entropy = torch.tensor([0.5, 0.25]), torch.tensor([2.0, 1.0])
-    plain = token_losses(ratio, advantage, training=TrainingSpec(), kl_N=None, entropy_N=entropy)
+    plain = token_losses(ratio.log(), ratio, advantage, training=TrainingSpec(), kl_N=None, entropy_N=entropy)
     assert plain.tolist() == pytest.approx([-1.1, 0.8])
     both = TrainingSpec(objective="masked", kl_coefficient=0.1, entropy_coefficient=0.01)
-    found = token_losses(ratio, advantage, training=both, kl_N=kl, entropy_N=entropy)
+    found = token_losses(ratio.log(), ratio, advantage, training=both, kl_N=kl, entropy_N=entropy)
     assert found.tolist() == pytest.approx([-1.1 + 0.05 - 0.02, 0.7 + 0.025 - 0.01])
 
 
@@ -223,6 +225,33 @@ def test_a_step_agrees_with_plain_arithmetic(model):
     stats = train_step(model, make_optimizer(model, spec.training), groups, spec=spec, step=0)
     assert stats["loss"] == pytest.approx(-total / tokens, rel=1e-4)
     assert stats["tokens"] == tokens == 2 * (3 + 2 + 5)
+
+
+@pytest.mark.parametrize("aggregation", ["completions", "length"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_a_packed_step_by_whole_completions_has_the_gradient_of_separate_ones(model, monkeypatch, ratio, aggregation):
+    """Rows that cut a group apart, and chunks that cut a completion apart, must not change its ratio or its weight."""
+    monkeypatch.setattr(head_backward, "__kwdefaults__", {"chunk_bytes": 3 * 4 * 32})  # 3 tokens of 32 ids
+    spec = run_spec(ratio=ratio, aggregation=aggregation, normalize_advantage=False, gradient_clip=1e9)
+    spec = msgspec.structs.replace(spec, sampling=SamplingSpec(max_new_tokens=10))
+    groups, plain, losses = [], copy.deepcopy(model), []
+    for prompt in PROMPTS[:2]:
+        samples = [Sample(prompt, each, tuple(-3.2 - 0.1 * at for at in range(len(each)))) for each in COMPLETIONS]
+        groups.append(Group(version=0, rewards=(1.0, 0.0, 0.0, 0.5), rollouts=tuple(samples)))
+        for sample, advantage in zip(samples, (0.625, -0.375, -0.375, 0.125), strict=True):
+            length = len(sample.completion_ids)
+            logits = plain(input_ids=torch.tensor([prompt + sample.completion_ids])).logits[0, len(prompt) - 1 : -1]
+            logp = torch.log_softmax(logits, -1)[range(length), list(sample.completion_ids)]
+            log_ratio = logp - torch.tensor(sample.logprobs)
+            ratios = (log_ratio.mean().expand(length) if ratio == "sequence" else log_ratio).exp()
+            objective = torch.minimum(ratios.clamp(max=4.0) * advantage, ratios.clamp(0.8, 1.2) * advantage)
+            losses.append(-objective.sum() / (length if aggregation == "completions" else 10))
+    (sum(losses) / len(losses)).backward()
+    wanted = [parameter.grad for parameter in plain.parameters()]
+    optimizer = make_optimizer(model, spec.training)
+    train_step(model, optimizer, groups, spec=spec, step=0, execution=Execution(row_tokens=12))
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("samples", "parts"), [(128, [32] * 4), (10, [2, 3, 2, 3]), (3, [1, 1, 1]), (0, [])])
