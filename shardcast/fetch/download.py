@@ -269,7 +269,8 @@ class Download:
             if error.code == "not_yet" and now - attempt.started > self._limits.chunk_wait_s / 2:
                 self._sources.lagged(attempt.url, now)
             else:
-                self._sources.failed(attempt.url, error, now, of_chunk=True)
+                refusals = self._refusals[attempt.url] if error.code == "not_served" else None
+                self._sources.failed(attempt.url, error, now, of_chunk=True, refusals=refusals)
             self._is_refused |= error.code == "not_served"
             self._refusals[attempt.url] += error.code == "not_served" or isinstance(error, Unreachable)
             if attempt.index in self._missing and not self._is_running(attempt.index):

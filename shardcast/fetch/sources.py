@@ -88,9 +88,12 @@ class Source:
         else:
             self.bytes_per_s += limits.smoothing * (bytes_per_s - self.bytes_per_s)
 
-    def back_off(self, now: float, limits: SourceLimits, rng: random.Random) -> None:
-        delay_s = min(limits.max_backoff_s, limits.first_backoff_s * 2.0**self._consecutive)
-        self._consecutive = min(self._consecutive + 1, 32)
+    def back_off(self, now: float, limits: SourceLimits, rng: random.Random, *, refusals: int | None = None) -> None:
+        """Pause for twice as long as after the failure before, or as `refusals` before this one say."""
+        failures = self._consecutive if refusals is None else refusals
+        if refusals is None:
+            self._consecutive = min(self._consecutive + 1, 32)
+        delay_s = min(limits.max_backoff_s, limits.first_backoff_s * 2.0 ** min(failures, 32))
         self.usable_at = now + delay_s * rng.uniform(0.5, 1.5)
 
     def served(self) -> None:
@@ -321,10 +324,13 @@ class Sources:
             source.sample_success(0.0, now, self.limits)
             source.lags_since = now if source.lags_since is None else source.lags_since
 
-    def failed(self, url: str, error: ShardcastError, now: float, *, of_chunk: bool = False) -> None:
+    def failed(
+        self, url: str, error: ShardcastError, now: float, *, of_chunk: bool = False, refusals: int | None = None
+    ) -> None:
         """Record a failed request: a lie leads to quarantine, anything else to backoff.
 
-        A source whose chunk did not come has to prove itself anew.
+        A source whose chunk did not come has to prove itself anew. `refusals`: how often it has already said that it
+        does not have this payload, which says nothing of others: the pause then grows with that alone.
         """
         if (source := self._sources.get(url)) is None:
             return
@@ -336,7 +342,7 @@ class Sources:
             source.failed_chunks += not isinstance(error, Unreachable)
         source.sample_success(0.0, now, self.limits)
         if isinstance(error, NetworkFault):
-            source.back_off(now, self.limits, self._rng)
+            source.back_off(now, self.limits, self._rng, refusals=refusals)
         else:
             self._quarantine(source, error, now)
 

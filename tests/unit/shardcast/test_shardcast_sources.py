@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from shardcast.errors import CorruptChunk, LocalFault, TooSlow, Unreachable
+from shardcast.errors import CorruptChunk, LocalFault, NotServed, TooSlow, Unreachable
 from shardcast.fetch.sources import MAX_REMEMBERED, SourceLimits, Sources
 
 FAST, SLOW, BAD = "http://fast:1", "http://slow:1", "http://bad:1"
@@ -205,6 +205,23 @@ def test_a_stripe_without_candidates_leaves_no_stripes() -> None:
     sources.set_urls([A, B], stripes=[[A], []])
     assert sources.stripes == 1
     assert sources.parent(0, 0) in {A, B}
+
+
+def test_versions_that_a_source_does_not_keep_cost_no_more_one_after_another() -> None:
+    """An audit asks relays for many old policies: each took half a minute once a few had been refused."""
+    sources = pool(BAD, first_backoff_s=0.1, max_backoff_s=10)
+    now = 0.0
+    for _ in range(20):
+        for refusals in range(3):
+            sources.failed(BAD, NotServed("404", code="not_served"), now, of_chunk=True, refusals=refusals)
+            at = sources.next_usable_at()
+            assert at is not None
+            assert 0.05 * 2**refusals <= at - now <= 0.15 * 2**refusals
+            now = at
+    sources.failed(BAD, Unreachable("refused"), now, of_chunk=True)
+    at = sources.next_usable_at()
+    assert at is not None
+    assert at - now <= 0.15  # the first failure of its own
 
 
 def test_a_source_that_is_back_is_asked_at_once() -> None:
