@@ -176,14 +176,12 @@ class Updates:
             ratio_n, advantage_n = ratios(part, logp_n), row.advantage[part]
             return recipe.token_losses(logp_n, ratio_n, advantage_n, training=training, kl_N=kl_n, entropy_N=entropy_n)
 
-        # FSDP averages gradients over the processes; their sum is needed.
-        scale = self.execution.world.size / divisor
         logp_N, entropy_N = head_backward(
             states_ND,
             head_weight(self.model),
             row.targets,
             temperature=temperature,
-            loss=lambda part, logp_n, entropy_n: (losses(part, logp_n, entropy_n) * row.weight[part]).sum() * scale,
+            loss=lambda part, logp_n, entropy_n: (losses(part, logp_n, entropy_n) * row.weight[part]).sum() / divisor,
         )
         every = slice(None)
         held_N = recipe.held_back(ratios(every, logp_N), training=training)

@@ -6,7 +6,11 @@ grow with the tokens, and nothing is computed twice: three products of N * V * D
 once. The head computes in float32 whatever the model's dtype and autocast, as workers and verifiers do
 (docs/protocol.md, section 4).
 
-Log-probabilities are of logits / temperature. Shapes: N drawn tokens, n of them in a chunk, V ids, D hidden units.
+Several processes compute the head together: each the logits of the ids whose rows it holds, for a chunk of all
+processes' tokens (`coordinator.training.vocabulary`), so that no weight moves.
+
+Log-probabilities are of logits / temperature. Shapes: N drawn tokens, n of them in a chunk and m of all processes',
+V ids of which this process has v, D hidden units.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from transformers import PreTrainedModel
 
 from coordinator.training.attention import layout_arguments
 from coordinator.training.packing import PackedRow
+from coordinator.training.vocabulary import VocabularyShard, like_weight, own_rows
 
 CHUNK_BYTES = 128 * 2**20
 """Bound on a chunk's logits, of which up to three copies exist at a time. Each chunk reads and writes all of the head's
@@ -35,17 +40,17 @@ ChunkLoss = Callable[[slice, Tensor, Tensor], Tensor]
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:
-    """Return the output embedding [V, D]; no family's head has a bias (`node.policy.config.FAMILIES`)."""
+    """Return the output embedding [V, D], shared out by rows over several processes.
+
+    No family's head has a bias (`node.policy.config.FAMILIES`).
+    """
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     weight: Tensor = head.weight
     return weight
 
 
 def final_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Compute the hidden states [N, D] that predict a row's drawn tokens; call in `packed_attention`.
-
-    With FSDP, `head_weight` is whole after this and until the states' backward pass.
-    """
+    """Compute the hidden states [N, D] that predict a row's drawn tokens; call in `packed_attention`."""
     where = layout_arguments(model, row)
 
     def gather(states_1LD: Tensor) -> Tensor:
@@ -61,13 +66,15 @@ def final_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 def head_logprobs(
     states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
-    """Compute the log-probabilities [N] of `targets_N`, without gradients."""
+    """Compute the log-probabilities [N] of `targets_N`, without gradients; every process must call it."""
+    shard = VocabularyShard.of(weight_VD)
     with torch.no_grad(), _in_float32(states_ND):
-        wide_VD, logp_N = weight_VD.float(), torch.empty(len(targets_N), device=states_ND.device)
-        for part in _chunks(len(targets_N), wide_VD, chunk_bytes):
-            logprobs_nV = _logprobs(states_ND[part].float(), wide_VD, temperature)
-            logp_N[part] = _pick(logprobs_nV, targets_N[part])
-            del logprobs_nV  # before the next chunk's
+        wide_vD, logp_N = own_rows(weight_VD).float(), torch.empty(len(targets_N), device=states_ND.device)
+        for part in shard.chunks(targets_N, token_bytes=4 * len(weight_VD), chunk_bytes=chunk_bytes):
+            logprobs_mv = _logprobs(shard.gather(states_ND, part).float(), wide_vD, temperature, shard)
+            picked_m = _pick(logprobs_mv, *shard.places(shard.gather(targets_N, part)))
+            del logprobs_mv  # before the next chunk's
+            shard.take_own(shard.sum_all(picked_m), out_n=logp_N[part])
         return logp_N
 
 
@@ -82,33 +89,52 @@ def head_backward(
 ) -> tuple[Tensor, Tensor]:
     """Run the head forward and backward, and the backward pass of what computed `states_ND`.
 
-    The gradient of the losses' sum is added to `weight_VD.grad`, in place, and to the gradients of `states_ND`'s graph.
-    Return log-probabilities of `targets_N` [N] and entropies in nats [N].
+    The gradient of the sum of all processes' losses is added to `weight_VD.grad`, in place, and to the gradients of
+    `states_ND`'s graph. Every process must call it. Return log-probabilities of `targets_N` [N] and entropies in nats
+    [N].
     """
+    shard = VocabularyShard.of(weight_VD)
     with torch.no_grad(), _in_float32(states_ND):
-        wide_VD, wide_ND = weight_VD.float(), states_ND.float()
-        grad_VD = torch.zeros_like(wide_VD) if weight_VD.grad is None else weight_VD.grad.float()
+        wide_vD, wide_ND = own_rows(weight_VD).float(), states_ND.float()
+        grad_vD = torch.zeros_like(wide_vD) if weight_VD.grad is None else own_rows(weight_VD.grad).float()
         grad_ND = torch.empty_like(wide_ND)
         logp_N, entropy_N = wide_ND.new_empty(2, len(targets_N))
-        for part in _chunks(len(targets_N), wide_VD, chunk_bytes):
-            logprobs_nV = _logprobs(wide_ND[part], wide_VD, temperature)
-            probs_nV = logprobs_nV.exp()
-            logp_N[part] = _pick(logprobs_nV, targets_N[part])
-            entropy_N[part] = -torch.linalg.vecdot(probs_nV, logprobs_nV)
+        for part in shard.chunks(targets_N, token_bytes=4 * len(weight_VD), chunk_bytes=chunk_bytes):
+            states_mD, targets_m = shard.gather(wide_ND, part), shard.gather(targets_N, part)
+            logprobs_mv = _logprobs(states_mD, wide_vD, temperature, shard)
+            probs_mv = logprobs_mv.exp()
+            picked_m = _pick(logprobs_mv, *shard.places(targets_m))
+            logp_m, entropy_m = shard.sum_all(torch.stack((picked_m, -torch.linalg.vecdot(probs_mv, logprobs_mv))))
+            shard.take_own(logp_m, out_n=logp_N[part])
+            shard.take_own(entropy_m, out_n=entropy_N[part])
             by_logp_n, by_entropy_n = _slopes(loss, part, logp_N[part], entropy_N[part])
-            # d logp / d logits = onehot(target) - probs, d entropy / d logits = -probs * (logprobs + entropy), in place
-            if by_entropy_n is None:
-                grad_nV = probs_nV.mul_(-by_logp_n[:, None])
-            else:
-                logprobs_nV.add_(entropy_N[part, None]).mul_(by_entropy_n[:, None]).add_(by_logp_n[:, None])
-                grad_nV = probs_nV.mul_(logprobs_nV).neg_()
-            grad_nV.scatter_add_(1, targets_N[part, None], by_logp_n[:, None]).div_(temperature)
-            torch.mm(grad_nV, wide_VD, out=grad_ND[part])
-            grad_VD.addmm_(grad_nV.t(), wide_ND[part])
-            del logprobs_nV, probs_nV, grad_nV  # before the next chunk's
-        weight_VD.grad = grad_VD.to(weight_VD.dtype)
+            chunk = slice(0, part.stop - part.start)
+            by_logp_m = shard.gather(by_logp_n, chunk)
+            by_entropy_m = None if by_entropy_n is None else shard.gather(by_entropy_n, chunk)
+            grad_mv = _logit_gradients(logprobs_mv, probs_mv, entropy_m, by_logp_m, by_entropy_m)
+            places_m, is_here_m = shard.places(targets_m)
+            grad_mv.scatter_add_(1, places_m[:, None], (by_logp_m * is_here_m)[:, None]).div_(temperature)
+            shard.sum_own(torch.mm(grad_mv, wide_vD), out_n=grad_ND[part])
+            grad_vD.addmm_(grad_mv.t(), states_mD)
+            del logprobs_mv, probs_mv, grad_mv  # before the next chunk's
+        weight_VD.grad = like_weight(grad_vD.to(weight_VD.dtype), weight_VD)
+        del grad_vD, wide_vD  # copies, of weights in 16 bits
     states_ND.backward(grad_ND.to(states_ND.dtype))  # type: ignore[no-untyped-call]
     return logp_N, entropy_N
+
+
+def _logit_gradients(
+    logprobs_mv: Tensor, probs_mv: Tensor, entropy_m: Tensor, by_logp_m: Tensor, by_entropy_m: Tensor | None
+) -> Tensor:
+    """Return the loss's derivative along logits / temperature but for the targets' own part, which is `by_logp_m`.
+
+    d logp / d logits = onehot(target) - probs, d entropy / d logits = -probs * (logprobs + entropy). In the memory of
+    `probs_mv`; overwrites `logprobs_mv`.
+    """
+    if by_entropy_m is None:
+        return probs_mv.mul_(-by_logp_m[:, None])
+    logprobs_mv.add_(entropy_m[:, None]).mul_(by_entropy_m[:, None]).add_(by_logp_m[:, None])
+    return probs_mv.mul_(logprobs_mv).neg_()
 
 
 def _in_float32(tensor: Tensor) -> torch.autocast:
@@ -124,19 +150,14 @@ def _slopes(loss: ChunkLoss, part: slice, logp_n: Tensor, entropy_n: Tensor) -> 
     return by_logp_n, by_entropy_n
 
 
-def _chunks(tokens: int, weight_VD: Tensor, chunk_bytes: int) -> Iterator[slice]:
-    """Yield slices of tokens whose float32 logits take at most `chunk_bytes`, or of one token."""
-    size = max(1, chunk_bytes // (4 * len(weight_VD)))
-    return (slice(start, start + size) for start in range(0, tokens, size))
+def _logprobs(states_mD: Tensor, weight_vD: Tensor, temperature: float, shard: VocabularyShard) -> Tensor:
+    """Compute log-probabilities [m, v] of the ids whose rows are here."""
+    return shard.log_softmax(F.linear(states_mD, weight_vD).div_(temperature))
 
 
-def _logprobs(states_nD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """Compute log-probabilities [n, V] of all ids."""
-    return torch.log_softmax(F.linear(states_nD, weight_VD).div_(temperature), dim=-1)
-
-
-def _pick(logprobs_nV: Tensor, targets_n: Tensor) -> Tensor:
-    return logprobs_nV.gather(1, targets_n[:, None])[:, 0]
+def _pick(logprobs_mv: Tensor, places_m: Tensor, is_here_m: Tensor) -> Tensor:
+    """Return the log-probabilities [m] of targets whose rows are here, and 0 for others."""
+    return torch.where(is_here_m, logprobs_mv.gather(1, places_m[:, None])[:, 0], 0)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The processes that train one policy together: ranks, sharding and collectives.
 
 A single process needs no torch.distributed. Several are started by `torchrun`, which assigns the ranks. Parameters,
-gradients and optimizer state are sharded by FSDP2 (arXiv 2304.11277; torch.distributed.fsdp.fully_shard), over NCCL on
-GPUs and gloo on CPUs.
+gradients and optimizer state are sharded by FSDP2 (arXiv 2304.11277; torch.distributed.fsdp.fully_shard), but for the
+embedding and the head (`coordinator.training.vocabulary`), over NCCL on GPUs and gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from coordinator.training.vocabulary import rows_of_rank, share_vocabulary
 
 T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(days=365)
@@ -47,19 +49,27 @@ class World:
         return self.rank == 0
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Share out the parameters of a model, on the meta device still, so that no process has to hold them all."""
+        """Share out the parameters of a model, on the meta device still, so that no process has to hold them all.
+
+        Gradients are summed over the processes.
+        """
         if self.mesh is None:
             return
+        vocabulary = share_vocabulary(model, self.mesh)
         for layer in _layers(model):
             fully_shard(layer, mesh=self.mesh)
-        fully_shard(model, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh, ignored_params=vocabulary)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
     def own_part(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Return this process's consecutive numbers of a tensor, flat and in place, and the index of the first."""
         whole = tensor.detach()
         if not isinstance(whole, DTensor):
             return whole.view(-1), 0
-        row, _ = self._rows_of(self.rank, len(whole))
+        row, _ = rows_of_rank(self.rank, self.size, len(whole))
         return whole.to_local().view(-1), row * math.prod(whole.shape[1:])
 
     def gather_parts(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -73,17 +83,11 @@ class World:
             return
         own = whole.to_local().to(dtype)
         for rank in range(self.size):
-            _, rows = self._rows_of(rank, len(whole))
+            _, rows = rows_of_rank(rank, self.size, len(whole))
             part = own if rank == self.rank else own.new_empty(rows, *whole.shape[1:])
             if rows:
                 dist.broadcast(part, src=rank)
             yield part
-
-    def _rows_of(self, rank: int, rows: int) -> tuple[int, int]:
-        """Return the first of `rows` rows that FSDP gives to a process, and how many it gets."""
-        most = math.ceil(rows / self.size)
-        first = min(rank * most, rows)
-        return first, min(most, rows - first)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum a tensor over all processes."""

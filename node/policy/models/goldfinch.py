@@ -247,7 +247,7 @@ class GoldFinchModel(RecurrentModel):
         return self.embeddings
 
     def _begin(self, batch: int) -> State:
-        weights = self.embeddings.weight
+        weights = self.first_norm.weight
         state = initial_layer_state(len(self.layers), batch, weights)
         for index in range(self.config.finch_layers, len(self.layers)):
             del state[f"heads_{index}"]

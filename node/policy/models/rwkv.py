@@ -177,7 +177,7 @@ class RwkvModel(RecurrentModel):
         return self.embeddings
 
     def _begin(self, batch: int) -> State:
-        return initial_layer_state(len(self.layers), batch, self.embeddings.weight)
+        return initial_layer_state(len(self.layers), batch, self.first_norm.weight)
 
     def _run(self, ids_BT: Tensor, state: State, *, start: int) -> tuple[Tensor, State]:
         x_BTD = self.first_norm(self.embeddings(ids_BT))
