@@ -158,7 +158,7 @@ def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> set[nn.Paramet
 def _embedding(model: PreTrainedModel) -> Any | None:
     """Return the embedding of tokens; None if the family embeds something else."""
     try:
-        return model.get_input_embeddings()  # type: ignore[no-untyped-call]
+        return model.get_input_embeddings()
     except NotImplementedError:
         return None
 
@@ -176,7 +176,7 @@ def _as_rows(own_vD: Tensor, whole_VD: Tensor, mesh: DeviceMesh) -> DTensor:
 def _look_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     weight: Any = embedding.weight
     shard = VocabularyShard.of(weight)
-    found_ND: Tensor = _Lookup.apply(weight.to_local(), ids.flatten(), shard, embedding.padding_idx)
+    found_ND: Tensor = _Lookup.apply(weight.to_local(), ids.flatten(), shard, embedding.padding_idx)  # type: ignore[no-untyped-call]
     return found_ND.view(*ids.shape, -1)
 
 

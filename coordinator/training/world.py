@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coordinator.training.vocabulary import rows_of_rank, share_vocabulary
+from node.policy.config import ATTENTION
 
 T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(days=365)
@@ -35,6 +36,7 @@ class World:
     """`size` processes, of which this is number `rank`; `mesh` is None if there is only one.
 
     `reports` is a group of its own over gloo: what a thread exchanges there never meets a collective of the training.
+    `gathered_in` is the dtype in which layers are gathered, None for their weights' own.
     """
 
     rank: int = 0
@@ -42,6 +44,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
     reports: dist.ProcessGroup | None = None
+    gathered_in: torch.dtype | None = None
 
     @property
     def is_first(self) -> bool:
@@ -57,12 +60,23 @@ class World:
             return
         vocabulary = share_vocabulary(model, self.mesh)
         for layer in _layers(model):
-            fully_shard(layer, mesh=self.mesh)
+            fully_shard(layer, mesh=self.mesh, mp_policy=self._precision(model))
         fully_shard(model, mesh=self.mesh, ignored_params=vocabulary)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+    def _precision(self, model: PreTrainedModel) -> MixedPrecisionPolicy:
+        """Gather layers in 16 bits where their matrices are multiplied in 16 bits, and reduce gradients in float32.
+
+        What autocast would make of a gathered weight is then what FSDP gathers, and drops with the layer; a copy of
+        autocast's own is kept until the backward pass, whole in every process. Activations stay as autocast has them.
+        Not for recurrent families, whose decays are parameters that 16 bits are too few for.
+        """
+        if self.gathered_in is None or model.config.model_type not in ATTENTION:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(self.gathered_in, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def own_part(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Return this process's consecutive numbers of a tensor, flat and in place, and the index of the first."""
