@@ -1,12 +1,12 @@
 """The trainer's memory beside its model: `python -m benchmarks.memory [--json]`.
 
 A policy of random weights, in bfloat16, goes from a model's folder to the run's first policy file, and from there into
-a trainer of one process and of `--ranks` processes (FSDP2 over gloo), which publish it, train one short step and
+a trainer of one process and of `--ranks` processes (FSDP2 over gloo), which publish it, train two short steps and
 publish again. Memory is what is resident beyond what the same process held after the same way with a tiny policy
 (VmHWM, which counts mapped files, too).
 
 - `start_bytes_per_parameter`: from the folder to the loaded model in float32; the model alone is 4;
-- `step_bytes_per_parameter`: one process after a step; weights, gradients and AdamW's state are 16;
+- `step_bytes_per_parameter`: one process after its steps; weights, gradients and AdamW's state are 16;
   `step_peak_bytes_per_parameter`: at its peak, which has the head's gradient and the activations of one row besides;
 - `publish_extra_tensors`: memory beyond the trainer's own while it publishes, in largest tensors (float32), the most of
   any process and dtype;

@@ -1,6 +1,6 @@
 """One process of `benchmarks.memory`: `torchrun -m benchmarks.memory_rank FOLDER`.
 
-It takes the trainer's way (load, publish, one step, publish) with the policy in FOLDER/warm, so that everything is
+It takes the trainer's way (load, publish, two steps, publish) with the policy in FOLDER/warm, so that everything is
 imported and connected, and then with the one in FOLDER. Of the latter it writes down, in FOLDER/rank-N.json, what was
 resident at the start and, for each command, what was resident before and after it and at the peak within, in bytes.
 """
@@ -30,6 +30,8 @@ SPEC = RunSpec(
     training=TrainingSpec(minibatches=1, learning_rate=1e-6),
 )
 GROUPS, SAMPLES, TOKENS = 2, 4, 16
+STEPS = 2
+"""In the first one there is no optimizer state yet while gradients are computed."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -75,11 +77,12 @@ def make_groups(vocabulary: int) -> list[Group]:
 
 
 def command(team: Team, state: Path) -> None:
-    """Load the policy, publish it in each dtype as it is, train a step, and publish it again."""
+    """Load the policy, publish it in each dtype as it is, train two steps, and publish it again."""
     learner = team.restore(SPEC)
     for dtype in DTYPES:
         team.write_policy(state / f"published-{str(dtype)[6:]}", dtype)
-    team.train(make_groups(learner.model.config.vocab_size))
+    for _ in range(STEPS):
+        team.train(make_groups(learner.model.config.vocab_size))
     for dtype in DTYPES:
         team.write_policy(state / "trained", dtype)
     team.end()
