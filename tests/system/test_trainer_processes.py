@@ -38,10 +38,10 @@ LAUNCH = (
 TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
-def launch(function: str, state: Path, processes: int, **arguments: object) -> None:
-    """Have each of `processes` processes call a function of tests/support/trainers.py."""
+def launch(function: str, state: Path, processes: int, *, module: str = "trainers", **arguments: object) -> None:
+    """Have each of `processes` processes call a function of a module of tests/support."""
     script = state / "launched.py"
-    script.write_text(f"import trainers, pathlib\ntrainers.{function}(pathlib.Path({str(state)!r}), **{arguments!r})\n")
+    script.write_text(f"import {module}, pathlib\n{module}.{function}(pathlib.Path({str(state)!r}), **{arguments!r})\n")
     support = ROOT / "tests" / "support"
     subprocess.run(
         [*LAUNCH, "--nproc-per-node", str(processes), str(script)],
@@ -101,6 +101,24 @@ def test_several_processes_have_the_loss_curve_of_one(
         close(alone, launched(state, processes, steps=4, **recipe))
         for left, right in zip(weights(tmp_path / "1"), weights(state), strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=atol)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["tiny", "finch"])
+def test_a_shared_vocabulary_has_the_gradients_of_a_whole_one(tmp_path: Path, family: str) -> None:
+    """Of a tied head and one of its own, over 128 ids that three do not divide evenly: each id is one process's.
+
+    An id between two processes, or a token that a longer row of another process leaves out, would be learnt by nobody.
+    """
+    launch("compare_gradients", beginning(tmp_path / "state", family), 3, module="sharing")
+
+
+@pytest.mark.timeout(300)
+def test_autocast_keeps_no_whole_copy_of_the_layers_in_any_process_and_log_probabilities_are_as_good(
+    tmp_path: Path,
+) -> None:
+    """Two bytes of each parameter on each GPU would end a large model's trainer, however many share it."""
+    launch("compare_autocast", beginning(tmp_path / "state"), 2, module="sharing")
 
 
 @pytest.mark.timeout(600)
