@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from coordinator.planning.shape import ModelShape
 from coordinator.training.head import CHUNK_BYTES
+from node.policy.streaming import PIECE_BYTES
 from node.protocol.run import RunSpec
 from node.verification.batches import MAX_BATCH_TOKENS
 from node.verification.spans import MAX_LOGITS
@@ -50,26 +51,23 @@ def share_of(total: int, ranks: int) -> int:
     return math.ceil(total / ranks)
 
 
-def gathered_layer_bytes(shape: ModelShape, ranks: int) -> int:
+def gathered_layer_bytes(shape: ModelShape, ranks: int, *, autocast: bool) -> int:
     """Return one layer in use and the next on its way, with the gradients of one and those that are being reduced.
 
-    FSDP2 prefetches one layer and overlaps one reduction (torch.distributed.fsdp.fully_shard, its documentation).
+    FSDP2 prefetches one layer and overlaps one reduction (torch.distributed.fsdp.fully_shard, its documentation). In
+    autocast all but the reduction, which is in float32, has 16 bits.
     """
-    return 4 * WIDE * shape.largest_layer if ranks > 1 else 0
+    item = 2 if autocast else WIDE
+    return (3 * item + WIDE) * shape.largest_layer if ranks > 1 else 0
 
 
-def gathered_outside_bytes(shape: ModelShape, ranks: int) -> int:
-    """Return embeddings and head, whole from a row's forward pass to the end of its backward pass, and their gradients.
+def embedding_gradient_bytes(shape: ModelShape, ranks: int) -> int:
+    """Return the gradient of a lookup, dense, of a rank's own rows, before it is added (embedding_dense_backward).
 
-    The root is not resharded after its forward pass (fully_shard's `reshard_after_forward`), and
-    `coordinator.training.head` reads its weight.
+    Several ranks look up in chunks, and add those of one to the ones before it (coordinator/training/vocabulary.py).
     """
-    return 2 * WIDE * shape.outside_layers if ranks > 1 else 0
-
-
-def embedding_gradient_bytes(shape: ModelShape) -> int:
-    """Return the gradient of a lookup, dense and whole before it is added (torch's embedding_dense_backward)."""
-    return WIDE * shape.embedding
+    copies = 2 if ranks > 1 else 1
+    return copies * share_of(WIDE * shape.embedding, ranks)
 
 
 def layer_activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: bool) -> int:
@@ -95,23 +93,30 @@ def activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: b
     return shape.layers * layer
 
 
-def cast_weight_bytes(shape: ModelShape, *, recompute: bool) -> int:
+def cast_weight_bytes(shape: ModelShape, ranks: int, *, recompute: bool) -> int:
     """Return the 16-bit copies of the layers' weights that autograd keeps in autocast, unless it recomputes.
 
-    Each is of a gathered, whole weight, so that every rank has all of them.
+    Several ranks have none: they gather layers in 16 bits, and again for the backward pass.
     """
-    return 0 if recompute else 2 * (shape.parameters - shape.outside_layers)
+    return 0 if recompute or ranks > 1 else 2 * (shape.parameters - shape.outside_layers)
 
 
-def head_bytes(shape: ModelShape, *, drawn: int) -> int:
-    """Return final states, their gradients, and the copies of one chunk's logits (coordinator/training/head.py)."""
+def head_bytes(shape: ModelShape, ranks: int, *, drawn: int) -> int:
+    """Return final states, their gradients, and the copies of one chunk's logits (coordinator/training/head.py).
+
+    A rank computes its own ids' logits for a chunk of all ranks' tokens, whose states and their gradients it has then.
+    """
     chunk = min(drawn * WIDE * shape.vocabulary, max(CHUNK_BYTES, WIDE * shape.vocabulary))
-    return CHUNK_COPIES * chunk + 4 * WIDE * drawn * shape.hidden
+    together = chunk // (WIDE * shape.vocabulary) * ranks if ranks > 1 else 0
+    return CHUNK_COPIES * chunk + 4 * WIDE * drawn * shape.hidden + 2 * WIDE * together * shape.hidden
 
 
-def publish_bytes(shape: ModelShape, *, dtype: str) -> int:
-    """Return the largest tensor twice: gathered in float32, and cast for the policy file."""
-    return (WIDE + ITEM_BYTES[dtype]) * shape.largest_tensor
+def publish_bytes(shape: ModelShape, ranks: int, *, dtype: str) -> int:
+    """Return a rank's rows of the largest tensor, cast for the policy file, and those of the rank that are written.
+
+    One process alone casts pieces of 4 MiB (node/policy/streaming.py).
+    """
+    return 2 * share_of(ITEM_BYTES[dtype] * shape.largest_tensor, ranks) if ranks > 1 else 2 * PIECE_BYTES
 
 
 def weight_bytes(shape: ModelShape, *, dtype: str) -> int:

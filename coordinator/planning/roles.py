@@ -13,6 +13,7 @@ from coordinator.planning.shape import ModelShape
 from coordinator.training.packing import MAX_WIDTH
 from node.engines.vllm_settings import WORKING_BYTES
 from node.protocol.run import RunSpec
+from shardcast.store.versions import KEPT_DELTAS
 
 CUDA_BYTES: Final = 1_500_000_000
 """Of a GPU for the CUDA context, NCCL, library workspaces and what the allocator cannot reuse. Guessed."""
@@ -85,7 +86,7 @@ def trainer_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) ->
     """Yield what each rank holds at its highest: in a step, or while it publishes."""
     *held, passing = step_items(shape, spec, settings)
     yield from held
-    publishing = formulas.publish_bytes(shape, dtype=spec.model.dtype)
+    publishing = formulas.publish_bytes(shape, settings.ranks, dtype=spec.model.dtype)
     yield max(passing, Item("at most at a time: publishing", publishing), key=lambda item: item.bytes)
 
 
@@ -100,20 +101,17 @@ def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> It
     yield Item(name, formulas.share_of(formulas.optimizer_bytes(shape, optimizer), ranks))
     if spec.training.kl_coefficient:
         yield Item("first policy, for the KL penalty", weights)
-    if ranks > 1:
-        yield Item("embeddings and head, gathered", formulas.gathered_outside_bytes(shape, ranks))
-    if settings.autocast and not settings.recompute:
-        yield Item("layers' weights in 16 bits", formulas.cast_weight_bytes(shape, recompute=False))
+    if settings.autocast and (cast := formulas.cast_weight_bytes(shape, ranks, recompute=settings.recompute)):
+        yield Item("layers' weights in 16 bits", cast)
     activations = formulas.activation_bytes(
         shape, tokens=row.tokens, padded=row.padded, autocast=settings.autocast, recompute=settings.recompute
     )
-    head = formulas.head_bytes(shape, drawn=row.drawn)
+    head = formulas.head_bytes(shape, ranks, drawn=row.drawn)
+    gathered = formulas.gathered_layer_bytes(shape, ranks, autocast=settings.autocast)
     passing = (
         Item("at most at a time: activations, a chunk of logits", activations + head),
-        Item(
-            "at most at a time: activations, gathered layers", activations + formulas.gathered_layer_bytes(shape, ranks)
-        ),
-        Item("at most at a time: gradient of the embedding", formulas.embedding_gradient_bytes(shape)),
+        Item("at most at a time: activations, gathered layers", activations + gathered),
+        Item("at most at a time: gradient of the embedding", formulas.embedding_gradient_bytes(shape, ranks)),
     )
     yield max(passing, key=lambda item: item.bytes)
 
@@ -220,16 +218,23 @@ def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
 
 
 def disk_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
-    """Return the disk of each role in steady state; deltas are small beside the whole versions that are kept."""
-    policy = formulas.weight_bytes(shape, dtype=spec.model.dtype)
+    """Return the disk of each role in steady state, and a worker's while a policy arrives.
+
+    Whole are as many as benchmarks/store.py finds (docs/broadcast.md, "Disk"); what is older is a delta
+    (docs/adr/0030-old-versions-are-deltas.md).
+    """
+    dtype, kept = spec.model.dtype, spec.broadcast.keep_versions
+    relayed = max(KEPT_DELTAS, kept)
+    policy = formulas.weight_bytes(shape, dtype=dtype)
+    delta = round(formulas.delta_bytes(policy, learning_rate=spec.training.learning_rate, dtype=dtype))
     state = formulas.WIDE * shape.parameters + formulas.optimizer_bytes(shape, spec.training.optimizer)
-    kept = spec.broadcast.keep_versions
     return (
         Item(f"trainer: {formulas.CHECKPOINTS} checkpoints and the one being written", 4 * state),
         Item("trainer: first and newest policy", 2 * policy),
         Item("trainer: origin, for each policy that it keeps whole", policy),
-        Item(f"verifier: at most {kept} policies", kept * policy),
-        Item(f"relay: at most {kept} policies", kept * policy),
+        Item("trainer: origin, for each older one", delta),
+        Item(f"verifier: 2 policies, and {kept - 2} as deltas", 2 * policy + (kept - 2) * delta),
+        Item(f"relay: 2 policies, and {relayed} deltas", 2 * policy + relayed * delta),
         Item("worker: one policy, and the next one while it arrives", 2 * policy),
     )
 

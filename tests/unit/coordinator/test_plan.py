@@ -340,3 +340,25 @@ def test_more_gpus_share_the_state_and_nothing_else() -> None:
         )
     )
     assert eight - sixteen == pytest.approx(shape.parameters * 16 * (1 / 8 - 1 / 16), rel=1e-6)
+
+
+def test_several_gpus_gather_a_layer_at_a_time_and_no_vocabulary() -> None:
+    """A plan with whole embeddings, or 16-bit copies of all layers, on each GPU would have an operator buy too many."""
+    shape = published("Qwen3-32B")
+    spec = first_spec(shape, initial="/model", context=None, group_size=None)
+    settings = roles.TrainerOptions(ranks=16, row_tokens=4096, recompute=False, autocast=True)
+    *held, passing = roles.step_items(shape, spec, settings)
+    assert sum(item.bytes for item in held) == pytest.approx(shape.parameters * 16 / 16, rel=1e-6)
+    with_layers = formulas.gathered_layer_bytes(shape, 16, autocast=True)
+    assert with_layers == 10 * shape.largest_layer
+    assert passing.bytes > with_layers
+
+
+def test_old_policies_take_the_disk_of_deltas() -> None:
+    shape = published("Qwen3-4B")
+    spec = first_spec(shape, initial="/model", context=None, group_size=None)
+    policy = formulas.weight_bytes(shape, dtype=spec.model.dtype)
+    verifier, relay = (
+        item.bytes for item in roles.disk_items(shape, spec) if item.name.startswith(("verifier", "relay"))
+    )
+    assert 2 * policy < verifier < relay < 2.5 * policy
