@@ -137,7 +137,7 @@ def like_weight(own_vD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Share out the rows of a model's embedding and head, on the meta device still, and return the new parameters.
+    """Share out the rows of a model's embedding and head, and return the new parameters.
 
     Afterwards the embedding looks up in all processes' rows, and the head has none but this process's: only
     `coordinator.training.head` can compute with it.
@@ -164,8 +164,8 @@ def _embedding(model: PreTrainedModel) -> Any | None:
 
 
 def _shard(weight: Tensor, mesh: DeviceMesh) -> DTensor:
-    _, rows = rows_of_rank(mesh.get_local_rank(), mesh.size(), len(weight))
-    return _as_rows(weight.detach().new_empty(rows, *weight.shape[1:]), weight, mesh)
+    first, rows = rows_of_rank(mesh.get_local_rank(), mesh.size(), len(weight))
+    return _as_rows(weight.detach()[first : first + rows].clone(), weight, mesh)
 
 
 def _as_rows(own_vD: Tensor, whole_VD: Tensor, mesh: DeviceMesh) -> DTensor:
