@@ -28,11 +28,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from node.policy.config import DTYPES, FAMILIES, parse_config, render_config
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.products import multiply_exactly
 from node.policy.skeleton import build_skeleton, materialise, probe, probe_shapes, unique_tensors
 from node.policy.streaming import read_into, read_numbers, write_numbers
 from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
@@ -94,13 +94,6 @@ class Policy(Blueprint):
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         weight: Tensor = head.weight.detach()
         return weight.float()
-
-
-def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
-    """Compute states [tokens, hidden] times an output head's weight [vocabulary, hidden], summed in float32."""
-    if states.is_cuda and states.dtype != torch.float32:
-        return torch.mm(states, weight.t(), out_dtype=torch.float32)
-    return functional.linear(states.float(), weight.float())
 
 
 def render_prompt(policy: Blueprint, text: str) -> list[int]:

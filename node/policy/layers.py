@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from node.policy.file import multiply_exactly
+from node.policy.products import multiply_exactly
 from node.policy.reading import OpenPolicy
 from node.policy.skeleton import build_skeleton, unique_tensors
 

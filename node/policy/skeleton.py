@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
+from node.policy.products import use_blocks
 
 
 def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -21,6 +22,7 @@ def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTraine
             model: PreTrainedModel = build(config, dtype=dtype, **kernel)
     except Exception as error:
         raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
+    use_blocks(model)
     return model
 
 

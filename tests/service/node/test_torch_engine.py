@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
 from node.engines.torch import Batch, Call, LoadedPolicy, TorchEngine
+from node.policy import products
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Policy, load_policy, save_policy
@@ -169,6 +170,27 @@ async def test_bfloat16_rollouts_stay_within_the_published_limits(tmp_path: Path
         for figures in proof_figures(engine.policy, rollout, spec):
             assert figures.exp_mismatches <= 38
             assert figures.mant_err_mean <= 10
+
+
+@pytest.mark.parametrize("worker_is_slow", [True, False])
+async def test_machines_with_and_without_16_bit_products_verify_each_other(
+    worker_is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An auditor's laptop must not call a server's honest work wrong, nor the other way round."""
+    spec = make_spec(chunk_tokens=32, dtype="bfloat16")
+    save_family("qwen3", tmp_path / "policy")
+    every = frozenset({torch.bfloat16, torch.float16})
+    monkeypatch.setattr(products, "slow_dtypes", lambda: every if worker_is_slow else frozenset())
+    engine = await loaded(tmp_path / "policy", spec)
+    rollouts = await engine.generate(make_requests(3))
+    monkeypatch.setattr(products, "slow_dtypes", lambda: frozenset() if worker_is_slow else every)
+    for rollout in rollouts:
+        _, logits = prefill(engine.policy, rollout, spec)
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+        assert (torch.tensor(rollout.logprobs) - chosen).abs().max() < 0.2
+        for figures in proof_figures(engine.policy, rollout, spec):
+            assert figures.exp_mismatches <= 8
+            assert figures.mant_err_mean <= 4
 
 
 async def test_another_policys_rollouts_do_not_agree(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Products of hidden states with a weight matrix of 16 bits, on CPUs that have no instructions for these.
+
+There torch multiplies bfloat16 and float16 number by number, some eight times slower than float32. Here a block of the
+weight is converted to float32 at a time, so that memory holds the 16 bits and one block. Sums are in float32 either
+way and rounded once, to 16 bits or not at all: results differ by the order of summation, as they do between any two
+kernels. Which way a product goes depends on the machine, the dtype and the number of rows alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK_NUMBERS: Final = 2**19
+"""Of a weight that are converted together: 2 MiB, which a processor's cache holds until they are multiplied."""
+BLOCK_ROWS: Final = 1024
+"""Of hidden states that are converted together: the weight is then converted once for each, in a fiftieth of the time
+that its products take.
+"""
+LEAST_ROWS: Final = 2
+"""From which blocks are faster. A single row uses each number once, and torch's own kernel converts it on the way."""
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes by `multiply`."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        return multiply(input, self.weight, self.bias)
+
+
+def use_blocks(model: nn.Module) -> None:
+    """Make every linear layer of `model` a `Linear`, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
+def multiply(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute states [..., in] times weight [out, in] in their dtype, like torch's `linear`.
+
+    By blocks where this machine has no instructions for the dtype, and nothing asks for gradients.
+    """
+    if _wants_blocks(states, weight) and states.numel() >= LEAST_ROWS * states.shape[-1]:
+        return _multiply_blocks(states, weight, bias, dtype=weight.dtype)
+    return F.linear(states, weight, bias)
+
+
+def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
+    """Compute states [tokens, hidden] times an output head's weight [vocabulary, hidden], summed in float32."""
+    if states.is_cuda and states.dtype != torch.float32:
+        return torch.mm(states, weight.t(), out_dtype=torch.float32)
+    if weight.dtype == torch.float32:
+        return F.linear(states.float(), weight)
+    return _multiply_blocks(states, weight, None, dtype=torch.float32)
+
+
+def _wants_blocks(states: Tensor, weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype != states.dtype or weight.dtype not in slow_dtypes():
+        return False
+    return not (torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad))
+
+
+@functools.cache
+def slow_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes of 16 bits whose products this machine's CPU has no instructions for."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return frozenset({torch.bfloat16, torch.float16})
+    onednn = torch.ops.mkldnn
+    fast = {
+        torch.bfloat16: onednn._is_mkldnn_bf16_supported(),  # noqa: SLF001  (there is no other way to ask)
+        torch.float16: onednn._is_mkldnn_fp16_supported(),  # noqa: SLF001
+    }
+    return frozenset(dtype for dtype, is_fast in fast.items() if not is_fast)
+
+
+@torch.no_grad()
+def _multiply_blocks(states: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+    """Compute states [..., in] times weight [out, in] in float32, rounded to `dtype`."""
+    rows = states.reshape(-1, states.shape[-1])
+    product = torch.empty(len(rows), len(weight), dtype=dtype)
+    height = max(1, BLOCK_NUMBERS // weight.shape[1])
+    block = torch.empty(min(height, len(weight)), weight.shape[1])
+    for top in range(0, len(rows), BLOCK_ROWS):
+        wide = rows[top : top + BLOCK_ROWS].float()
+        for first in range(0, len(weight), height):
+            part = weight[first : first + height]
+            added = None if bias is None else bias[first : first + height].float()
+            found = F.linear(wide, block[: len(part)].copy_(part), added)
+            product[top : top + BLOCK_ROWS, first : first + height] = found
+    return product.view(*states.shape[:-1], len(weight))

@@ -1,0 +1,103 @@
+"""Products of 16-bit weights: whichever way this machine computes them, the other way finds the same but for rounding.
+
+A worker on a machine with instructions for 16 bits is verified on one without; results that differed by more would
+reject its honest work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from node.policy import products
+from node.policy.file import load_policy
+from node.policy.products import Linear, multiply, multiply_exactly, use_blocks
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without instructions for 16 bits, whatever this one has."""
+    monkeypatch.setattr(products, "slow_dtypes", lambda: frozenset(DTYPES))
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(1,), (2,), (3, 7), (2, 1, 5), (0,)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_product_is_the_exact_one_rounded_once(
+    dtype: torch.dtype, rows: tuple[int, ...], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over blocks that divide neither the weight nor the rows; qwen2 has biases."""
+    monkeypatch.setattr(products, "BLOCK_NUMBERS", 48 * 10)
+    monkeypatch.setattr(products, "BLOCK_ROWS", 4)
+    states, weight = drawn(*rows, 48, dtype=dtype), drawn(33, 48, dtype=dtype, seed=1)
+    bias = drawn(33, dtype=dtype, seed=2) if has_bias else None
+    exact = F.linear(states.double(), weight.double(), None if bias is None else bias.double())
+    found = multiply(states, weight, bias)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+    torch.testing.assert_close(multiply_exactly(states, weight), F.linear(states.float(), weight.float()))
+
+
+class Widest(TorchDispatchMode):
+    """Notes the most float32 numbers of any one result."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [one.numel() for one in tree_leaves(result) if isinstance(one, Tensor) and one.dtype == torch.float32]
+        self.numbers = max([self.numbers, *found])
+        return result
+
+
+@pytest.mark.parametrize("multiplied", [multiply, multiply_exactly])
+def test_memory_holds_one_block_of_the_weight_in_float32(multiplied: Any) -> None:
+    """A policy that just fits in 16 bits must not need twice its memory, nor a vocabulary's embedding once more."""
+    weight = drawn(3000, 200, dtype=torch.bfloat16)
+    with torch.inference_mode(), Widest() as widest:
+        multiplied(drawn(5, 200, dtype=torch.bfloat16), weight)
+    assert 0 < widest.numbers <= products.BLOCK_NUMBERS < weight.numel()
+
+
+def test_every_linear_layer_of_a_policy_computes_so_and_no_float32_one_by_blocks(
+    tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    by_blocks = products._multiply_blocks
+    monkeypatch.setattr(products, "_multiply_blocks", lambda *a, **named: calls.append(a) or by_blocks(*a, **named))
+    ids = torch.tensor([[3, 4, 5]])
+    for dtype, is_slow in ((torch.float32, False), (torch.bfloat16, True)):
+        model: Any = load_policy(tiny_policy_path, dtype=dtype).model
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        assert {type(module) for module in linear} == {Linear}
+        calls.clear()
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=False)
+        assert len(calls) == (len(linear) if is_slow else 0)
+    calls.clear()
+    model(input_ids=ids, use_cache=False).logits.float().sum().backward()
+    assert not calls, "nothing is kept of blocks that a gradient could be made of"
+    assert all(module.weight.grad is not None for module in linear)
+
+
+def test_a_layer_of_another_kind_keeps_its_own_product() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4))
+    use_blocks(model)
+    assert [type(module) for module in model] == [Linear, Doubled]
