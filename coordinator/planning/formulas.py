@@ -140,11 +140,6 @@ def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> 
     return batch * widest + LOGIT_COPIES * WIDE * logits
 
 
-def wide_head_bytes(shape: ModelShape, *, dtype: str) -> int:
-    """Return the output embedding in float32, which a CPU verifier keeps as well (node/policy/file.py)."""
-    return 0 if dtype == "float32" else WIDE * shape.embedding
-
-
 def second_look_bytes(shape: ModelShape) -> int:
     """Return a layer, or the embedding, of the policy and of a suspect in float32, as they are read layer by layer."""
     return 2 * WIDE * max(shape.largest_layer, shape.embedding)

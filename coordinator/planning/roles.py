@@ -212,7 +212,6 @@ def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
     tokens, drawn = (sampling.group_size * each for each in (sampling.most_tokens, sampling.max_new_tokens))
     return (
         Item(f"policy, {dtype}", formulas.weight_bytes(shape, dtype=dtype)),
-        Item("output embedding, float32", formulas.wide_head_bytes(shape, dtype=dtype)),
         Item("prefill of one group", formulas.prefill_bytes(shape, dtype=dtype, tokens=tokens, drawn=drawn)),
     )
 

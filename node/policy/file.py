@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import math
 import os
@@ -82,18 +81,11 @@ class Policy(Blueprint):
         section 4), so that two kernels hardly ever disagree about a token.
         """
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return multiply_exactly(states, head.weight if states.is_cuda else self._wide_head)
+        return multiply_exactly(states, head.weight.detach())
 
     def in_float32(self) -> Policy:
         """Copy the policy to compute in float32, with the same weights."""
         return replace(self, model=copy.deepcopy(self.model).float())  # type: ignore[no-untyped-call]
-
-    @functools.cached_property
-    def _wide_head(self) -> Tensor:
-        """Output embedding [vocabulary, hidden] in float32: a copy, unless the model is float32."""
-        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        weight: Tensor = head.weight.detach()
-        return weight.float()
 
 
 def render_prompt(policy: Blueprint, text: str) -> list[int]:

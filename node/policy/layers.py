@@ -68,9 +68,7 @@ class LayeredModel:
 
     def head(self) -> Callable[[Tensor], Tensor]:
         """Read the output head; return what computes logits as `Policy.logits`. Raises UnreadablePolicy."""
-        # Products with float32 weights need no second copy of them; only a GPU multiplies others as exactly.
-        dtype = self._dtype if self._file.device.type == "cuda" else torch.float32
-        weight = self._weights(self._head, dtype=dtype)["weight"]
+        weight = self._weights(self._head)["weight"]
         return lambda states: multiply_exactly(states, weight)
 
     def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:

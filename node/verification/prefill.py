@@ -70,9 +70,7 @@ class TransformersPrefills:
         self.device = torch.device(device)
 
     def memory_of(self, blueprint: Blueprint) -> int:
-        weights = blueprint.parameters * self._dtype.itemsize
-        has_wide_head = self._dtype != torch.float32 and self.device.type == "cpu"
-        return weights + (blueprint.vocabulary * blueprint.hidden * 4 if has_wide_head else 0)
+        return blueprint.parameters * self._dtype.itemsize
 
     async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
         if streamed:

@@ -1,8 +1,8 @@
 """Prefills of policies larger than memory, layer by layer from the policy's file.
 
 What is measured is what `node.verification.prefill.TransformersPrefill` measures, bit for bit, but the weights are read
-once for each call: the more spans, the cheaper. In memory at a time: the largest layer or the output head (in float32),
-the hidden states of all spans of a pass, and one layer's activations for one batch.
+once for each call: the more spans, the cheaper. In memory at a time: the largest layer or the output head, the hidden
+states of all spans of a pass, and one layer's activations for one batch.
 """
 
 from __future__ import annotations

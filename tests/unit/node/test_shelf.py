@@ -14,7 +14,7 @@ from node.verification.readings import TwoReadings, make_prefills
 from node.verification.shelf import MOST_POLICIES, PolicyShelf
 from node.verification.streamed import StreamedPrefill
 
-PARAMETERS, HEAD = 410_240, 128 * 128
+PARAMETERS = 410_240
 
 
 def run_of(dtype: str) -> RunSpec:
@@ -64,18 +64,17 @@ async def test_a_streamed_policy_drives_no_other_out(path: Path) -> None:
     assert shelf.get(1) is None, "files are kept for a few alone"
 
 
-def test_what_a_policy_takes_is_counted_with_its_wide_head_and_both_readings(path: Path) -> None:
-    """Logits are computed with the output head in float32."""
+def test_what_a_policy_takes_is_counted_with_both_readings(path: Path) -> None:
     blueprint = inspect_policy(path)
     assert TransformersPrefills(dtype="float32").memory_of(blueprint) == 4 * PARAMETERS
-    assert TransformersPrefills(dtype="bfloat16").memory_of(blueprint) == 2 * PARAMETERS + 4 * HEAD
+    assert TransformersPrefills(dtype="bfloat16").memory_of(blueprint) == 2 * PARAMETERS
     spec = RunSpec(
         name="twice",
         environments=(EnvironmentSpec(name="arithmetic"),),
         model=ModelSpec(dtype="bfloat16"),
         limits=LimitsSpec(readings=2),
     )
-    assert make_prefills(spec).memory_of(blueprint) == 6 * PARAMETERS + 4 * HEAD
+    assert make_prefills(spec).memory_of(blueprint) == 6 * PARAMETERS
 
 
 async def test_a_run_that_is_read_twice_streams_both_readings(path: Path) -> None:
