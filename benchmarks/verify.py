@@ -20,11 +20,13 @@ take turns on the same cores (or the same GPU). Figures are medians over rounds,
   prefill can tell it from honest work: that of one row, because a verifier measures one before the others.
 
 The floor: a prefill computes 2 FLOP for each weight (without the embedding) and token; `share_of_matmul_bound` holds
-the verifier against that, at the speed of one large matrix product measured here. Decoding c rows a step reads all
-weights for c tokens: while that reading binds, generation's cost per token is bytes / (c * bandwidth), and the ratio
-is large. Once 2 FLOP per weight and row take longer than reading the weight, decoding is bound as prefill is, and no
-verifier that repeats the forward pass can be much faster per token. That is so from about c = peak FLOP/s over
-bandwidth in weights per second / 2: some tens of rows on a CPU, some hundreds on a GPU.
+the verifier against that, at the speed of one large matrix product measured here. `layers_over_torch_matmul` is the
+speed at which a policy's layers compute it over that of torch's kernel (`node.policy.products`), 1 where the machine
+has instructions for the dtype. Decoding c rows a step reads all weights for c tokens: while that reading binds,
+generation's cost per token is bytes / (c * bandwidth), and the ratio is large. Once 2 FLOP per weight and row take
+longer than reading the weight, decoding is bound as prefill is, and no verifier that repeats the forward pass can be
+much faster per token. That is so from about c = peak FLOP/s over bandwidth in weights per second / 2: some tens of rows
+on a CPU, some hundreds on a GPU.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn import functional
 
 from benchmarks import workload
-from benchmarks.timing import median_ratio
+from benchmarks.timing import Call, median_ratio, rounds_ms, synchronised
 from benchmarks.workload import WorkloadVerifier
 from node.engines.base import Engine
 from node.policy.file import Blueprint
+from node.policy.products import multiply
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, chunk_count, proof_bytes
@@ -182,19 +186,21 @@ async def shares(verifier: WorkloadVerifier, bodies: Mapping[int, bytes]) -> dic
     return {f"share_{name}": seconds / total for name, seconds in parted.items()}
 
 
-def matmul_flops(dtype: torch.dtype, hidden: int) -> float:
-    """Return the FLOP per second of one product of the model's own width: the median of ten."""
+def matmul_flops(dtype: torch.dtype, hidden: int) -> dict[str, float]:
+    """Return the FLOP per second of one product of the model's own width, by torch's kernel and as a policy's layers
+    compute it: the medians of ten.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    left = torch.randn(MATMUL_ROWS, hidden, device=device).to(dtype)
-    right = torch.randn(hidden, 4 * hidden, device=device).to(dtype)
-    taken = []
-    for _ in range(11):
-        start = time.perf_counter()
-        left @ right
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return 2 * MATMUL_ROWS * hidden * 4 * hidden / statistics.median(taken[1:])
+    states = torch.randn(MATMUL_ROWS, hidden, device=device).to(dtype)
+    weight = torch.randn(4 * hidden, hidden, device=device).to(dtype)
+    calls: dict[str, Call] = {
+        "torch": lambda: functional.linear(states, weight),
+        "layers": lambda: multiply(states, weight),
+    }
+    if device == "cuda":
+        calls = {name: synchronised(call) for name, call in calls.items()}
+    work = 2 * MATMUL_ROWS * hidden * 4 * hidden
+    return {name: work * 1e3 / statistics.median(taken) for name, taken in rounds_ms(calls, 10).items()}
 
 
 def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Namespace, prompt: int) -> dict[str, Any]:
@@ -221,8 +227,9 @@ def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Nam
     head = policy.vocabulary * policy.hidden
     layers = policy.parameters - 2 * head
     per_token = 2 * (layers * (prompt + options.tokens) / options.tokens + head)
-    figures["matmul_gflop_per_s"] = flops / 1e9
-    figures["share_of_matmul_bound"] = statistics.median(verified) * per_token / flops
+    figures["matmul_gflop_per_s"] = max(flops.values()) / 1e9
+    figures["share_of_matmul_bound"] = statistics.median(verified) * per_token / max(flops.values())
+    figures["layers_over_torch_matmul"] = flops["layers"] / flops["torch"]
     return figures
 
 
