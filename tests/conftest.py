@@ -17,7 +17,7 @@ from node.policy.models.tiny_llama import make_model, make_tokenizer
 # Tests, and the processes they start, share the machine's cores: more threads in each make all of them slower.
 torch.set_num_threads(1)
 
-pytest_plugins = ["ports", "tiers"]
+pytest_plugins = ["ports", "tiers", "unsynced"]
 
 HAS_VLLM = find_spec("vllm") is not None
 

