@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from postgresql import new_database, running_server
-
-from node.policy.file import save_policy
-from node.policy.models.tiny_llama import make_model, make_tokenizer
-
-# Tests, and the processes they start, share the machine's cores: more threads in each make all of them slower.
-torch.set_num_threads(1)
 
 pytest_plugins = ["ports", "tiers", "unsynced"]
 
@@ -50,9 +43,24 @@ def encodable(value: Any) -> Any:
     return value
 
 
+# torch and transformers are imported in fixtures: pytest-xdist's own process, whose start the others wait for, has no
+# use for them.
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Compute in one thread: tests share the machine's cores, and more threads in each make all of them slower."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy file: the tiny model with random weights of a fixed seed, in float32."""
+    from node.policy.file import save_policy
+    from node.policy.models.tiny_llama import make_model, make_tokenizer
+
     path = tmp_path_factory.mktemp("policy") / "tiny.safetensors"
     save_policy(make_model(seed=20), make_tokenizer(), path)
     return path
