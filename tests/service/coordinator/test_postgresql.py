@@ -294,14 +294,15 @@ def _name(home: Home) -> str:
     indirect=["database_url"],
 )
 def test_one_leads_and_another_takes_over(
-    tmp_path: Path, database_url: str | None, postgresql: Any, ending: str
+    tmp_path: Path, database_url: str | None, postgresql: Any, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("coordinator.run.leader.POLL_SECONDS", 0.1)
     home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=database_url)
     second = open_home(tmp_path, database_url=database_url)
     with leader_thread(Leader(second, name="second")) as successor:
         until(lambda: successor.leading)
         with leader_thread(Leader(home, name="first")) as first:
-            time.sleep(2.5)
+            time.sleep(0.5)  # several polls
             assert not first.leading
             if ending == "cut off":
                 with psycopg.connect(postgresql.get_uri(), autocommit=True) as connection:
