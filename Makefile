@@ -12,6 +12,9 @@ test unit service: TEST_PROCESSES ?= 3
 TEST_PROCESSES ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 TESTS ?=
+# A tier's folder, and the files outside with a test that a marker moves up to it: reading all others takes each process
+# 20 s. The longest come first (tests/support/tiers.py); pytest-xdist would begin with those of the most tests.
+TIER = tests/$@ $(shell grep -rl --include='test_*.py' 'mark\.$@\b' tests | grep -v '^tests/$@/')
 # Set in some containers; without compiled files each of the processes that tests start compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -45,11 +48,11 @@ unit service: $(STAMP)
 
 # Real processes, browsers, namespaces and vLLM. What is not installed is skipped, and named at the end.
 system: $(STAMP)
-	$(PYTEST) -m $@ --durations 40 $(or $(TESTS),tests)
+	$(PYTEST) --no-loadscope-reorder -m $@ --durations 40 $(or $(TESTS),$(TIER))
 
 # Before a release: benchmarks at their smallest, fuzzing, the red team, faults at random.
 nightly: $(STAMP)
-	$(PYTEST) -m $@ --durations 40 $(or $(TESTS),tests)
+	$(PYTEST) --no-loadscope-reorder -m $@ --durations 40 $(or $(TESTS),$(TIER))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

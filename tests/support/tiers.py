@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import date
+from pathlib import Path
 
 import pytest
 from locations import ROOT
@@ -52,6 +53,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in quarantined:
         reason, since = _quarantine(item)
         item.add_marker(pytest.mark.xfail(reason=f"quarantine since {since}: {reason}", strict=False))
+    _sort_longest_first(items)
+
+
+def _sort_longest_first(items: list[pytest.Item]) -> None:
+    """Put the files first whose tests ask for most time, so that no process ends a run alone with a long one."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("timeout")) is not None:
+            seconds[item.path] += marker.args[0]
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 def _quarantine(item: pytest.Item) -> tuple[str, date]:

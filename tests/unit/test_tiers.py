@@ -40,6 +40,14 @@ def test_a_run_ends_with_its_tiers_and_how_to_run_what_was_skipped(run) -> None:
     )
 
 
+def test_files_whose_tests_ask_for_most_time_begin_first(run, pytester: pytest.Pytester) -> None:
+    """Begun last, the longest file would keep one process busy for minutes after the others have ended."""
+    code = "@pytest.mark.unit\n@pytest.mark.timeout({0})\ndef test_{0}():\n    pass\n"
+    pytester.makepyfile(test_z="import pytest\n" + code.format(70) + code.format(80))
+    result = run("@pytest.mark.unit\ndef test_a():\n    pass\n" + code.format(100))
+    result.stdout.fnmatch_lines(["test_z.py .*", "test_files_whose_tests_ask_for_most_time_begin_first.py ..*"])
+
+
 def test_a_flaky_test_in_quarantine_runs_and_fails_nothing(run) -> None:
     result = run(FLAKY.format(number=1, since="2999-01-01").replace("\n    ", "\n"))
     result.assert_outcomes(xfailed=1)
