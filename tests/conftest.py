@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from postgresql import new_database, running_server
+from psycopg.conninfo import conninfo_to_dict
 
 pytest_plugins = ["ports", "tiers", "unsynced"]
 
@@ -79,7 +81,20 @@ def postgresql_url(postgresql: Any) -> str:
     return new_database(postgresql)
 
 
+@pytest.fixture(scope="session")
+def migrated(postgresql: Any) -> str:
+    """The name of a database on it that was only migrated: in a copy a run begins in a third of the time."""
+    from coordinator.storage.database import Database
+
+    url = new_database(postgresql)
+    with closing(Database(url)) as database:
+        database.migrate()
+    return conninfo_to_dict(url)["dbname"]
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest) -> str | None:
-    """Either kind of database: None is the default, SQLite in the data folder."""
-    return None if request.param == "sqlite" else request.getfixturevalue("postgresql_url")
+    """Either kind of database, before a run begins in it: None is the default, SQLite in the data folder."""
+    if request.param == "sqlite":
+        return None
+    return new_database(request.getfixturevalue("postgresql"), template=request.getfixturevalue("migrated"))

@@ -37,11 +37,11 @@ def running_server() -> Iterator[Any]:
             server.cleanup()
 
 
-def new_database(server: Any) -> str:
-    """The URL of an empty database."""
+def new_database(server: Any, *, template: str = "template1") -> str:
+    """The URL of a copy of a database, given by its name; of an empty one without."""
     name = f"run_{next(_NUMBERS)}"
     with psycopg.connect(server.get_uri(), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
     return server.get_uri(database=name)
 
 
