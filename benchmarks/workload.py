@@ -26,7 +26,7 @@ from node.engines.base import Engine, SampleRequest, requests_for
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
-from node.environments import load_environment
+from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint, Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
@@ -112,7 +112,7 @@ def make_spec(*, dtype: str, tokens: int) -> RunSpec:
 
 
 def make_rules(spec: RunSpec) -> Rules:
-    return Rules(RUN_ID, spec, [load_environment(environment) for environment in spec.environments])
+    return Rules(RUN_ID, spec, load_environments(spec))
 
 
 def expected(rules: Rules, policy: Blueprint, slot: int) -> Expected:

@@ -26,7 +26,7 @@ from coordinator.storage.schema import nodes, submissions
 from coordinator.storage.training import PolicyRecord
 from coordinator.storage.work import StoredSubmission
 from coordinator.verifier.daemon import Verifier, VerifierSettings
-from node.environments import load_environment
+from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint, Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
@@ -142,7 +142,7 @@ def _published(home: Home, server: OriginServer, folder: Path) -> tuple[Policy, 
 
 def _submit(home: Home, published: tuple[Policy, str], *, groups: int) -> None:
     policy, manifest_digest = published
-    environments = [load_environment(environment) for environment in home.spec.environments]
+    environments = load_environments(home.spec)
     node, now = digest(b"node"), time.time()
     with home.database.write() as connection:
         values = {"node": node, "software": "", "engine": "", "registered_at": now, "seen_at": now}

@@ -29,7 +29,7 @@ from node.client.http import measure_body
 from node.commands.engine_options import prefills_maker
 from node.engines.device import find_device
 from node.engines.vllm_settings import VllmSettings
-from node.environments import check_rewards, load_environment
+from node.environments import check_rewards, load_environments
 from node.policy.file import inspect_policy, load_policy, save_policy, write_policy
 from node.policy.models import RECURRENT
 from node.policy.reading import OpenPolicy
@@ -108,7 +108,7 @@ class _Calibration:
     async def run(self) -> CalibrationResult:
         settings = self._settings
         if settings.cheat_groups:  # the best-of-eight cheat needs rewards; fail early
-            check_rewards([load_environment(environment) for environment in self._spec.environments])
+            check_rewards(load_environments(self._spec))
         options = {"device": settings.device, "threads": settings.threads, **settings.shared_vllm}
         make = prefills_maker(settings.verifier, state=self._folder / "verifier", **options)
         self._path = await asyncio.to_thread(_policy_file, self._spec, settings.policy, self._folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from node.engines.base import SampleRequest
-from node.environments import load_environment
+from node.environments import load_environments
 from node.episodes.conversation import graded
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint
@@ -22,7 +22,7 @@ class SyntheticSlots:
     def __init__(self, spec: RunSpec, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
         self._spec = spec
-        self._environments = [load_environment(environment) for environment in spec.environments]
+        self._environments = load_environments(spec)
         self._manifest = secrets.token_hex(32)
         self._next = 0
 

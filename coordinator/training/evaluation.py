@@ -20,7 +20,7 @@ import msgspec
 
 from node.engines.base import Engine, Interrupted, MakeEngine, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
-from node.environments import Environment, Problem, check_rewards, load_environment
+from node.environments import Environment, Problem, check_rewards, load_environments
 from node.episodes.conversation import asking, graded
 from node.errors import NodeError
 from node.policy.file import Blueprint, render_prompt
@@ -126,7 +126,7 @@ def judge_tasks(
     """Judge completions of the problems `indexes` of each environment, or of held-out ones; raises as
     `evaluate_policy`.
     """
-    environments = [load_environment(environment) for environment in spec.environments]
+    environments = load_environments(spec)
     check_rewards(environments)
     drawing = _drawing(spec, settings)
     return asyncio.run(_evaluate(policy, drawing, environments, settings=settings, indexes=indexes, stop=stop))
@@ -224,7 +224,7 @@ class TaskSet:
     def requests(self, sampling: SamplingSpec) -> Iterator[SampleRequest]:
         """Yield one request per completion, problem by problem; none for a prompt length the run does not allow."""
         for number, problem in enumerate(self._problems):
-            prompt = tuple(render_prompt(self._policy, problem.prompt))
+            prompt = tuple(render_prompt(self._policy, problem.prompt, special_tokens=sampling.special_tokens))
             if not 1 <= len(prompt) <= sampling.max_prompt_tokens:
                 log.warning(
                     "problem %d of %s skipped: its prompt has %d tokens", number, self.environment.name, len(prompt)

@@ -27,7 +27,7 @@ from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits, encode_evidence, kept_tokens
 from coordinator.verifier.policy_cache import PolicyCache
-from node.environments import load_environment
+from node.environments import load_environments
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
 from node.protocol.admission import Outcome, Verdict
@@ -77,7 +77,7 @@ class Verifier:
         self._home = home
         self._settings = settings
         self._metrics = metrics or VerifierMetrics()
-        environments = [load_environment(environment) for environment in home.spec.environments]
+        environments = load_environments(home.spec)
         self._rules = Rules(home.run_id, home.spec, environments)
         self._bodies = body_reader(home)
         self._history = KeptHistory(settings.state, run_id=home.run_id)

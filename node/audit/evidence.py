@@ -21,7 +21,7 @@ from node.audit.log import AuditProblem, LoggedVerdict
 from node.audit.report import AuditResult, Checked
 from node.client.api import CoordinatorClient
 from node.client.http import measure_body
-from node.environments import load_environment
+from node.environments import load_environments
 from node.errors import BadReply, Refused
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint
@@ -89,7 +89,7 @@ class EvidenceAuditor:
         self._run_id, self._spec = descriptor.run_id, descriptor.spec
         self._checkpoint = checkpoint
         self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
-        environments = [load_environment(environment) for environment in descriptor.spec.environments]
+        environments = load_environments(descriptor.spec)
         self._rules = Rules(self._run_id, self._spec, environments)
         keep = self._spec.sampling.max_version_lead + POLICIES_ON_DISK
         broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep, may_connect=may_connect)

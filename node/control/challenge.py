@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from node.environments import load_environment
+from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec
 from node.protocol.control import AskChallenge, ChallengeBody
@@ -71,7 +71,7 @@ def appraise_challenge(
             expected = expected_of(
                 rules,
                 prefill.blueprint,
-                [load_environment(environment) for environment in rules.environments],
+                load_environments(rules),
                 run_id=run_id,
                 version=body.version,
                 manifest_digest=manifest,

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import UnsetType
+
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import Conversation, Environment, EnvironmentFault, Problem, configure
 from node.environments.calculator import Calculator
+from node.environments.chat import Chat, with_chat
 from node.environments.code import Code
 from node.environments.installed import installed_environment, installed_names
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
 from node.environments.verifiers import load_verifiers
-from node.protocol.run import EnvironmentSpec
+from node.protocol.chat import ChatFormat
+from node.protocol.run import EnvironmentSpec, RunSpec
 
 REASONING_GYM = "reasoning_gym:"
 VERIFIERS = "verifiers:"
@@ -26,31 +30,46 @@ _BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code | TerminalTar
 }
 
 
-def load_environment(spec: EnvironmentSpec) -> Environment:
-    """Return the environment that `spec` asks for, with its arguments and length targets.
+def load_environments(spec: RunSpec) -> list[Environment]:
+    """Return the run's environments, in its order, with its chat format; raises as `load_environment`."""
+    chat = spec.sampling.chat
+    if isinstance(chat, str):
+        raise EnvironmentFault(f"sampling.chat is still the name {chat!r}: the run has not begun", code="open_chat")
+    return [
+        load_environment(environment, chat=None if isinstance(chat, UnsetType) else chat)
+        for environment in spec.environments
+    ]
+
+
+def load_environment(spec: EnvironmentSpec, *, chat: ChatFormat | None = None) -> Environment:
+    """Return the environment that `spec` asks for, with its arguments, its length targets and the run's chat format.
 
     Raises EnvironmentFault where there is none, or where its package does not work.
     """
-    environment = _load(spec)
-    if spec.length is not None and isinstance(environment, TerminalTarget):
-        # The request would stand on a frame-based policy's screen, where the cursor can go, and not on the reward's.
-        raise EnvironmentFault("terminal takes no length targets, which its frames would show", code="bad_arguments")
+    environment = _load(spec, chat)
+    if isinstance(environment, TerminalTarget):
+        # Either would stand on a frame-based policy's screen, where the cursor can go, and not on the reward's.
+        for what, is_set in (("length targets", spec.length is not None), ("chat format", chat is not None)):
+            if is_set:
+                raise EnvironmentFault(f"terminal takes no {what}, which its frames would show", code="bad_arguments")
     return with_lengths(environment, spec)
 
 
-def _load(spec: EnvironmentSpec) -> Environment:
+def _load(spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
+    """Return the environment without length targets."""
+    if spec.name.startswith(VERIFIERS):
+        loaded = load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments, chat=chat)
+        return loaded if loaded.renders_chat else with_chat(loaded, chat)
     if spec.name.startswith(REASONING_GYM):
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
-        return load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments)
-    if spec.name.startswith(VERIFIERS):
-        return load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments)
+        return with_chat(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), chat)
     cls = installed_environment(spec.name, taken=_BUILT_IN) or _BUILT_IN.get(spec.name)
     if cls is None:
         known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>", VERIFIERS + "<module>", *installed_names()))
         raise EnvironmentFault(f"no environment {spec.name!r}; there are: {known}", code="unknown_environment")
     environment: Environment = configure(cls, spec.arguments)
-    return environment
+    return environment if isinstance(environment, TerminalTarget) else with_chat(environment, chat)
 
 
 def check_rewards(environments: Iterable[Environment]) -> None:
@@ -59,9 +78,19 @@ def check_rewards(environments: Iterable[Environment]) -> None:
     Only who computes rewards needs to ask: a worker does not.
     """
     for environment in environments:
-        plain = environment.inner if isinstance(environment, LengthTargets) else environment
+        plain = environment
+        while isinstance(plain, LengthTargets | Chat):
+            plain = plain.inner
         if isinstance(plain, Code):
             plain.check_machine()
 
 
-__all__ = ["Conversation", "Environment", "EnvironmentFault", "Problem", "check_rewards", "load_environment"]
+__all__ = [
+    "Conversation",
+    "Environment",
+    "EnvironmentFault",
+    "Problem",
+    "check_rewards",
+    "load_environment",
+    "load_environments",
+]

@@ -34,12 +34,14 @@ class Problem:
     """A prompt as text, and what the environment needs to score an answer.
 
     `opening`: characters of the prompt before the user's text (e.g. chat markup), where additional requests are
-    inserted.
+    inserted. `messages`: the conversation up to the assistant's turn, where the environment has one (role and content,
+    as OpenAI's API has them); `prompt` is what a run without a chat format shows.
     """
 
     prompt: str
     data: Mapping[str, Any] = field(default_factory=dict)
     opening: int = 0
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 class Environment(Protocol):

@@ -24,9 +24,10 @@ from typing import Any, Literal
 import msgspec
 
 from node.environments.base import EnvironmentFault, Problem, draws
-from node.environments.chat import Form
 from node.environments.frames import BrokenFrame, receive_frame, send_frame
 from node.environments.verifiers_messages import MAX_FRAME_BYTES, EnvironmentLoaded, Fault, Load, RowQuery, RowResult
+from node.protocol.chat import ChatFormat
+from node.protocol.chat_formats import CHAT_FORMATS
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _INHERITED = ("HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "HF_HOME", "HF_DATASE
 class VerifiersSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments handled here; all others go to the environment. Names as in docs/environments.md."""
 
-    chat: Form = "plain"
+    chat: Literal["plain", "chatml"] | None = None
     package_version: str | None = None
     environment_version: str | None = None
     dataset_digest: str | None = None
@@ -49,12 +50,16 @@ class VerifiersSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verifiers:
-    """An environment of one turn: problem `index` is the data set row drawn from it."""
+    """An environment of one turn: problem `index` is the data set row drawn from it.
 
-    def __init__(self, name: str, child: EnvironmentProcess, rows: int) -> None:
+    `renders_chat`: its messages are rendered where it runs, as its replies are; else it has texts alone.
+    """
+
+    def __init__(self, name: str, child: EnvironmentProcess, loaded: EnvironmentLoaded) -> None:
         self.name = name
+        self.renders_chat = loaded.messages
         self._process_of = child
-        self._rows = rows
+        self._rows = loaded.rows
 
     def problem(self, index: int) -> Problem:
         row = next(draws(self.name, index)) % self._rows
@@ -167,9 +172,10 @@ class EnvironmentProcess:
             self._finalizer()
 
 
-def load_verifiers(target: str, arguments: Mapping[str, Any]) -> Verifiers:
+def load_verifiers(target: str, arguments: Mapping[str, Any], *, chat: ChatFormat | None = None) -> Verifiers:
     """Load the environment `target`: a module with `load_environment`, or `module:Class`.
 
+    `chat` is the run's chat format; without one, the argument `chat` names one for this environment.
     Raises EnvironmentFault: package_missing, bad_arguments, environment_missing, refused_environment,
     environment_failed, needs_network, environment_slow, environment_died, or the name of a pin that does not match.
     """
@@ -185,11 +191,17 @@ def load_verifiers(target: str, arguments: Mapping[str, Any]) -> Verifiers:
         settings = msgspec.convert(own_arguments, VerifiersSettings)
     except msgspec.ValidationError as error:
         raise EnvironmentFault(f"{name}: {error}", code="bad_arguments") from error
+    if chat is not None and settings.chat is not None:
+        raise EnvironmentFault(
+            f"{name}: the run's sampling.chat says how messages become text; leave the argument chat out",
+            code="bad_arguments",
+        )
     environment_arguments = {key: value for key, value in arguments.items() if key not in own_arguments}
-    child = EnvironmentProcess(name, Load(target, environment_arguments, settings.chat))
+    shown = chat or CHAT_FORMATS[settings.chat or "plain"]
+    child = EnvironmentProcess(name, Load(target, environment_arguments, shown))
     loaded = child.start()
     _check_pins(name, settings, loaded)
-    return (VerifiersConversation if loaded.conversation else Verifiers)(name, child, loaded.rows)
+    return (VerifiersConversation if loaded.conversation else Verifiers)(name, child, loaded)
 
 
 def _check_pins(name: str, settings: VerifiersSettings, loaded: EnvironmentLoaded) -> None:

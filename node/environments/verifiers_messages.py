@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from node.environments.chat import Form
+from node.protocol.chat import ChatFormat
 from node.protocol.run import Argument
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -17,14 +17,15 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
     target: str
     arguments: dict[str, Argument]
-    form: Form
+    chat: ChatFormat
 
 
 class EnvironmentLoaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The loaded environment: number of problems, whether it has several turns, and what can be pinned."""
+    """The loaded environment: number of problems, whether it has several turns or messages, and what can be pinned."""
 
     rows: int
     conversation: bool
+    messages: bool
     package_version: str
     environment_version: str | None
     dataset_digest: str

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from node.environments.chat import NotText, prompt_of, reply_of, turn_of
+from node.chat.errors import ChatError
+from node.chat.render import render, render_reply
+from node.chat.turns import reads_calls, turn_of
 from node.environments.verifiers_messages import EnvironmentLoaded, Load, RowQuery, RowResult
 
 MAX_ROWS = 10_000_000
@@ -50,11 +52,17 @@ class VerifiersReplay:
         self._module = module.replace("-", "_")
         _check_module(self._module)
         self._package = importlib.import_module("verifiers")
-        self._form = load.form
+        self._format = load.chat
         self._environment = _make(_find_entry(self._package, self._module, attribute), load.arguments)
         _check_supported(self._package, self._environment)
         self._chat: bool = self._environment.message_type == "chat"
         self._tools: list[dict[str, Any]] = list(self._environment.oai_tools or ()) if self._chat else []
+        if self._tools and not reads_calls(self._format):
+            raise EnvironmentUnusable(
+                "refused_environment",
+                "it has tools, and calls are read as JSON between <tool_call> and </tool_call> only, which this run's "
+                "chat format does not write",
+            )
         self._rows = self._environment.get_dataset()
 
     async def loaded(self) -> EnvironmentLoaded:
@@ -66,6 +74,7 @@ class VerifiersReplay:
         return EnvironmentLoaded(
             rows=len(self._rows),
             conversation=not isinstance(self._environment, self._package.SingleTurnEnv),
+            messages=self._chat,
             package_version=metadata.version("verifiers"),
             environment_version=_version_of(self._module),
             dataset_digest=self._digest(),
@@ -101,8 +110,8 @@ class VerifiersReplay:
         if not self._chat:
             return RowResult(text=str(prompt))
         try:
-            text, opening = prompt_of(prompt, form=self._form, tools=self._tools)
-        except NotText as error:
+            text, opening = render(prompt, self._format, tools=self._tools)
+        except ChatError as error:
             raise EnvironmentUnusable("refused_environment", str(error)) from error
         return RowResult(text=text, opening=opening)
 
@@ -141,7 +150,7 @@ class VerifiersReplay:
     def _turn(self, text: str, number: int) -> Any:
         if not self._chat:
             return text
-        return [turn_of(text, form=self._form, number=number, tools=bool(self._tools))]
+        return [turn_of(text, self._format, number=number, tools=bool(self._tools))]
 
     def _reply(self, context: Any, turn: Any, following: Any) -> str:
         before = context + turn
@@ -149,7 +158,7 @@ class VerifiersReplay:
             raise EnvironmentUnusable("refused_environment", "it rewrites earlier messages, which is not supported")
         if not self._chat:
             return str(following[len(before) :])
-        return reply_of(following[len(before) :], form=self._form)
+        return render_reply(following[len(before) :], self._format)
 
     def _digest(self) -> str:
         """Compute the BLAKE3 digest of the rows' fields that determine problems and rewards."""

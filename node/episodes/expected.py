@@ -36,7 +36,7 @@ def expected_of(
     return Expected(
         version=version,
         published=published,
-        prompt_ids=render_prompt(policy, problem.prompt),
+        prompt_ids=render_prompt(policy, problem.prompt, special_tokens=spec.sampling.special_tokens),
         seeds=group_seeds(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot),
         vocabulary=policy.vocabulary,
         eos_ids=policy.eos_ids,

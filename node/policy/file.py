@@ -88,13 +88,13 @@ class Policy(Blueprint):
         return replace(self, model=copy.deepcopy(self.model).float())  # type: ignore[no-untyped-call]
 
 
-def render_prompt(policy: Blueprint, text: str) -> list[int]:
-    """Tokenize a prompt, with the special tokens of the tokenizer's post-processor.
+def render_prompt(policy: Blueprint, text: str, *, special_tokens: bool = True) -> list[int]:
+    """Tokenize a prompt, with the special tokens of the tokenizer's post-processor unless the text has its own.
 
     Raises MalformedPolicy if the tokenizer fails.
     """
     with tokenizer_errors():
-        ids: list[int] = policy.tokenizer(text)["input_ids"]
+        ids: list[int] = policy.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
 
 

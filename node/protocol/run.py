@@ -7,12 +7,14 @@ log's first entry, so that the rules cannot change unnoticed.
 from __future__ import annotations
 
 import tomllib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from node.protocol.algorithms import with_algorithm
+from node.protocol.chat import ChatFormat
+from node.protocol.chat_formats import CHAT_FORMATS
 from node.protocol.membership import MembershipSpec
 from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
@@ -74,6 +76,10 @@ class ProblemsSpec(Wire, frozen=True):
             raise ValueError("kept must keep a problem")
 
 
+ModelChat = Literal["model", "model/no-think"]
+"""The chat template of the folder `model.initial`, before the operator has reduced it."""
+
+
 class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end."""
 
@@ -89,7 +95,8 @@ class SamplingSpec(Wire, frozen=True):
 
     `max_version_lead`: how many versions past the leased one a completion may go on under, when newer policies
     arrive while it is drawn. Each is a moment that the worker chooses; 0 leaves none. `max_new_tokens` are those of
-    all turns together, `max_reply_tokens` those of all that the environment says between them.
+    all turns together, `max_reply_tokens` those of all that the environment says between them. `chat`: how
+    conversations become text; UNSET leaves prompts as they are. In a run that has begun it is data, no ModelChat.
     """
 
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
@@ -99,6 +106,12 @@ class SamplingSpec(Wire, frozen=True):
     max_version_lead: Annotated[int, Meta(ge=0, le=16)] = 0
     max_turns: Annotated[int, Meta(ge=1, le=64)] = 1
     max_reply_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 128
+    chat: ChatFormat | ModelChat | UnsetType = UNSET
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether the tokenizer's own marks are added to a prompt's text."""
+        return not isinstance(self.chat, ChatFormat) or self.chat.special_tokens
 
     @property
     def reply_tokens(self) -> int:
@@ -384,11 +397,24 @@ def parse_run_toml(text: str) -> RunSpec:
     """Read a run.toml; raise Malformed with the key that is wrong."""
     try:
         raw: dict[str, Any] = tomllib.loads(text)
+        _name_chat(raw.get("sampling"))
         spec = msgspec.convert(with_algorithm(raw), RunSpec)
         _check_targets(spec)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise Malformed(f"run.toml: {error}", code="bad_run_toml") from error
     return spec
+
+
+def _name_chat(sampling: object) -> None:
+    """Put the data of a chat format in the place of its name."""
+    if not isinstance(sampling, dict) or not isinstance(name := sampling.get("chat"), str):
+        return
+    if name == "none":
+        del sampling["chat"]
+    elif name in CHAT_FORMATS:
+        sampling["chat"] = msgspec.to_builtins(CHAT_FORMATS[name])
+    elif name not in get_args(ModelChat):
+        raise ValueError(f"sampling.chat is one of: {', '.join(('none', *get_args(ModelChat), *CHAT_FORMATS))}")
 
 
 def _check_targets(spec: RunSpec) -> None:
@@ -407,6 +433,7 @@ __all__ = [
     "LengthSpec",
     "LevelSpec",
     "LimitsSpec",
+    "ModelChat",
     "ModelSpec",
     "PeerAddress",
     "PolicyHead",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
-from node.environments import load_environment
+from node.environments import load_environments
 from node.environments.base import EnvironmentFault
 from node.episodes.expected import expected_of
 from node.errors import EngineFailed
@@ -59,7 +59,7 @@ class EngineHost:
         self._run_id = run_id
         self._lead = spec.sampling.max_version_lead
         self._observer = observer
-        self._environments = [load_environment(environment) for environment in spec.environments]
+        self._environments = load_environments(spec)
 
     @property
     def version(self) -> int | None:

@@ -26,6 +26,8 @@ from node.audit.auditor import run_audit
 from node.environments.base import Problem
 from node.environments.calculator import Calculator
 from node.protocol.admission import Outcome
+from node.protocol.chat_formats import CHATML
+from node.protocol.run import RunSpec
 from node.protocol.turns import Replies
 
 GROUPS = 4
@@ -41,11 +43,21 @@ def share_of_turns(_: Calculator, _problem: Problem, turns: Sequence[str]) -> fl
     return len(turns) / SPEC.sampling.max_turns
 
 
+IN_CHATS = msgspec.structs.replace(
+    RUN, sampling=msgspec.structs.replace(RUN.sampling, chat=CHATML, max_prompt_tokens=128, max_reply_tokens=256)
+)
+
+
+@pytest.mark.parametrize(("spec", "said"), [(RUN, "="), (IN_CHATS, "\n<|im_start|>user\n=")], ids=["no-chat", "chat"])
 def test_a_run_with_a_tool_from_the_worker_to_the_auditor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spec: RunSpec,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Calculator, "reward_turns", share_of_turns)
-    with running(tmp_path, talkative_file(tmp_path), spec=RUN) as swarm:
+    with running(tmp_path, talkative_file(tmp_path), spec=spec) as swarm:
         with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker"), learning(swarm, tmp_path / "trainer"):
 
             def newest() -> int | None:
@@ -55,7 +67,7 @@ def test_a_run_with_a_tool_from_the_worker_to_the_auditor(
             until(lambda: newest() == 1)
         seen = verdicts(swarm)
         assert {outcome for outcome, _ in seen} == {Outcome.ADMITTED}
-        learned = [replies for group in admitted(swarm) for replies in group]
+        learned = [replies for group in admitted(swarm, said) for replies in group]
         assert sum(map(bool, learned)) > GROUPS, "the tool must have been used"
         assert any(found for _, found in seen), "people see what it said"
         settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
@@ -65,8 +77,8 @@ def test_a_run_with_a_tool_from_the_worker_to_the_auditor(
     assert {verdict["result"] for verdict in report["verdicts"]} == {"agree"}
 
 
-def admitted(swarm: Swarm) -> list[list[Replies]]:
-    """What the environment said in the groups that the trainer has, which is the tool's words and the end of a line."""
+def admitted(swarm: Swarm, said: str) -> list[list[Replies]]:
+    """What the environment said in the groups that the trainer has, each of which begins with `said`."""
     with swarm.home.database.read() as connection:
         blobs = connection.execute(select(groups.c.blob)).scalars().all()
     found = [decode_group(swarm.home.blobs.get(blob, max_bytes=2**20)) for blob in blobs]
@@ -74,7 +86,7 @@ def admitted(swarm: Swarm) -> list[list[Replies]]:
         for sample in group.rollouts:
             for before, ids in sample.replies:
                 assert sample.completion_ids[before - 1] in swarm.engine.policy.eos_ids
-                assert swarm.engine.policy.tokenizer.decode(ids).startswith("=")
+                assert swarm.engine.policy.tokenizer.decode(ids).startswith(said)
     return [[sample.replies for sample in group.rollouts] for group in found]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from verifying import judged
 
-from node.environments import load_environment
+from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
@@ -56,7 +56,7 @@ def make_rules(name: str, sampling: SamplingSpec) -> Rules:
         proofs=ProofSpec(scheme="toploc/1"),
         limits=LIMITS,
     )
-    return Rules(RUN_ID, spec, [load_environment(environment) for environment in spec.environments])
+    return Rules(RUN_ID, spec, load_environments(spec))
 
 
 def sharp_model(seed: int) -> torch.nn.Module:

@@ -41,7 +41,7 @@ from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.client.http import Backoff
 from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
-from node.environments import load_environment
+from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.joining.session import JoinSettings
 from node.protocol.messages import (
@@ -216,7 +216,7 @@ class Swarm:
         return expected_of(
             self.home.spec,
             self.engine.policy,
-            [load_environment(environment) for environment in self.home.spec.environments],
+            load_environments(self.home.spec),
             run_id=self.home.run_id,
             version=lease.version,
             manifest_digest=lease.manifest_digest,

@@ -16,7 +16,7 @@ from torch import Tensor
 from coordinator.calibration.cheats import Prover
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.environments import Environment, Problem, load_environment
+from node.environments import Environment, Problem, load_environments
 from node.episodes.conversation import asking, graded
 from node.policy.file import Policy, render_prompt
 from node.protocol.messages import Lease, candidate_of
@@ -96,7 +96,7 @@ class Workshop:
         self.folder = folder
         self._feed = feed
         self._benches: dict[str, _Bench] = {}
-        self.environments = [load_environment(environment) for environment in spec.environments]
+        self.environments = load_environments(spec)
         folder.mkdir(parents=True, exist_ok=True)
 
     async def draw(self, version: int, requests: Sequence[SampleRequest], recipe: Recipe = HONEST) -> list[Rollout]:
@@ -124,7 +124,8 @@ class Workshop:
         drawn = slot_problem(self.spec, **where, candidate=candidate_of(lease))  # type: ignore[arg-type]
         environment = self.environments[drawn.environment]
         problem = environment.problem(drawn.problem)
-        prompt = tuple(render_prompt(policy, problem.prompt))
+        special = self.spec.sampling.special_tokens
+        prompt = tuple(render_prompt(policy, problem.prompt, special_tokens=special))
         seeds = group_seeds(self.spec, **where)  # type: ignore[arg-type]
         ask = asking(policy, environment, problem, sampling=self.spec.sampling)
         requests = [SampleRequest(prompt, seed, ask=ask) for seed in seeds]

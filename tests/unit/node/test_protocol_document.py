@@ -304,7 +304,11 @@ def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, s
     for field in msgspec.structs.fields(cls):
         kind = msgspec.inspect.type_info(field.type)
         if isinstance(kind, msgspec.inspect.UnionType):
-            (kind,) = (one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
+            kinds = [one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType)]
+            if len(kinds) > 1:  # data, or what run.toml calls it
+                yield table, field.name, "a name, or a table", '`"none"`'
+                continue
+            (kind,) = kinds
         items = getattr(kind, "item_type", kind)
         if not isinstance(items, msgspec.inspect.StructType):
             yield table, field.name, _type(kind), _default(field)

@@ -1,0 +1,1 @@
+"""Conversations as text, by a chat format that is data (docs/chat.md)."""
