@@ -33,7 +33,8 @@ def inspect(folder: Path) -> Inspected:
     return Inspected(policy=policy)
 
 
-def _limit() -> None:
+def limit_resources() -> None:
+    """Limit this process's memory and processor time for good."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for kind, most in (
         (resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES),
@@ -46,5 +47,5 @@ def _limit() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _limit()
+    limit_resources()
     sys.stdout.write(msgspec.json.encode(inspect(Path(sys.argv[1]))).decode() + "\n")
