@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def coordinator(
     Then start `swarmproof verifier` and `swarmproof trainer` on the same --data. For more than one machine, start
     each --role by itself, any number of each, with --database-url postgresql://...
     """
-    from coordinator.run.first_policy import require_startable
+    from coordinator.run.first_policy import startable
 
     if check:
         from coordinator.commands.preflight import preflight_checks, show_checks
@@ -256,13 +257,13 @@ def coordinator(
             database_url=database_url,
             blobs_url=blobs_url,
             wait_seconds=HOME_WAIT_SECONDS,
-            before_first=lambda: require_startable(spec, model_elsewhere=model_elsewhere),
+            before_first=partial(startable, model_elsewhere=model_elsewhere),
         )
         check_start(home)
         refused.pop_all()
     home.blobs.clear_leftovers()
     name_process(run=home.run_id, name=role)
-    _warn_of_defaults(spec)
+    _warn_of_defaults(home.spec)
     bound = listening.getsockname()[1]
     click.echo(f"run id  {home.run_id}")
     click.echo(f"serving at http://{host}:{bound}; workers join by")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from coordinator.errors import BadConfiguration
 from node.commands.engine_options import ENGINES, check_engine, compute_options
@@ -113,6 +114,7 @@ def calibrate(
     from coordinator.calibration.procedure import calibrate as run
     from coordinator.calibration.view import WIDTH, show
     from coordinator.calibration.write_limits import calibrated_text
+    from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
 
     text, spec = read_run_file(run_file)
@@ -132,9 +134,10 @@ def calibrate(
         cheat_groups=cheat_groups,
         false_rejections=false_rejections,
     )
-    found = asyncio.run(run(spec, settings))
+    found = asyncio.run(run(resolve_chat(spec), settings))
     written = [out]
-    _write(out, calibrated_text(text, found.spec, remarks=found.remarks))
+    result = msgspec.structs.replace(found.spec, sampling=spec.sampling)  # a chat template stays a name in the file
+    _write(out, calibrated_text(text, result, remarks=found.remarks))
     line = found.render_json(out=str(out))
     if report is not None:
         from coordinator.calibration.chart import draw_chart

@@ -70,6 +70,7 @@ def evaluate(
     if temperature is not None and 0 < temperature <= 0.01:
         raise click.UsageError("--temperature is 0 or above 0.01.")
     check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
+    from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
     from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 
@@ -81,7 +82,7 @@ def evaluate(
             )
         except ValueError as error:
             raise click.UsageError(f"{error}.") from error
-        _, spec = read_run_file(run_file)
+        spec = resolve_chat(read_run_file(run_file)[1])
         file = _published(trainer, version) if trainer is not None else policy_file(spec, policy, Path(folder))
         found = evaluate_policy(file, spec=spec, settings=settings)
     if as_json:

@@ -10,9 +10,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.chat import as_begun
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, find_home
 from coordinator.storage.faults import DatabaseAway
+from node.doctor.chat import check_chat
 from node.doctor.machine import LEAST_DISK_BYTES, check_disk
 from node.doctor.model import check_first_policy, check_submission_size
 from node.doctor.report import Check, Level, fine, problem, show, warning
@@ -66,6 +68,7 @@ def _examine(
             yield warning("model", said, advice="Run this on the trainer's machine, without that option.")
         else:
             yield from check_first_policy(spec)
+        yield from check_chat(spec)
 
 
 def _check_existing(home: Home, spec: RunSpec | None, key: Ed25519PrivateKey | None) -> Check:
@@ -74,7 +77,7 @@ def _check_existing(home: Home, spec: RunSpec | None, key: Ed25519PrivateKey | N
         return problem(
             "data", f"{home.folder} holds the run of another key.", advice="Give another --data, or that key."
         )
-    if spec is not None and spec != home.spec:
+    if spec is not None and as_begun(spec, home.spec) != home.spec:
         said = f"{home.folder} holds a run that was started with another run.toml."
         return problem("data", said, advice="Give the old file, or another --data and a new key for a new run.")
     return fine("data", f"{home.folder} holds this run, whose rules and first policy are fixed.")

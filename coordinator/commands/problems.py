@@ -80,6 +80,7 @@ def problems(
     if find_spec("tomlkit") is None:
         raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
     check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
+    from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
     from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
 
@@ -94,7 +95,8 @@ def problems(
         text, spec = read_run_file(run_file)
         out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
         _check_result(text, spec, count=count, out=out)
-        found = filter_problems(policy_file(spec, policy, Path(folder)), spec=spec, settings=settings)
+        first = policy_file(spec, policy, Path(folder))
+        found = filter_problems(first, spec=resolve_chat(spec), settings=settings)
     if not as_json:
         _show(found)
     if empty := [one.name for one in found if not one.kept]:

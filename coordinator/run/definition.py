@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
-from node.environments import load_environment
+from node.environments import load_environment, load_environments
 from node.protocol.run import RunSpec, parse_run_toml
 from shardcast.errors import Malformed
 
@@ -19,6 +19,9 @@ def read_run_file(path: Path) -> tuple[str, RunSpec]:
         raise BadConfiguration(f"{path} is not UTF-8 text") from error
     except Malformed as error:
         raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
-    for environment in spec.environments:
-        load_environment(environment)
+    if isinstance(spec.sampling.chat, str):  # not data yet: `coordinator.run.chat`
+        for environment in spec.environments:
+            load_environment(environment)
+    else:
+        load_environments(spec)
     return text, spec

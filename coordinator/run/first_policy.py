@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from coordinator.errors import UnfitModel
+from coordinator.run.chat import resolve_chat
 from node.doctor.model import check_first_policy, check_fit, check_submission_size
 from node.doctor.report import Check, Level
 from node.policy.inspection import FirstPolicy
@@ -14,9 +15,14 @@ from node.protocol.run import RunSpec
 log = logging.getLogger(__name__)
 
 
-def require_startable(spec: RunSpec, *, model_elsewhere: bool) -> None:
-    """Raise UnfitModel unless a run with these rules can begin; a folder on another machine is not looked at."""
+def startable(spec: RunSpec, *, model_elsewhere: bool) -> RunSpec:
+    """Return the rules that a run begins with, the chat template of its model as data.
+
+    Raises UnfitModel unless a run with these rules can begin; a folder on another machine is not looked at, but for a
+    chat template that the rules name.
+    """
     _require([check_submission_size(spec), *([] if model_elsewhere else check_first_policy(spec))])
+    return resolve_chat(spec)
 
 
 def require_fit(policy: FirstPolicy, spec: RunSpec) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.chat import as_begun
 from coordinator.run.history import KeptHistory
 from coordinator.storage import locks, log
 from coordinator.storage.blobs import BlobStore
@@ -53,22 +54,22 @@ def create_home(
     database_url: str | None = None,
     blobs_url: str | None = None,
     wait_seconds: float = 0.0,
-    before_first: Callable[[], None] = lambda: None,
+    before_first: Callable[[RunSpec], RunSpec] = lambda spec: spec,
 ) -> Home:
     """Open the run's home, creating it on the first start; wait for the database up to `wait_seconds`.
 
     The first start fixes the spec, as the log's first entry, and the blob store, which later starts may leave out;
-    `before_first` is called before, and may raise to begin no run. Raises BadConfiguration if the home is another run's
-    or the spec or store has changed, HistoryLost if the log does not continue the checkpoint that is kept in `folder`.
+    `before_first` is called before, may raise to begin no run, and returns the spec with data in the place of names.
+    Raises BadConfiguration if the home is another run's or the spec or store has changed, HistoryLost if the log does
+    not continue the checkpoint that is kept in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     database = _database(folder, database_url)
     try:
         _wait_for(database, seconds=wait_seconds)
         with database.read() as connection:
-            is_first = not read_facts(connection)
-        if is_first:
-            before_first()
+            known = read_facts(connection)
+        spec = as_begun(spec, _recorded(known)) if known else before_first(spec)
         database.migrate()
         blobs = _initialise(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
     except BaseException:
@@ -164,14 +165,17 @@ def find_home(folder: Path, database_url: str | None) -> Home | None:
     if not known:
         database.close()
         return None
-    spec = decode(RunSpec, known[SPEC].encode(), max_bytes=MAX_SPEC_BYTES)
     return Home(
         public_key=bytes.fromhex(known[PUBLIC_KEY]),
-        spec=spec,
+        spec=_recorded(known),
         database=database,
         blobs=open_blobs(_store_url(known, given=None) or None, folder),
         folder=folder,
     )
+
+
+def _recorded(known: dict[str, str]) -> RunSpec:
+    return decode(RunSpec, known[SPEC].encode(), max_bytes=MAX_SPEC_BYTES)
 
 
 def _store_url(known: dict[str, str], *, given: str | None) -> str:

@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 
 from node.doctor import machine, packages
+from node.doctor.chat import check_chat
 from node.doctor.coordinator import check_coordinator
 from node.doctor.model import check_first_policy, check_folder, check_submission_size
 from node.doctor.policy import Footprint, read_footprint
@@ -115,6 +116,7 @@ def _examine_model(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[C
     # The folder is on the operator's machines; whoever contributes fetches the policy, and has none.
     if spec is not None and (tiny_policy(spec.model.initial) is not None or Path(spec.model.initial).is_dir()):
         yield from check_first_policy(spec)
+        yield from check_chat(spec)
 
 
 def _examine_for_vllm(

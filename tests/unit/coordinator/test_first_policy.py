@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.errors import UnfitModel
-from coordinator.run.first_policy import require_fit, require_startable
+from coordinator.run.first_policy import require_fit, startable
 from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.doctor import model as doctor_model
@@ -58,7 +58,7 @@ def test_the_longest_sequence_that_the_positions_allow_is_allowed() -> None:
 
 def test_a_tiny_policy_of_512_positions_begins_no_run_of_4496_tokens() -> None:
     spec = changed("sampling", max_prompt_tokens=400, max_new_tokens=4096)
-    for begin in (lambda: require_startable(spec, model_elsewhere=False), lambda: initial_policy(spec)):
+    for begin in (lambda: startable(spec, model_elsewhere=False), lambda: initial_policy(spec)):
         with pytest.raises(UnfitModel, match=r"4496 tokens .* positions for 512"):
             begin()
 
@@ -116,9 +116,9 @@ def largest_group(spec: RunSpec) -> list[Rollout]:
 
 def test_a_run_whose_full_groups_are_larger_than_a_submission_is_refused() -> None:
     need = full_group_bytes(SPEC)
-    require_startable(changed("limits", max_submission_bytes=need), model_elsewhere=False)
+    startable(changed("limits", max_submission_bytes=need), model_elsewhere=False)
     with pytest.raises(UnfitModel, match=f"up to {need} bytes.*Raise it to {need}"):
-        require_startable(changed("limits", max_submission_bytes=need - 1), model_elsewhere=True)
+        startable(changed("limits", max_submission_bytes=need - 1), model_elsewhere=True)
 
 
 # -- swarmproof coordinator --check

@@ -1,0 +1,52 @@
+"""`sampling.chat` at the first start of a run: the model's own chat template becomes data, which the run then keeps."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from coordinator.errors import UnfitModel
+from node.chat.errors import Irreducible
+from node.chat.reduction import reduce_folder
+from node.policy.inspection import tiny_policy
+from node.protocol.chat import ChatFormat
+from node.protocol.run import RunSpec
+
+log = logging.getLogger(__name__)
+
+
+def resolve_chat(spec: RunSpec) -> RunSpec:
+    """Return the rules with the chat template of `model.initial` as data, if they ask for it; raises UnfitModel."""
+    name = spec.sampling.chat
+    if not isinstance(name, str):
+        return spec
+    if tiny_policy(spec.model.initial) is not None:
+        raise UnfitModel(
+            f"sampling.chat = {name!r} needs a model's folder, and model.initial is {spec.model.initial!r}"
+        )
+    folder = Path(spec.model.initial)
+    if not folder.is_dir():
+        raise UnfitModel(f"sampling.chat = {name!r} reads the chat template of {folder}, which is no folder here")
+    try:
+        found = reduce_folder(folder, thinking=name == "model")
+    except Irreducible as error:
+        raise UnfitModel(f"sampling.chat = {name!r}: {error}") from error
+    if found.is_dated:
+        log.warning("The chat template of %s writes the date: the run keeps that of today.", folder)
+    assert found.chat is not None
+    return with_chat_format(spec, found.chat)
+
+
+def as_begun(spec: RunSpec, begun: RunSpec) -> RunSpec:
+    """Return the rules of a run.toml with the chat format that the run `begun` has made of a name."""
+    kept = begun.sampling.chat
+    return (
+        with_chat_format(spec, kept) if isinstance(spec.sampling.chat, str) and isinstance(kept, ChatFormat) else spec
+    )
+
+
+def with_chat_format(spec: RunSpec, chat: ChatFormat) -> RunSpec:
+    """Return the rules with another chat format."""
+    return msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, chat=chat))
