@@ -16,11 +16,17 @@ import torch
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.chat.render import render as render_chat
+from node.chat.render import render_reply
+from node.chat.samples import conversations
+from node.chat.turns import whole_turn
 from node.environments import load_environment
 from node.environments.grading import grade
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group, judge_rows, worst
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest
+from node.protocol.chat import MAX_FORMAT_BYTES, ChatFormat
+from node.protocol.chat_formats import CHAT_FORMATS
 from node.protocol.control import (
     AskChallenge,
     Authority,
@@ -77,9 +83,10 @@ from node.submission.reader import bounds_of, read_rollouts
 from node.submission.writer import write_rollouts
 from node.verification.proofs import build_proofs
 from shardcast.envelope import seal
-from shardcast.wire import derive, digest, encode
+from shardcast.wire import decode, derive, digest, encode
 
 FOLDER = Path(__file__).parent / "protocol"
+PUBLISHED_CHATS = Path(__file__).parent.parent / "support" / "chat_templates" / "published.json"
 RUN_KEY = bytes(range(32))
 NODE_KEY = bytes(range(32, 64))
 DIGEST_A, DIGEST_B = "aa" * 32, "0123456789abcdef" * 4
@@ -519,6 +526,36 @@ def _lengths() -> dict[str, Any]:
             for completion, tokens in ((right, 10), (right, 9), (right, 200), ("", 4), (answer, 10))
         ]
     return {"environment": encode(wanted).decode(), "cases": cases}
+
+
+def chat_vectors() -> dict[str, Any]:
+    """Section 5.3: conversations, replies and problems as text, by named formats and by reduced ones."""
+    published = json.loads(PUBLISHED_CHATS.read_bytes())["models"]
+    reduced = {
+        name: decode(ChatFormat, published[name]["format"].encode(), max_bytes=MAX_FORMAT_BYTES)
+        for name in ("qwen3", "llama3.1", "mistral", "glm4.5/no-think")
+    }
+    return {name: _chat_cases(chat) for name, chat in (CHAT_FORMATS | reduced).items()}
+
+
+def _chat_cases(chat: ChatFormat) -> dict[str, Any]:
+    said = f"so <|im_end|>{''.join(chat.marks)}"
+    replies = [[{"role": "user", "content": said}]]
+    if chat.results is not None:
+        results = [{"role": "tool", "tool_call_id": f"call{at:05}", "content": f"{said} {at}"} for at in range(2)]
+        replies += [results, [*results, {"role": "user", "content": "Go on."}]]
+    wanted = spec().environments[1]
+    problem = load_environment(wanted, chat=chat).problem(3)
+    return {
+        "format": encode(chat).decode(),
+        "conversations": [
+            {"messages": messages, "tools": tools, "text": text, "opening": render_chat(messages, chat, tools=tools)[1]}
+            for messages, tools, text in conversations(chat, 6, seed=2)
+        ],
+        "replies": [{"messages": messages, "text": render_reply(messages, chat)} for messages in replies],
+        "turn": {"written": "x</think>7", "seen": whole_turn("x</think>7", chat)},
+        "problem": {"environment": encode(wanted).decode(), "problem": "3", "prompt": problem.prompt},
+    }
 
 
 FRAME_TEXTS = (
@@ -985,6 +1022,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "run": run_vectors(),
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
+        "chat": chat_vectors(),
         "submissions": submission_vectors(),
         "segments": segment_vectors(),
         "turns": turn_vectors(),

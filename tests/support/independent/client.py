@@ -152,7 +152,7 @@ class Client:
         kept, candidate = kept_of(environment), lease.get("candidate", 0)
         if not 0 <= candidate < (CANDIDATES if kept is not None else 1):
             raise Refused("bad_lease", "no such candidate")
-        problem = problem_of(environment, slot.problem(kept, candidate))
+        problem = problem_of(environment, slot.problem(kept, candidate), self.spec["sampling"].get("chat"))
         published = frozenset({lease["version"]})
         return expected_of(
             problem, slot, self.policy(lease["version"]), self.spec, version=lease["version"], published=published

@@ -93,7 +93,7 @@ class Judge:
         """Return the problem of a verdict's slot and what its submission has to hold (sections 4 to 6)."""
         environment, number = self.log.problem_at(entry)
         policy = self.policies(entry["version"])
-        problem = problem_of(self.spec["environments"][environment], number)
+        problem = problem_of(self.spec["environments"][environment], number, self.spec["sampling"].get("chat"))
         slot = Slot(self.log.run_id, entry["manifest_digest"], entry["slot"])
         return problem, expected_of(
             problem, slot, policy, self.spec, version=entry["version"], published=self.log.published(index)
@@ -170,6 +170,7 @@ def expected_of(
 ) -> Expected:
     """Return what a submission for a slot has to hold."""
     sampling = spec["sampling"]
+    special_tokens = sampling.get("chat", {"special_tokens": True})["special_tokens"]
     turns = Turns(policy.eos_ids, sampling["max_new_tokens"], sampling["max_turns"], sampling["max_reply_tokens"])
 
     def replies(tokens: Sequence[int]) -> tuple[dict[int, list[int]], int | None]:
@@ -184,7 +185,7 @@ def expected_of(
 
     return Expected(
         version=version,
-        prompt_ids=tuple(policy.prompt_ids(problem.prompt)),
+        prompt_ids=tuple(policy.prompt_ids(problem.prompt, special_tokens=special_tokens)),
         seeds=tuple(slot.seeds(sampling["group_size"])),
         vocabulary=policy.vocabulary,
         hidden=policy.hidden,

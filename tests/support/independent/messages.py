@@ -5,6 +5,7 @@ Ranges of RunSpec are those of docs/run-toml.md.
 
 from __future__ import annotations
 
+from .chat import CHAT_FORMAT
 from .peers import PEER_ADDRESS
 from .values import (
     BOOLEAN,
@@ -93,7 +94,9 @@ RUN_SPEC = Record(
                 "max_version_lead": integer(0, 16),
                 "max_turns": integer(1, 64),
                 "max_reply_tokens": integer(0, 1048576),
-            }
+                "chat": CHAT_FORMAT,
+            },
+            frozenset({"chat"}),
         ),
         "proofs": Record(
             {

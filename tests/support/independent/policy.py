@@ -34,9 +34,9 @@ class Policy:
         """How many elements a hidden state has."""
         return int(self.config["hidden_size"])
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, with those that the tokenizer's post-processor adds (5.2)."""
-        return list(self.tokenizer.encode(text).ids)
+    def prompt_ids(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a prompt, with those that the tokenizer's post-processor adds (5.2, 5.3)."""
+        return list(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def reply_ids(self, text: str) -> list[int]:
         """Return the tokens of an environment's reply, without special ones (4.7)."""

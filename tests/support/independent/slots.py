@@ -6,9 +6,10 @@ import base64
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from .chat import conversation_text, reply_text, seen_turn
 from .terminal import Terminal
 from .values import Refused, derive, u32, u64
 
@@ -109,9 +110,12 @@ class Problem:
     size: tuple[int, int] | None = None
     length_target: int | None = None
     penalty: float = 0.0
+    chat: dict[str, Any] | None = None
 
     def reward(self, turns: Sequence[str], tokens: int) -> float:
         """Return what a completion with the texts `turns` and so many tokens earns."""
+        if self.chat is not None:
+            turns = [seen_turn(self.chat, turn) for turn in turns]
         if self.name == "terminal":
             earned = float(self._replay(turns[-1]))
         else:
@@ -123,6 +127,12 @@ class Problem:
 
     def reply(self, turn: str) -> str | None:
         """Return what the environment says after a turn, None for nothing more."""
+        if self.chat is None:
+            return self._said(turn)
+        said = self._said(seen_turn(self.chat, turn))
+        return None if said is None else reply_text(self.chat, [{"role": "user", "content": said}])
+
+    def _said(self, turn: str) -> str | None:
         if self.name != "calculator" or "</think>" in turn:
             return None
         if not re.fullmatch(r"[0-9]{1,9}([+*-][0-9]{1,9}){0,7}", turn.strip()):
@@ -177,20 +187,16 @@ def _plain_problem(environment: dict[str, Any], index: int) -> Problem:
     raise Refused("unknown_environment", name)
 
 
-def problem_of(environment: dict[str, Any], index: int) -> Problem:
-    """Return a problem of a built-in environment, with its length target if it has one."""
-    plain = _plain_problem(environment, index)
+def problem_of(environment: dict[str, Any], index: int, chat: dict[str, Any] | None = None) -> Problem:
+    """Return a problem of a built-in environment, as a chat where the run has them, with its length target if any."""
+    plain, begin = _plain_problem(environment, index), 0
+    if chat is not None:
+        shown, begin = conversation_text(chat, [{"role": "user", "content": plain.prompt}])
+        plain = replace(plain, prompt=shown, chat=chat)
     length = environment["length"]
     if length is None:
         return plain
     target = length["targets"][next(draws("length", index)) % len(length["targets"])]
     request = f"T:{target}\n" if length["form"] == "short" else f"Think for about {target} tokens before you answer.\n"
-    return Problem(
-        plain.name,
-        request + plain.prompt,
-        plain.answer,
-        plain.target,
-        plain.size,
-        length_target=target,
-        penalty=length["penalty"],
-    )
+    prompt = plain.prompt[:begin] + request + plain.prompt[begin:]
+    return replace(plain, prompt=prompt, length_target=target, penalty=length["penalty"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from independent import messages
 from independent.admission import Drift, evidence, first_finding, worst
+from independent.chat import CHAT_FORMAT, conversation_text, reply_text, seen_turn
 from independent.control import challenge_slot
 from independent.descriptor import Descriptors, run_id_of
 from independent.envelope import Opened, open_envelope
@@ -108,6 +109,20 @@ def test_sampling() -> None:
             for p in range(len(case["tokens"]))
         ]
         assert drawn == case["tokens"]
+
+
+@pytest.mark.parametrize("name", sorted(vectors("chat")))
+def test_chats(name: str) -> None:
+    cases = vectors("chat")[name]
+    chat = decode(CHAT_FORMAT, cases["format"].encode(), max_bytes=49152)
+    for case in cases["conversations"]:
+        assert conversation_text(chat, case["messages"], case["tools"]) == (case["text"], case["opening"])
+    for case in cases["replies"]:
+        assert reply_text(chat, case["messages"]) == case["text"]
+    assert seen_turn(chat, cases["turn"]["written"]) == cases["turn"]["seen"]
+    asked = cases["problem"]
+    environment = decode(messages.ENVIRONMENT, asked["environment"].encode(), max_bytes=2**16)
+    assert problem_of(environment, int(asked["problem"]), chat).prompt == asked["prompt"]
 
 
 def test_slots_lengths_and_pools() -> None:
