@@ -103,8 +103,8 @@ def trainer(
     from node.engines.device import find_device
     from node.engines.torch import TorchEngine
 
-    with open_world(device=find_device(device).type) as world:
-        dtype = torch.bfloat16 if autocast else None
+    dtype = torch.bfloat16 if autocast else None
+    with open_world(device=find_device(device).type, gathered_in=dtype) as world:
         torch_threads = threads or 1
         make_engine = partial(TorchEngine, device=world.device, threads=torch_threads)
         settings = TrainerSettings(

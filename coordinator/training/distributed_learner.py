@@ -8,7 +8,6 @@ first policy and the checkpoints from the same folder, which must be on a shared
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -205,8 +204,7 @@ class Team:
         return learner
 
     def _read_first(self, spec: RunSpec) -> Policy:
-        shards = dataclasses.replace(self.world, gathered_in=self._execution.autocast)
-        policy = load_policy(self.first_policy, dtype=torch.float32, shards=shards)
+        policy = load_policy(self.first_policy, dtype=torch.float32, shards=self.world)
         min_hidden = spec.proofs.min_hidden
         if policy.hidden < min_hidden:
             raise BadConfiguration(f"proofs need {min_hidden} hidden units, but the model has only {policy.hidden}")

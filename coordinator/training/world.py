@@ -183,7 +183,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def open_world(*, device: str) -> Iterator[World]:
+def open_world(*, device: str, gathered_in: torch.dtype | None = None) -> Iterator[World]:
     """Join the world made by `torchrun`, or that of this process alone; `device` is "cpu" or "cuda"."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
@@ -197,7 +197,7 @@ def open_world(*, device: str) -> Iterator[World]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT)
     try:
         reports = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-        yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)), reports)
+        yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)), reports, gathered_in)
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +44,8 @@ def compare_gradients(state: Path) -> None:
 
 def compare_autocast(state: Path) -> None:
     """Raise if layers gathered in 16 bits stay after the forward pass, or log-probabilities are worse than one's."""
-    with open_world(device="cpu") as world:
-        whole, parts = models(state, dataclasses.replace(world, gathered_in=torch.bfloat16))
+    with open_world(device="cpu", gathered_in=torch.bfloat16) as world:
+        whole, parts = models(state, world)
         row = row_of(whole, drawn=20)
         with packed_attention(whole, parts):
             exact = logprobs(whole, row)
