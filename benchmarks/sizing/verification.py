@@ -48,7 +48,7 @@ def measure(task: VerifyTask) -> dict[str, Any]:
     dtype = getattr(torch, spec.model.dtype)
     drawn = asyncio.run(_draw(task, rules))
     policy = load_policy(task.policy, dtype=dtype)
-    verifier = WorkloadVerifier(rules, HeldPolicies({0: TransformersPrefill(policy)}))
+    verifier = WorkloadVerifier(rules, HeldPolicies({0: TransformersPrefill(policy)}, {0: task.policy}))
     rates = {each: matmul_rate(each) for each in {dtype, torch.float32}}
     shares, tokens_per_s, rejected = [], [], 0
     for slot, rollouts in enumerate(drawn):
