@@ -83,7 +83,8 @@ def _multiply_blocks(states: Tensor, weight: Tensor, bias: Tensor | None, *, dty
     rows = states.reshape(-1, states.shape[-1])
     product = torch.empty(len(rows), len(weight), dtype=dtype)
     height = max(1, BLOCK_NUMBERS // weight.shape[1])
-    block = torch.empty(min(height, len(weight)), weight.shape[1])
+    # Not the process's default dtype, which another thread changes while transformers builds a model.
+    block = torch.empty(min(height, len(weight)), weight.shape[1], dtype=torch.float32)
     for top in range(0, len(rows), BLOCK_ROWS):
         wide = rows[top : top + BLOCK_ROWS].float()
         for first in range(0, len(weight), height):

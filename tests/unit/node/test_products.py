@@ -72,6 +72,20 @@ def test_memory_holds_one_block_of_the_weight_in_float32(multiplied: Any) -> Non
     assert 0 < widest.numbers <= products.BLOCK_NUMBERS < weight.numel()
 
 
+def test_a_policy_that_is_built_meanwhile_changes_nothing() -> None:
+    """transformers sets the default dtype of the whole process while it builds a model, and a verifier loads one while
+    it measures another.
+    """
+    states, weight = drawn(3, 48, dtype=torch.bfloat16), drawn(33, 48, dtype=torch.bfloat16, seed=1)
+    expected = multiply(states, weight), multiply_exactly(states, weight)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = multiply(states, weight), multiply_exactly(states, weight)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_every_linear_layer_of_a_policy_computes_so_and_no_float32_one_by_blocks(
     tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
