@@ -116,7 +116,7 @@ class Recorder:
         self._free: list[int] = []
         self._hidden = torch.zeros(0, chunk_tokens, hidden, dtype=torch.bfloat16, device=device)
         self._tokens = torch.zeros(0, chunk_tokens, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(0, chunk_tokens, device=device)
+        self._logprobs = torch.zeros(0, chunk_tokens, dtype=torch.float32, device=device)
         self._step: tuple[list[int], list[DecodeRow], Tensor] | None = None
         # One thread, so that chunks finish in the order in which they were cut.
         self._prover = ThreadPoolExecutor(1, thread_name_prefix="proofs")
