@@ -1,8 +1,13 @@
 """What runs inside the sandbox, before and around a stranger's code: `python /harness.py`, with nothing of ours beside.
 
-On standard input comes a request: a line `{form} {steps} {bytes of code}`, the code in UTF-8, and then one line for
-each case: `i 5`, or `l 3 -1 4`. On standard output go `ready`, before the code is looked at, and then, if it gives
-a value for every case, one line for each in the same form. Whatever else happens, nothing is written.
+On standard input comes a request: a line `{form} {steps} {bytes of code}`, the code in UTF-8, and then the cases. On
+standard output go `ready`, before the code is looked at, and then, if the process gets to the end of the cases, one
+line for each. Whatever else happens, nothing is written.
+
+- `expression`, `function`: cases and values are lines, `i 5` or `l 3 -1 4`; every case has to have a value.
+- `calls NAME`, `program`: cases are lines of JSON, the arguments of a call or a program's standard input. A line is
+  the JSON of what the call returns (tuples as arrays), or of what the program prints; `!` where a case raises, or gives
+  nothing that can be written so.
 
 Nothing in this file is out of the code's reach once it runs: it may replace any of it, or write to the output
 itself. That gains nothing. The request holds no expected value, and what is written is only compared with them.
@@ -15,12 +20,18 @@ import sys
 
 TYPE_CHECKING = False  # that of `typing` takes as long to import as all the rest
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Callable
+    from types import CodeType, FrameType
     from typing import Any
 
 READY = b"ready\n"
 MOST_ITEMS = 1000
 Value = int | list[int]
+MOST_CHARACTERS = 16_384
+"""Of the JSON of one case's value."""
+
+MOST_NESTED = 32
+FAILED = "!\n"
 NOT_THE_SAME_EVERYWHERE = ("time", "_random")
 """Modules whose use is a mistake here, and not an attack: others (random, datetime, uuid) import them."""
 
@@ -91,13 +102,74 @@ def number(value: object) -> str:
     raise TypeError
 
 
+def json_of(value: Any, dumps: Callable[[object], str], depth: int = 0) -> str:
+    """Canonical JSON of a value of exact types; whole floats are written as integers, members are sorted by key."""
+    kind = type(value)
+    if depth > MOST_NESTED:
+        raise TypeError
+    if kind is list or kind is tuple:
+        return "[" + ",".join([json_of(item, dumps, depth + 1) for item in value]) + "]"
+    if kind is dict and all(type(key) is str for key in value):
+        members = [dumps(key) + ":" + json_of(value[key], dumps, depth + 1) for key in sorted(value)]
+        return "{" + ",".join(members) + "}"
+    if kind is float and abs(value) < float("inf"):
+        return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
+    if kind is bool or kind is int or kind is str or value is None:
+        return dumps(value)
+    raise TypeError
+
+
+def attempts(form: str, code: str, cases: list[Any], kept: tuple[Any, Any]) -> list[str]:
+    """One line for each case, whatever the code does with it."""
+    dumps, io = kept
+    compiled = compile(code, "<answer>", "exec")
+    names: dict[str, Any] = {"__name__": "answer"}
+    name = form.removeprefix("calls ")
+    if form != "program":
+        exec(compiled, names)  # noqa: S102  (this is the place for it)
+    lines = []
+    for case in cases:
+        try:
+            value = printed(compiled, case, io) if form == "program" else names[name](*case)
+            line = json_of(value, dumps)
+            lines.append(line + "\n" if len(line) <= MOST_CHARACTERS else FAILED)
+        except BaseException:  # noqa: BLE001  (also SystemExit: the other cases are still to come)
+            lines.append(FAILED)
+    return lines
+
+
+def printed(compiled: CodeType, case: str, io: Any) -> str:
+    """What a program prints, given its standard input; an exit with status 0 is an end like any other."""
+    sys.stdin = io.TextIOWrapper(io.BytesIO(case.encode()), encoding="utf-8")
+    sys.stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
+    output = sys.stdout
+    try:
+        exec(compiled, {"__name__": "__main__"})  # noqa: S102  (this is the place for it)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    output.flush()
+    written: bytes = output.buffer.getvalue()  # type: ignore[attr-defined]
+    return written.decode()
+
+
 def main() -> None:
     """Answer one request."""
     refuse_without_filter()
     with open(0, "rb", closefd=False) as requests:
-        form, steps, size = requests.readline().decode().split()
+        form, steps, size = requests.readline().decode().rsplit(maxsplit=2)
         code = requests.read(int(size)).decode()
-        cases = [decode(line) for line in requests.read().decode().splitlines()]
+        rest = requests.read().decode()
+    if form in ("expression", "function"):
+        cases: list[Any] = [decode(line) for line in rest.splitlines()]
+        kept = None
+    else:
+        # Only here: an import that the other forms do not need takes longer than all the rest.
+        import io  # noqa: PLC0415
+        import json  # noqa: PLC0415
+
+        cases = [json.loads(line) for line in rest.split("\n")[:-1]]
+        kept = json.JSONEncoder(separators=(",", ":")).encode, io
     answers = hide_streams()
     # An import of what is None fails.
     for module in NOT_THE_SAME_EVERYWHERE:
@@ -106,7 +178,10 @@ def main() -> None:
     status = 1
     try:
         limit_steps(int(steps))
-        lines = [encode(value) for value in values(form, code, cases)]
+        if kept is None:
+            lines = [encode(value) for value in values(form, code, cases)]
+        else:
+            lines = attempts(form, code, cases, kept)
         sys.settrace(None)
         os.write(answers, "".join(lines).encode())
         status = 0
