@@ -68,9 +68,9 @@ class Stated(NamedTuple):
 
 
 def grade_number(spec: NumberGrader, answer: str, text: str) -> float:
-    """Return 1 if the last number of the text is as near as `spec` asks; of a box, if it holds one."""
+    """Return 1 if the last number of the text, or the only one of its last box, is as near as `spec` asks."""
     expected = _number(answer)
-    given = _number((boxed(text) or "") if has_box(text) else text)
+    given = _only_number(boxed(text) or "") if has_box(text) else _number(text)
     if expected is None or given is None:
         return 0.0
     candidates = {given.value}
@@ -91,9 +91,9 @@ def check_number(answer: str) -> None:
 
 def _number(text: str) -> Stated | None:
     """Read the last word that has a digit; None where there is none, or it is more than a number."""
-    words = (word for word in reversed(_words(text)) if any("0" <= letter <= "9" for letter in word))
-    word = next(words, None)
-    if word is None or len(word) > _MAX_NUMBER_CHARS:
+    words = _words_with_digits(text)
+    word = words[-1] if words else ""
+    if not word or len(word) > _MAX_NUMBER_CHARS:
         return None
     word = word.replace("\N{MINUS SIGN}", "-").replace("\\$", "$").rpartition("=")[2].lstrip(_BEFORE)
     if word.startswith(("-$", "-€", "-£")):
@@ -106,6 +106,15 @@ def _number(text: str) -> Stated | None:
         return None
     size = Fraction(found["digits"].replace(",", "")) * Fraction(10) ** exponent / below
     return Stated(-size if found["sign"] == "-" else size, found["percent"] is not None)
+
+
+def _only_number(text: str) -> Stated | None:
+    """Read the number in a text that has no other."""
+    return _number(text) if len(_words_with_digits(text)) == 1 else None
+
+
+def _words_with_digits(text: str) -> list[str]:
+    return [word for word in _words(text) if any("0" <= letter <= "9" for letter in word)]
 
 
 def _words(text: str) -> list[str]:

@@ -22,6 +22,8 @@ from node.chat.samples import conversations
 from node.chat.turns import whole_turn
 from node.environments import load_environment
 from node.environments.grading import grade
+from node.graders import BadAnswer, check_answer
+from node.graders import grade as grade_answer
 from node.protocol import messages as m
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group, judge_rows, worst
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest
@@ -39,6 +41,16 @@ from node.protocol.control import (
     sign_reply,
 )
 from node.protocol.evidence import Drift, Total, Totals, evidences, follow
+from node.protocol.grading import (
+    ChoiceGrader,
+    ExactGrader,
+    GraderSpec,
+    JsonGrader,
+    MathGrader,
+    NumberGrader,
+    RegexGrader,
+    UnitTestsGrader,
+)
 from node.protocol.membership import (
     Invite,
     MembershipSpec,
@@ -1016,6 +1028,112 @@ def membership_vectors() -> dict[str, Any]:
     }
 
 
+GRADED: list[tuple[GraderSpec, str, tuple[str, ...]]] = [
+    (ExactGrader(), "Paris", ("Paris", " Paris\n", "paris", "<think>Rome</think>Paris", "Paris.", "Paris</think>Rome")),
+    (ExactGrader(ignore_case=True), "Stra\u00dfe", ("STRA\u00dfE", "STRASSE", "stra\u00dfe")),
+    (
+        ChoiceGrader(),
+        "B",
+        ("B", "(B).", "The answer is **B**.", r"\boxed{\text{B}}", "answer: A or B", "A B C D", "I like B", "E", "b"),
+    ),
+    (ChoiceGrader(choices=2), "A", ("answer is A, not C", "answer is A, not B")),
+    (
+        NumberGrader(),
+        "1234.5",
+        (
+            "1,234.5",
+            "about 12, no: 1234.50",
+            "1.2345e3",
+            "2469/2",
+            "= $1234.5.",
+            r"\boxed{1234.5} 7",
+            "1234.5-0",
+            "NaN",
+        ),
+    ),
+    (NumberGrader(absolute=0.3), "1", ("1.3", "0.7", "1.30001", "\u0661")),
+    (NumberGrader(relative=0.01), "-200", ("-202", "-197.99", "\u2212198", "198")),
+    (NumberGrader(), "50%", ("50 %", "50", "0.5", "0.5%", "5000")),
+    (
+        JsonGrader(),
+        '{"a": [1, true], "b": null}',
+        (
+            '{"b":null,"a":[1.0,true]}',
+            '```json\n{"a": [1e0, true], "b": null}\n```\nDone.',
+            '{"a":[1,1],"b":null}',
+            '{"a":[1,true],"a":[1,true],"b":null}',
+            '{"a":[true,1],"b":null}',
+            "NaN",
+        ),
+    ),
+    (RegexGrader(), r"(?:\d{3}-){2}\d{4}", ("555-123-4567", "x555-123-4567", "555-123-45678", "\u0665" * 12)),
+    (RegexGrader(ignore_case=True), "[^A-Y]+|no", ("z9!", "NO", "a", "nope", "")),
+    (
+        MathGrader(),
+        r"\frac{1}{2}",
+        (
+            r"\boxed{0.5}",
+            r"\boxed{\frac{\sqrt{2}}{\sqrt8}}",
+            r"$\frac24$",
+            "The answer is 50%.",
+            r"\boxed{1}\boxed{\frac12}",
+            r"\boxed{\frac12}\boxed{1}",
+            r"\boxed{\frac12",
+            r"\boxed{\frac12 \text{ or } 1}",
+            r"\boxed{\infty/\infty}",
+            "x=1/2",
+        ),
+    ),
+    (MathGrader(), r"1+\sqrt{2}", (r"\frac{1}{\sqrt2-1}", r"\sqrt{3+2\sqrt{2}}", "2.41421356", r"\sqrt{2}-1")),
+    (MathGrader(), r"x^2-1", ("(x-1)(x+1)", "y=x^2-1", "x^2+1", r"\frac{x^4-1}{x^2+1}")),
+    (
+        MathGrader(),
+        r"(-\infty,1)\cup[2,\infty)",
+        (r"[2,\infty) \cup (-\infty,1)", r"[2,\infty)", r"(-\infty,1]\cup[2,\infty)"),
+    ),
+    (MathGrader(), r"\{1,-1\}", (r"x=\pm 1", "1 and -1", "(1,-1)", "1")),
+    (MathGrader(evaluated=True), "42", ("42", "84/2", "x = 42", "6*7", r"\boxed{42.0}", "42!/41!")),
+]
+"""Graders that need no sandbox, an expected answer of each, and completions."""
+
+REFUSED_ANSWERS: list[tuple[GraderSpec, str]] = [
+    (ExactGrader(), " \n"),
+    (ChoiceGrader(), "E"),
+    (NumberGrader(), "about 7 or 8"),
+    (JsonGrader(), "[" * 33 + "]" * 33),
+    (JsonGrader(), '{"a":1,"a":1}'),
+    (RegexGrader(), "a**"),
+    (RegexGrader(), "(a{99}){99}"),
+    (MathGrader(), "$ $"),
+    (MathGrader(), "1" * 1001),
+    (UnitTestsGrader(), '{"cases":[]}'),
+    (UnitTestsGrader(), '{"function":"f","cases":[{"arguments":1,"output":1}]}'),
+    (UnitTestsGrader(), '{"function":"f()","cases":[{"arguments":[],"output":1}]}'),
+]
+
+
+def grading_vectors() -> dict[str, Any]:
+    graded = [
+        {
+            "grader": encode(spec).decode(),
+            "answer": answer,
+            "completion": text,
+            "reward": grade_answer(spec, answer, text),
+        }
+        for spec, answer, completions in GRADED
+        for text in completions
+    ]
+    return {"graded": graded, "refused": [_refused_answer(spec, answer) for spec, answer in REFUSED_ANSWERS]}
+
+
+def _refused_answer(spec: GraderSpec, answer: str) -> dict[str, str]:
+    try:
+        check_answer(spec, answer)
+    except BadAnswer as error:
+        return {"grader": encode(spec).decode(), "answer": answer, "code": error.code}
+    raise AssertionError(f"{answer!r} is not refused")
+
+
 def all_vectors() -> dict[str, dict[str, Any]]:
     return {
         "wire": wire_vectors(),
@@ -1034,6 +1152,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "peers": peer_vectors(),
         "control": control_vectors(),
         "membership": membership_vectors(),
+        "grading": grading_vectors(),
     }
 
 

@@ -8,7 +8,7 @@ from node.graders.errors import BadAnswer
 from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational, rational
 from node.graders.math.answers import AnswerReader, MathAnswer, Relation
 from node.graders.math.tokens import MAX_MATH_CHARS, MAX_TOKENS, as_text, has_long_words, is_words, tidy, tokenize
-from node.graders.text import WHITE_SPACE, after_phrase, boxed, has_box
+from node.graders.text import WHITE_SPACE, after_phrase, boxed, has_box, lower
 from node.protocol.grading import MathGrader
 
 _MARKUP: Final = WHITE_SPACE + "*_`"
@@ -44,12 +44,16 @@ def _stated(text: str) -> str:
     return line
 
 
-def _equal(spec: MathGrader, expected: str, given: str) -> bool:  # noqa: PLR0911  (one for each way to tell)
+def _equal(spec: MathGrader, expected: str, given: str) -> bool:  # noqa: PLR0911
     first, second = tokenize(expected), tokenize(given)
+    if not first or not second:
+        return False
     if as_text(first) == as_text(second):
-        return bool(first)
+        return True
     words = (is_words(expected) and is_words(given)) or has_long_words(expected) or has_long_words(given)
-    if words or max(len(first), len(second)) > MAX_TOKENS:
+    if words:
+        return lower(as_text(first)) == lower(as_text(second))
+    if max(len(first), len(second)) > MAX_TOKENS:
         return False
     percents = [tokens[-1] == "%" for tokens in (first, second)]
     algebra = Algebra()

@@ -37,7 +37,14 @@ Sum = dict[Monomial, Fraction]
 
 IMAGINARY: Final[Generator] = ("i", 0, 0)
 _ONE: Final[Sum] = {(): Fraction(1)}
-_POSITIVE: Final = ("pi", "e")
+_POSITIVE: Final = ("\\pi", "e")
+_SQUARES_OF_SINES: Final = {
+    Fraction(0): Fraction(0),
+    Fraction(1, 6): Fraction(1, 4),
+    Fraction(1, 4): Fraction(1, 2),
+    Fraction(1, 3): Fraction(3, 4),
+    Fraction(1, 2): Fraction(1),
+}
 
 
 class OutsideGrammarError(ValueError):
@@ -130,6 +137,25 @@ class Algebra:
                 total = self.add(total, self.multiply(rational(sign * count), self.function("ln", rational(prime))))
         return total
 
+    def trigonometric(self, name: str, argument: Value) -> Value:
+        """Return sin, cos or tan: exactly at multiples of pi/6 and pi/4, else as a function."""
+        turn = as_rational(self.divide(argument, self.variable("\\pi")))
+        if turn is None or 12 % turn.denominator or turn.denominator == 12:
+            return self.function(name, argument)
+        sine, cosine = self._sine(turn), self._sine(turn + Fraction(1, 2))
+        return {"sin": sine, "cos": cosine}.get(name) or self.divide(sine, cosine)
+
+    def _sine(self, turn: Fraction) -> Value:
+        """Return sin(turn * pi) for a turn whose denominator is 1, 2, 3, 4 or 6."""
+        turn %= 2
+        sign, turn = (-1, turn - 1) if turn >= 1 else (1, turn)
+        square = _SQUARES_OF_SINES[min(turn, 1 - turn)]
+        return (
+            rational(0)
+            if not square
+            else Value(self._times(rational(sign).upper, self._number_root(square, Fraction(1, 2)).upper), _ONE)
+        )
+
     # -- sums
 
     def _times(self, left: Sum, right: Sum) -> Sum:
@@ -211,10 +237,31 @@ class Algebra:
                 return self.multiply(self._number_root(number, exponent), raised)
         content = _content(base)
         rest = {monomial: number / content for monomial, number in base.items()}
+        simpler = self._denested(rest) if exponent.denominator == 2 else None
+        if simpler is not None:
+            return self.multiply(
+                self._number_root(content, exponent), self.power(simpler, rational(exponent.numerator))
+            )
         name = self._number_of(frozenset(rest.items()))
         self.bases[name] = rest
         root = self._reduced(Fraction(1), ((("r", name, 0), exponent),))
         return self.multiply(self._number_root(content, exponent), Value(root, _ONE))
+
+    def _denested(self, base: Sum) -> Value | None:
+        """Return the square root of a + b, a > 0 rational and b^2 rational, as a sum of two roots if it is one."""
+        number, others = base.get(()), [monomial for monomial in base if monomial]
+        if number is None or number <= 0 or len(others) != 1 or any(one[0] != "p" for one, _ in others[0]):
+            return None
+        square = self._reduced(base[others[0]] ** 2, others[0] + others[0])
+        inner = number**2 - square[()] if square.keys() == {()} else Fraction(-1)
+        if inner < 0 or any(count % 2 for part in (inner.numerator, inner.denominator) for _, count in _factors(part)):
+            return None
+        root = self._number_root(inner, Fraction(1, 2)).upper.get((), Fraction(0)) if inner else Fraction(0)
+        first, second = (
+            self._number_root(half, Fraction(1, 2)) if half else rational(0)
+            for half in ((number + root) / 2, (number - root) / 2)
+        )
+        return self.add(first, second if base[others[0]] > 0 else self.negate(second))
 
     def _is_positive(self, generator: Generator) -> bool:
         return generator[0] == "p" or any(generator == ("v", self.named.get(name), 0) for name in _POSITIVE)

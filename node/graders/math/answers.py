@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeGuard
 
 from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational
-from node.graders.math.parser import MAX_DEPTH, ExpressionParser
+from node.graders.math.parser import MAX_DEPTH, ExpressionParser, is_name
 
 MAX_ITEMS: Final = 64
 _OPENING: Final = frozenset({"(", "[", "{", r"\{"})
@@ -133,7 +133,7 @@ class AnswerReader:
             return None
         if signs[0] in _TURNED:
             parts, signs = parts[::-1], [_TURNED[sign] for sign in signs[::-1]]
-        names = [at for at, part in enumerate(parts) if len(part) == 1 and part[0].isalpha()]
+        names = [at for at, part in enumerate(parts) if len(part) == 1 and is_name(part[0])]
         if len(names) != 1 or len(parts) > 3 or (len(parts) == 3 and names != [1]):
             return None
         low = self.read(parts[names[0] - 1], depth + 1) if names[0] else Infinity(negative=True)
@@ -206,10 +206,10 @@ def _is_set(answer: MathAnswer) -> TypeGuard[Collection]:
 
 def _is_label(tokens: Sequence[str]) -> bool:
     """Return whether tokens name something: `x`, `x_1`, `f(x)`, or a Greek letter."""
-    if not tokens or not (tokens[0].isalpha() or (len(tokens[0]) > 2 and tokens[0][0] == "\\")):
+    if not tokens or not is_name(tokens[0]):
         return False
     rest = list(tokens[1:])
-    return not rest or rest[0] == "_" or (len(rest) == 3 and rest[0] == "(" and rest[1].isalpha() and rest[2] == ")")
+    return not rest or rest[0] == "_" or (len(rest) == 3 and rest[0] == "(" and is_name(rest[1]) and rest[2] == ")")
 
 
 def _levels(tokens: Sequence[str]) -> Iterator[tuple[str, int]]:

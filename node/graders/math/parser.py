@@ -93,9 +93,7 @@ class ExpressionParser:
     def _begins_factor(self, current: str) -> bool:
         """Return whether a factor without a sign of multiplication follows; a number cannot be one."""
         return (
-            current in ("(", "{", "[", r"\frac", r"\sqrt", r"\binom")
-            or _is_name(current)
-            or current in _FUNCTION_TOKENS
+            current in ("(", "{", "[", r"\frac", r"\sqrt", r"\binom") or is_name(current) or current in _FUNCTION_TOKENS
         )
 
     def _power(self) -> Value:
@@ -133,7 +131,7 @@ class ExpressionParser:
             self._skip("|")
             number = as_rational(value)
             return self._algebra.function("abs", value) if number is None else rational(abs(number))
-        if _is_name(current):
+        if is_name(current):
             return self._algebra.variable(self._name())
         return self._application() if current in _FUNCTION_TOKENS else self._command()
 
@@ -233,7 +231,7 @@ class ExpressionParser:
                 index.append(self._next())
                 self._at += 1
             self._skip("}")
-        if not index or not all(_is_number(part) or _is_name(part) for part in index):
+        if not index or not all(_is_number(part) or is_name(part) for part in index):
             raise OutsideGrammarError("an index that is no name or number")
         return f"{name}_{''.join(index)}"
 
@@ -258,7 +256,7 @@ class ExpressionParser:
             argument = self._bracketed()
         else:
             argument = self._power()
-            while _is_name(self._next()):
+            while is_name(self._next()):
                 argument = self._algebra.multiply(argument, self._power())
         if exponent is not None and name in _INVERSES and as_rational(exponent) == -1:
             name, exponent = _INVERSES[name], None
@@ -275,6 +273,8 @@ class ExpressionParser:
         if name == "log":
             below = self._algebra.logarithm(rational(10) if base is None else base)
             return self._algebra.divide(self._algebra.logarithm(argument), below)
+        if name in ("sin", "cos", "tan"):
+            return self._algebra.trigonometric(name, argument)
         return self._algebra.function(name, argument)
 
     def _factorial(self, value: Value) -> Value:
@@ -302,5 +302,6 @@ def _is_number(current: str) -> bool:
     return bool(current) and current != "." and current[0] in ".0123456789"
 
 
-def _is_name(current: str) -> bool:
+def is_name(current: str) -> bool:
+    """Return whether a token is a variable: a letter a-z or A-Z, or a Greek one."""
     return (len(current) == 1 and current.isascii() and current.isalpha()) or current in _GREEK

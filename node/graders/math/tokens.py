@@ -61,13 +61,14 @@ _NAMES: Final = {"pi": r"\pi", "sqrt": r"\sqrt", "infinity": r"\infty", "oo": r"
 _NAMES_AND_FUNCTIONS: Final = _NAMES | {name: "\\" + name for name in FUNCTIONS}
 
 _FONT: Final = re.compile(
-    r"\\(?:text|textbf|textit|textrm|texttt|mathrm|mathbf|mathit|mathsf|operatorname|mbox)\s*\{([^{}]*)\}"
+    r"\\(?:text|textbf|textit|textrm|texttt|mathrm|mathbf|mathit|mathsf|operatorname|mbox)\s*\{([^{}]*)\}", re.ASCII
 )
-_POWER_OF_UNIT: Final = re.compile(r"\s*\^\s*(?:[0-9]|\{\s*-?[0-9]\s*\})")
-_DEGREES: Final = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_POWER_OF_UNIT: Final = re.compile(r"\s*\^\s*(?:[0-9]|\{\s*-?[0-9]\s*\})", re.ASCII)
+_DEGREES: Final = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", re.ASCII)
 _UNITS: Final = re.compile(
     r"(?<=[0-9}\)%])[ ]+(?:[A-Za-z]{2,}|[A-Za-z]{2,}(?:\^[0-9]|\^\{[0-9]\}))(?:[ /]+[A-Za-z]+)*\Z"
 )
+_AT_THE_END: Final = re.compile(r"(?:\\[,;:! ]|[.,; \t\n\r\f\v$])++\Z")
 _SEPARATOR: Final = re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _THOUSANDS: Final = re.compile(r"(?<![0-9.,}])[0-9]{1,3}(?:(?:,|\{,\}|\\,|\\!|,\\!)[0-9]{3})+(?!,?[0-9])")
 _BARE_WORDS: Final = re.compile(r"[A-Za-z]{2,}(?:[ '-]+[A-Za-z]+)*\Z")
@@ -83,7 +84,7 @@ def tidy(answer: str) -> str | None:
     if len(text) > MAX_MATH_CHARS:
         return None
     text = _DEGREES.sub(" ", text.translate(_CHARACTERS_TABLE))
-    text = _without_fonts(text).strip(WHITE_SPACE + "$").rstrip(".,;" + WHITE_SPACE + "$")
+    text = _AT_THE_END.sub("", _without_fonts(text)).strip(WHITE_SPACE + "$")
     text = _THOUSANDS.sub(_ungrouped, text) if not text.startswith(("(", "[", r"\{", r"\left")) else text
     without_units = _UNITS.sub("", text)
     words = {lower(word) for word in re.findall(r"[A-Za-z]+", text[len(without_units) :])}
@@ -119,7 +120,7 @@ def tokenize(text: str) -> list[str]:
 
 def as_text(tokens: list[str]) -> str:
     """Return what is compared of an answer that is no mathematics."""
-    return lower("".join(tokens))
+    return "".join(tokens)
 
 
 def _letters(word: str) -> list[str]:

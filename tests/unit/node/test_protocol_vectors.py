@@ -30,6 +30,7 @@ NAMES = [
     "control",
     "evidence",
     "frames",
+    "grading",
     "log",
     "membership",
     "peers",

@@ -1,0 +1,133 @@
+"""What is equal as mathematics, decided exactly and within bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+
+import pytest
+from locations import ROOT, VECTORS_FOLDER
+
+from node.graders import grade
+from node.protocol.grading import MathGrader
+
+CASES = json.loads((VECTORS_FOLDER / "math_cases.json").read_text(encoding="utf-8"))
+
+
+def reward(answer: str, given: str, *, evaluated: bool = False) -> float:
+    return grade(MathGrader(evaluated=evaluated), answer, rf"\boxed{{{given}}}")
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[bool]:
+    return [bool(grade(MathGrader(), case["answer"], case["completion"])) for case in CASES]
+
+
+def test_the_500_cases_are_decided_as_mathematics_has_it(verdicts: list[bool]) -> None:
+    wrong = [case for case, verdict in zip(CASES, verdicts, strict=True) if verdict != case["equal"]]
+    assert len(CASES) == 500
+    assert wrong == []
+
+
+def test_the_page_lists_every_form_in_which_math_verify_differs(verdicts: list[bool]) -> None:
+    page = (ROOT / "docs" / "graders.md").read_text(encoding="utf-8")
+    differing = Counter(
+        case["form"] for case, verdict in zip(CASES, verdicts, strict=True) if verdict != case["math_verify"]
+    )
+    agreed = len(CASES) - differing.total()
+    assert f"{agreed} of 500" in page
+    listed = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|", page, re.MULTILINE))
+    assert {form: str(count) for form, count in differing.items()} == listed
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        (r"\sqrt{8+4\sqrt{3}}", r"\sqrt{2}+\sqrt{6}"),
+        (r"\frac{\sqrt[3]{2}}{2}", r"2^{-2/3}"),
+        (r"\sqrt{-4}", "2i"),
+        (r"\sqrt[3]{-8}", "-2"),
+        (r"\log 1000", "3"),
+        (r"\tan \frac{\pi}{4}", "1"),
+        (r"\cos \frac{5\pi}{6}", r"-\frac{\sqrt3}{2}"),
+        ("n!", "n!"),
+        ("x_1+x_{2}", "x_2+x_1"),
+        (r"\alpha\beta", r"\beta\alpha"),
+        ("0.1\\overline{6}", r"\frac16"),
+        ("f(x)=x^2", "x^2"),
+        ("|-3|", "3"),
+        ("3 pi", r"3\pi"),
+        ("sqrt(2)/2", r"\frac{1}{\sqrt2}"),
+        (r"\text{June 5}", "june 5"),
+        (r"\emptyset", r"\{\}"),
+        ("10%", r"\frac{1}{10}"),
+    ],
+)
+def test_these_are_equal_in_both_directions(answer: str, given: str) -> None:
+    assert reward(answer, given) == reward(given, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        (r"\sqrt{x^2}", "x"),
+        (r"\sqrt{2}", "1.414213562373095048801688724209698"),
+        (r"\frac13", "0.333333333333333"),
+        (r"\pi", "3.14159265358979"),
+        ("x", "X"),
+        ("2^n", "n^2"),
+        ("-1", r"\sqrt{1}"),
+        (r"\ln 2", r"\log 2"),
+        ("(0,1)", r"\{0,1\}"),
+        ("x<1", "x>1"),
+        ("0", r"\emptyset"),
+    ],
+)
+def test_these_are_not(answer: str, given: str) -> None:
+    assert reward(answer, given) == reward(given, answer) == 0.0
+
+
+BOMBS = {
+    "a tower of powers": "9^" * 150 + "9",
+    "a tower in braces": "9^{" * 30 + "9" + "}" * 30,
+    "a huge power": "9^{999999999}",
+    "a root of a huge number": r"\sqrt{" + "7" * 900 + "}",
+    "a huge factorial": "99999999!",
+    "factorials of factorials": "((200!)!)!",
+    "factorials multiplied": "200!*" * 80 + "1",
+    "a sum to a power": "(x+y+z+w)^{30}",
+    "powers of powers of sums": "((((x+1)^{32}+y)^{32}))^{32}",
+    "brackets": "(" * 490 + "1" + ")" * 490,
+    "fractions in fractions": r"\frac{1}{1+" * 60 + "x" + "}" * 60,
+    "roots in roots": r"\sqrt{1+" * 31 + "x" + "}" * 31,
+    "many denominators": "+".join(f"1/(x+{at})" for at in range(60)),
+    "many digits": "+".join(f"1/{10**60 + 7 * at + 1}" for at in range(14)),
+    "a long list": ",".join(f"x^{at % 10}" for at in range(64)),
+    "many variables": "(" + "+".join(f"x_{at}" for at in range(70)) + ")^2",
+    "commands": "\\" * 999,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_costs_nothing(bomb: str) -> None:
+    assert len(BOMBS[bomb]) <= 1000
+    began = time.process_time()
+    assert reward("7", BOMBS[bomb]) == 0.0
+    assert reward(BOMBS[bomb], "7") == 0.0
+    assert time.process_time() - began < 2
+
+
+def test_anagrams_are_not_products_of_the_same_letters() -> None:
+    assert reward("listen", "silent") == reward("listen", "s*ilent") == reward("no", "on") == 0.0
+    assert reward("ab", r"b \cdot a") == 1.0
+
+
+def test_the_question_is_no_answer_where_a_run_wants_it_worked_out() -> None:
+    assert reward("56088", "123*456") == 1.0
+    for given in ("123*456", r"123 \times 456", r"\frac{112176}{4/2}", "50000+6088", "x = 123*456", "56088!/56087!"):
+        assert reward("56088", given, evaluated=True) == 0.0
+    for given in ("56088", "56,088", r"\frac{112176}{2}", "x = 56088", "56088.0"):
+        assert reward("56088", given, evaluated=True) == 1.0
+    assert reward(r"2\sqrt2", r"\sqrt8", evaluated=True) == 1.0
