@@ -1,4 +1,4 @@
-"""Rewards that are fixed in the protocol: a completion's answer, compared with the expected one (section 5.3).
+"""Rewards that are fixed in the protocol: a completion's answer, compared with the expected one (section 5.4).
 
 Pure, and bounded in time and memory whatever a stranger wrote: nothing here reads a clock, a file or the network, and
 nothing evaluates text, except for `unit-tests/1`, whose programs run in `node.sandbox`.

@@ -1,4 +1,4 @@
-"""The graders `exact/1`, `choice/1` and `number/1` (docs/protocol.md, section 5.3)."""
+"""The graders `exact/1`, `choice/1` and `number/1` (docs/protocol.md, section 5.4)."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ def _letters(spec: ChoiceGrader) -> list[str]:
 
 def _choice(spec: ChoiceGrader, text: str) -> str | None:
     """Return the letter that the text's final statement names; None where it names none or several."""
-    if has_box(text):
-        stated = (boxed(text) or "").replace("\\text{", "(").replace("}", ")")
-    else:
-        stated = after_phrase(text) or text
+    stated = (boxed(text) or "") if has_box(text) else after_phrase(text) or text
     letters = {letter for letter in _CHOICE.findall(stated) if letter in _letters(spec)}
     if stated is text and len(text.strip(_MARKUP)) != 1:
         return None  # prose without a statement: a letter in it may be an article

@@ -1,4 +1,4 @@
-"""How a completion's answer is compared with the expected one: the graders of docs/protocol.md, section 5.3.
+"""How a completion's answer is compared with the expected one: the graders of docs/protocol.md, section 5.4.
 
 A grader's name carries its version. What `math/1` calls equal never changes: another rule is another name, so that a
 reward can be derived again for as long as the run's log is kept.

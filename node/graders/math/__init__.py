@@ -1,4 +1,4 @@
-"""The grader `math/1`: answers in LaTeX or plain text that are equal as mathematics (docs/protocol.md, section 5.3)."""
+"""The grader `math/1`: answers in LaTeX or plain text that are equal as mathematics (docs/protocol.md, section 5.4)."""
 
 from __future__ import annotations
 

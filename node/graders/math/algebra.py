@@ -1,4 +1,4 @@
-"""Exact algebra of expressions: two are equal where they have one normal form (docs/protocol.md, section 5.3).
+"""Exact algebra of expressions: two are equal where they have one normal form (docs/protocol.md, section 5.4).
 
 A value is a quotient of sums. A sum maps monomials to rational coefficients; a monomial is a product of generators with
 rational exponents. Generators are variables, pi and e among them; i, with i^2 = -1; prime numbers under a root; roots

@@ -1,4 +1,4 @@
-r"""Expressions from tokens to exact values, by recursive descent (docs/protocol.md, section 5.3)."""
+r"""Expressions from tokens to exact values, by recursive descent (docs/protocol.md, section 5.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Answers in LaTeX or plain text as tokens (docs/protocol.md, section 5.3).
+r"""Answers in LaTeX or plain text as tokens (docs/protocol.md, section 5.4).
 
 Everything that is only shown is taken away: spaces, sizes of brackets, fonts, currency, degrees, units. What is left is
 spelled one way, so that the tokens are also the text that is compared where an answer is no mathematics.
