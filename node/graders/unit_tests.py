@@ -19,7 +19,7 @@ from node.graders.json_values import BadJson, parse
 from node.graders.text import WHITE_SPACE
 from node.protocol.grading import UnitTestsGrader
 from node.sandbox import Sandbox, SandboxFailed
-from node.sandbox.harness import FAILED, MOST_CHARACTERS, json_of
+from node.sandbox.harness import MOST_CHARACTERS, json_of, trimmed
 from node.sandbox.root import PYTHON_VERSION
 
 MAX_CASES: Final = 64
@@ -60,9 +60,7 @@ def grade_unit_tests(spec: UnitTestsGrader, answer: str, text: str) -> float:
     lines = result.answers.split(b"\n")[:-1]
     if not result.complete or len(lines) != len(cases.outputs):
         return 0.0
-    right = sum(
-        _trimmed(cases.form, line) == output.encode() for line, output in zip(lines, cases.outputs, strict=True)
-    )
+    right = sum(line == output.encode() for line, output in zip(lines, cases.outputs, strict=True))
     reward = right / len(lines) if spec.partial else float(right == len(lines))
     if reward and result.cpu_seconds > SURE_CPU_SECONDS:
         raise SandboxFailed(f"right answer took {result.cpu_seconds:.1f} s", code="sandbox_doubt")
@@ -96,7 +94,7 @@ def _code_in(text: str) -> bytes | None:
         return None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _cases_in(answer: str) -> Cases:
     try:
         value = parse(answer)
@@ -130,7 +128,7 @@ def _program_cases(cases: Sequence[Any]) -> Cases:
         if not isinstance(case["input"], str) or not isinstance(case["output"], str):
             raise BadAnswer("input and output of a program are strings", code="bad_cases")
     return Cases(
-        "program", [_line(case["input"]) for case in cases], [_line(_trim_lines(case["output"])) for case in cases]
+        "program", [_line(case["input"]) for case in cases], [_line(trimmed(case["output"])) for case in cases]
     )
 
 
@@ -154,19 +152,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return value
-
-
-def _trimmed(form: str, line: bytes) -> bytes:
-    """Return a program's line with the white space at the ends of what it printed taken away; others as they are."""
-    if form != "program" or line == FAILED.strip().encode():
-        return line
-    try:
-        printed = json.loads(line)
-    except (ValueError, RecursionError):  # code may write what it likes to the pipe
-        return line
-    return _encode(_trim_lines(printed)).encode() if isinstance(printed, str) else line
-
-
-def _trim_lines(text: str) -> str:
-    """Return `text` without white space at the ends of lines and at its end."""
-    return "\n".join(line.rstrip(WHITE_SPACE) for line in text.split("\n")).rstrip(WHITE_SPACE)

@@ -6,8 +6,8 @@ line for each. Whatever else happens, nothing is written.
 
 - `expression`, `function`: cases and values are lines, `i 5` or `l 3 -1 4`; every case has to have a value.
 - `calls NAME`, `program`: cases are lines of JSON, the arguments of a call or a program's standard input. A line is
-  the JSON of what the call returns (tuples as arrays), or of what the program prints; `!` where a case raises, or gives
-  nothing that can be written so.
+  the JSON of what the call returns (tuples as arrays), or of what the program prints, trimmed; `!` where a case
+  raises, or gives nothing that can be written so.
 
 Nothing in this file is out of the code's reach once it runs: it may replace any of it, or write to the output
 itself. That gains nothing. The request holds no expected value, and what is written is only compared with them.
@@ -32,6 +32,7 @@ MOST_CHARACTERS = 16_384
 
 MOST_NESTED = 32
 FAILED = "!\n"
+WHITE_SPACE = " \t\n\r\f\v"
 NOT_THE_SAME_EVERYWHERE = ("time", "_random")
 """Modules whose use is a mistake here, and not an attack: others (random, datetime, uuid) import them."""
 
@@ -149,8 +150,13 @@ def printed(compiled: CodeType, case: str, io: Any) -> str:
         if end.code not in (None, 0):
             raise
     output.flush()
-    written: bytes = output.buffer.getvalue()  # type: ignore[attr-defined]
-    return written.decode()
+    written: bytes = output.buffer.getvalue()
+    return trimmed(written.decode())
+
+
+def trimmed(text: str) -> str:
+    """What a program printed, without white space at the ends of lines and at its end."""
+    return "\n".join([line.rstrip(WHITE_SPACE) for line in text.split("\n")]).rstrip(WHITE_SPACE)
 
 
 def main() -> None:

@@ -56,10 +56,10 @@ class AnswerReader:
 
     def read(self, tokens: Sequence[str], depth: int = 0) -> MathAnswer:
         """Return what the tokens of a whole answer say; raises OutsideGrammarError."""
+        if tokens[1:2] == [r"\in"] and is_name(tokens[0]):
+            tokens = tokens[2:]
         if depth > MAX_DEPTH or not tokens:
             raise OutsideGrammarError("nothing, or nested too deep")
-        if tokens[1:2] == [r"\in"]:
-            tokens = tokens[2:]
         for kind, separators in (("union", (r"\cup",)), ("set", (",", ";"))):
             parts = _split(tokens, separators)
             if len(parts) > 1:

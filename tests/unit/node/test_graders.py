@@ -114,6 +114,7 @@ def test_a_text_that_is_huge_or_broken_earns_nothing_and_raises_nothing(spec: Gr
 @example(text="\\frac")
 @example(text="0.\\overline{\N{SUPERSCRIPT TWO}}")
 @example(text="\\begin{pmatrix}")
+@example(text="x\\in,1")
 def test_no_text_raises(spec: GraderSpec, answer: str, text: str) -> None:
     assert grade(spec, answer, text) in (0.0, 1.0)
     assert grade(spec, answer, f"\\boxed{{{text}}}") in (0.0, 1.0)
