@@ -17,6 +17,7 @@ public to whoever asks) and choosing whom to fetch from (the caller lists the so
 """
 
 from shardcast.client import Client
+from shardcast.content import ContentClient, publish_content
 from shardcast.fetch.download import DownloadLimits
 from shardcast.fetch.fetcher import Fetched, Report, VersionProgress, Watch, no_watch
 from shardcast.fetch.sources import SourceLimits
@@ -32,6 +33,7 @@ from shardcast.urls import normalise_url, valid_sources
 
 __all__ = [
     "Client",
+    "ContentClient",
     "Delta",
     "DeltaSettings",
     "DownloadLimits",
@@ -59,5 +61,6 @@ __all__ = [
     "make_app",
     "no_watch",
     "normalise_url",
+    "publish_content",
     "valid_sources",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +34,7 @@ from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
 from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
-from shardcast.serve.server import make_app
+from shardcast.serve.server import NO_CONTENTS, make_app
 from shardcast.serve.state import Announced, ServedState
 from shardcast.store.disk import RoomCheck
 from shardcast.store.rewind import Rewinds
@@ -122,9 +122,23 @@ class Client:
         self._store.close()
 
     async def serve(
-        self, host: str = "127.0.0.1", port: int = 0, *, limits: ServerLimits = DEFAULT_SERVER_LIMITS
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+        contents: Mapping[str, ServedState] = NO_CONTENTS,
     ) -> int:
         """Serve fetched data to others as a relay does, while it arrives; return the bound port.
+
+        `contents` are served beside it, by digest.
+        """
+        app = make_app(self.offer(), limits, contents)
+        self._listener = await listen(app, host=host, port=port, limits=limits)
+        return self._listener.port
+
+    def offer(self) -> ServedState:
+        """Return what a server in this event loop offers of what is fetched, while it arrives.
 
         From now on deltas are fetched and kept as well.
         """
@@ -139,8 +153,7 @@ class Client:
         served.open()
         self._served, self._fetcher.mirror_deltas = served, True
         self._store.keep_deltas = max(KEPT_DELTAS, self._store.keep_deltas or 0)
-        self._listener = await listen(make_app(served, limits), host=host, port=port, limits=limits)
-        return self._listener.port
+        return served
 
     def _announce_if_held(self, signed: SignedManifest) -> None:
         """Announce the newest head to downstream peers once its manifest is held."""
@@ -168,6 +181,15 @@ class Client:
         """Return whether a version that was fetched can be had again without the network."""
         is_rewound = self._rewinds is not None and self._rewinds.has(version)
         return self._store.whole_result(version) is not None or is_rewound
+
+    def manifest_digest(self, version: int) -> str | None:
+        """Return the digest of the manifest held for a version, None without one."""
+        held = self._store.get(version)
+        return None if held is None else held.digest
+
+    def drop(self, version: int) -> None:
+        """Delete what is held of a version, so that it is fetched again."""
+        self._store.drop(version)
 
     def sources_status(self) -> list[dict[str, Any]]:
         """Return one JSON-ready row per source: state, quarantine reason, success rate, bandwidth, bytes."""

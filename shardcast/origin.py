@@ -11,9 +11,10 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -265,7 +266,10 @@ class Origin:
 
 
 class OriginServer:
-    """Serve an origin from a thread with its own event loop; `publish` may be called from any thread."""
+    """Serve an origin from a thread with its own event loop; `publish` may be called from any thread.
+
+    `contents` are origins of single files, by digest (`shardcast.content`).
+    """
 
     def __init__(
         self,
@@ -274,8 +278,10 @@ class OriginServer:
         port: int = 0,
         *,
         limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+        contents: Mapping[str, Origin] = MappingProxyType({}),
     ) -> None:
         self._origin, self._host, self._port, self._limits = origin, host, port, limits
+        self._contents = contents
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._served: ServedState | None = None
@@ -314,10 +320,15 @@ class OriginServer:
     async def _serve(self, bound: concurrent.futures.Future[int]) -> None:
         origin = self._origin
         served = ServedState(store=origin.store, role="origin", run_id=origin.run_id, head=origin.head)
-        served.open()
+        contents = {
+            digest: ServedState(store=content.store, role="origin", run_id=content.run_id, head=lambda: None)
+            for digest, content in self._contents.items()
+        }
+        for state in (served, *contents.values()):
+            state.open()
         try:
             listener = await listen(
-                make_app(served, self._limits), host=self._host, port=self._port, limits=self._limits
+                make_app(served, self._limits, contents), host=self._host, port=self._port, limits=self._limits
             )
         except LocalFault as error:
             bound.set_exception(error)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from shardcast.errors import Equivocation, LocalFault, NoVersionYet, PeerFault, ShardcastError, Stale
@@ -24,7 +24,7 @@ from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
 from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
-from shardcast.serve.server import make_app
+from shardcast.serve.server import NO_CONTENTS, make_app
 from shardcast.serve.state import Announced, ServedState
 from shardcast.store.disk import RoomCheck
 from shardcast.store.versions import KEPT_DELTAS, Store
@@ -104,12 +104,14 @@ class Relay:
             fetched=self._fetcher.fetched,
         )
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Serve what is held, follow the upstreams, and return the bound port."""
+    async def start(
+        self, host: str = "127.0.0.1", port: int = 0, *, contents: Mapping[str, ServedState] = NO_CONTENTS
+    ) -> int:
+        """Serve what is held and `contents` by digest, follow the upstreams, and return the bound port."""
         self._show_remembered_head()
         self._served.open()
         self._listener = await listen(
-            make_app(self._served, self._server_limits), host=host, port=port, limits=self._server_limits
+            make_app(self._served, self._server_limits, contents), host=host, port=port, limits=self._server_limits
         )
         self._resume_downloads()
         self._watch_upstreams()

@@ -6,6 +6,7 @@
     GET /v1/payloads/{digest}/{index}?wait=S
                                     a chunk; waits up to S seconds for one still on its way, then 503;
                                     with a rate limit it may wait for its turn as well
+    GET /content/{digest}/v1/...    versions, manifests and payloads of a file beside the run's versions
     GET /v1/status                  versions and sources as JSON, for people
     GET /health, GET /metrics       liveness, and Prometheus metrics
 
@@ -18,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import msgspec
 from aiohttp import hdrs, web
@@ -39,6 +41,8 @@ from shardcast.store.payload_file import ChunkLocation, PayloadFile
 from shardcast.wire import MAX_INTEGER
 
 logger = logging.getLogger(__name__)
+
+NO_CONTENTS: Final[Mapping[str, ServedState]] = MappingProxyType({})
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Sending = Callable[[asyncio.Transport], Awaitable[None]]
@@ -167,27 +171,39 @@ class _ManifestResponse(_DeadlineResponse):
 class ShardServer:
     """Request handlers over one node's state."""
 
-    def __init__(self, served: ServedState, limits: ServerLimits) -> None:
+    def __init__(self, served: ServedState, limits: ServerLimits, *, pacer: Pacer | None) -> None:
         self._served = served
         self._limits = limits
-        self._pacer = None if limits.max_bytes_per_s is None else Pacer(limits.max_bytes_per_s)
+        self._pacer = pacer
         self._registry = CollectorRegistry()
         self._registry.register(ServedStateCollector(served))
 
-    def routes(self) -> list[web.RouteDef]:
-        served: dict[str, Handler] = {
+    def handlers(self) -> dict[str, Handler]:
+        """Return the handler of each path of a run."""
+        return {
             "/v1/head": self.head,
-            f"/v1/versions/{_VERSION}": self.version,
-            f"/v1/manifests/{_DIGEST}": self.manifest,
-            f"/v1/payloads/{_DIGEST}/{_INDEX}": self.chunk,
+            **self.file_handlers(""),
             "/v1/status": self.status,
             "/health": self.health,
             "/metrics": self.metrics,
         }
-        # Routed explicitly: aiohttp rebuilds its own 404 and 405 handling, middleware included, per request.
+
+    def file_handlers(self, prefix: str) -> dict[str, Handler]:
+        """Return the handler of each path below `prefix` that serves manifests and chunks."""
+        return {
+            f"{prefix}/v1/versions/{_VERSION}": self.version,
+            f"{prefix}/v1/manifests/{_DIGEST}": self.manifest,
+            f"{prefix}/v1/payloads/{_DIGEST}/{_INDEX}": self.chunk,
+        }
+
+    def routes(self, handlers: Mapping[str, Handler]) -> list[web.RouteDef]:
+        """Return the routes of `handlers`, and of every refusal.
+
+        Routed explicitly: aiohttp rebuilds its own 404 and 405 handling, middleware included, per request.
+        """
         return [
-            *(web.get(path, handler, allow_head=False) for path, handler in served.items()),
-            *(web.route("*", path, self.not_allowed) for path in served),
+            *(web.get(path, handler, allow_head=False) for path, handler in handlers.items()),
+            *(web.route("*", path, self.not_allowed) for path in handlers),
             web.route("*", "/{rest:.*}", self.not_found),
         ]
 
@@ -256,9 +272,24 @@ class ShardServer:
         self._served.traffic.bytes_out += response.content_length or 0
 
 
-def make_app(served: ServedState, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> web.Application:
-    """Build the application that serves `served`; it must run in the event loop that opened it."""
-    server = ShardServer(served, limits)
+def content_path(digest: str) -> str:
+    """Return the path below which content `digest` is served."""
+    return f"/content/{digest}"
+
+
+def make_app(
+    served: ServedState,
+    limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+    contents: Mapping[str, ServedState] = NO_CONTENTS,
+) -> web.Application:
+    """Build the application that serves `served`, and `contents` by digest; it must run in the event loop that opened
+    them.
+    """
+    pacer = None if limits.max_bytes_per_s is None else Pacer(limits.max_bytes_per_s)
+    server = ShardServer(served, limits, pacer=pacer)
+    handlers = server.handlers()
+    for digest, content in contents.items():
+        handlers |= ShardServer(content, limits, pacer=pacer).file_handlers(content_path(digest))
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -273,7 +304,7 @@ def make_app(served: ServedState, limits: ServerLimits = DEFAULT_SERVER_LIMITS) 
         return response
 
     app = web.Application(middlewares=[guard], client_max_size=1)
-    app.add_routes(server.routes())
+    app.add_routes(server.routes(handlers))
     app.on_response_prepare.append(server.count_sent)
     return app
 
