@@ -5,6 +5,7 @@ NodeError
 ├── ConfigError            a flag, an environment variable or a key of the TOML file is wrong
 ├── StateError             the state folder is damaged, in use, or another run's
 ├── EngineFailed           the engine could not load a policy or generate
+├── DatasetFault           a dataset's file is missing, damaged, or not the run's
 ├── EnvironmentFault       an environment cannot be used on this machine, or for this run
 ├── VerifierFailed         a verification could not decide, for reasons of its own
 ├── NetworkDown            the peer-to-peer network is not up, or nobody there answered
@@ -46,6 +47,10 @@ class StateError(NodeError):
 
 class EngineFailed(NodeError):
     code = "engine_failed"
+
+
+class DatasetFault(NodeError):
+    code = "dataset_fault"
 
 
 class NetworkDown(NodeError):

@@ -6,7 +6,9 @@ points (`node.environments.installed`) and need no change here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import UnsetType
 
@@ -15,38 +17,44 @@ from node.environments.base import Conversation, Environment, EnvironmentFault, 
 from node.environments.calculator import Calculator
 from node.environments.chat import Chat, with_chat
 from node.environments.code import Code
+from node.environments.dataset import DatasetProblems, load_rows
 from node.environments.installed import installed_environment, installed_names
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
 from node.environments.verifiers import load_verifiers
+from node.graders import check_grader
 from node.protocol.chat import ChatFormat
-from node.protocol.run import EnvironmentSpec, RunSpec
+from node.protocol.run import DATASET, EnvironmentSpec, RunSpec
 
 REASONING_GYM = "reasoning_gym:"
 VERIFIERS = "verifiers:"
+NO_DATASETS: Mapping[str, Path] = MappingProxyType({})
 _BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code | TerminalTarget]] = {
     environment.name: environment for environment in (Arithmetic, Reverse, Calculator, Code, TerminalTarget)
 }
 
 
-def load_environments(spec: RunSpec) -> list[Environment]:
+def load_environments(spec: RunSpec, datasets: Mapping[str, Path] = NO_DATASETS) -> list[Environment]:
     """Return the run's environments, in its order, with its chat format; raises as `load_environment`."""
     chat = spec.sampling.chat
     if isinstance(chat, str):
         raise EnvironmentFault(f"sampling.chat is still the name {chat!r}: the run has not begun", code="open_chat")
     return [
-        load_environment(environment, chat=None if isinstance(chat, UnsetType) else chat)
+        load_environment(environment, datasets, chat=None if isinstance(chat, UnsetType) else chat)
         for environment in spec.environments
     ]
 
 
-def load_environment(spec: EnvironmentSpec, *, chat: ChatFormat | None = None) -> Environment:
+def load_environment(
+    spec: EnvironmentSpec, datasets: Mapping[str, Path] = NO_DATASETS, *, chat: ChatFormat | None = None
+) -> Environment:
     """Return the environment that `spec` asks for, with its arguments, its length targets and the run's chat format.
 
-    Raises EnvironmentFault where there is none, or where its package does not work.
+    `datasets` are the files of datasets that are here, by digest. Raises EnvironmentFault where there is none, or where
+    its package does not work, and DatasetFault where the file it needs is missing or another.
     """
-    environment = _load(spec, chat)
+    environment = _load(spec, datasets, chat)
     if isinstance(environment, TerminalTarget):
         # Either would stand on a frame-based policy's screen, where the cursor can go, and not on the reward's.
         for what, is_set in (("length targets", spec.length is not None), ("chat format", chat is not None)):
@@ -55,8 +63,10 @@ def load_environment(spec: EnvironmentSpec, *, chat: ChatFormat | None = None) -
     return with_lengths(environment, spec)
 
 
-def _load(spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
+def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat | None) -> Environment:
     """Return the environment without length targets."""
+    if spec.name.startswith(DATASET):
+        return with_chat(load_rows(spec, datasets), chat)
     if spec.name.startswith(VERIFIERS):
         loaded = load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments, chat=chat)
         return loaded if loaded.renders_chat else with_chat(loaded, chat)
@@ -66,7 +76,9 @@ def _load(spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
         return with_chat(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), chat)
     cls = installed_environment(spec.name, taken=_BUILT_IN) or _BUILT_IN.get(spec.name)
     if cls is None:
-        known = ", ".join((*_BUILT_IN, REASONING_GYM + "<dataset>", VERIFIERS + "<module>", *installed_names()))
+        known = ", ".join(
+            (*_BUILT_IN, DATASET + "<name>", REASONING_GYM + "<dataset>", VERIFIERS + "<module>", *installed_names())
+        )
         raise EnvironmentFault(f"no environment {spec.name!r}; there are: {known}", code="unknown_environment")
     environment: Environment = configure(cls, spec.arguments)
     return environment if isinstance(environment, TerminalTarget) else with_chat(environment, chat)
@@ -78,19 +90,33 @@ def check_rewards(environments: Iterable[Environment]) -> None:
     Only who computes rewards needs to ask: a worker does not.
     """
     for environment in environments:
-        plain = environment
-        while isinstance(plain, LengthTargets | Chat):
-            plain = plain.inner
+        plain = _plain(environment)
         if isinstance(plain, Code):
             plain.check_machine()
+        elif isinstance(plain, DatasetProblems):
+            check_grader(plain.dataset.header.grader)
+
+
+def held_out_rows(environment: Environment) -> range | None:
+    """Return the indexes of a dataset's held-out problems; None for an environment that has problems without end."""
+    plain = _plain(environment)
+    return plain.held_out if isinstance(plain, DatasetProblems) else None
+
+
+def _plain(environment: Environment) -> Environment:
+    while isinstance(environment, LengthTargets | Chat):
+        environment = environment.inner
+    return environment
 
 
 __all__ = [
+    "NO_DATASETS",
     "Conversation",
     "Environment",
     "EnvironmentFault",
     "Problem",
     "check_rewards",
+    "held_out_rows",
     "load_environment",
     "load_environments",
 ]

@@ -26,6 +26,11 @@ MAX_DESCRIPTOR_BYTES = 256 * 1024
 MAX_KEPT_BYTES = 96 * 1024
 """Limit of all environments' bitmaps together, so that a descriptor holds them."""
 
+MAX_PROBLEMS = 2**20
+MAX_DATASET_BYTES = 2**32
+DATASET = "dataset:"
+"""How the names of environments begin whose problems are the rows of a dataset."""
+
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e9)]
@@ -64,8 +69,8 @@ class ProblemsSpec(Wire, frozen=True):
     the lowest. None keeps all.
     """
 
-    count: Annotated[int, Meta(ge=1, le=65_536)]
-    kept: Annotated[bytes, Meta(min_length=1, max_length=8192)] | None = None
+    count: Annotated[int, Meta(ge=1, le=MAX_PROBLEMS)]
+    kept: Annotated[bytes, Meta(min_length=1, max_length=MAX_KEPT_BYTES)] | None = None
 
     def __post_init__(self) -> None:
         if self.kept is None:
@@ -80,14 +85,32 @@ ModelChat = Literal["model", "model/no-think"]
 """The chat template of the folder `model.initial`, before the operator has reduced it."""
 
 
+class DatasetSpec(Wire, frozen=True):
+    """The canonical file that an environment's problems are in, by digest and size (docs/protocol.md, section 5.3)."""
+
+    digest: Digest
+    bytes: Annotated[int, Meta(ge=1, le=MAX_DATASET_BYTES)]
+
+
 class EnvironmentSpec(Wire, frozen=True):
-    """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end."""
+    """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end.
+
+    One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
     length: LengthSpec | None = None
     problems: ProblemsSpec | UnsetType = UNSET
+    dataset: DatasetSpec | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        has_file = isinstance(self.dataset, DatasetSpec)
+        if self.name.startswith(DATASET) != has_file:
+            raise ValueError(f"an environment has a dataset if its name begins with {DATASET!r}, and no other has")
+        if has_file and not isinstance(self.problems, ProblemsSpec):
+            raise ValueError("an environment with a dataset needs environments.problems")
 
 
 class SamplingSpec(Wire, frozen=True):
@@ -341,6 +364,12 @@ class RunSpec(Wire, frozen=True):
             raise ValueError("batch.pools needs an environment with environments.problems")
 
     @property
+    def datasets(self) -> tuple[DatasetSpec, ...]:
+        """The files that the environments need, each once."""
+        named = (one.dataset for one in self.environments)
+        return tuple(dict.fromkeys(one for one in named if isinstance(one, DatasetSpec)))
+
+    @property
     def digest(self) -> str:
         """BLAKE3 of the canonical encoding; the log's first entry names it."""
         return digest(encode(self))
@@ -427,6 +456,7 @@ def _check_targets(spec: RunSpec) -> None:
 __all__ = [
     "BatchSpec",
     "BroadcastSpec",
+    "DatasetSpec",
     "Descriptor",
     "EnvironmentSpec",
     "HonestSpec",

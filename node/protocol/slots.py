@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -45,10 +46,12 @@ def slot_problem(spec: RunSpec, *, run_id: str, manifest_digest: str, slot: int,
 
 
 @lru_cache(maxsize=128)
-def kept_problems(problems: ProblemsSpec) -> array[int]:
+def kept_problems(problems: ProblemsSpec) -> Sequence[int]:
     """Return the indexes of a finite set's problems that are kept, ascending."""
     kept = problems.kept
-    return array("I", (at for at in range(problems.count) if kept is None or kept[at // 8] >> (at % 8) & 1))
+    if kept is None:
+        return range(problems.count)
+    return array("I", (at for at in range(problems.count) if kept[at // 8] >> (at % 8) & 1))
 
 
 def sample_seed(*, run_id: str, manifest_digest: str, slot: int, sample: int) -> bytes:

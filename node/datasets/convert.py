@@ -1,0 +1,261 @@
+"""`swarmproof dataset add`: make the canonical file of an operator's own files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from node.datasets.folder import dataset_file
+from node.datasets.format import (
+    MAX_HEADER_BYTES,
+    MAX_ROW_BYTES,
+    OFFSET_BYTES,
+    Columns,
+    DatasetHeader,
+    DatasetRow,
+    preamble,
+)
+from node.datasets.sources import SourceRow
+from node.errors import ConfigError, NodeError
+from node.protocol.grading import GraderSpec
+from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, DatasetSpec
+from shardcast.content import file_digest
+from shardcast.files import sync_folder
+from shardcast.wire import derive, encode
+
+NAMED_LINES = 5
+"""How many lines of each kind of skipped row are named."""
+
+CheckAnswer = Callable[[GraderSpec, str], None]
+
+
+class Unfit(Exception):
+    """A source's row that cannot be one of the dataset; `code` says why."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertSettings:
+    """What is made of the columns. `held_out` is the share of rows, by digest of the question, 0 .. 0.5."""
+
+    name: str
+    columns: Columns
+    grader: GraderSpec
+    system: str = ""
+    held_out: float = 0.0
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Rows of one kind that were left out: how many, and where the first of them stand."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A finished file, and what was left out of it, by reason code."""
+
+    path: Path
+    spec: DatasetSpec
+    header: DatasetHeader
+    skipped: Mapping[str, Skipped]
+
+
+def convert(rows: Iterable[SourceRow], settings: ConvertSettings, *, to: Path, check_answer: CheckAnswer) -> Converted:
+    """Write the dataset of `rows` to the file `to`, or into the folder `to` under its digest.
+
+    Rows that are unfit, and those whose question came before, are left out and counted. The same rows and settings make
+    the same bytes. Raises ConfigError where nothing is left, or too much.
+    """
+    folder = to if to.is_dir() else to.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".dataset-", dir=folder) as work:
+        leased, held_out = _Spool(Path(work) / "leased"), _Spool(Path(work) / "held-out")
+        with leased.file, held_out.file:
+            skipped = _sort_rows(rows, settings, leased, held_out, check_answer)
+            if not leased.lengths:
+                raise ConfigError("No row is left to train on." + _advice(skipped))
+            header = DatasetHeader(
+                name=settings.name,
+                grader=settings.grader,
+                system=settings.system,
+                rows=len(leased.lengths) + len(held_out.lengths),
+                held_out=len(held_out.lengths),
+                columns=settings.columns,
+            )
+            made = Path(work) / "dataset"
+            _assemble(made, header, leased, held_out)
+        spec = DatasetSpec(digest=file_digest(made), bytes=made.stat().st_size)
+        target = to / dataset_file(spec.digest) if to.is_dir() else to
+        made.chmod(0o644)
+        made.replace(target)
+        sync_folder(target.parent)
+    return Converted(target, spec, header, skipped)
+
+
+class _Spool:
+    """Rows on their way, and the length of each in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: IO[bytes] = path.open("w+b")
+        self.lengths = array("Q")
+        self.bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self.file.write(data)
+        self.lengths.append(len(data))
+        self.bytes += len(data)
+
+
+def _sort_rows(
+    rows: Iterable[SourceRow], settings: ConvertSettings, leased: _Spool, held_out: _Spool, check_answer: CheckAnswer
+) -> dict[str, Skipped]:
+    skipped: dict[str, Skipped] = {}
+    known = set[bytes]()
+    for source in rows:
+        try:
+            data, question = _fit(source, settings, known, check_answer)
+        except Unfit as unfit:
+            kind = skipped.setdefault(unfit.code, Skipped())
+            kind.count += 1
+            if len(kind.first) < NAMED_LINES:
+                kind.first.append(f"{source.file.name}:{source.line}")
+            continue
+        known.add(question)
+        (held_out if is_held_out(question, settings.held_out) else leased).add(data)
+        if len(known) > MAX_PROBLEMS or leased.bytes + held_out.bytes > MAX_DATASET_BYTES - _overhead(len(known)):
+            raise ConfigError(
+                f"A dataset has at most {MAX_PROBLEMS:,} rows and {MAX_DATASET_BYTES:,} bytes; make several of it."
+            )
+    return skipped
+
+
+def _fit(
+    source: SourceRow, settings: ConvertSettings, known: Container[bytes], check_answer: CheckAnswer
+) -> tuple[bytes, bytes]:
+    """Return a row's bytes and the digest of its question, none of the `known` ones; raises Unfit."""
+    row = _row(source, settings.columns)
+    try:
+        check_answer(settings.grader, row.answer)
+    except NodeError as error:
+        raise Unfit("bad_answer") from error
+    data, question = encode(row), question_digest(row)
+    if len(data) > MAX_ROW_BYTES:
+        raise Unfit("too_large")
+    if question in known:
+        raise Unfit("duplicate")
+    return data, question
+
+
+def _overhead(rows: int) -> int:
+    return MAX_HEADER_BYTES + OFFSET_BYTES * (rows + 2)
+
+
+def question_digest(row: DatasetRow) -> bytes:
+    """Return the digest of what is asked: prompt or messages, and neither answer nor metadata."""
+    return derive("swarmproof/1 dataset question", msgspec.json.encode((row.prompt, row.messages)))
+
+
+def is_held_out(question: bytes, share: float) -> bool:
+    """Return whether a row is held out of training where a `share` of them is.
+
+    By its own digest alone: a row stays on its side when others come and go, or its answer is corrected.
+    """
+    return int.from_bytes(question[:8], "big") < int(share * 2**64)
+
+
+def _assemble(path: Path, header: DatasetHeader, *spools: _Spool) -> None:
+    lengths = np.concatenate([np.array(spool.lengths, dtype="<u8") for spool in spools])
+    offsets = np.concatenate([np.zeros(1, dtype="<u8"), np.cumsum(lengths, dtype="<u8")])
+    with path.open("wb") as file:
+        file.write(preamble(header))
+        file.write(offsets.tobytes())
+        for spool in spools:
+            spool.file.seek(0)
+            shutil.copyfileobj(spool.file, file, 2**20)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _row(source: SourceRow, columns: Columns) -> DatasetRow:
+    """Return the row that `source` becomes; raises Unfit."""
+    if source.fields is None:
+        raise Unfit(source.complaint)
+    answer = _text(_column(source.fields, columns.answer))
+    if not answer.strip():
+        raise Unfit("empty_answer")
+    prompt = messages = None
+    if columns.messages is not None:
+        messages = _column(source.fields, columns.messages)
+        if isinstance(messages, str):
+            messages = _decoded(messages)
+    if columns.prompt is not None:
+        prompt = _text(_column(source.fields, columns.prompt))
+        if not prompt.strip():
+            raise Unfit("empty_prompt")
+    metadata = {name: _scalar(_column(source.fields, name)) for name in sorted(columns.metadata)}
+    try:
+        return msgspec.convert(
+            {"prompt": prompt, "messages": messages, "answer": answer, "metadata": metadata}, DatasetRow
+        )
+    except msgspec.ValidationError as error:
+        raise Unfit("bad_messages" if columns.messages is not None else "bad_row") from error
+
+
+def _column(fields: Mapping[str, Any], name: str) -> Any:
+    """Return a column's value; a dot in a name that is no column's leads into objects."""
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise Unfit("missing_column")
+        value = value[part]
+    return value
+
+
+def _text(value: Any) -> str:
+    """Return a value as text: what is neither text nor missing as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else _json(value)
+
+
+def _scalar(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | bool | int | float) else _json(value)
+
+
+def _json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Unfit("bad_value") from error
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Unfit("bad_messages") from error
+
+
+def _advice(skipped: Mapping[str, Skipped]) -> str:
+    most = max(skipped.items(), key=lambda item: item[1].count, default=None)
+    return "" if most is None else f" {most[1].count:,} were left out: {most[0]}, first at {most[1].first[0]}."
+
+
+__all__ = ["ConvertSettings", "Converted", "Skipped", "convert", "is_held_out"]

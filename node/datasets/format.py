@@ -1,0 +1,182 @@
+"""The canonical file of a dataset (docs/protocol.md, section 5.3).
+
+    magic     8 bytes, "SWPDATA1"
+    length    u32, little-endian: the bytes of the header
+    header    canonical JSON of `DatasetHeader`
+    offsets   rows + 1 times u64, little-endian: where each row begins, counted from the first; the last is the end
+    rows      canonical JSON of a `DatasetRow` each, nothing between them
+
+Rows that may be leased come first, held-out ones last. A file is verified as a whole before it is used, and mapped
+rather than read: a row costs its own bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from msgspec import Meta
+
+from node.errors import DatasetFault
+from node.protocol.grading import GraderSpec
+from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, Argument, DatasetSpec
+from shardcast.errors import Malformed
+from shardcast.wire import Wire, decode
+
+MAGIC = b"SWPDATA1"
+LENGTH_BYTES = 4
+OFFSET_BYTES = 8
+MAX_HEADER_BYTES = 64 * 1024
+MAX_ROW_BYTES = 2**20
+MAX_MESSAGES = 256
+MAX_METADATA = 64
+
+Column = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Columns(Wire, frozen=True):
+    """Columns of the source that the rows are made of; for people."""
+
+    prompt: Column | None
+    messages: Column | None
+    answer: Column
+    metadata: Annotated[tuple[Column, ...], Meta(max_length=MAX_METADATA)] = ()
+
+
+class DatasetHeader(Wire, frozen=True):
+    """What holds for all rows: the grader of their answers, and the `system` text before each, "" for none.
+
+    Of `rows`, the last `held_out` are never leased.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
+    grader: GraderSpec
+    system: Annotated[str, Meta(max_length=16_384)]
+    rows: Annotated[int, Meta(ge=1, le=MAX_PROBLEMS)]
+    held_out: Annotated[int, Meta(ge=0, le=MAX_PROBLEMS)]
+    columns: Columns
+
+    def __post_init__(self) -> None:
+        if self.held_out >= self.rows:
+            raise ValueError("held_out must leave a row to train on")
+
+    @property
+    def leased(self) -> int:
+        """How many rows slots are drawn from."""
+        return self.rows - self.held_out
+
+
+class Message(Wire, frozen=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class DatasetRow(Wire, frozen=True):
+    """One problem: either a `prompt`, or `messages` up to the assistant's turn; and the answer to grade against."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | None
+    messages: Annotated[tuple[Message, ...], Meta(min_length=1, max_length=MAX_MESSAGES)] | None
+    answer: Annotated[str, Meta(min_length=1)]
+    metadata: Annotated[dict[str, Argument | None], Meta(max_length=MAX_METADATA)]
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("a row has either a prompt or messages")
+        if self.messages is not None and self.messages[-1].role not in {"user", "tool"}:
+            raise ValueError("messages end before the assistant's turn")
+
+
+class Dataset:
+    """An open, verified file. Thread-safe; the mapping is closed with the last reference."""
+
+    def __init__(self, mapped: mmap.mmap, digest: str) -> None:
+        """Parse all of `mapped`; raises DatasetFault "dataset_malformed"."""
+        self.digest = digest
+        self.bytes = len(mapped)
+        self._mapped = mapped
+        try:
+            self.header, after = _header(mapped)
+            self._offsets, self._start = _offsets(mapped, after, rows=self.header.rows)
+            for index in range(self.header.rows):
+                self._decode(index)
+        except Malformed as error:
+            raise DatasetFault(f"the dataset is malformed: {error}", code="dataset_malformed") from error
+
+    @classmethod
+    def open(cls, path: Path, spec: DatasetSpec | None = None) -> Self:
+        """Open the file at `path`, the one that `spec` names unless that is None, and verify all of it.
+
+        Raises DatasetFault: "dataset_missing", "dataset_changed" if its size or digest is not the spec's, or
+        "dataset_malformed".
+        """
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if spec is not None and size != spec.bytes:
+                    detail = f"{path} has {size} bytes, and the run's dataset {spec.bytes}"
+                    raise DatasetFault(detail, code="dataset_changed")
+                if not len(MAGIC) + LENGTH_BYTES < size <= MAX_DATASET_BYTES:
+                    raise DatasetFault(f"{path} has {size} bytes, which no dataset has", code="dataset_malformed")
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DatasetFault(f"{path}: {error.strerror or error}", code="dataset_missing") from error
+        digest = blake3(mapped).hexdigest()
+        if spec is not None and digest != spec.digest:
+            raise DatasetFault(
+                f"{path} has the digest {digest[:16]}…, and the run's dataset {spec.digest[:16]}…",
+                code="dataset_changed",
+            )
+        return cls(mapped, digest)
+
+    def row(self, index: int) -> DatasetRow:
+        """Return row `index`; raises DatasetFault if there is none, or if the file was changed since it was opened."""
+        if not 0 <= index < self.header.rows:
+            detail = f"there is no row {index} among the dataset's {self.header.rows}"
+            raise DatasetFault(detail, code="dataset_malformed")
+        try:
+            return self._decode(index)
+        except Malformed as error:
+            raise DatasetFault(f"the dataset's file was changed: {error}", code="dataset_changed") from error
+
+    def _decode(self, index: int) -> DatasetRow:
+        begin, end = self._start + int(self._offsets[index]), self._start + int(self._offsets[index + 1])
+        try:
+            return decode(DatasetRow, self._mapped[begin:end], max_bytes=MAX_ROW_BYTES)
+        except Malformed as error:
+            raise Malformed(f"row {index}: {error}", code=error.code) from error
+
+
+def _header(mapped: mmap.mmap) -> tuple[DatasetHeader, int]:
+    """Return the header, and where it ends."""
+    if mapped[: len(MAGIC)] != MAGIC:
+        raise Malformed("it does not begin as a dataset does")
+    begin = len(MAGIC) + LENGTH_BYTES
+    length = int.from_bytes(mapped[len(MAGIC) : begin], "little")
+    if length > MAX_HEADER_BYTES:
+        raise Malformed(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}", code="oversized")
+    return decode(DatasetHeader, mapped[begin : begin + length], max_bytes=MAX_HEADER_BYTES), begin + length
+
+
+def _offsets(mapped: mmap.mmap, begin: int, *, rows: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int]:
+    """Return where each row begins and the last ends, relative to the first, and where that is in the file."""
+    start = begin + OFFSET_BYTES * (rows + 1)
+    if start > len(mapped):
+        raise Malformed("it ends within its offsets")
+    offsets = np.frombuffer(mapped[begin:start], dtype="<u8")
+    lengths = np.diff(offsets)  # unsigned: a descending pair wraps around to an enormous length
+    if offsets[0] != 0 or int(offsets[-1]) != len(mapped) - start or int(lengths.max()) > MAX_ROW_BYTES:
+        raise Malformed("its offsets are not those of its rows")
+    return offsets, start
+
+
+def preamble(header: DatasetHeader) -> bytes:
+    """Return what stands before the offsets."""
+    text = msgspec.json.encode(header)
+    return MAGIC + len(text).to_bytes(LENGTH_BYTES, "little") + text
