@@ -17,6 +17,7 @@ import click
 from coordinator.calibration.command import calibrate
 from coordinator.commands.backup import backup, restore
 from coordinator.commands.check import check
+from coordinator.commands.dataset import dataset
 from coordinator.commands.evaluate import evaluate
 from coordinator.commands.export import export
 from coordinator.commands.options import (
@@ -38,6 +39,7 @@ from coordinator.run.peer_setup import open_to_peers
 from node.commands.engine_options import check_engine, engine_options, prefills_maker
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import EXISTING_FILE, listen_options, metrics_options
+from node.datasets.folder import DATASETS
 from node.keys.identity import load_key
 from node.protocol.run import HonestSpec, RunSpec
 from node.relay.advice import source_url
@@ -240,7 +242,7 @@ def coordinator(
     from coordinator.run.leader import Leader, leader_thread
     from coordinator.run.service import Coordinator
 
-    _, spec = read_run_file(run_file)
+    _, spec = read_run_file(run_file, datasets=data / DATASETS)
     run_key = load_key(key)
     relays = tuple(map(source_url, relays))
     limits = allow_connections(
@@ -287,5 +289,5 @@ def coordinator(
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
-COMMANDS += [plan, evaluate, problems, export, backup, restore, check]
+COMMANDS += [dataset, plan, evaluate, problems, export, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from coordinator.commands.options import datasets_folder, datasets_option
 from coordinator.errors import BadConfiguration
 from node.commands.engine_options import ENGINES, check_engine, compute_options
 from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
@@ -77,6 +78,7 @@ from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
     type=FOLDER,
     help="A folder for calibration.json and calibration.png.",
 )
+@datasets_option
 @compute_options
 @json_option("One line of JSON instead of tables.")
 def calibrate(
@@ -90,6 +92,7 @@ def calibrate(
     false_rejections: float | None,
     out: Path | None,
     report: Path | None,
+    datasets: Path | None,
     device: str,
     threads: int | None,
     as_json: bool,
@@ -116,8 +119,10 @@ def calibrate(
     from coordinator.calibration.write_limits import calibrated_text
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
+    from node.datasets.folder import find_datasets
 
-    text, spec = read_run_file(run_file)
+    folder = datasets_folder(run_file, datasets)
+    text, spec = read_run_file(run_file, datasets=folder)
     calibrated_text(text, spec, remarks=())  # fail early for a file that cannot take limits
     out = out or run_file.with_name(f"{run_file.stem}.calibrated.toml")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +138,7 @@ def calibrate(
         groups=groups,
         cheat_groups=cheat_groups,
         false_rejections=false_rejections,
+        datasets=find_datasets(folder, spec.datasets),
     )
     found = asyncio.run(run(resolve_chat(spec), settings))
     written = [out]

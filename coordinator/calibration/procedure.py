@@ -29,7 +29,7 @@ from node.client.http import measure_body
 from node.commands.engine_options import prefills_maker
 from node.engines.device import find_device
 from node.engines.vllm_settings import VllmSettings
-from node.environments import check_rewards, load_environments
+from node.environments import NO_DATASETS, check_rewards, load_environments
 from node.policy.file import inspect_policy, load_policy, save_policy, write_policy
 from node.policy.models import RECURRENT
 from node.policy.reading import OpenPolicy
@@ -57,7 +57,8 @@ class CalibrationSettings:
     """Calibration settings. `policy` None uses the run's first; `false_rejections` None the run's own.
 
     `engines` are those of workers, `verifier` is that of the run's verifiers; each is made by
-    `node.commands.engine_options`, with `device`, `threads` and the settings `vllm`.
+    `node.commands.engine_options`, with `device`, `threads` and the settings `vllm`. `datasets` are the files of the
+    run's datasets, by digest.
     """
 
     engines: Sequence[str] = ("torch",)
@@ -69,6 +70,7 @@ class CalibrationSettings:
     groups: int = 128
     cheat_groups: int = 32
     false_rejections: float | None = None
+    datasets: Mapping[str, Path] = NO_DATASETS
 
     @property
     def shared_vllm(self) -> Mapping[str, Any]:
@@ -108,7 +110,7 @@ class _Calibration:
     async def run(self) -> CalibrationResult:
         settings = self._settings
         if settings.cheat_groups:  # the best-of-eight cheat needs rewards; fail early
-            check_rewards(load_environments(self._spec))
+            check_rewards(load_environments(self._spec, settings.datasets))
         options = {"device": settings.device, "threads": settings.threads, **settings.shared_vllm}
         make = prefills_maker(settings.verifier, state=self._folder / "verifier", **options)
         self._path = await asyncio.to_thread(_policy_file, self._spec, settings.policy, self._folder)
@@ -118,7 +120,7 @@ class _Calibration:
             raise BadConfiguration(
                 "vLLM has no models for recurrent policies: calibrate with --engine torch and --verifier torch"
             )
-        self._slots = SyntheticSlots(self._spec, blueprint)
+        self._slots = SyntheticSlots(self._spec, blueprint, datasets=settings.datasets)
         self._workers = make_workers(settings.engines, recurrent=recurrent, **options)
         prefills = make_prefills(self._spec, make)
         try:

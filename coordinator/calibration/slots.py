@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
+from pathlib import Path
 
 from node.engines.base import SampleRequest
-from node.environments import load_environments
+from node.environments import NO_DATASETS, load_environments
 from node.episodes.conversation import graded
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint
@@ -19,10 +21,10 @@ RUN_ID = "00" * 32
 class SyntheticSlots:
     """Slots of `spec` under a random manifest digest, so that no real slot of a run is revealed."""
 
-    def __init__(self, spec: RunSpec, blueprint: Blueprint) -> None:
+    def __init__(self, spec: RunSpec, blueprint: Blueprint, *, datasets: Mapping[str, Path] = NO_DATASETS) -> None:
         self.blueprint = blueprint
         self._spec = spec
-        self._environments = load_environments(spec)
+        self._environments = load_environments(spec, datasets)
         self._manifest = secrets.token_hex(32)
         self._next = 0
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
+from coordinator.commands.options import (
+    datasets_folder,
+    datasets_option,
+    number_option,
+    policy_option,
+    run_file_option,
+    seed_option,
+)
 from coordinator.errors import BadConfiguration
 from node.commands.engine_options import check_engine, engine_maker, engine_options
 from node.commands.options import EXISTING_FOLDER, json_option
@@ -38,6 +45,7 @@ if TYPE_CHECKING:  # imports torch, too slow for --help
     help="0 takes the likeliest token always.  [default: the run's]",
 )
 @seed_option("Draws the problems and the completions: the same seed, the same both.")
+@datasets_option
 @engine_options
 @json_option("One line of JSON instead of a table.")
 def evaluate(
@@ -50,6 +58,7 @@ def evaluate(
     samples: int,
     temperature: float | None,
     seed: int,
+    datasets: Path | None,
     engine: str,
     as_json: bool,
     **compute: Any,
@@ -73,6 +82,7 @@ def evaluate(
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
     from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
+    from node.datasets.folder import find_datasets
 
     with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
         make_engine = engine_maker(engine, state=Path(folder), **compute)
@@ -82,9 +92,11 @@ def evaluate(
             )
         except ValueError as error:
             raise click.UsageError(f"{error}.") from error
-        spec = resolve_chat(read_run_file(run_file)[1])
+        folder_of_datasets = datasets_folder(run_file, datasets)
+        spec = resolve_chat(read_run_file(run_file, datasets=folder_of_datasets)[1])
         file = _published(trainer, version) if trainer is not None else policy_file(spec, policy, Path(folder))
-        found = evaluate_policy(file, spec=spec, settings=settings)
+        files = find_datasets(folder_of_datasets, spec.datasets)
+        found = evaluate_policy(file, spec=spec, settings=settings, datasets=files)
     if as_json:
         import msgspec
 

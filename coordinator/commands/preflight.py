@@ -14,6 +14,7 @@ from coordinator.run.chat import as_begun
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, find_home
 from coordinator.storage.faults import DatabaseAway
+from node.datasets.folder import DATASETS
 from node.doctor.chat import check_chat
 from node.doctor.machine import LEAST_DISK_BYTES, check_disk
 from node.doctor.model import check_first_policy, check_submission_size
@@ -41,7 +42,7 @@ def _examine(
 ) -> Iterator[Check]:
     spec = key = None
     try:
-        _, spec = read_run_file(run_file)
+        _, spec = read_run_file(run_file, datasets=data / DATASETS)
         yield fine("run_file", f"{run_file} defines the run {spec.name!r}.")
     except (BadConfiguration, NodeError) as error:
         yield problem("run_file", f"{error}.", advice="Correct the file.")

@@ -12,7 +12,14 @@ import click
 import msgspec
 
 from coordinator.commands.evaluate import policy_file, print_table
-from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
+from coordinator.commands.options import (
+    datasets_folder,
+    datasets_option,
+    number_option,
+    policy_option,
+    run_file_option,
+    seed_option,
+)
 from coordinator.errors import BadConfiguration
 from node.commands.engine_options import check_engine, engine_maker, engine_options
 from node.commands.options import FILE, json_option
@@ -26,7 +33,7 @@ if TYPE_CHECKING:  # imports torch, too slow for --help
 @click.command()
 @run_file_option("The run.toml whose environments are filtered.")
 @policy_option
-@number_option("--count", "Problems of each environment that are measured, from index 0 on.", most=65_536, default=512)
+@number_option("--count", "Problems of each environment that are measured, from index 0 on.", most=2**20, default=512)
 @number_option("--samples", "Completions of each problem.", most=1024, default=8)
 @click.option(
     "--min",
@@ -47,6 +54,7 @@ if TYPE_CHECKING:  # imports torch, too slow for --help
     help="The highest.",
 )
 @seed_option("Draws the completions: the same seed, the same problems are kept.")
+@datasets_option
 @engine_options
 @click.option(
     "--out",
@@ -63,6 +71,7 @@ def problems(
     lowest: float,
     highest: float,
     seed: int,
+    datasets: Path | None,
     engine: str,
     out: Path | None,
     as_json: bool,
@@ -83,6 +92,7 @@ def problems(
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
     from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
+    from node.datasets.folder import find_datasets
 
     with tempfile.TemporaryDirectory(prefix="problems-") as folder:
         make_engine = engine_maker(engine, state=Path(folder), **compute)
@@ -92,11 +102,13 @@ def problems(
             )
         except ValueError as error:
             raise click.UsageError(f"{error}.") from error
-        text, spec = read_run_file(run_file)
+        folder_of_datasets = datasets_folder(run_file, datasets)
+        text, spec = read_run_file(run_file, datasets=folder_of_datasets)
         out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
         _check_result(text, spec, count=count, out=out)
         first = policy_file(spec, policy, Path(folder))
-        found = filter_problems(first, spec=resolve_chat(spec), settings=settings)
+        files = find_datasets(folder_of_datasets, spec.datasets)
+        found = filter_problems(first, spec=resolve_chat(spec), settings=settings, datasets=files)
     if not as_json:
         _show(found)
     if empty := [one.name for one in found if not one.kept]:

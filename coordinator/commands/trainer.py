@@ -31,6 +31,7 @@ from node.runtime.logs import name_process
 if TYPE_CHECKING:
     from coordinator.training.trackers import Tracker
     from coordinator.training.trainer import TrainerSettings
+    from shardcast import Origin
 
 
 @click.command()
@@ -167,7 +168,8 @@ def _train(
         **broadcast,
     )
     host, port = serving.pop("host"), serving.pop("port")
-    server = OriginServer(origin, host, port, limits=server_limits(**serving))
+    contents = _publish_datasets(home, run_key, settings.state, threads=broadcast["threads"])
+    server = OriginServer(origin, host, port, limits=server_limits(**serving), contents=contents)
     click.echo(f"origin  http://{host}:{server.start()}")
     name_process(run=home.run_id, name="trainer")
     registry = role_registry("trainer", home, state=settings.state)
@@ -181,7 +183,26 @@ def _train(
             work.run()
     finally:
         server.stop()
-        origin.close()
+        for each in (origin, *contents.values()):
+            each.close()
+
+
+def _publish_datasets(home: Home, run_key: Ed25519PrivateKey, state: Path, *, threads: int | None) -> dict[str, Origin]:
+    """Sign the run's datasets for whoever joins; raises BadConfiguration for one that is not in the data folder."""
+    from node.datasets.folder import DATASETS
+    from shardcast import publish_content
+
+    published: dict[str, Origin] = {}
+    for dataset in home.spec.datasets:
+        if (path := home.datasets.get(dataset.digest)) is None:
+            raise BadConfiguration(
+                f"the dataset {dataset.digest[:16]}… is not in {home.folder / DATASETS}: copy it there from the "
+                "coordinator's --data"
+            )
+        published[dataset.digest] = publish_content(
+            path, digest=dataset.digest, folder=state / DATASETS, key=run_key, run_id=home.run_id, threads=threads
+        )
+    return published
 
 
 def _run_key(home: Home, path: Path) -> Ed25519PrivateKey:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
-from node.environments import load_environment, load_environments
-from node.protocol.run import RunSpec, parse_run_toml
+from node.datasets.folder import find_datasets
+from node.environments import load_environment
+from node.protocol.chat import ChatFormat
+from node.protocol.run import DATASET, RunSpec, parse_run_toml
 from shardcast.errors import Malformed
 
 
-def read_run_file(path: Path) -> tuple[str, RunSpec]:
-    """Return the file's text and its RunSpec; raises BadConfiguration if this installation cannot run it."""
+def read_run_file(path: Path, *, datasets: Path | None = None) -> tuple[str, RunSpec]:
+    """Return the file's text and its RunSpec; raises BadConfiguration if this installation cannot run it.
+
+    Datasets are verified where the folder `datasets` is given; raises DatasetFault for one that is missing or another.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         spec = parse_run_toml(text)
@@ -19,9 +24,10 @@ def read_run_file(path: Path) -> tuple[str, RunSpec]:
         raise BadConfiguration(f"{path} is not UTF-8 text") from error
     except Malformed as error:
         raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
-    if isinstance(spec.sampling.chat, str):  # not data yet: `coordinator.run.chat`
-        for environment in spec.environments:
-            load_environment(environment)
-    else:
-        load_environments(spec)
+    here = {} if datasets is None else find_datasets(datasets, spec.datasets)
+    # A name of a chat format is no data yet: `coordinator.run.chat`.
+    chat = spec.sampling.chat if isinstance(spec.sampling.chat, ChatFormat) else None
+    for environment in spec.environments:
+        if datasets is not None or not environment.name.startswith(DATASET):
+            load_environment(environment, here, chat=chat)
     return text, spec

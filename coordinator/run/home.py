@@ -18,6 +18,7 @@ from coordinator.storage.database import Database, sqlite_url, without_password
 from coordinator.storage.facts import BLOBS, PUBLIC_KEY, SPEC, add_facts, read_facts
 from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.open_blobs import open_blobs
+from node.datasets.folder import DATASETS, find_datasets
 from node.protocol.messages import RunEntry
 from node.protocol.run import RunSpec, run_id_of
 from shardcast.wire import decode, encode
@@ -44,6 +45,11 @@ class Home:
     def run_id(self) -> str:
         """The run id, a digest of the public key."""
         return run_id_of(self.public_key)
+
+    @property
+    def datasets(self) -> dict[str, Path]:
+        """The files of the run's datasets that are in the data folder, by digest; not verified."""
+        return find_datasets(self.folder / DATASETS, self.spec.datasets)
 
 
 def create_home(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -20,7 +20,15 @@ import msgspec
 
 from node.engines.base import Engine, Interrupted, MakeEngine, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
-from node.environments import Environment, Problem, check_rewards, load_environments
+from node.environments import (
+    NO_DATASETS,
+    Environment,
+    EnvironmentFault,
+    Problem,
+    check_rewards,
+    held_out_rows,
+    load_environments,
+)
 from node.episodes.conversation import asking, graded
 from node.errors import NodeError
 from node.policy.file import Blueprint, render_prompt
@@ -96,14 +104,20 @@ def evaluate_policy(
     *,
     spec: RunSpec,
     settings: EvaluationSettings,
+    datasets: Mapping[str, Path] = NO_DATASETS,
     stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Evaluate the policy file `policy` on held-out problems of the environments of `spec`; blocks until done.
 
+    Of a dataset these are its held-out rows, of which there may be fewer; `datasets` are their files, by digest.
+
     `stop` is polled, and raises Interrupted when true. Raises EnvironmentFault or SandboxFailed if this machine cannot
     compute rewards, PolicyError for the file, and EngineError. Must not be called from a running event loop.
     """
-    found = [tasks.measured(spec) for tasks in judge_tasks(policy, spec=spec, settings=settings, stop=stop)]
+    found = [
+        tasks.measured(spec)
+        for tasks in judge_tasks(policy, spec=spec, settings=settings, datasets=datasets, stop=stop)
+    ]
     judged = [(one.reward, one.weight) for one in found if one.reward is not None]
     weights = sum(weight for _, weight in judged)
     return Evaluation(
@@ -120,13 +134,14 @@ def judge_tasks(
     *,
     spec: RunSpec,
     settings: EvaluationSettings,
+    datasets: Mapping[str, Path] = NO_DATASETS,
     indexes: Sequence[int] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[TaskSet]:
-    """Judge completions of the problems `indexes` of each environment, or of held-out ones; raises as
-    `evaluate_policy`.
+    """Judge completions of the problems `indexes` of each environment, those that it has, or of held-out ones; raises
+    as `evaluate_policy`.
     """
-    environments = load_environments(spec)
+    environments = load_environments(spec, datasets)
     check_rewards(environments)
     drawing = _drawing(spec, settings)
     return asyncio.run(_evaluate(policy, drawing, environments, settings=settings, indexes=indexes, stop=stop))
@@ -135,6 +150,23 @@ def judge_tasks(
 def held_out(*, seed: int, environment: int, count: int) -> list[int]:
     """Return the indices of the first `count` held-out problems of environment number `environment` of the run."""
     return [int.from_bytes(_derive(seed, environment, number)[:8], "big") >> 1 for number in range(count)]
+
+
+def _indexes(
+    environment: Environment, settings: EvaluationSettings, place: int, wanted: Sequence[int] | None
+) -> Sequence[int]:
+    """Return those `wanted` that environment number `place` has, or if None the held-out ones.
+
+    Of a dataset's held-out rows the seed draws; raises EnvironmentFault where it has none.
+    """
+    rows = held_out_rows(environment)
+    if rows is None:
+        return held_out(seed=settings.seed, environment=place, count=settings.problems) if wanted is None else wanted
+    if wanted is not None:
+        return [index for index in wanted if index < rows.start]
+    if not rows:
+        raise EnvironmentFault(f"{environment.name} has no held-out rows to evaluate on", code="no_held_out_rows")
+    return sorted(rows, key=lambda row: _derive(settings.seed, place, row))[: settings.problems]
 
 
 def confidence(mean: float, count: int) -> tuple[float, float]:
@@ -214,8 +246,7 @@ class TaskSet:
         self.environment = environment
         self.lengths: list[int] = []
         self._policy, self._settings, self._place = policy, settings, environment_index
-        if indexes is None:
-            indexes = held_out(seed=settings.seed, environment=environment_index, count=settings.problems)
+        indexes = _indexes(environment, settings, environment_index, indexes)
         self._problems: list[Problem] = [environment.problem(index) for index in indexes]
         self.rewards: list[list[float]] = [[] for _ in indexes]
         self._drawn = list(range(len(self._problems)))

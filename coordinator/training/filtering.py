@@ -6,7 +6,7 @@ run.toml (`environments.problems`), so that everybody draws slots from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ import msgspec
 from coordinator.training.evaluation import EvaluationSettings, judge_tasks
 from node.engines.base import MakeEngine
 from node.engines.torch import TorchEngine
+from node.environments import NO_DATASETS
 from node.protocol.run import EnvironmentSpec, ProblemsSpec, RunSpec
 
 
@@ -61,12 +62,18 @@ class Filtered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def filter_problems(
-    policy: Path, *, spec: RunSpec, settings: FilterSettings, stop: Callable[[], bool] = lambda: False
+    policy: Path,
+    *,
+    spec: RunSpec,
+    settings: FilterSettings,
+    datasets: Mapping[str, Path] = NO_DATASETS,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Filtered]:
     """Filter the first problems of each environment by the policy file `policy`; blocks and raises as
-    `evaluate_policy`.
+    `evaluate_policy`. Of a dataset, rows that are held out are no problems to be kept.
     """
-    drawn = judge_tasks(policy, spec=spec, settings=settings.drawing(), indexes=range(settings.count), stop=stop)
+    indexes = range(settings.count)
+    drawn = judge_tasks(policy, spec=spec, settings=settings.drawing(), datasets=datasets, indexes=indexes, stop=stop)
     rates = [[fmean(rewards) if rewards else None for rewards in tasks.rewards] for tasks in drawn]
     return [
         _filtered(environment, found, settings) for environment, found in zip(spec.environments, rates, strict=True)
