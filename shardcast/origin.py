@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -265,6 +266,9 @@ class Origin:
         return found
 
 
+NO_ORIGINS: Final[Mapping[str, Origin]] = MappingProxyType({})
+
+
 class OriginServer:
     """Serve an origin from a thread with its own event loop; `publish` may be called from any thread.
 
@@ -278,7 +282,7 @@ class OriginServer:
         port: int = 0,
         *,
         limits: ServerLimits = DEFAULT_SERVER_LIMITS,
-        contents: Mapping[str, Origin] = MappingProxyType({}),
+        contents: Mapping[str, Origin] = NO_ORIGINS,
     ) -> None:
         self._origin, self._host, self._port, self._limits = origin, host, port, limits
         self._contents = contents

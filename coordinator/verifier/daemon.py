@@ -27,6 +27,8 @@ from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits, encode_evidence, kept_tokens
 from coordinator.verifier.policy_cache import PolicyCache
+from node.datasets.fetching import dataset_feed
+from node.datasets.folder import DATASETS
 from node.environments import load_environments
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
@@ -77,14 +79,34 @@ class Verifier:
         self._home = home
         self._settings = settings
         self._metrics = metrics or VerifierMetrics()
-        environments = load_environments(home.spec)
-        self._rules = Rules(home.run_id, home.spec, environments)
+        self._rules = Rules(home.run_id, home.spec, [])
         self._bodies = body_reader(home)
         self._history = KeptHistory(settings.state, run_id=home.run_id)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
         torch.set_num_threads(self._settings.threads)
+        with contextlib.suppress(Stopped):
+            datasets = await race(self._datasets(), stop)
+            environments = [load_environment(environment, datasets) for environment in self._home.spec.environments]
+            self._rules = Rules(self._home.run_id, self._home.spec, environments)
+            await self._verify_until(stop)
+
+    async def _datasets(self) -> Mapping[str, Path]:
+        """Return the files of the run's datasets: the data folder's, or fetched where that has not all of them."""
+        home, here = self._home, self._home.datasets
+        if len(here) == len(home.spec.datasets):
+            return here
+        async with dataset_feed(
+            home.spec,
+            run_id=home.run_id,
+            publisher_key=home.public_key,
+            sources=self._settings.sources,
+            folder=self._settings.state / DATASETS,
+        ) as feed:
+            return await feed.fetch()
+
+    async def _verify_until(self, stop: asyncio.Event) -> None:
         async with Client(
             run_id=self._home.run_id,
             publisher_key=self._home.public_key,

@@ -29,7 +29,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +43,8 @@ from node.audit.report import Report, render_json, show
 from node.client.api import CoordinatorClient
 from node.client.http import ExchangeLimits, printable
 from node.client.ssrf import not_nearer
+from node.datasets.fetching import dataset_feed
+from node.datasets.folder import DATASETS
 from node.errors import BadReply, ConfigError, NodeError, StateError
 from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
@@ -56,6 +58,7 @@ from node.protocol.run import Descriptor
 from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
 from shardcast.errors import PeerFault, ShardcastError
+from shardcast.fetch.raw_http import MayConnect
 from shardcast.files import read_bounded, write_atomically
 from shardcast.urls import valid_sources
 from shardcast.wire import digest, is_digest
@@ -65,6 +68,7 @@ MAX_LOG_ENTRIES: Final = 4_000_000
 PAGE_ENTRIES: Final = 1000
 MAX_PAGE_BYTES: Final = LOG_ENTRIES.max_reply_bytes
 PATIENCE_SECONDS: Final = 30.0
+DATASETS_SECONDS: Final = 900.0
 LIMITS: Final = ExchangeLimits(reply_seconds=120.0)
 
 
@@ -270,13 +274,15 @@ class _Auditor:
             return
         announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
         sources = valid_sources((*self._sources, *descriptor.relays, *announced.relays))
+        may_connect = not_nearer(lambda: self._coordinator.reach, own=self._sources)
         async with EvidenceAuditor(
             self._coordinator,
             descriptor=descriptor,
             checkpoint=checkpoint,
             entries=entries,
+            datasets=await self._fetch_datasets(descriptor, sources, may_connect),
             sources=sources,
-            may_connect=not_nearer(lambda: self._coordinator.reach, own=self._sources),
+            may_connect=may_connect,
             folder=self._state / "policies",
             prefills=self._prefills,
             policy_memory=self._policy_memory,
@@ -286,3 +292,20 @@ class _Auditor:
                 self._report.checked.append(checked)
                 if problem is not None:
                     self._report.problems.append(problem)
+
+    async def _fetch_datasets(
+        self, descriptor: Descriptor, sources: Sequence[str], may_connect: MayConnect
+    ) -> Mapping[str, Path]:
+        """Return the verified files of the run's datasets; raises ShardcastError where they cannot be had in time."""
+        run_key = self._coordinator.run_key
+        if run_key is None:
+            raise RuntimeError("a verified descriptor leaves the run's key")
+        async with dataset_feed(
+            descriptor.spec,
+            run_id=descriptor.run_id,
+            publisher_key=run_key,
+            sources=sources,
+            folder=self._state / DATASETS,
+            may_connect=may_connect,
+        ) as feed:
+            return await feed.fetch(timeout_s=DATASETS_SECONDS)

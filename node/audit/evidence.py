@@ -77,6 +77,7 @@ class EvidenceAuditor:
         descriptor: Descriptor,
         checkpoint: Checkpoint,
         entries: Sequence[LogEntry | None],
+        datasets: Mapping[str, Path],
         sources: Sequence[str],
         may_connect: MayConnect,
         folder: Path,
@@ -89,7 +90,7 @@ class EvidenceAuditor:
         self._run_id, self._spec = descriptor.run_id, descriptor.spec
         self._checkpoint = checkpoint
         self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
-        environments = load_environments(descriptor.spec)
+        environments = load_environments(descriptor.spec, datasets)
         self._rules = Rules(self._run_id, self._spec, environments)
         keep = self._spec.sampling.max_version_lead + POLICIES_ON_DISK
         broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep, may_connect=may_connect)

@@ -16,6 +16,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.client.ssrf import not_nearer
+from node.datasets.fetching import DatasetFeed, dataset_feed
+from node.datasets.folder import DATASETS
 from node.errors import CoordinatorFault
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.relay.advice import ANNOUNCE_SECONDS, Announcer, announcement, serving_url, source_url, sources_of
@@ -76,6 +78,7 @@ async def _join(settings: RelaySettings, key: Ed25519PrivateKey, watch: Watch) -
 
 async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> None:
     descriptor, client = session.descriptor, session.client
+    may_connect = anywhere if settings.upstreams else not_nearer(lambda: client.reach)
     relay = Relay(
         settings.upstreams,
         store_dir=settings.state / "shardcast",
@@ -87,24 +90,45 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         quota_bytes=settings.quota_bytes,
         server_limits=settings.server_limits,
         watch=watch,
-        may_connect=anywhere if settings.upstreams else not_nearer(lambda: client.reach),
+        may_connect=may_connect,
     )
-    port = await relay.start(settings.host, settings.port)
+    async with dataset_feed(
+        descriptor.spec,
+        run_id=settings.join.run_id,
+        publisher_key=session.run_key,
+        sources=settings.upstreams,
+        folder=settings.state / DATASETS,
+        threads=settings.threads,
+        may_connect=may_connect,
+    ) as datasets:
+        await _follow(settings, session, relay, datasets)
+
+
+async def _follow(settings: RelaySettings, session: RunSession, relay: Relay, datasets: DatasetFeed) -> None:
+    """Serve, announced, until cancelled."""
+    descriptor, client = session.descriptor, session.client
+    port = await relay.start(settings.host, settings.port, contents=datasets.offer())
+    fetching = asyncio.create_task(datasets.fetch())
     try:
         url = source_url(settings.public_url or serving_url(settings.host, port))
         log.info("relaying run %s… at %s", settings.join.run_id[:16], url)
         operators = [known for known in valid_sources(descriptor.relays) if known != url]
         if not settings.upstreams:
             relay.set_upstreams(operators)
+            datasets.set_sources(operators)
         announcer = Announcer(client)
         while True:
-            await _keep_in_touch(announcer, relay, url, None if settings.upstreams else operators)
+            await _keep_in_touch(announcer, relay, datasets, url, None if settings.upstreams else operators)
             await asyncio.sleep(max(ANNOUNCE_SECONDS, announcer.pause_seconds))
     finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
         await relay.stop()
 
 
-async def _keep_in_touch(announcer: Announcer, relay: Relay, url: str, operators: Sequence[str] | None) -> None:
+async def _keep_in_touch(
+    announcer: Announcer, relay: Relay, datasets: DatasetFeed, url: str, operators: Sequence[str] | None
+) -> None:
     """Announce this relay and, unless `operators` is None, update its upstreams, with those for a last resort.
 
     Failures are logged.
@@ -118,3 +142,4 @@ async def _keep_in_touch(announcer: Announcer, relay: Relay, url: str, operators
     if operators is not None:
         urls, stripes = sources_of(advice, own=url)
         relay.set_upstreams(urls, stripes=stripes, last_resort=operators)
+        datasets.set_sources(urls, last_resort=operators)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.client.api import DEFAULT_BACKOFF, FOREVER
 from node.client.http import Backoff
 from node.client.ssrf import not_nearer
+from node.datasets.fetching import DatasetFeed, dataset_feed
+from node.datasets.folder import DATASETS
 from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
-from node.errors import BadReply, EngineFailed, Refused
+from node.errors import BadReply, CoordinatorFault, EngineFailed, Refused
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
 from node.protocol.control import FREE_PURPOSES, Purpose
@@ -47,7 +50,7 @@ from node.worker.standing import StandingPoller
 from node.worker.state import WorkerState
 from node.worker.status import figures, save_status
 from shardcast import Client as BroadcastClient
-from shardcast import ServerLimits
+from shardcast import ServedState, ServerLimits
 from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
@@ -102,6 +105,21 @@ async def run_worker(
                 return
             descriptor = session.descriptor
             state.bind(settings.join.run_id, descriptor.spec.digest)
+            feed = await stack.enter_async_context(
+                dataset_feed(
+                    descriptor.spec,
+                    run_id=settings.join.run_id,
+                    publisher_key=session.run_key,
+                    sources=valid_sources(descriptor.relays),
+                    folder=settings.state / DATASETS,
+                    threads=settings.threads,
+                    may_connect=not_nearer(lambda: session.client.reach),
+                )
+            )
+            try:
+                datasets = await race(_fetch_datasets(feed, session), stop)
+            except Stopped:
+                return
             broadcast = BroadcastClient(
                 settings.join.run_id,
                 session.run_key,
@@ -119,9 +137,21 @@ async def run_worker(
                 state=state,
                 broadcast=await stack.enter_async_context(broadcast),
                 engine=make_engine(descriptor.spec),
+                datasets=datasets,
+                contents=feed.offer(),
                 observer=observer,
             )
             await worker.run(stop)
+
+
+async def _fetch_datasets(feed: DatasetFeed, session: RunSession) -> Mapping[str, Path]:
+    """Fetch the run's datasets, from the relays that were announced as well as the operator's."""
+    if session.descriptor.spec.datasets:
+        operators = valid_sources(session.descriptor.relays)
+        with contextlib.suppress(CoordinatorFault):
+            announced = await session.client.relays()
+            feed.set_sources((*operators, *announced.relays), last_resort=operators)
+    return await feed.fetch()
 
 
 class Worker:
@@ -136,8 +166,11 @@ class Worker:
         state: WorkerState,
         broadcast: BroadcastClient,
         engine: Engine,
+        datasets: Mapping[str, Path],
+        contents: Mapping[str, ServedState],
         observer: Observer = NO_OBSERVER,
     ) -> None:
+        self._contents = contents
         self._settings, self._session, self._state, self._observer = settings, session, state, observer
         self._client, self._spec = client, spec = session.client, session.descriptor.spec
         self._known_relays = valid_sources(session.descriptor.relays)
@@ -145,7 +178,7 @@ class Worker:
         self._group = asyncio.TaskGroup()
         backoff, run_id = settings.backoff, settings.join.run_id
         self._feed = PolicyFeed(broadcast, backoff=backoff, arrived=changed, observer=observer)
-        self._host = EngineHost(engine, self._feed, spec=spec, run_id=run_id, observer=observer)
+        self._host = EngineHost(engine, self._feed, spec=spec, run_id=run_id, datasets=datasets, observer=observer)
         instance = load_instance(state.folder)
         self._registrar = Registrar(
             client,
@@ -366,7 +399,7 @@ class Worker:
     async def _refresh(self) -> None:
         """Keep the list of relays current; the descriptor's are used until the coordinator names others."""
         serving = self._settings.serving
-        own = None if serving is None else await self._feed.serve(serving, self._settings.server_limits)
+        own = None if serving is None else await self._feed.serve(serving, self._settings.server_limits, self._contents)
         announcer = Announcer(self._client)
         while True:
             try:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
-from node.environments import load_environments
+from node.environments import NO_DATASETS, load_environments
 from node.environments.base import EnvironmentFault
 from node.episodes.expected import expected_of
 from node.errors import EngineFailed
@@ -47,7 +48,14 @@ class EngineHost:
     """One engine under a run's rules; `switches` counts policies loaded while slots were active."""
 
     def __init__(
-        self, engine: Engine, feed: PolicyFeed, *, spec: RunSpec, run_id: str, observer: Observer = NO_OBSERVER
+        self,
+        engine: Engine,
+        feed: PolicyFeed,
+        *,
+        spec: RunSpec,
+        run_id: str,
+        datasets: Mapping[str, Path] = NO_DATASETS,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.name = engine.name
         self.switches = 0
@@ -59,7 +67,7 @@ class EngineHost:
         self._run_id = run_id
         self._lead = spec.sampling.max_version_lead
         self._observer = observer
-        self._environments = load_environments(spec)
+        self._environments = load_environments(spec, datasets)
 
     @property
     def version(self) -> int | None:

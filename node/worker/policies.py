@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from node.protocol.messages import RelayList
 from node.relay.advice import Serving, serving_url, source_url, sources_of
 from node.runtime.signals import Stopped, race
 from node.worker.events import NO_OBSERVER, EventKind, Observer
-from shardcast import Client, Fetched, Head, ServerLimits, VersionProgress
+from shardcast import Client, Fetched, Head, ServedState, ServerLimits, VersionProgress
 from shardcast.errors import NoVersionYet, ShardcastError
 
 log = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ class PolicyFeed:
             self._advice = advice
             self._sources_changed.set()
 
-    async def serve(self, serving: Serving, limits: ServerLimits) -> str:
-        """Serve fetched policies to others; return the public URL."""
-        port = await self._broadcast.serve(serving.host, serving.port, limits=limits)
+    async def serve(self, serving: Serving, limits: ServerLimits, contents: Mapping[str, ServedState]) -> str:
+        """Serve fetched policies and `contents`, the run's datasets, to others; return the public URL."""
+        port = await self._broadcast.serve(serving.host, serving.port, limits=limits, contents=contents)
         url = source_url(serving.public_url or serving_url(serving.host, port))
         log.info("serving policies at %s", url)
         return url

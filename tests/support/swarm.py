@@ -62,7 +62,7 @@ from node.submission.writer import write_rollouts
 from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
 from node.worker.daemon import WorkerSettings, run_worker
-from shardcast import Origin, OriginServer
+from shardcast import Origin, OriginServer, publish_content
 from shardcast.envelope import open_envelope
 from shardcast.manifest import SignedManifest
 from shardcast.wire import decode, digest, encode
@@ -216,7 +216,7 @@ class Swarm:
         return expected_of(
             self.home.spec,
             self.engine.policy,
-            load_environments(self.home.spec),
+            load_environments(self.home.spec, self.home.datasets),
             run_id=self.home.run_id,
             version=lease.version,
             manifest_digest=lease.manifest_digest,
@@ -343,20 +343,28 @@ def running(
     key: Ed25519PrivateKey | None = None,
     blobs_url: str | None = None,
     policy_memory: int = GIB,
+    relays: Callable[[str], tuple[str, ...]] = lambda origin_url: (origin_url,),
 ) -> Iterator[Swarm]:
-    """A run whose version 0 is the policy in `policy_path`; the verifier's settings as in VerifierSettings."""
+    """A run whose version 0 is the policy in `policy_path`; the verifier's settings as in VerifierSettings.
+
+    Its datasets are those in `folder`/data/datasets, and nodes are told of `relays` of the origin's URL.
+    """
     key = key or RUN_KEY
     public_key = key.public_key().public_bytes_raw()
     home = create_home(folder / "data", public_key=public_key, spec=spec or small_spec(), blobs_url=blobs_url)
     origin = DatedOrigin(folder / "origin", key, home.run_id)
-    server = OriginServer(origin)
+    contents = {
+        digest: publish_content(path, digest=digest, folder=folder / "origin-datasets", key=key, run_id=home.run_id)
+        for digest, path in home.datasets.items()
+    }
+    server = OriginServer(origin, contents=contents)
     origin_url = f"http://127.0.0.1:{server.start()}"
     publish(home, origin, server, policy_path, version=0)
     engine = TorchEngine(home.spec)
     asyncio.run(engine.load(policy_path, version=0))
     try:
         with (
-            serve(Coordinator(home, key=key, relay_urls=(origin_url,))) as url,
+            serve(Coordinator(home, key=key, relay_urls=relays(origin_url))) as url,
             verifying(
                 home,
                 source=origin_url,
@@ -376,7 +384,8 @@ def running(
             )
     finally:
         server.stop()
-        origin.close()
+        for each in (origin, *contents.values()):
+            each.close()
         home.database.close()
 
 

@@ -1,0 +1,148 @@
+"""A run over the operator's own data: nodes that have never seen it fetch it, draw from it, and check each other.
+
+What would break for whom: a dataset that had to be installed on strangers' machines would be used by nobody, and one
+that a relay could change would let it choose everybody's problems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from broadcast_scene import Between
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dataset_files import environment_of, made, sums
+from swarm import running, small_spec, worker_thread
+from waiting import until
+
+from coordinator.verifier.daemon import Verifier, VerifierSettings
+from node.audit.auditor import run_audit
+from node.datasets.format import Dataset
+from node.errors import DatasetFault
+from node.joining.session import JoinSettings
+from node.relay.daemon import RelaySettings, run_relay
+
+SOON = 120.0
+
+
+class SwapsDatasets(Between):
+    """Serves policies as they are, and of every dataset asked for another file's chunks."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        answered = await self.honest(request.path_qs)
+        if request.path.startswith("/content/") and "/payloads/" in request.path:
+            answered.body = bytes(reversed(answered.body))
+        return answered
+
+
+@contextmanager
+def in_a_thread(start: Callable[[], Awaitable[str]], stop: Callable[[], Awaitable[None]]) -> Iterator[str]:
+    """A server with an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@contextmanager
+def relaying(url: str, run_id: str, *, upstream: str, state: Path) -> Iterator[None]:
+    """A relay daemon in a thread, which announces itself."""
+    stop, loop = asyncio.Event(), asyncio.new_event_loop()
+    join = JoinSettings(run_id=run_id, coordinators=(url,))
+    settings = RelaySettings(join=join, state=state, host="127.0.0.1", port=0, upstreams=(upstream,))
+    work = run_relay(settings, key=Ed25519PrivateKey.generate(), stop=stop)
+    thread = threading.Thread(target=loop.run_until_complete, args=(work,))
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def audited(url: str, run_id: str, state: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    """What an auditor finds who has nothing but the run's id and the coordinator's address."""
+    capsys.readouterr()
+    asyncio.run(run_audit(url, run_id=run_id, sample=3, all_=False, seed=1, state_dir=state, as_json=True))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_bare_worker_earns_in_a_run_whose_dataset_it_has_never_seen_and_is_audited(
+    tmp_path: Path, tiny_policy_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = made(tmp_path / "data" / "datasets", held_out=0.2)
+    spec = small_spec(environments=(environment_of(dataset),))
+    worker = tmp_path / "worker"
+    with running(tmp_path, tiny_policy_path, spec=spec) as swarm:
+        with worker_thread(swarm.url, swarm.home.run_id, worker) as status:
+            until(lambda: status().get("admitted", 0) >= 2, seconds=SOON)
+            assert status()["rejected"] == 0
+        found = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys)
+        assert found["outcome"] == "agree", found
+        assert found["results"]["agree"] >= 2
+    fetched = next((worker / "datasets" / dataset.spec.digest / "versions").glob("0-*.bin"))
+    assert fetched.read_bytes() == dataset.path.read_bytes()
+
+
+def test_a_verifier_on_a_machine_without_the_data_folders_datasets_fetches_them(
+    tmp_path: Path, tiny_policy_path: Path
+) -> None:
+    dataset = made(tmp_path / "data" / "datasets")
+    with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(environment_of(dataset),))) as swarm:
+        dataset.path.rename(tmp_path / "elsewhere")
+        settings = VerifierSettings(name="far", state=tmp_path / "far", sources=(swarm.origin_url,))
+        found = asyncio.run(Verifier(swarm.home, settings)._datasets())
+    assert Dataset.open(found[dataset.spec.digest], dataset.spec).header == dataset.header
+
+
+def test_relays_that_serve_another_dataset_cost_a_worker_time_alone(tmp_path: Path, tiny_policy_path: Path) -> None:
+    """Two of its three sources lie."""
+    dataset = made(tmp_path / "data" / "datasets", sums(200))
+    with contextlib.ExitStack() as stack:
+
+        def relays(origin_url: str) -> tuple[str, ...]:
+            liars = (SwapsDatasets(origin_url), SwapsDatasets(origin_url))
+            return (*(stack.enter_context(in_a_thread(liar.start, liar.stop)) for liar in liars), origin_url)
+
+        spec = small_spec(environments=(environment_of(dataset),))
+        swarm = stack.enter_context(running(tmp_path, tiny_policy_path, spec=spec, relays=relays))
+        status = stack.enter_context(worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker"))
+        until(lambda: status().get("admitted", 0) >= 1, seconds=SOON)
+        assert status()["rejected"] == 0
+
+
+def test_a_relay_passes_a_dataset_on_as_it_does_policies(tmp_path: Path, tiny_policy_path: Path) -> None:
+    """Else every worker of a run would have it from the operator's own machine."""
+    dataset = made(tmp_path / "data" / "datasets", sums(200))
+    with (
+        running(tmp_path, tiny_policy_path, spec=small_spec(environments=(environment_of(dataset),))) as swarm,
+        relaying(swarm.url, swarm.home.run_id, upstream=swarm.origin_url, state=tmp_path / "relay"),
+    ):
+        held = tmp_path / "relay" / "datasets" / dataset.spec.digest / "versions"
+        until(lambda: any(held.glob("0-*.bin")), seconds=SOON)
+        assert next(held.glob("0-*.bin")).read_bytes() == dataset.path.read_bytes()
+
+
+def test_a_changed_row_is_refused_by_its_digest(tmp_path: Path) -> None:
+    """An operator who corrects an answer under way has begun another run, and is told."""
+    dataset = made(tmp_path / "data" / "datasets")
+    text = dataset.path.read_bytes()
+    dataset.path.chmod(0o600)
+    dataset.path.write_bytes(text.replace(b'"answer":"10"', b'"answer":"11"'))
+    with pytest.raises(DatasetFault) as refused:
+        Dataset.open(dataset.path, dataset.spec)
+    assert refused.value.code == "dataset_changed"
