@@ -11,8 +11,8 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.commands.options import datasets_folder, datasets_option
 from coordinator.errors import BadConfiguration
+from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import ENGINES, check_engine, compute_options
 from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, FOLDER, Option, all_of, key_option, state_option
-from node.datasets.folder import DATASETS
 from shardcast.wire import is_digest
 
 HOME_WAIT_SECONDS = 60.0
@@ -54,19 +53,6 @@ policy_option = click.option(
 def run_file_option(text: str) -> Option:
     """Return `--run`, an existing run.toml, passed as `run_file`; `text` is its help."""
     return click.option("--run", "run_file", type=EXISTING_FILE, required=True, help=text)
-
-
-datasets_option = click.option(
-    "--datasets",
-    type=EXISTING_FOLDER,
-    metavar="FOLDER",
-    help="Where the run's datasets are, such as datasets/ in its --data.  [default: datasets/ beside --run]",
-)
-
-
-def datasets_folder(run_file: Path, given: Path | None) -> Path:
-    """Return the folder of the datasets that a run.toml names."""
-    return given or run_file.parent / DATASETS
 
 
 def number_option(

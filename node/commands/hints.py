@@ -60,7 +60,7 @@ HINTS: Final[dict[str, str]] = {
     "sandbox_broken": "`swarmproof doctor` says what keeps programs from being run in isolation here.",
     "sandbox_missing": "Install bubblewrap (on Debian: apt install bubblewrap), then start again.",
     "dataset_fault": f"{_LOGS} `swarmproof dataset show FILE` verifies a dataset's file.",
-    "dataset_missing": "`swarmproof dataset add … --to DATA` makes it; or name its folder with --datasets.",
+    "dataset_missing": "`swarmproof dataset add` puts it into the run's data folder; --datasets names another one.",
     "dataset_changed": "Make it again with `swarmproof dataset add`, from the same files and with the same options.",
     "dataset_malformed": "Make it with `swarmproof dataset add`; of a run that was joined, the operator has to.",
     "no_held_out_rows": "Make the dataset with --held-out, and begin a run with that.",

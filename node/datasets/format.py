@@ -1,4 +1,4 @@
-"""The canonical file of a dataset (docs/protocol.md, section 5.3).
+"""The canonical file of a dataset (docs/protocol.md, section 5.5).
 
     magic     8 bytes, "SWPDATA1"
     length    u32, little-endian: the bytes of the header

@@ -1,4 +1,4 @@
-"""An environment whose problems are the rows of the run's own dataset (docs/protocol.md, section 5.3)."""
+"""An environment whose problems are the rows of the run's own dataset (docs/protocol.md, section 5.5)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ ModelChat = Literal["model", "model/no-think"]
 
 
 class DatasetSpec(Wire, frozen=True):
-    """The canonical file that an environment's problems are in, by digest and size (docs/protocol.md, section 5.3)."""
+    """The canonical file that an environment's problems are in, by digest and size (docs/protocol.md, section 5.5)."""
 
     digest: Digest
     bytes: Annotated[int, Meta(ge=1, le=MAX_DATASET_BYTES)]

@@ -6,8 +6,10 @@ the protocol has changed, and every participant in every run has to change with 
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -20,6 +22,9 @@ from node.chat.render import render as render_chat
 from node.chat.render import render_reply
 from node.chat.samples import conversations
 from node.chat.turns import whole_turn
+from node.datasets.convert import Converted, ConvertSettings, convert
+from node.datasets.format import Columns
+from node.datasets.sources import SourceRow
 from node.environments import load_environment
 from node.environments.grading import grade
 from node.graders import BadAnswer, check_answer
@@ -94,6 +99,7 @@ from node.protocol.turns import interleaved, pieces, replay
 from node.submission.reader import bounds_of, read_rollouts
 from node.submission.writer import write_rollouts
 from node.verification.proofs import build_proofs
+from shardcast.content import content_line
 from shardcast.envelope import seal
 from shardcast.wire import decode, derive, digest, encode
 
@@ -101,6 +107,7 @@ FOLDER = Path(__file__).parent / "protocol"
 PUBLISHED_CHATS = Path(__file__).parent.parent / "support" / "chat_templates" / "published.json"
 RUN_KEY = bytes(range(32))
 NODE_KEY = bytes(range(32, 64))
+HELD_OUT = 0.5
 DIGEST_A, DIGEST_B = "aa" * 32, "0123456789abcdef" * 4
 
 # The reference tree of Certificate Transparency's own tests.
@@ -605,6 +612,58 @@ def _cells(frame: Cells) -> list[str]:
         parts = (row, column, cell & CODEPOINT, cell >> FOREGROUND_BIT & 15, cell >> BACKGROUND_BIT)
         found.append(" ".join(map(str, parts)))
     return found
+
+
+def dataset_vectors() -> dict[str, Any]:
+    """Sections 5.3 and 10.2: a file, its problems, what is held out of it, and the id that it travels under."""
+    rows = [
+        {"q": "Q:1+1=?\nA:", "a": 2, "level": 1},
+        {"q": [{"role": "user", "content": "é?"}, {"role": "tool", "content": "\u2028"}], "a": "è", "level": None},
+        {"q": "Q:2+3=?\nA:", "a": "5", "level": "easy"},
+        *({"q": f"Q:{at}", "a": at, "level": at / 2} for at in range(6)),
+    ]
+    found = []
+    for system in ("", "Answer."):
+        with TemporaryDirectory() as folder:
+            for column in ("prompt", "messages"):
+                chosen = [row for row in rows if isinstance(row["q"], str) == (column == "prompt")]
+                columns = Columns(
+                    prompt="q" if column == "prompt" else None,
+                    messages="q" if column == "messages" else None,
+                    answer="a",
+                    metadata=("level",),
+                )
+                settings = ConvertSettings(
+                    name="vectors", columns=columns, grader=ExactGrader(), system=system, held_out=HELD_OUT
+                )
+                lines = [SourceRow(Path("rows.jsonl"), at, row) for at, row in enumerate(chosen, 1)]
+                made = convert(lines, settings, to=Path(folder), check_answer=check_answer)
+                found.append(_dataset(made))
+    return {"run_id": RUN_ID, "share": HELD_OUT, "files": found}
+
+
+def _dataset(made: Converted) -> dict[str, Any]:
+    environment = EnvironmentSpec(
+        name="dataset:vectors", dataset=made.spec, problems=ProblemsSpec(count=made.header.leased)
+    )
+    source = load_environment(environment, {made.spec.digest: made.path})
+    problems = [source.problem(index) for index in range(made.header.rows)]
+    return {
+        "environment": encode(environment).decode(),
+        "content_id": content_line(RUN_ID, made.spec.digest),
+        "file": base64.b64encode(made.path.read_bytes()).decode(),
+        "held_out": made.header.held_out,
+        "problems": [
+            {
+                "prompt": problem.prompt,
+                "opening": problem.opening,
+                "messages": list(problem.messages),
+                "answer": problem.data["answer"],
+                "reward": source.reward(problem, f"5</think>\n{problem.data['answer']} "),
+            }
+            for problem in problems
+        ],
+    }
 
 
 def segment_vectors() -> dict[str, Any]:
@@ -1141,6 +1200,7 @@ def all_vectors() -> dict[str, dict[str, Any]]:
         "sampling": sampling_vectors(),
         "slots": slot_vectors(),
         "chat": chat_vectors(),
+        "datasets": dataset_vectors(),
         "submissions": submission_vectors(),
         "segments": segment_vectors(),
         "turns": turn_vectors(),

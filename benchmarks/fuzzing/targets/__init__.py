@@ -15,7 +15,19 @@ from benchmarks.fuzzing.target import Target
 BROKEN = "broken"
 """The area of targets that are broken on purpose, which is in no campaign."""
 
-AREAS = ("messages", "peers", "broadcast", "log", "submission", "proofs", "policy", "door", "replies", "graders")
+AREAS = (
+    "messages",
+    "peers",
+    "broadcast",
+    "log",
+    "submission",
+    "proofs",
+    "policy",
+    "dataset",
+    "door",
+    "replies",
+    "graders",
+)
 
 
 def find(name: str) -> Target:

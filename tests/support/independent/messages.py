@@ -65,9 +65,10 @@ ENVIRONMENT = Record(
                 }
             )
         ),
-        "problems": Record({"count": integer(1, 65536), "kept": OrNull(binary(8192))}),
+        "problems": Record({"count": integer(1, 1048576), "kept": OrNull(binary(98304))}),
+        "dataset": Record({"digest": DIGEST, "bytes": integer(1, 4294967296)}),
     },
-    frozenset({"problems"}),
+    frozenset({"problems", "dataset"}),
 )
 POOLS = Record(
     {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from independent import messages
 from independent.admission import Drift, evidence, first_finding, worst
 from independent.chat import CHAT_FORMAT, conversation_text, reply_text, seen_turn
 from independent.control import challenge_slot
+from independent.datasets import content_id, is_held_out, read_dataset
 from independent.descriptor import Descriptors, run_id_of
 from independent.envelope import Opened, open_envelope
 from independent.log import leaf_hash, open_signed, root_of, verify_consistency, verify_inclusion
@@ -52,6 +54,26 @@ def test_the_client_shares_no_code_with_the_project() -> None:
     for module in modules:
         foreign = set(imported(ast.parse(module.read_text()))) - ALLOWED - set(sys.stdlib_module_names)
         assert not foreign, f"{module.name} imports {foreign}"
+
+
+@pytest.mark.parametrize("case", vectors("datasets")["files"], ids=lambda case: case["content_id"][:8])
+def test_datasets(case: dict[str, Any]) -> None:
+    environment = decode(messages.ENVIRONMENT, case["environment"].encode(), max_bytes=2**16)
+    data = base64.b64decode(case["file"])
+    file = read_dataset(data, environment["dataset"])
+    found = [file.problem(index) for index in range(len(file.rows))]
+    assert [(one.prompt, one.opening, one.answer) for one in found] == [
+        (one["prompt"], one["opening"], one["answer"]) for one in case["problems"]
+    ]
+    for one in case["problems"]:
+        assert file.reward(one["answer"], f"5</think>\n{one['answer']} ") == one["reward"] == 1.0
+        assert file.reward(one["answer"], one["answer"] + "</think>") == 0.0
+    leased = len(file.rows) - case["held_out"]
+    share = vectors("datasets")["share"]
+    assert [is_held_out(row, share) for row in file.rows] == [index >= leased for index in range(len(file.rows))]
+    assert content_id(vectors("datasets")["run_id"], environment["dataset"]["digest"]) == case["content_id"]
+    with pytest.raises(Refused):
+        read_dataset(data.replace(b"answer", b"Answer", 1), environment["dataset"])
 
 
 @pytest.mark.parametrize("value", vectors("wire")["values"], ids=lambda value: value["type"])

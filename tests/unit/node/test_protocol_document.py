@@ -26,6 +26,7 @@ from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 from node.protocol.run import (
     DESCRIPTOR_DOMAIN,
     DESCRIPTOR_VERSION,
+    DatasetSpec,
     Descriptor,
     LengthSpec,
     LevelSpec,
@@ -296,6 +297,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
             yield from _fields(f"[{field.name}]", kind.cls)
     yield from _fields("[environments.length]", LengthSpec)
     yield from _fields("[environments.problems]", ProblemsSpec)
+    yield from _fields("[environments.dataset]", DatasetSpec)
     yield from _fields("[batch.pools]", PoolsSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
 
@@ -324,7 +326,8 @@ def _type(kind: object) -> str:
             return ", ".join(["number", *shown])
         case msgspec.inspect.StrType(max_length=high) | msgspec.inspect.BytesType(max_length=high):
             is_text = isinstance(kind, msgspec.inspect.StrType)
-            return f"text, {kind.min_length} .. {high} characters" if is_text else f"base64 of at most {high} bytes"
+            shown = f"text, {kind.min_length} .. {high} characters" if is_text else f"base64 of at most {high} bytes"
+            return "64 hexadecimal digits" if is_text and kind.pattern is not None else shown
         case msgspec.inspect.LiteralType(values=values):
             # msgspec sorts the alternatives; the document's order is free.
             return " ".join(sorted(values))

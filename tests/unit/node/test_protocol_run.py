@@ -146,7 +146,7 @@ def test_every_setting_is_part_of_the_digest() -> None:
         (SMALLEST + "length = { target = [16] }\n", "target"),
         (SMALLEST + "length = { targets = [16, 49] }\n", "max_new_tokens"),
         (SMALLEST + "problems = { count = 0 }\n", "environments[0].problems.count"),
-        (SMALLEST + "problems = { count = 65537 }\n", "environments[0].problems.count"),
+        (SMALLEST + "problems = { count = 1048577 }\n", "environments[0].problems.count"),
         (SMALLEST + "problems = { count = 9, kept = '/w==' }\n", "one bit for each of count"),
         (SMALLEST + "problems = { count = 8, kept = '/wA=' }\n", "one bit for each of count"),
         (SMALLEST + "problems = { count = 7, kept = '/w==' }\n", "zeros after them"),

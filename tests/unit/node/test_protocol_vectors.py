@@ -28,6 +28,7 @@ VECTORS = VECTORS_FOLDER
 NAMES = [
     "admission",
     "control",
+    "datasets",
     "evidence",
     "frames",
     "grading",

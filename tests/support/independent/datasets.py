@@ -1,0 +1,115 @@
+"""Datasets: the file, its problems, and the id under which it travels (sections 5.5 and 10.2)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .messages import SIGNED
+from .values import (
+    BOOLEAN,
+    FLOAT,
+    STRING,
+    ArrayOf,
+    ObjectOf,
+    OrNull,
+    Record,
+    Refused,
+    Scalar,
+    decode,
+    derive,
+    digest,
+    integer,
+    matching,
+    one_of,
+    text,
+)
+
+MAGIC = b"SWPDATA1"
+MAX_HEADER = 64 * 1024
+MAX_ROW = 2**20
+HEADER = Record(
+    {
+        "name": matching("[a-z0-9][a-z0-9._-]{0,63}"),
+        "grader": Record({"kind": one_of("exact/1")}),
+        "system": text(0, 16384),
+        "rows": integer(1, 2**20),
+        "held_out": integer(0, 2**20),
+        "columns": Record(
+            {
+                "prompt": OrNull(text(1, 200)),
+                "messages": OrNull(text(1, 200)),
+                "answer": text(1, 200),
+                "metadata": ArrayOf(text(1, 200), 64),
+            }
+        ),
+    }
+)
+VALUE = Scalar(lambda value: value is None or any(of.accepts(value) for of in (STRING, SIGNED, FLOAT, BOOLEAN)))
+MESSAGE = Record({"role": one_of("system", "user", "assistant", "tool"), "content": STRING})
+ROW = Record(
+    {
+        "prompt": OrNull(text(1, MAX_ROW)),
+        "messages": OrNull(ArrayOf(MESSAGE, 256, 1)),
+        "answer": text(1, MAX_ROW),
+        "metadata": ObjectOf(VALUE),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a row asks, and where requests are inserted into its text."""
+
+    prompt: str
+    opening: int
+    answer: str
+
+
+@dataclass(frozen=True)
+class DatasetFile:
+    """A verified file."""
+
+    header: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    def problem(self, index: int) -> Problem:
+        """Return the problem of row `index`."""
+        row, system = self.rows[index], self.header["system"]
+        contents = [row["prompt"]] if row["messages"] is None else [one["content"] for one in row["messages"]]
+        before = f"{system}\n\n" if system else ""
+        return Problem(before + "\n\n".join(contents), len(before), row["answer"])
+
+    def reward(self, answer: str, completion: str) -> float:
+        """Return what `completion` earns by `exact/1`."""
+        return float(completion.rsplit("</think>", maxsplit=1)[-1].strip() == answer.strip())
+
+
+def read_dataset(data: bytes, spec: dict[str, Any]) -> DatasetFile:
+    """Read a file that the run's rules name; raises Refused."""
+    if (len(data), digest(data)) != (spec["bytes"], spec["digest"]):
+        raise Refused("dataset_changed")
+    if data[:8] != MAGIC:
+        raise Refused("dataset_malformed")
+    end = 12 + int.from_bytes(data[8:12], "little")
+    header = decode(HEADER, data[12:end], max_bytes=MAX_HEADER)
+    count, start = header["rows"], end + 8 * (header["rows"] + 1)
+    at = [int.from_bytes(data[end + 8 * row : end + 8 * row + 8], "little") for row in range(count + 1)]
+    if header["held_out"] >= count or at[0] != 0 or at != sorted(at) or start + at[-1] != len(data):
+        raise Refused("dataset_malformed")
+    rows = [decode(ROW, data[start + at[row] : start + at[row + 1]], max_bytes=MAX_ROW) for row in range(count)]
+    if any((row["prompt"] is None) == (row["messages"] is None) for row in rows):
+        raise Refused("dataset_malformed")
+    return DatasetFile(header, rows)
+
+
+def is_held_out(row: dict[str, Any], share: float) -> bool:
+    """Return whether a `share` of all rows that is held out has this one."""
+    asked = json.dumps([row["prompt"], row["messages"]], ensure_ascii=False, separators=(",", ":")).encode()
+    return int.from_bytes(derive("swarmproof/1 dataset question", asked)[:8], "big") < share * 2**64
+
+
+def content_id(run_id: str, dataset: str) -> str:
+    """Return the run id that the manifest of a dataset names."""
+    return derive("shardcast/1 content", bytes.fromhex(run_id), bytes.fromhex(dataset)).hex()
