@@ -14,12 +14,13 @@ import msgspec
 from coordinator.commands.options import number_option
 from coordinator.errors import BadConfiguration
 from node.commands.options import EXISTING_FILE, FILE, json_option
+from node.protocol.run import DATASET, DatasetSpec, parse_run_toml
+from shardcast.errors import Malformed
 from shardcast.files import write_atomically
 
 if TYPE_CHECKING:
     from node.datasets.convert import Converted
     from node.protocol.grading import GraderSpec
-    from node.protocol.run import RunSpec
 
 SUFFIX = ".dataset"
 MOST_HELD_OUT = 0.5
@@ -110,19 +111,22 @@ def add(
         system=system,
         held_out=held_out,
     )
-    if run_file is not None:
-        _check_new(run_file, chosen)
+    if run_file is not None:  # before anything is made
+        _with_lines(run_file, chosen, _lines(chosen, DatasetSpec(digest="0" * 64, bytes=1), count=1))
     if to.suffix != SUFFIX:
         to /= DATASETS
         to.mkdir(parents=True, exist_ok=True)
     rows = chain.from_iterable(read_rows(file) for file in source_files(source))
     made = convert(rows, wanted, to=to, check_answer=check_answer)
+    lines = _lines(chosen, made.spec, count=made.header.leased)
     if run_file is not None:
-        _write(run_file, chosen, made)
+        write_atomically(run_file, _with_lines(run_file, chosen, lines))
     if as_json:
         click.echo(msgspec.json.encode(_described(made, chosen)))
     else:
-        _show_made(made, chosen, run_file)
+        _show_made(made)
+        in_file = f"\nIn run.toml:\n\n{lines}" if run_file is None else f"{run_file} has it as {DATASET}{chosen}\n"
+        click.echo(in_file, nl=False)
 
 
 @dataset.command()
@@ -174,54 +178,34 @@ def _grader(kind: str, settings: Sequence[str]) -> GraderSpec:
         raise click.UsageError(f"--grader {kind}: {error}.") from error
 
 
-def _lines(made: Converted, name: str) -> str:
+def _lines(name: str, spec: DatasetSpec, *, count: int) -> str:
     """Return the lines of run.toml that name a dataset."""
     return (
         "[[environments]]\n"
-        f'name = "dataset:{name}"\n'
-        f'dataset = {{ digest = "{made.spec.digest}", bytes = {made.spec.bytes} }}\n'
-        f"problems = {{ count = {made.header.leased} }}\n"
+        f'name = "{DATASET}{name}"\n'
+        f'dataset = {{ digest = "{spec.digest}", bytes = {spec.bytes} }}\n'
+        f"problems = {{ count = {count} }}\n"
     )
 
 
-def _check_new(run_file: Path, name: str) -> None:
-    """Raise BadConfiguration, before anything is made, if the run.toml is not one or has the dataset already."""
-    spec = _read(run_file)
-    if spec is not None and any(one.name == f"dataset:{name}" for one in spec.environments):
-        raise BadConfiguration(f"{run_file} has an environment dataset:{name} already; take it out, or give --name")
-
-
-def _read(run_file: Path) -> RunSpec | None:
-    from node.protocol.run import parse_run_toml
-    from shardcast.errors import Malformed
-
-    if not run_file.exists():
-        return None
+def _with_lines(run_file: Path, name: str, lines: str) -> bytes:
+    """Return a run.toml, or the beginning of one, with `lines` behind it; raises BadConfiguration if that is no run."""
     try:
-        return parse_run_toml(run_file.read_text(encoding="utf-8"))
+        before = run_file.read_text(encoding="utf-8") if run_file.exists() else f'name = "{name}"\n'
+        text = f"{before.rstrip()}\n\n{lines}"
+        spec = parse_run_toml(text)
     except (Malformed, UnicodeDecodeError) as error:
-        raise BadConfiguration(f"{run_file} cannot define a run: {error}") from error
-
-
-def _write(run_file: Path, name: str, made: Converted) -> None:
-    """Append the environment to a run.toml, or begin one; raises BadConfiguration if that is not the result."""
-    from node.protocol.run import parse_run_toml
-    from shardcast.errors import Malformed
-
-    before = run_file.read_text(encoding="utf-8") if run_file.exists() else f'name = "{name}"\n'
-    text = f"{before.rstrip()}\n\n{_lines(made, name)}"
-    try:
-        parse_run_toml(text)
-    except Malformed as error:
-        raise BadConfiguration(f"the dataset cannot be added to {run_file}: {error}; add the lines yourself") from error
-    write_atomically(run_file, text.encode())
+        raise BadConfiguration(f"the dataset cannot be added to {run_file}: {error}") from error
+    if [one.name for one in spec.environments].count(DATASET + name) > 1:
+        raise BadConfiguration(f"{run_file} has an environment {DATASET}{name} already; take it out, or give --name")
+    return text.encode()
 
 
 def _described(made: Converted, name: str) -> dict[str, Any]:
     skipped = {code: {"count": one.count, "first": one.first} for code, one in made.skipped.items()}
     return {
         "path": str(made.path),
-        "environment": f"dataset:{name}",
+        "environment": DATASET + name,
         "dataset": made.spec,
         "rows": made.header.rows,
         "held_out": made.header.held_out,
@@ -229,16 +213,12 @@ def _described(made: Converted, name: str) -> dict[str, Any]:
     }
 
 
-def _show_made(made: Converted, name: str, run_file: Path | None) -> None:
+def _show_made(made: Converted) -> None:
     click.echo(
         f"{made.path}: {made.header.rows:,} rows, {made.header.held_out:,} of them held out, {made.spec.bytes:,} bytes"
     )
     for line in _skipped_lines(made):
         click.echo(line, err=True)
-    if run_file is None:
-        click.echo(f"\nIn run.toml:\n\n{_lines(made, name)}", nl=False)
-    else:
-        click.echo(f"{run_file} has it as dataset:{name}")
 
 
 def _skipped_lines(made: Converted) -> Iterator[str]:

@@ -615,7 +615,7 @@ def _cells(frame: Cells) -> list[str]:
 
 
 def dataset_vectors() -> dict[str, Any]:
-    """Sections 5.3 and 10.2: a file, its problems, what is held out of it, and the id that it travels under."""
+    """Sections 5.3, 5.4 and 10.2: a file, its problems, what is held out of it, and the id that it travels under."""
     rows = [
         {"q": "Q:1+1=?\nA:", "a": 2, "level": 1},
         {"q": [{"role": "user", "content": "é?"}, {"role": "tool", "content": "\u2028"}], "a": "è", "level": None},

@@ -1,8 +1,9 @@
-"""Datasets: the file, its problems, and the id under which it travels (sections 5.5 and 10.2)."""
+"""Datasets: the file, its problems, and the id under which it travels (sections 5.4, 5.5 and 10.2)."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ MAX_ROW = 2**20
 HEADER = Record(
     {
         "name": matching("[a-z0-9][a-z0-9._-]{0,63}"),
-        "grader": Record({"kind": one_of("exact/1")}),
+        "grader": Record({"kind": one_of("exact/1"), "ignore_case": BOOLEAN}),
         "system": text(0, 16384),
         "rows": integer(1, 2**20),
         "held_out": integer(0, 2**20),
@@ -83,7 +84,10 @@ class DatasetFile:
 
     def reward(self, answer: str, completion: str) -> float:
         """Return what `completion` earns by `exact/1`."""
-        return float(completion.rsplit("</think>", maxsplit=1)[-1].strip() == answer.strip())
+        given, expected = (one.strip(" \t\n\v\f\r") for one in (completion.rpartition("</think>")[2], answer))
+        if self.header["grader"]["ignore_case"]:
+            given, expected = (re.sub("[A-Z]", lambda letter: letter[0].lower(), one) for one in (given, expected))
+        return float(given == expected)
 
 
 def read_dataset(data: bytes, spec: dict[str, Any]) -> DatasetFile:

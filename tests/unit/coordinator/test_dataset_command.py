@@ -57,6 +57,17 @@ def test_it_is_added_to_a_run_toml_once_and_comments_stay(tmp_path: Path, file: 
     assert not (tmp_path / "b.dataset").exists()
 
 
+def test_a_run_toml_that_has_no_environment_yet_gets_its_first(tmp_path: Path, file: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text('name = "t"\n[model]\ninitial = "random-tiny"\n')
+    assert run("add", file, *FIRST, "--to", tmp_path / "a.dataset", "--write", toml).exit_code == 0
+    assert read_run_file(toml)[1].model.initial == "random-tiny"
+    toml.write_text('name = "t"\nsteps = 3\n')
+    wrong = run("add", file, *FIRST, "--to", tmp_path / "b.dataset", "--write", toml)
+    assert isinstance(wrong.exception, BadConfiguration)
+    assert not (tmp_path / "b.dataset").exists()
+
+
 def test_without_a_run_toml_the_lines_are_printed(tmp_path: Path, file: Path) -> None:
     done = run("add", file, *FIRST, "--name", "sums", "--to", tmp_path / "a.dataset")
     lines = done.stdout.partition("In run.toml:\n\n")[2]
@@ -107,9 +118,9 @@ def test_evaluation_draws_from_the_held_out_rows_alone_and_filtering_from_the_ot
     tmp_path: Path, tiny_policy_path: Path
 ) -> None:
     """A curve over rows that were trained on would show what was learned by heart."""
-    found = made(tmp_path, held_out=0.3)
+    found = made(tmp_path, sums(12), held_out=0.4)
     files = {found.spec.digest: found.path}
-    spec = RunSpec(name="t", environments=(environment_of(found),), sampling=SamplingSpec(max_new_tokens=4))
+    spec = RunSpec(name="t", environments=(environment_of(found),), sampling=SamplingSpec(max_new_tokens=2))
     first, again = (
         judge_tasks(tiny_policy_path, spec=spec, settings=EvaluationSettings(problems=2, seed=seed), datasets=files)
         for seed in (0, 0)
@@ -117,7 +128,7 @@ def test_evaluation_draws_from_the_held_out_rows_alone_and_filtering_from_the_ot
     held = [sources.prompt for sources in first[0]._problems]
     source = first[0].environment
     assert held == [each.prompt for each in again[0]._problems]
-    assert set(held) <= {source.problem(index).prompt for index in range(found.header.leased, 30)}
+    assert set(held) <= {source.problem(index).prompt for index in range(found.header.leased, 12)}
     every = evaluate_policy(tiny_policy_path, spec=spec, settings=EvaluationSettings(problems=64), datasets=files)
     assert every.environments[0].problems == found.header.held_out
     settings = FilterSettings(count=100, samples=1, lowest=0, highest=1)

@@ -26,7 +26,7 @@ ROW = b'{"prompt":"p","messages":null,"answer":"a","metadata":{}}'
 def header(**changes: object) -> bytes:
     fields: dict[str, object] = {
         "name": "sums",
-        "grader": {"kind": "exact/1"},
+        "grader": {"kind": "exact/1", "ignore_case": False},
         "system": "",
         "rows": 1,
         "held_out": 0,
