@@ -88,7 +88,7 @@ class Verifier:
         torch.set_num_threads(self._settings.threads)
         with contextlib.suppress(Stopped):
             datasets = await race(self._datasets(), stop)
-            environments = [load_environment(environment, datasets) for environment in self._home.spec.environments]
+            environments = load_environments(self._home.spec, datasets)
             self._rules = Rules(self._home.run_id, self._home.spec, environments)
             await self._verify_until(stop)
 

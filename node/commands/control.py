@@ -19,7 +19,7 @@ import msgspec
 
 from node.client.http import checked_url
 from node.commands.joining_options import calling_options
-from node.commands.options import FILE, F, all_of, json_option, key_option, state_option
+from node.commands.options import EXISTING_FOLDER, FILE, F, all_of, json_option, key_option, state_option
 from node.control.report import challenge_lines, lines_of
 from node.errors import ConfigError, NodeError
 from node.joining.options import JoinOptions
@@ -252,24 +252,27 @@ def ask_logs(*, target: _Target, lines: int) -> None:
     type=FILE,
     help="The policy file that the worker has loaded, to check the answer as a verifier does.",
 )
-def ask_challenge(*, target: _Target, samples: int, tokens: int, policy: Path | None) -> None:
+@click.option(
+    "--datasets", type=EXISTING_FOLDER, metavar="FOLDER", help="With --policy: where the run's datasets are, if any."
+)
+def ask_challenge(*, target: _Target, samples: int, tokens: int, policy: Path | None, datasets: Path | None) -> None:
     """Time a sample of work, to measure the hardware at the node's command.
 
     Drain it first for its whole speed. Without --policy only the answer's form is checked.
     """
-    _show(target, AskChallenge(samples=samples, max_tokens=tokens), policy=policy)
+    _show(target, AskChallenge(samples=samples, max_tokens=tokens), policy=policy, datasets=datasets)
 
 
-def _show(target: _Target, ask: Ask, *, policy: Path | None = None) -> None:
+def _show(target: _Target, ask: Ask, *, policy: Path | None = None, datasets: Path | None = None) -> None:
     """Send the request and print the reply."""
-    lines, raw = asyncio.run(_ask(target, ask, policy))
+    lines, raw = asyncio.run(_ask(target, ask, policy, datasets))
     if target.as_json:
         click.echo(msgspec.json.encode(raw).decode())
     else:
         click.echo("\n".join(lines))
 
 
-async def _ask(target: _Target, ask: Ask, policy: Path | None) -> tuple[list[str], Any]:
+async def _ask(target: _Target, ask: Ask, policy: Path | None, datasets: Path | None) -> tuple[list[str], Any]:
     from node.control.caller import control_client, explain_fault
 
     key = load_key(target.key)
@@ -284,6 +287,7 @@ async def _ask(target: _Target, ask: Ask, policy: Path | None) -> tuple[list[str
             raise NodeError(explain_fault(error, target.node), code=error.code) from error
     if isinstance(answered.body, ChallengeBody) and isinstance(ask, AskChallenge) and spec is not None:
         from node.control.challenge import appraise_challenge
+        from node.datasets.folder import find_datasets
         from node.verification.readings import read_by_transformers
 
         prefill = None if policy is None else await asyncio.to_thread(read_by_transformers, policy, spec=spec)
@@ -297,6 +301,7 @@ async def _ask(target: _Target, ask: Ask, policy: Path | None) -> tuple[list[str
             nonce=answered.nonce,
             seconds=answered.seconds,
             prefill=prefill,
+            datasets={} if datasets is None else find_datasets(datasets, spec.datasets),
         )
         return challenge_lines(shown), {**dataclasses.asdict(shown), "tokens_per_s": shown.tokens_per_second}
     return lines_of(answered.body), answered.body

@@ -6,10 +6,11 @@ does not prove that the node's own machine generated them, only that the node co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from node.environments import load_environments
+from node.environments import NO_DATASETS, load_environments
 from node.episodes.expected import expected_of
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec
 from node.protocol.control import AskChallenge, ChallengeBody
@@ -54,9 +55,11 @@ def appraise_challenge(
     nonce: str,
     seconds: float,
     prefill: Prefill | None = None,
+    datasets: Mapping[str, Path] = NO_DATASETS,
 ) -> ChallengeResult:
     """Check an answer that took `seconds`: against `prefill`'s policy, or only its form without one; blocks.
 
+    `datasets` are the files of the run's datasets, by digest, which the prompt of a check against a policy needs.
     Raises VerifierFailed for faults of this side.
     """
     rules, tokens, fault = challenge_spec(spec, ask), 0, None
@@ -71,7 +74,7 @@ def appraise_challenge(
             expected = expected_of(
                 rules,
                 prefill.blueprint,
-                load_environments(rules),
+                load_environments(rules, datasets),
                 run_id=run_id,
                 version=body.version,
                 manifest_digest=manifest,
