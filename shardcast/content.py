@@ -117,9 +117,15 @@ class ContentClient:
     async def close(self) -> None:
         await self._client.close()
 
-    def set_sources(self, urls: Iterable[str], *, last_resort: Iterable[str] = ()) -> None:
-        """Replace the sources, which are those of the run; those that stay keep their measurements."""
-        self._client.set_sources(map(self._url, urls), last_resort=map(self._url, last_resort))
+    def set_sources(
+        self, urls: Iterable[str], *, stripes: Iterable[Iterable[str]] = (), last_resort: Iterable[str] = ()
+    ) -> None:
+        """Replace the sources, which are those of the run, as `Client.set_sources` does."""
+        self._client.set_sources(
+            map(self._url, urls),
+            stripes=[[self._url(url) for url in stripe] for stripe in stripes],
+            last_resort=map(self._url, last_resort),
+        )
 
     def offer(self) -> ServedState:
         """Return what a relay serves of this file, while it arrives, for the `contents` of its server."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from node.protocol.run import RunSpec
@@ -29,11 +29,12 @@ class DatasetFeed:
         """Return what is served of each dataset while it arrives, for the `contents` of a server."""
         return {client.digest: client.offer() for client in self._clients}
 
-    def set_sources(self, urls: Iterable[str], *, last_resort: Iterable[str] = ()) -> None:
-        """Replace the sources of every dataset."""
-        urls, last_resort = tuple(urls), tuple(last_resort)
+    def set_sources(
+        self, urls: Sequence[str], *, stripes: Sequence[Sequence[str]] = (), last_resort: Sequence[str] = ()
+    ) -> None:
+        """Replace the sources of every dataset, as those of policies are."""
         for client in self._clients:
-            client.set_sources(urls, last_resort=last_resort)
+            client.set_sources(urls, stripes=stripes, last_resort=last_resort)
 
     async def fetch(self, *, timeout_s: float | None = None) -> Mapping[str, Path]:
         """Return the verified file of each dataset by its digest, once all are here.

@@ -142,4 +142,4 @@ async def _keep_in_touch(
     if operators is not None:
         urls, stripes = sources_of(advice, own=url)
         relay.set_upstreams(urls, stripes=stripes, last_resort=operators)
-        datasets.set_sources(urls, last_resort=operators)
+        datasets.set_sources(urls, stripes=stripes, last_resort=operators)

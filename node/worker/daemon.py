@@ -33,7 +33,7 @@ from node.keys.identity import node_id
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
 from node.protocol.pools import has_candidate
-from node.relay.advice import Announcer, Serving, announcement
+from node.relay.advice import Announcer, Serving, announcement, sources_of
 from node.runtime.signals import Stopped, race, root_failure
 from node.worker.complaints import WarnOnce
 from node.worker.control import WorkerControl
@@ -145,12 +145,11 @@ async def run_worker(
 
 
 async def _fetch_datasets(feed: DatasetFeed, session: RunSession) -> Mapping[str, Path]:
-    """Fetch the run's datasets, from the relays that were announced as well as the operator's."""
+    """Fetch the run's datasets as policies: from announced relays, and the operator's where those come to nothing."""
     if session.descriptor.spec.datasets:
-        operators = valid_sources(session.descriptor.relays)
         with contextlib.suppress(CoordinatorFault):
-            announced = await session.client.relays()
-            feed.set_sources((*operators, *announced.relays), last_resort=operators)
+            urls, stripes = sources_of(await session.client.relays())
+            feed.set_sources(urls, stripes=stripes, last_resort=valid_sources(session.descriptor.relays))
     return await feed.fetch()
 
 

@@ -12,6 +12,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,10 @@ def test_a_verifier_on_a_machine_without_the_data_folders_datasets_fetches_them(
 ) -> None:
     dataset = made(tmp_path / "data" / "datasets")
     with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(environment_of(dataset),))) as swarm:
-        dataset.path.rename(tmp_path / "elsewhere")
+        far = replace(swarm.home, folder=tmp_path / "elsewhere")
         settings = VerifierSettings(name="far", state=tmp_path / "far", sources=(swarm.origin_url,))
-        found = asyncio.run(Verifier(swarm.home, settings)._datasets())
+        found = asyncio.run(Verifier(far, settings)._datasets())
+        assert found[dataset.spec.digest].is_relative_to(tmp_path / "far")
     assert Dataset.open(found[dataset.spec.digest], dataset.spec).header == dataset.header
 
 

@@ -177,6 +177,13 @@ async def test_a_larger_file_than_the_run_names_is_refused_before_it_is_download
     assert refused.value.code == "payload_size"
 
 
+async def test_a_file_comes_from_the_parents_that_the_coordinator_plans(contents: Contents) -> None:
+    """A plan names a node's parents as stripes alone: without them it would ask nobody but the operator."""
+    async with contents.client() as client:
+        client.set_sources((), stripes=((contents.url,), (contents.url,)))
+        assert (await client.fetch(timeout_s=60)).read_bytes() == RIGHT
+
+
 async def test_a_damaged_file_on_disk_is_fetched_again(contents: Contents) -> None:
     async with contents.client(contents.url) as client:
         path = await client.fetch(timeout_s=60)
