@@ -24,19 +24,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.client.api import DEFAULT_BACKOFF, FOREVER
 from node.client.http import Backoff
 from node.client.ssrf import not_nearer
-from node.datasets.fetching import DatasetFeed, dataset_feed
-from node.datasets.folder import DATASETS
 from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
-from node.errors import BadReply, CoordinatorFault, EngineFailed, Refused
+from node.errors import BadReply, EngineFailed, Refused
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
 from node.protocol.pools import has_candidate
-from node.relay.advice import Announcer, Serving, announcement, sources_of
+from node.relay.advice import Announcer, Serving, announcement
 from node.runtime.signals import Stopped, race, root_failure
 from node.worker.complaints import WarnOnce
 from node.worker.control import WorkerControl
+from node.worker.datasets import fetch_datasets, worker_datasets
 from node.worker.delivery import Delivery
 from node.worker.engine import EngineHost, UnusablePolicy
 from node.worker.events import NO_OBSERVER, EventKind, Observer
@@ -106,18 +105,10 @@ async def run_worker(
             descriptor = session.descriptor
             state.bind(settings.join.run_id, descriptor.spec.digest)
             feed = await stack.enter_async_context(
-                dataset_feed(
-                    descriptor.spec,
-                    run_id=settings.join.run_id,
-                    publisher_key=session.run_key,
-                    sources=valid_sources(descriptor.relays),
-                    folder=settings.state / DATASETS,
-                    threads=settings.threads,
-                    may_connect=not_nearer(lambda: session.client.reach),
-                )
+                worker_datasets(session, state=settings.state, threads=settings.threads)
             )
             try:
-                datasets = await race(_fetch_datasets(feed, session), stop)
+                datasets = await race(fetch_datasets(feed, session), stop)
             except Stopped:
                 return
             broadcast = BroadcastClient(
@@ -142,15 +133,6 @@ async def run_worker(
                 observer=observer,
             )
             await worker.run(stop)
-
-
-async def _fetch_datasets(feed: DatasetFeed, session: RunSession) -> Mapping[str, Path]:
-    """Fetch the run's datasets as policies: from announced relays, and the operator's where those come to nothing."""
-    if session.descriptor.spec.datasets:
-        with contextlib.suppress(CoordinatorFault):
-            urls, stripes = sources_of(await session.client.relays())
-            feed.set_sources(urls, stripes=stripes, last_resort=valid_sources(session.descriptor.relays))
-    return await feed.fetch()
 
 
 class Worker:
