@@ -19,7 +19,6 @@ decay.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -29,17 +28,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from coordinator.training.optimizers import make_optimizer
+from coordinator.training.supervised import CosineSchedule, supervise
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import INDEX_LIMIT, Problem
 from node.environments.reverse import LETTERS, Reverse
 from node.environments.terminal import TerminalTarget
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
+from node.protocol.run import TrainingSpec
 from node.protocol.terminal import MOVES
 
 DEFAULT_SEED = 0
 BATCH = 64
-FINAL_LEARNING_RATE = 0.05
 GRADIENT_CLIP = 1.0
 MAX_MOVES = 20
 """Keys of a demonstration at the terminal."""
@@ -59,6 +60,11 @@ class WarmStartStage:
     learning_rate: float
     warmup_steps: int
     key_noise: float = 0.0
+
+    @property
+    def schedule(self) -> CosineSchedule:
+        """The learning rates, which end at a twentieth of the peak."""
+        return CosineSchedule(self.learning_rate, self.steps, self.warmup_steps)
 
 
 WORKED_STAGE = WarmStartStage(
@@ -111,36 +117,29 @@ def learn(
 ) -> None:
     """Train `model` on BATCH demonstrations (prompt, completion) per step; leaves it in evaluation mode."""
     total, done = sum(stage.steps for stage in stages), 0
-    model.train()
     for stage in stages:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-        )
-        for step in range(stage.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(stage, step)
-            loss = _update(model, optimizer, *collate(tokenizer, [demonstrate(stage) for _ in range(BATCH)]))
+        settings = TrainingSpec(learning_rate=stage.learning_rate, beta1=0.9, beta2=0.98, weight_decay=0.01)
+
+        def backward(_step: int, stage: WarmStartStage = stage) -> float:
+            return _backward(model, *collate(tokenizer, [demonstrate(stage) for _ in range(BATCH)]))
+
+        optimizer = make_optimizer(model, settings)
+        for each in supervise(model, optimizer, stage.schedule, backward, gradient_clip=GRADIENT_CLIP):
             done += 1
             if progress is not None:
-                progress(done, total, loss)
+                progress(done, total, each.loss)
     model.eval()  # type: ignore[no-untyped-call]
 
 
-def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids_BT: Tensor, labels_BT: Tensor) -> float:
+def _backward(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor) -> float:
+    """Accumulate the gradient of the mean loss over whole logits, and return the loss.
+
+    Padded rows instead of packed ones keep the first policies bit for bit those of which figures were published.
+    """
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=_IGNORE)
-    optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-    optimizer.step()
     return loss.item()
-
-
-def learning_rate(stage: WarmStartStage, step: int) -> float:
-    """Return the rate of step `step` (from 0): a linear warm-up under a cosine that ends at a twentieth of the peak."""
-    cosine = (1 + math.cos(math.pi * step / stage.steps)) / 2
-    rise = min(1.0, (step + 1) / stage.warmup_steps)
-    return stage.learning_rate * rise * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 
 def demonstration(rng: Random, stage: WarmStartStage) -> tuple[str, str]:

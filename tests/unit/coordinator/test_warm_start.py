@@ -15,7 +15,6 @@ from coordinator.training.warm_start import (
     demonstrate_addition,
     demonstrate_reversal,
     demonstration,
-    learning_rate,
     warm_start,
 )
 from node.environments.arithmetic import Arithmetic
@@ -93,7 +92,7 @@ def test_half_of_the_last_demonstrations_skip_the_work():
 
 
 def test_the_rate_rises_and_then_falls():
-    rates = [learning_rate(WORKED_STAGE, step) for step in range(WORKED_STAGE.steps)]
+    rates = [WORKED_STAGE.schedule.rate(step) for step in range(WORKED_STAGE.steps)]
     assert rates[0] == pytest.approx(WORKED_STAGE.learning_rate / 20)
     assert max(rates) == rates[19] == pytest.approx(WORKED_STAGE.learning_rate, rel=0.01)
     assert rates[-1] == pytest.approx(WORKED_STAGE.learning_rate / 20, rel=0.01)
