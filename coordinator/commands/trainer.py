@@ -125,7 +125,7 @@ def trainer(
         home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
         check_start(home, state)
         watched = tracker_settings(state=state, tensorboard=tensorboard, no_tensorboard=no_tensorboard, wandb=wandb)
-        tracker = make_tracker(watched, run_id=home.run_id, spec=home.spec, state=state)
+        tracker = make_tracker(watched, run_id=home.run_id, name=home.spec.name, config=home.spec, state=state)
         try:
             _train(
                 home,

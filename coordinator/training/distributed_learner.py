@@ -249,13 +249,22 @@ class Team:
         self.waited_seconds += self._writer.wait()
 
     def _write(self, path: Path, dtype: torch.dtype) -> None:
-        learner = self.learner
-        tensors = dict(sorted(unique_tensors(learner.model).items()))
-        numbers = (part for tensor in tensors.values() for part in self.world.gather_parts(tensor, dtype))
-        source = PolicySource.of_model(learner.model, learner.tokenizer, numbers=numbers)
-        try:
-            if self.world.is_first:
-                write_policy(source, path, dtype=dtype)
-        finally:
-            for _ in numbers:  # the other processes gather all, even if this disk is full
-                pass
+        write_gathered(self.learner.model, self.learner.tokenizer, path, dtype=dtype, world=self.world)
+
+
+def write_gathered(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path, *, dtype: torch.dtype, world: World
+) -> None:
+    """Write a model that the processes of a world share to `path` in the first one, tensor by tensor.
+
+    Every process calls it. Raises OSError, in the first alone.
+    """
+    tensors = dict(sorted(unique_tensors(model).items()))
+    numbers = (part for tensor in tensors.values() for part in world.gather_parts(tensor, dtype))
+    source = PolicySource.of_model(model, tokenizer, numbers=numbers)
+    try:
+        if world.is_first:
+            write_policy(source, path, dtype=dtype)
+    finally:
+        for _ in numbers:  # the other processes gather all, even if this disk is full
+            pass

@@ -158,11 +158,16 @@ def _generation_config(policy: Policy) -> GenerationConfig:
     )
 
 
+def require_empty(folder: Path) -> None:
+    """Raise FolderNotEmpty unless `folder` is empty or missing."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FolderNotEmpty(f"{folder} exists and is not empty")
+
+
 @contextmanager
 def written_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder`, durably, unless an exception is raised."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderNotEmpty(f"{folder} exists and is not empty")
+    require_empty(folder)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import msgspec
 
 from coordinator.errors import BadConfiguration
-from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +56,16 @@ class NullTracker:
         """Do nothing."""
 
 
-def make_tracker(settings: TrackerSettings, *, run_id: str, spec: RunSpec, state: Path) -> Tracker:
-    """Make the configured trackers; `state` is the trainer's folder. Raises BadConfiguration for a missing package."""
+def make_tracker(settings: TrackerSettings, *, run_id: str, name: str, config: object, state: Path) -> Tracker:
+    """Make the configured trackers; `config` is what W&B shows beside the curves, `state` the trainer's folder.
+
+    Raises BadConfiguration for a missing package.
+    """
     trackers: dict[str, Tracker] = {}
     if settings.tensorboard is not None:
         trackers["TensorBoard"] = TensorBoard(settings.tensorboard)
     if settings.wandb is not None:
-        trackers["W&B"] = WeightsAndBiases(settings.wandb, run_id=run_id, spec=spec, folder=state)
+        trackers["W&B"] = WeightsAndBiases(settings.wandb, run_id=run_id, name=name, config=config, folder=state)
     return GuardedTracker(trackers) if trackers else NullTracker()
 
 
@@ -169,12 +171,12 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run, across restarts; `folder` holds what is not uploaded yet.
 
-    W&B receives the statistics and the run's public specification, but neither the command line (which may hold a
-    database password) nor code, packages, output or machine data. Its key is its own business (`wandb login` or
-    WANDB_API_KEY); WANDB_MODE=offline needs none, nor a network.
+    W&B receives the statistics and `config`, such as the run's public specification, but neither the command line
+    (which may hold a database password) nor code, packages, output or machine data. Its key is its own business
+    (`wandb login` or WANDB_API_KEY); WANDB_MODE=offline needs none, nor a network.
     """
 
-    def __init__(self, project: str, *, run_id: str, spec: RunSpec, folder: Path) -> None:
+    def __init__(self, project: str, *, run_id: str, name: str, config: object, folder: Path) -> None:
         _require("wandb", "--wandb", extra="wandb")
         wandb: Any = importlib.import_module("wandb")
         settings = wandb.Settings(
@@ -192,8 +194,8 @@ class WeightsAndBiases:
             self._run: Any = wandb.init(
                 project=project,
                 id=run_id[:32],
-                name=spec.name,
-                config=msgspec.to_builtins(spec),
+                name=name,
+                config=msgspec.to_builtins(config),
                 dir=folder,
                 resume=None if _is_offline() else "allow",
                 settings=settings,

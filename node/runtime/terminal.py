@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import TextIOBase
 from types import TracebackType
@@ -22,6 +22,15 @@ from rich.live import Live
 from rich.segment import ControlType, Segment, SegmentLines
 
 from node.runtime.logs import is_json
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], *, min_span: float) -> str:
+    """Draw values as bars over their span, of at least `min_span`: smaller differences do not fill its height."""
+    low = min(values, default=0.0)
+    span = max(max(values, default=0.0) - low, min_span)
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
 
 
 def supports_live_display(stream: IO[str]) -> bool:

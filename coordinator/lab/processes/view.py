@@ -18,13 +18,12 @@ from rich.text import Text
 from coordinator.lab.processes.layout import WorkerPlace
 from coordinator.lab.processes.summary import END_STEPS, Summary
 from coordinator.lab.processes.watch import RelayNow, SwarmSnapshot, WorkerNow
-from node.runtime.terminal import LiveDisplay
+from node.runtime.terminal import LiveDisplay, sparkline
 
 WIDTH = 86
 MIN_SPAN = 0.2
 """Of the sparkline: rewards that differ by less do not fill its height."""
 _AUDIT_WORDS: dict[int | None, str] = {0: "agrees", 1: "DISAGREES", 2: "incomplete"}
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +99,6 @@ def render(frame: SwarmPicture) -> RenderableType:
     return Constrain(page, WIDTH)
 
 
-def sparkline(values: list[float], *, width: int) -> str:
-    """Draw the last `width` values as bars over a span of at least MIN_SPAN."""
-    shown = values[-width:]
-    low = min(shown, default=0.0)
-    span = max(max(shown, default=0.0) - low, MIN_SPAN)
-    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
-
-
 def clock(seconds: float) -> str:
     """Format minutes and seconds."""
     minutes, rest = divmod(int(seconds), 60)
@@ -148,7 +139,7 @@ def _training(frame: SwarmPicture) -> RenderableType:
     )
     value = Text(f"{rewards[-1]:.2f}" if rewards else "-", "bold green")
     beside = f"from {rewards[0]:.2f}" if len(rewards) > 1 else ""
-    grid.add_row("reward", value, Text(sparkline(rewards, width=34), "green"), beside)
+    grid.add_row("reward", value, Text(sparkline(rewards[-34:], min_span=MIN_SPAN), "green"), beside)
     return grid
 
 

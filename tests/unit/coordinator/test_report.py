@@ -21,7 +21,7 @@ from coordinator.lab.processes.layout import Swarm, WorkerPlace, demo_run_toml, 
 from coordinator.lab.processes.ledger import Ledger, NodeRecord
 from coordinator.lab.processes.run import discard_state, read_audit
 from coordinator.lab.processes.summary import AuditRow, Observed, Summary, reward_gain, summarise
-from coordinator.lab.processes.view import PlainView, SwarmPicture, closing, render, sparkline
+from coordinator.lab.processes.view import MIN_SPAN, PlainView, SwarmPicture, closing, render
 from coordinator.lab.processes.watch import RelayNow, SwarmSnapshot, WorkerNow
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
@@ -31,6 +31,7 @@ from node.protocol.evidence import Totals
 from node.protocol.messages import PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import HonestSpec, LevelSpec, LimitsSpec, ProofSpec, RunSpec, parse_run_toml, run_id_of
+from node.runtime.terminal import sparkline
 from shardcast.wire import encode
 
 DIGEST = "5e" * 32
@@ -431,10 +432,9 @@ def test_a_pipe_gets_one_line_for_each_step() -> None:
 
 
 def test_the_sparkline_fills_its_height_only_for_real_differences() -> None:
-    assert sparkline([0.4, 0.5, 0.8], width=30) == "▁▃█"
-    assert sparkline([0.50, 0.51, 0.50], width=30) == "▁▁▁"
-    assert sparkline([], width=30) == ""
-    assert len(sparkline([0.5] * 50, width=30)) == 30
+    assert sparkline([0.4, 0.5, 0.8], min_span=MIN_SPAN) == "▁▃█"
+    assert sparkline([0.50, 0.51, 0.50], min_span=MIN_SPAN) == "▁▁▁"
+    assert sparkline([], min_span=MIN_SPAN) == ""
 
 
 def test_the_end_names_the_report_and_what_the_audit_said(summary: Summary, swarm: Swarm) -> None:

@@ -29,7 +29,7 @@ RUN_ID = "ab" * 32
 
 
 def watch(state: Path, **settings: object) -> Tracker:
-    return make_tracker(TrackerSettings(**settings), run_id=RUN_ID, spec=SPEC, state=state)
+    return make_tracker(TrackerSettings(**settings), run_id=RUN_ID, name=SPEC.name, config=SPEC, state=state)
 
 
 def records(path: Path) -> list[bytes]:
@@ -175,7 +175,7 @@ def test_without_the_writer_one_line_says_so_and_training_goes_on(
         settings = tracker_settings(state=tmp_path, tensorboard=None, no_tensorboard=False, wandb=None)
     (record,) = caplog.records
     assert "swarmproof[train]" in record.getMessage()
-    assert isinstance(make_tracker(settings, run_id=RUN_ID, spec=SPEC, state=tmp_path), NullTracker)
+    assert isinstance(make_tracker(settings, run_id=RUN_ID, name=SPEC.name, config=SPEC, state=tmp_path), NullTracker)
 
 
 @pytest.mark.parametrize("settings", [{"tensorboard": Path("x")}, {"wandb": "p"}], ids=["tensorboard", "wandb"])
@@ -198,7 +198,7 @@ from node.protocol.run import EnvironmentSpec, RunSpec
 
 spec = RunSpec(name="watched", environments=(EnvironmentSpec(name="arithmetic"),))
 settings = TrackerSettings(wandb="curves")
-watcher = make_tracker(settings, run_id="ab" * 32, spec=spec, state=Path(sys.argv[1]))
+watcher = make_tracker(settings, run_id="ab" * 32, name=spec.name, config=spec, state=Path(sys.argv[1]))
 for step in (1, 2, 3, 2):
     watcher.step(step, {"reward": 0.5 * step, "loss": float("nan")})
 watcher.close()
