@@ -31,6 +31,7 @@ from coordinator.commands.options import (
 from coordinator.commands.plan import plan
 from coordinator.commands.problems import problems
 from coordinator.commands.roles import RoleCommand, role_option
+from coordinator.commands.sft import sft
 from coordinator.commands.stakes import stakes
 from coordinator.commands.trainer import trainer
 from coordinator.run.definition import read_run_file
@@ -289,5 +290,5 @@ def coordinator(
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
-COMMANDS += [dataset, plan, evaluate, problems, export, backup, restore, check]
+COMMANDS += [dataset, plan, sft, evaluate, problems, export, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

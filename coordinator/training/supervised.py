@@ -91,13 +91,13 @@ def packed_backward(model: PreTrainedModel, rows: Sequence[PackedRow], *, execut
     total = torch.zeros(1, dtype=torch.float64)
     with packed_attention(model):
         for row in _own_rows(rows, execution):
-            logp_N, _ = head_backward(
-                _states(model, row, execution),
-                head_weight(model),
-                row.targets,
-                temperature=1.0,
-                loss=lambda part, logp_n, _, row=row: -(logp_n * row.weight[part]).sum() * scale,
-            )
+            weight_N = row.weight * scale
+
+            def loss(part: slice, logp_n: Tensor, _: Tensor, weight_N: Tensor = weight_N) -> Tensor:
+                return -(logp_n * weight_N[part]).sum()
+
+            states_ND = _states(model, row, execution)
+            logp_N, _ = head_backward(states_ND, head_weight(model), row.targets, temperature=1.0, loss=loss)
             total -= (logp_N * row.weight).double().sum().cpu()
     return world.total(total).item() / tokens
 

@@ -112,6 +112,8 @@ HINTS: Final[dict[str, str]] = {
     "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
     "unfit_model": "`swarmproof coordinator --check --run run.toml --key run.key --data RUN` looks again, "
     "and starts nothing.",
+    "sft:unfit_model": "docs/models.md says which folders can become a policy; the message names the file to mend.",
+    "bad_data": "Mend or remove the named lines; docs/sft.md says what a line may hold.",
     "storage_fault": "`swarmproof check --data RUN` names what is damaged; --repair writes what follows from the log. "
     "Put the rest back from a backup, which has each blob under its name in blobs/.",
     "damaged_blob": "Put the named blob back: BACKUP/blobs has it under the same name, in the same subfolder.",
@@ -136,6 +138,10 @@ HINTS: Final[dict[str, str]] = {
     "folder_not_empty": "Name another folder with --to, or one that is not there yet; nothing was written.",
     "version_not_held": "Name another version or --state folder: a trainer keeps every version, others the last few.",
     "damaged": "Take the version from another process's folder with --state, or fetch it again.",
+    "sft:in_use": "End the other process first, or give this one another folder with --state.",
+    "sft:bad_checkpoint": "Name another --state, or go on with the release that wrote this one.",
+    "sft:damaged_checkpoint": "Start the same command again: it goes on from the checkpoint before that.",
+    "sft:stopped": "Give the same command again: it goes on from there.",
     "stopped": "Start it again: it goes on from the last finished step.",
     "demo_error": "The log folder that is named above says more; `swarmproof demo` starts anew.",
     "coordinator:too_slow": f"Leave the machine to the demonstration, and start it anew. {DOCTOR}",
