@@ -106,7 +106,7 @@ recipe_options = all_of(
 @threads_option("CPU threads of torch.", default=1)
 @execution_options
 @tracker_options
-@json_option("One line of JSON at the end.")
+@json_option("One line of JSON on stdout, and progress on stderr.")
 def sft(
     *,
     model: Path,
@@ -179,7 +179,7 @@ def sft(
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
         )
-        result = fine_tune(job, tracker=tracker, observer=SftView(live), stop=stop.is_set)
+        result = fine_tune(job, tracker=tracker, observer=SftView(live, err=as_json), stop=stop.is_set)
     if result is None:
         return
     if as_json:

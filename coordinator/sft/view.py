@@ -22,10 +22,10 @@ _MIN_SPAN = 0.01
 
 
 class SftView:
-    """Shows progress on `live`, or as lines; the time left is judged by the mean of this process's steps."""
+    """Shows progress on `live`, or as lines, on stderr if `err`; time left is by this process's mean step."""
 
-    def __init__(self, live: LiveDisplay | None) -> None:
-        self._live = live
+    def __init__(self, live: LiveDisplay | None, *, err: bool = False) -> None:
+        self._live, self._err = live, err
         self._steps = self._first = self._tokens = 0
         self._started = self._shown = 0.0
         self._held_out = ""
@@ -35,13 +35,14 @@ class SftView:
         counts = prepared.counts
         click.echo(
             f"{counts.training:,} examples to train on, {counts.held_out:,} held out; {counts.tokens:,} tokens, of "
-            f"which {counts.learnt_tokens:,} are learnt; {steps:,} steps"
+            f"which {counts.learnt_tokens:,} are learnt; {steps:,} steps",
+            err=self._err,
         )
         if counts.too_long:
             lines = ", ".join(map(str, counts.too_long_lines))
             click.echo(f"left out: {counts.too_long:,} examples that are too long, such as of line {lines}", err=True)
         if done:
-            click.echo(f"going on after step {done:,}")
+            click.echo(f"going on after step {done:,}", err=self._err)
         self._steps, self._first, self._started = steps, done, time.monotonic()
 
     def step(self, step: SupervisedStep, *, tokens: int) -> None:
@@ -58,7 +59,7 @@ class SftView:
             f"{self._tokens / seconds:,.0f} learnt tokens/s  ETA {clock(left)}"
         )
         if self._live is None:
-            click.echo(line)
+            click.echo(line, err=self._err)
         else:
             self._live.update(Text(line), refresh=True)
 
@@ -66,7 +67,7 @@ class SftView:
         """Show the held-out loss with the next line, or at once before the first step."""
         self._held_out = f"  held out {loss:.4f}"
         if step == 0:
-            click.echo(f"held-out loss before training: {loss:.4f}")
+            click.echo(f"held-out loss before training: {loss:.4f}", err=self._err)
 
 
 def closing(result: SftResult) -> str:
