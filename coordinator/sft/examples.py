@@ -62,9 +62,9 @@ class Examples:
 
 
 def write_examples(
-    folder: Path, data: Path, recipe: SftRecipe, renderer: RowRenderer, *, max_tokens: int, stop: Callable[[], None]
+    folder: Path, data: Path, recipe: SftRecipe, renderer: RowRenderer, *, max_tokens: int, on_row: Callable[[], None]
 ) -> DataCounts:
-    """Write the examples of the file `data` to `folder`; `stop` is called with each row, and may raise.
+    """Write the examples of the file `data` to `folder`; `on_row` is called before each row, and may raise.
 
     Raises BadData, which names faulty lines, and OSError.
     """
@@ -72,7 +72,7 @@ def write_examples(
     faults, too_long, learnt = list[str](), list[int](), 0
     with (folder / TOKENS).open("wb") as file:
         for number, line in read_lines(data):
-            stop()
+            on_row()
             try:
                 found = list(renderer.examples(parse_row(line, recipe.columns)))
             except RowFault as fault:

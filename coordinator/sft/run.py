@@ -18,6 +18,7 @@ import contextlib
 import functools
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ CHECKPOINTS, CHECKPOINTS_KEPT = "checkpoints", 2
 DEFAULT_MAX_TOKENS = 4096
 _MAX_INDEX_BYTES = 2**20
 _PIECE_BYTES = 4 * 2**20
+_READING_SECONDS = 10.0
+"""Between two lines about how far the data is read."""
 
 
 class SftStopped(CoordinatorError):
@@ -137,15 +140,16 @@ def fine_tune(
 
 def _from_first(world: World, work: Callable[[], PreparedSft]) -> PreparedSft:
     """Return what `work` returns in the first process; raises in all of them if it does."""
-    done = b""
+    prepared: PreparedSft | None = None
     try:
         if world.is_first:
-            done = msgspec.json.encode(work())
+            prepared = work()
     finally:
-        done = world.broadcast(done if world.is_first else None)
-    if not done:
+        said = world.broadcast(msgspec.json.encode(prepared) if world.is_first else None)
+    prepared = msgspec.json.decode(said, type=PreparedSft | None)  # the same value in all of them
+    if prepared is None:
         raise BadConfiguration("the first process cannot begin, and says why")
-    return msgspec.json.decode(done, type=PreparedSft)
+    return prepared
 
 
 def _prepare(job: SftJob, *, stop: Callable[[], bool]) -> PreparedSft:
@@ -159,16 +163,23 @@ def _prepare(job: SftJob, *, stop: Callable[[], bool]) -> PreparedSft:
     if index.exists():
         return _same(index, job, model=model, data=data)
 
-    def check_stop() -> None:
+    rows, said = 0, time.monotonic()
+
+    def on_row() -> None:
+        nonlocal rows, said
         if stop():
             raise SftStopped("stopped while the data was read")
+        rows += 1
+        if time.monotonic() - said >= _READING_SECONDS:
+            said = time.monotonic()
+            log.info("read %d rows", rows)
 
     folder = job.state / DATA
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     folder.mkdir(parents=True)
     renderer = _renderer(found, job.recipe)
     most = _max_tokens(found, job.recipe)
-    counts = write_examples(folder, job.data, job.recipe, renderer, max_tokens=most, stop=check_stop)
+    counts = write_examples(folder, job.data, job.recipe, renderer, max_tokens=most, on_row=on_row)
     dtypes = {tensor.dtype for tensor in found.tensors.values()}
     dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else "float32"
     write_policy(found.source(), job.state / FIRST, dtype=getattr(torch, dtype))

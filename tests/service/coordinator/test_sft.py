@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -213,9 +214,11 @@ def test_a_folder_that_is_no_model_is_refused(folder: Path) -> None:
 
 
 def test_the_command_trains_and_says_so(folder: Path) -> None:
-    ended = invoke(folder, "--batch", "8", "--evaluate-every", "1", "--no-tensorboard", "--held-out", "10%")
+    ended = invoke(folder, "--batch", "8", "--evaluate-every", "1", "--held-out", "10%")
     assert ended.exit_code == 0, ended.output
     assert "22 examples to train on, 2 held out" in ended.output
     assert "step 3/3" in ended.output
     assert f'model.initial = "{folder / "tuned"}"' in ended.output
     assert (folder / "tuned.sft" / "curve.jsonl").read_text().count("held_out_loss") == 4
+    if find_spec("tensorboardX") is not None:
+        assert list((folder / "tuned.sft" / "tensorboard").iterdir())

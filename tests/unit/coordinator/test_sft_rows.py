@@ -156,7 +156,7 @@ def test_columns_have_the_names_that_are_given() -> None:
 def written(folder: Path, rows: list[Any], *, max_tokens: int = 512, **recipe: Any) -> DataCounts:
     data = folder / "rows.jsonl"
     data.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows))
-    return write_examples(folder, data, SftRecipe(**recipe), renderer(), max_tokens=max_tokens, stop=lambda: None)
+    return write_examples(folder, data, SftRecipe(**recipe), renderer(), max_tokens=max_tokens, on_row=lambda: None)
 
 
 def test_every_faulty_line_is_counted_and_the_first_ones_are_named(tmp_path: Path) -> None:
