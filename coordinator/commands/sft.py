@@ -143,7 +143,7 @@ def sft(
     import torch
 
     from coordinator.sft.recipe import PreparedSft, SftRecipe
-    from coordinator.sft.rows import Columns
+    from coordinator.sft.rows import RowColumns
     from coordinator.sft.run import SftJob, fine_tune
     from coordinator.sft.view import SftView, closing
     from coordinator.training.grpo import Execution
@@ -154,7 +154,7 @@ def sft(
     from shardcast.wire import digest
 
     folder = state or to.with_name(f"{to.name}.sft")
-    columns = Columns(**{name: recipe.pop(name) for name in ("messages", "prompt", "completion", "chat")})
+    columns = RowColumns(**{name: recipe.pop(name) for name in ("messages", "prompt", "completion", "chat")})
     chosen = SftRecipe(columns=columns, **recipe)
 
     def tracker(prepared: PreparedSft) -> Tracker:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from coordinator.sft.rows import Columns
+from coordinator.sft.rows import RowColumns
 from coordinator.training.supervised import CosineSchedule
 from node.protocol.run import TrainingSpec
 
@@ -22,7 +22,7 @@ class SftRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     all, and the rate ends at `final_rate` of its peak. `end_mark` is a token that becomes one of the model's.
     """
 
-    columns: Columns = Columns()
+    columns: RowColumns = RowColumns()
     each_turn: bool = False
     end_mark: str | None = None
     max_tokens: int | None = None

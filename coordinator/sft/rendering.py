@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.sft.rows import Conversation, Pair, RowFault
+from coordinator.sft.rows import ChatRow, PairRow, RowFault
 
 MAX_REASON = 300
 """Characters of a template's own message that are shown."""
@@ -43,9 +43,9 @@ class RowRenderer:
     end_mark: int
     each_turn: bool = False
 
-    def examples(self, row: Pair | Conversation) -> Iterator[TokenizedExample]:
+    def examples(self, row: PairRow | ChatRow) -> Iterator[TokenizedExample]:
         """Yield the examples of a row; raises RowFault."""
-        if isinstance(row, Pair):
+        if isinstance(row, PairRow):
             completion = [*self._encode(row.completion), self.end_mark]
             yield _example([(self._encode(row.prompt, begins=True), False), (completion, True)])
             return

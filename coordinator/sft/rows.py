@@ -31,7 +31,7 @@ class RowFault(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class RowColumns:
     """Names of the columns that are read. With `chat`, a prompt is the user's message and a completion its reply."""
 
     messages: str = "messages"
@@ -41,7 +41,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairRow:
     """A prompt and its completion, as text that no chat template touches."""
 
     prompt: str
@@ -49,7 +49,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatRow:
     """Messages as OpenAI's API has them, at least one of them the assistant's, and the tools it may call."""
 
     messages: tuple[Mapping[str, Any], ...]
@@ -71,7 +71,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def parse_row(line: bytes, columns: Columns) -> Pair | Conversation:
+def parse_row(line: bytes, columns: RowColumns) -> PairRow | ChatRow:
     """Parse a line; raises RowFault."""
     try:
         row = msgspec.json.decode(line, type=dict[str, Any])
@@ -91,11 +91,11 @@ def parse_row(line: bytes, columns: Columns) -> Pair | Conversation:
         if not text:
             raise RowFault(f"{name!r} is empty")
     if columns.chat:
-        return Conversation(({"role": "user", "content": prompt}, {"role": "assistant", "content": completion}))
-    return Pair(prompt, completion)
+        return ChatRow(({"role": "user", "content": prompt}, {"role": "assistant", "content": completion}))
+    return PairRow(prompt, completion)
 
 
-def _conversation(messages: object, tools: object) -> Conversation:
+def _conversation(messages: object, tools: object) -> ChatRow:
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         raise RowFault(f"the messages are no list of 1 to {MAX_MESSAGES}")
     for number, message in enumerate(messages, start=1):
@@ -112,7 +112,7 @@ def _conversation(messages: object, tools: object) -> Conversation:
         raise RowFault("no message is the assistant's, so there is nothing to learn")
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise RowFault("'tools' is no list of objects")
-    return Conversation(tuple(messages), tuple(tools or ()))
+    return ChatRow(tuple(messages), tuple(tools or ()))
 
 
 def _roles() -> str:

@@ -15,7 +15,7 @@ import pytest
 from coordinator.sft.examples import Examples, write_examples
 from coordinator.sft.recipe import DataCounts, SftRecipe
 from coordinator.sft.rendering import RowRenderer
-from coordinator.sft.rows import MAX_LINE_BYTES, BadData, Columns, Conversation, Pair, RowFault, parse_row
+from coordinator.sft.rows import MAX_LINE_BYTES, BadData, ChatRow, PairRow, RowColumns, RowFault, parse_row
 from node.policy.models.tiny_llama import EOS, make_tokenizer
 
 NEWLINE = make_tokenizer()("\n")["input_ids"][0]
@@ -47,7 +47,7 @@ def renderer(template: str | None = CHATML, *, each_turn: bool = False) -> RowRe
     return RowRenderer(tokenizer, frozenset({EOS}), EOS, each_turn)
 
 
-def learnt(row: Pair | Conversation, of: RowRenderer) -> list[tuple[str, str]]:
+def learnt(row: PairRow | ChatRow, of: RowRenderer) -> list[tuple[str, str]]:
     """Each example's whole text, and what of it is learnt with · for the rest."""
 
     def text(ids: list[int]) -> str:
@@ -65,7 +65,7 @@ def learnt(row: Pair | Conversation, of: RowRenderer) -> list[tuple[str, str]]:
 
 
 def test_only_the_assistants_turns_and_their_end_marks_are_learnt() -> None:
-    [(whole, shown)] = learnt(Conversation(tuple(TWO_TURNS)), renderer())
+    [(whole, shown)] = learnt(ChatRow(tuple(TWO_TURNS)), renderer())
     assert whole == renderer().tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert shown.strip("·").split("·" * len("\nuser:2+2.\nassistant:")) == [
         "<think>a</think>2<eos>",
@@ -75,22 +75,22 @@ def test_only_the_assistants_turns_and_their_end_marks_are_learnt() -> None:
 
 
 def test_a_pair_is_learnt_from_its_completion_on_and_ends() -> None:
-    assert learnt(Pair("Q:", "4"), renderer(None)) == [("Q:4<eos>", "··4<eos>")]
+    assert learnt(PairRow("Q:", "4"), renderer(None)) == [("Q:4<eos>", "··4<eos>")]
 
 
 def test_what_follows_the_last_turn_of_the_assistant_is_left_out() -> None:
-    [(whole, _)] = learnt(Conversation((*TWO_TURNS, {"role": "user", "content": "and?"})), renderer())
+    [(whole, _)] = learnt(ChatRow((*TWO_TURNS, {"role": "user", "content": "and?"})), renderer())
     assert "and?" not in whole
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     """Its text of both turns holds no longer what the policy was shown at the first one."""
     with pytest.raises(RowFault, match=r"message 4.*differently.*--each-turn"):
-        learnt(Conversation(tuple(TWO_TURNS)), renderer(FORGETS))
+        learnt(ChatRow(tuple(TWO_TURNS)), renderer(FORGETS))
 
 
 def test_each_turn_by_itself_is_what_the_policy_sees_at_that_turn() -> None:
-    (first, _), (second, shown) = learnt(Conversation(tuple(TWO_TURNS)), renderer(FORGETS, each_turn=True))
+    (first, _), (second, shown) = learnt(ChatRow(tuple(TWO_TURNS)), renderer(FORGETS, each_turn=True))
     assert first == "user:1+1<eos>\nassistant:<think>a</think>2<eos>\n"
     assert second == "user:1+1<eos>\nassistant:2<eos>\nuser:2+2<eos>\nassistant:<think>b</think>4<eos>\n"
     assert shown.strip("·") == "<think>b</think>4<eos>"
@@ -111,7 +111,7 @@ def test_a_template_that_does_not_say_which_tokens_are_the_assistants_is_refused
     template: str | None, messages: list[Any], reason: str
 ) -> None:
     with pytest.raises(RowFault, match=reason):
-        learnt(Conversation(tuple(messages)), renderer(template))
+        learnt(ChatRow(tuple(messages)), renderer(template))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_a_template_that_does_not_say_which_tokens_are_the_assistants_is_refused
 )
 def test_a_row_that_is_none_says_why(line: bytes, reason: str) -> None:
     with pytest.raises(RowFault, match=reason):
-        parse_row(line, Columns())
+        parse_row(line, RowColumns())
 
 
 def test_columns_have_the_names_that_are_given() -> None:
     line = b'{"question": "1+1", "answer": "2", "other": [1]}'
-    assert parse_row(line, Columns(prompt="question", completion="answer")) == Pair("1+1", "2")
-    chat = parse_row(line, Columns(prompt="question", completion="answer", chat=True))
-    assert chat == Conversation(({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}))
+    assert parse_row(line, RowColumns(prompt="question", completion="answer")) == PairRow("1+1", "2")
+    chat = parse_row(line, RowColumns(prompt="question", completion="answer", chat=True))
+    assert chat == ChatRow(({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}))
 
 
 def written(folder: Path, rows: list[Any], *, max_tokens: int = 512, **recipe: Any) -> DataCounts:
