@@ -258,6 +258,22 @@ def load_policy(
         return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)
 
 
+def read_blueprint(path: Path) -> Blueprint:
+    """Validate all but the numbers of `path`, by its header alone; raises as `load_policy`."""
+    with _reading(path):
+        blueprint, skeleton, _ = _read_blueprint(path)
+        probe_shapes(skeleton)
+        return blueprint
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return where a policy has its tensors, as `load_policy` finds them; raises as that."""
+    with _reading(path):
+        data_start = _check_file(path)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return _declared_tensors(file, path, data_start)
+
+
 def inspect_policy(path: Path) -> Blueprint:
     """Validate `path` for an engine that loads the weights itself: like `load_policy`, a piece in memory at a time.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -14,39 +19,91 @@ from torch import Tensor
 
 from node.policy.config import DTYPES
 from node.policy.errors import UnreadablePolicy
-from node.policy.file import Blueprint, inspect_policy
-from node.policy.weights import ITEM_BYTES, StoredTensor, read_shard
+from node.policy.file import Blueprint, Policy, inspect_policy, load_policy, read_blueprint, stored_tensors
+from node.policy.weights import ITEM_BYTES
 
 PIECE_BYTES: Final = 4 * 2**20
-INSPECTED_FILES: Final = 32
+KNOWN_FILES: Final = 32
+WITHOUT_LINKS: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
+"""What a file system says that has no hard links, or none from there to here."""
 
 _Identity = tuple[int, int, int, int]
 """Device, inode, size and time of the last change: another name for a file shares them, another file has others."""
 
-_inspected: OrderedDict[_Identity, Blueprint] = OrderedDict()
-_inspecting = threading.Lock()
+
+@dataclass(slots=True)
+class _KnownFile:
+    """A file whose header is faultless; `is_finite`: so is every number."""
+
+    blueprint: Blueprint
+    is_finite: bool = False
+    scanning: threading.Lock = field(default_factory=threading.Lock)
+
+
+_known: OrderedDict[_Identity, _KnownFile] = OrderedDict()
+_reading_headers = threading.Lock()
+
+
+def blueprint_of(path: Path) -> Blueprint:
+    """Read and validate all but the numbers, once for each of the last KNOWN_FILES; raises as `read_blueprint`."""
+    return _known_file(path).blueprint
 
 
 def inspect_once(path: Path) -> Blueprint:
     """Validate `path` as `inspect_policy` does, unless this process has found this very file faultless before.
 
-    Every number of a file is read for that, which takes minutes for a large one. The last INSPECTED_FILES are known.
+    Every number of a file is read for that, which takes minutes for a large one.
     """
+    known = _known_file(path)
+    with known.scanning:
+        if not known.is_finite:
+            inspect_policy(path)
+            known.is_finite = True
+    return known.blueprint
+
+
+def load_once(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Policy:
+    """Load as `load_policy`, which looks at every number: `inspect_once` of the same file need not any more."""
+    known = _known_file(path)
+    policy = load_policy(path, dtype=dtype, device=device)
+    known.is_finite = True
+    return policy
+
+
+def _known_file(path: Path) -> _KnownFile:
     try:
-        identity = _identity(path.stat())
+        found = path.stat()
     except OSError as error:
         raise UnreadablePolicy(f"cannot read {path}: {error}") from error
-    with _inspecting:
-        if identity not in _inspected:
-            _inspected[identity] = inspect_policy(path)
-        _inspected.move_to_end(identity)
-        while len(_inspected) > INSPECTED_FILES:
-            _inspected.popitem(last=False)
-        return _inspected[identity]
+    identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    with _reading_headers:
+        if identity not in _known:
+            _known[identity] = _KnownFile(read_blueprint(path))
+        _known.move_to_end(identity)
+        while len(_known) > KNOWN_FILES:
+            _known.popitem(last=False)
+        return _known[identity]
 
 
-def _identity(found: os.stat_result) -> _Identity:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+@contextlib.contextmanager
+def held_file(path: Path, folder: Path) -> Iterator[Path]:
+    """Yield a name in `folder` that the file has as long as the block takes, whoever deletes `path` meanwhile.
+
+    Where there are no hard links it is `path` itself. Raises UnreadablePolicy.
+    """
+    link: Path | None = folder / f"{path.name}-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.link(path, link)
+    except OSError as error:
+        if error.errno not in WITHOUT_LINKS:
+            raise UnreadablePolicy(f"cannot read {path}: {error}") from error
+        link = None
+    try:
+        yield link or path
+    finally:
+        if link is not None:
+            link.unlink(missing_ok=True)
 
 
 class OpenPolicy:
@@ -56,14 +113,19 @@ class OpenPolicy:
     """
 
     def __init__(self, path: Path, *, device: torch.device | str = "cpu") -> None:
-        self.blueprint, self.path = inspect_once(path), path
         self.device = torch.device(device)
         try:
             self._file = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
-            self._stored: dict[str, StoredTensor] = read_shard(path)
         except OSError as error:
             raise UnreadablePolicy(f"cannot read {path}: {error}") from error
+        weakref.finalize(self, os.close, self._file)
+        self.blueprint = inspect_once(self.path)
+        self._stored = stored_tensors(self.path)
+
+    @property
+    def path(self) -> Path:
+        """A name that the open file has, even after the one it was opened by is deleted."""
+        return Path(f"/proc/self/fd/{self._file}")
 
     def read(self, name: str, *, dtype: torch.dtype) -> Tensor:
         """Read a tensor, cast to `dtype`, a piece of the file in memory at a time; raises UnreadablePolicy.

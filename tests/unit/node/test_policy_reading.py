@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -12,8 +14,8 @@ from safetensors.torch import load_file
 
 from node.policy import reading
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
-from node.policy.file import Blueprint
-from node.policy.reading import OpenPolicy, inspect_once
+from node.policy.file import Blueprint, load_policy
+from node.policy.reading import OpenPolicy, blueprint_of, held_file, inspect_once, load_once
 
 
 @pytest.fixture
@@ -88,3 +90,53 @@ def test_a_file_that_has_become_shorter_fails_the_machine_and_not_the_policy(
 def test_a_file_that_is_missing_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UnreadablePolicy):
         OpenPolicy(tmp_path / "none")
+
+
+def test_a_file_is_readable_while_it_is_held_whoever_deletes_it(tiny_policy_path: Path, tmp_path: Path) -> None:
+    """Loading tens of gigabytes takes minutes, in which the broadcast client may delete them."""
+    path = shutil.copyfile(tiny_policy_path, tmp_path / "7.bin")
+    with held_file(path, tmp_path / "reading") as held:
+        path.unlink()
+        assert load_once(held, dtype=torch.float32).parameters > 0
+        with pytest.raises(UnreadablePolicy), held_file(path, tmp_path / "reading"):
+            pass
+    assert list((tmp_path / "reading").iterdir()) == []
+
+
+def test_a_file_on_a_disk_without_hard_links_is_read_where_it_is(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    with held_file(tiny_policy_path, tmp_path / "reading") as held:
+        assert held == tiny_policy_path
+    assert tiny_policy_path.exists()
+
+
+def test_a_loaded_file_is_looked_through_by_nobody_else(
+    tiny_policy_path: Path, tmp_path: Path, inspected: list[Path]
+) -> None:
+    """Planning, loading and a second look once read every number of a policy for themselves."""
+    path = shutil.copyfile(tiny_policy_path, tmp_path / "policy")
+    assert blueprint_of(path).parameters > 0
+    load_once(path, dtype=torch.float32)
+    assert OpenPolicy(path).blueprint is blueprint_of(path) is inspect_once(path)
+    assert inspected == []
+
+
+def test_a_header_that_loads_is_read_piece_by_piece_as_well(tiny_policy_path: Path, tmp_path: Path) -> None:
+    """Workers would draw from a policy whose work no verifier could take a second look at."""
+    data, stored = tiny_policy_path.read_bytes(), load_file(tiny_policy_path)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name in stored:
+        header[name]["quantised"] = False
+    text = json.dumps(header).encode()
+    path = tmp_path / "policy"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    policy, file = load_policy(path, dtype=torch.float32), OpenPolicy(path)
+    assert policy.parameters == file.blueprint.parameters
+    for name, weight in stored.items():
+        assert torch.equal(file.read(name, dtype=torch.float32), weight)
