@@ -30,6 +30,7 @@ from coordinator.verifier.policy_cache import PolicyCache
 from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS
 from node.environments import load_environments
+from node.errors import EngineFailed
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
 from node.protocol.admission import Outcome, Verdict
@@ -38,7 +39,7 @@ from node.protocol.submission import Rollout
 from node.runtime.logs import bound
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
-from node.verification.measure import PolicyUnavailable
+from node.verification.measure import EngineAway, PolicyUnavailable
 from node.verification.plan import Claim, Rules, never
 from node.verification.readings import MakePrefills, make_prefills, transformers_prefills
 from node.verification.shelf import GIB
@@ -54,6 +55,8 @@ CLAIM_SECONDS = 60.0
 
 SUBMISSIONS_AT_ONCE = 8
 RETRY_SECONDS = 1.0
+MAX_ENGINE_FAILURES = 5
+"""Consecutive failures of the engine that end a verifier; the pauses between them double from RETRY_SECONDS on."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Verifier:
         self._rules = Rules(home.run_id, home.spec, [])
         self._bodies = body_reader(home)
         self._history = KeptHistory(settings.state, run_id=home.run_id)
+        self._engine_failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
@@ -118,7 +122,12 @@ class Verifier:
         ) as client:
             prefills = make_prefills(self._home.spec, self._settings.make_prefills)
             cache = PolicyCache(
-                self._home, client, prefills, memory=self._settings.policy_memory, metrics=self._metrics
+                self._home,
+                client,
+                prefills,
+                memory=self._settings.policy_memory,
+                folder=self._settings.state / "reading",
+                metrics=self._metrics,
             )
             log.info(
                 "verifying for run %s as %s, with %.1f GiB for policies",
@@ -139,17 +148,26 @@ class Verifier:
     async def _load_newest(self, stop: asyncio.Event, cache: PolicyCache) -> None:
         """Load the newest policy before anything is claimed; raises EngineFailed where this machine cannot hold it.
 
-        Waits for nothing: what cannot be had now is loaded with the first submission that wants it.
+        Waits for nothing but the engine: what cannot be had now is loaded with the first submission that wants it.
         """
-        with contextlib.suppress(PolicyUnavailable, DatabaseAway, OSError, Stopped):
-            newest = await asyncio.to_thread(cache.newest)
-            if newest is not None:
-                await race(cache.prefill(newest), stop)
+        while not stop.is_set():
+            try:
+                newest = await asyncio.to_thread(cache.newest)
+                if newest is not None:
+                    await race(cache.prefill(newest), stop)
+                return
+            except EngineAway as error:
+                await self._wait_for_engine(error, stop)
+            except (PolicyUnavailable, DatabaseAway, OSError, Stopped):
+                return
 
     async def _work_until(self, stop: asyncio.Event, cache: PolicyCache) -> None:
         while not stop.is_set():
             try:
                 pause = 0.0 if await self._verify_batch(cache) else IDLE_SECONDS
+            except EngineAway as error:
+                await self._wait_for_engine(error, stop)
+                continue
             except (DatabaseAway, OSError) as error:
                 self._metrics.outages.inc()
                 log.warning("database or disk unavailable, retrying every %.0f s: %s", RETRY_SECONDS, advice(error))
@@ -158,8 +176,22 @@ class Verifier:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), pause)
 
+    async def _wait_for_engine(self, error: EngineAway, stop: asyncio.Event) -> None:
+        """Pause before the engine is tried again; raises EngineFailed after MAX_ENGINE_FAILURES in a row."""
+        self._engine_failures += 1
+        if self._engine_failures >= MAX_ENGINE_FAILURES:
+            code = error.__cause__.code if isinstance(error.__cause__, EngineFailed) else None
+            raise EngineFailed(f"The engine failed {self._engine_failures} times in a row: {error}", code=code)
+        pause = RETRY_SECONDS * 2 ** (self._engine_failures - 1)
+        log.error("%s Trying again in %.0f s", error, pause)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), pause)
+
     async def _verify_batch(self, cache: PolicyCache) -> bool:
-        """Claim a batch, whose forward passes are shared, and judge it; return whether there was any submission."""
+        """Claim a batch, whose forward passes are shared, and judge it; return whether there was any submission.
+
+        Raises EngineAway and EngineFailed after what is not judged was put back.
+        """
         claimed = await asyncio.to_thread(self._claim)
         if claimed:
             self._metrics.claims.inc(len(claimed))
@@ -169,8 +201,11 @@ class Verifier:
                     await self._judge(claimed, cache)
                 except StoreAway as error:
                     log.warning("%d submissions deferred, object store unavailable: %s", len(claimed), error)
-                    for one in claimed:
-                        await asyncio.to_thread(self._defer, one)
+                    await self._defer_all(claimed)
+                except (EngineAway, EngineFailed):
+                    await self._defer_all(claimed)
+                    raise
+            self._engine_failures = 0
             await asyncio.to_thread(self._history.keep_current, self._home.database)
         return bool(claimed)
 
@@ -186,6 +221,8 @@ class Verifier:
             )
 
     async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
+        """Judge a batch; raises EngineAway, once the others are judged, if something was deferred because of it."""
+        away: EngineAway | None = None
         await asyncio.to_thread(self._bodies.load_uploads, claimed)
         published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
         for one in claimed:
@@ -194,6 +231,7 @@ class Verifier:
         claimed = [one for one in claimed if not one.rebuild]
         for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
+                away = found if isinstance(found, EngineAway) else away
                 with _log_context(one):
                     log.warning("submission %s… deferred: %s", one.submission[:16], found)
                 if not one.recheck or verdicts.clock() < one.recheck_by:
@@ -204,6 +242,8 @@ class Verifier:
             one = await asyncio.to_thread(self._bodies.keep, one)  # noqa: PLW2901  (by its actual digest)
             await asyncio.to_thread(self._record, one, found, evidence, published)
             await asyncio.to_thread(self._bodies.release, one)
+        if away is not None:
+            raise away
 
     async def _verify(
         self, claimed: Sequence[QueueItem], cache: PolicyCache, published: Mapping[int, str]
@@ -242,6 +282,8 @@ class Verifier:
         if isinstance(found, PolicyUnavailable | BodyUnavailable):
             log.warning("rebuilding the group of %s… deferred: %s", claimed.submission[:16], found)
             await asyncio.to_thread(self._defer, claimed)
+            if isinstance(found, EngineAway):
+                raise found
             return
         await asyncio.to_thread(self._record_rebuild, claimed, found, kept)
 
@@ -333,6 +375,10 @@ class Verifier:
         """
         with self._home.database.read() as connection:
             return training.published_since(connection, version)
+
+    async def _defer_all(self, claimed: Sequence[QueueItem]) -> None:
+        for one in claimed:
+            await asyncio.to_thread(self._defer, one)
 
     def _defer(self, claimed: QueueItem) -> None:
         self._metrics.deferred.inc()

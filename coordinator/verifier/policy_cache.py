@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -15,10 +16,12 @@ from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.home import Home
 from coordinator.storage import training
 from coordinator.storage.faults import DatabaseAway
+from node.engines.base import DoesNotFit, WrongEngine
+from node.errors import EngineFailed
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint
-from node.policy.reading import OpenPolicy, inspect_once
-from node.verification.measure import PolicyUnavailable
+from node.policy.reading import OpenPolicy, blueprint_of, held_file
+from node.verification.measure import EngineAway, PolicyUnavailable
 from node.verification.prefill import Prefill, Prefills
 from node.verification.shelf import PolicyShelf
 from shardcast import Client
@@ -32,6 +35,8 @@ PATIENCE_SECONDS = 5.0
 
 PREFETCH_SECONDS = 1.0
 BLUEPRINTS_IN_MEMORY = 16
+PERMANENT = frozenset({DoesNotFit.code, WrongEngine.code})
+"""Codes of an EngineFailed that no other try mends."""
 
 T = TypeVar("T")
 
@@ -45,13 +50,25 @@ class _Fetching:
 
 
 class PolicyCache:
-    """The `Policies` of one run; a version's manifest digest is the one in the database, as in the log."""
+    """The `Policies` of one run; a version's manifest digest is the one in the database, as in the log.
+
+    Files that are read are linked into `folder`, on the client's disk, which is this cache's alone.
+    """
 
     def __init__(
-        self, home: Home, client: Client, prefills: Prefills, *, memory: int, metrics: VerifierMetrics | None = None
+        self,
+        home: Home,
+        client: Client,
+        prefills: Prefills,
+        *,
+        memory: int,
+        folder: Path,
+        metrics: VerifierMetrics | None = None,
     ) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
         self._home = home
         self._client = client
+        self._folder = folder
         self._device = prefills.device
         self._shelf = PolicyShelf(prefills, spec=home.spec, memory=memory)
         self._metrics = metrics or VerifierMetrics()
@@ -64,7 +81,7 @@ class PolicyCache:
         if (held := self._shelf.get(version)) is not None:
             return held.blueprint
         if version not in self._blueprints:
-            self._blueprints[version] = await self._read(version, lambda path: asyncio.to_thread(inspect_once, path))
+            self._blueprints[version] = await self._read(version, lambda path: asyncio.to_thread(blueprint_of, path))
         self._blueprints.move_to_end(version)
         while len(self._blueprints) > BLUEPRINTS_IN_MEMORY:
             self._blueprints.popitem(last=False)
@@ -73,12 +90,18 @@ class PolicyCache:
     async def prefill(self, version: int) -> Prefill:
         """Return policy `version`, loaded for prefills.
 
-        Raises PolicyUnavailable, and EngineFailed where the engine cannot hold it: no submission can be judged then.
+        Raises PolicyUnavailable, EngineAway where the engine cannot hold it now, and EngineFailed where it never can:
+        no submission can be judged then.
         """
         if (held := self._shelf.get(version)) is not None:
             return held
         self._metrics.policy_loads.inc()
-        return await self._read(version, lambda path: self._shelf.load(version, path, version=version))
+        try:
+            return await self._read(version, lambda path: self._shelf.load(version, path, version=version))
+        except EngineFailed as error:
+            if error.code in PERMANENT:
+                raise
+            raise EngineAway(str(error)) from error
 
     async def file(self, version: int) -> OpenPolicy:
         """Return the file of policy `version`, for a second look; raises PolicyUnavailable."""
@@ -113,7 +136,9 @@ class PolicyCache:
     async def _read(self, version: int, read: Callable[[Path], Awaitable[T]]) -> T:
         path = await self._fetch(version)
         try:
-            return await read(path)
+            # The client deletes old versions, and reading one may take minutes.
+            with held_file(path, self._folder) as held:
+                return await read(held)
         except (PolicyError, MemoryError) as error:
             raise PolicyUnavailable(f"policy {version}: {error}") from error
 
@@ -131,6 +156,8 @@ class PolicyCache:
             return fetching.task.result()
         except ShardcastError as error:
             self._metrics.policy_failures.inc()
+            if error.code == "disk_full":
+                self._shelf.close_files()
             raise PolicyUnavailable(f"policy {version}: {error}") from error
 
     async def _fetch_timed(self, version: int, manifest_digest: str) -> Path:

@@ -36,6 +36,7 @@ HINTS: Final[dict[str, str]] = {
     "damaged_state": "Keep what you moved away: its receipts prove what the run owes this node.",
     "in_use": "End the other process first, or give this one another folder with --state.",
     "engine_failed": DOCTOR,
+    "out_of_memory": "Give --policy-memory less, end what else uses that memory, or take a larger machine.",
     "does_not_fit": "Take a smaller --max-num-seqs or --max-model-len, free memory, or use a larger machine.",
     "wrong_engine": "Start this process again with --engine torch.",
     "policy_unusable": f"{DOCTOR} With --policy FILE it looks at whether the policy fits.",

@@ -34,6 +34,7 @@ from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
 from node.engines.turns import converse
 from node.policy.file import Policy, load_policy
+from node.policy.memory import unless_out_of_memory
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
@@ -87,10 +88,10 @@ class TorchEngine:
 
     async def load(self, path: Path, *, version: int) -> None:
         dtype = getattr(torch, self._spec.model.dtype)
-        try:
-            policy = await asyncio.to_thread(load_policy, path, dtype=dtype, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise DoesNotFit(f"Policy {version} does not fit on {self._device}.") from error
+        load = partial(load_policy, path, dtype=dtype, device=self._device)
+        policy = await asyncio.to_thread(unless_out_of_memory, load)
+        if policy is None:
+            raise DoesNotFit(f"Policy {version} does not fit on {self._device}.")
         if policy.hidden < self._spec.proofs.min_hidden:
             raise BrokenPolicy(f"{policy.hidden} hidden units are too few for the run's proofs")
         await asyncio.to_thread(warm_up, self._device)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
+from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
 
 
@@ -69,9 +70,9 @@ def probe(model: PreTrainedModel) -> None:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits
         finite = bool(logits.isfinite().all())
-    except torch.OutOfMemoryError:
-        raise  # says nothing of the policy
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # says nothing of the policy
         raise MalformedPolicy(f"its forward pass fails: {error}", code="broken_model") from error
     if not finite:
         raise MalformedPolicy("its logits are not finite", code="broken_model")

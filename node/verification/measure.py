@@ -13,8 +13,10 @@ from typing import Protocol
 
 from node.episodes.conversation import all_graded
 from node.episodes.expected import problem_of
+from node.errors import EngineFailed
 from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint
+from node.policy.memory import free_memory
 from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
@@ -33,6 +35,12 @@ class PolicyUnavailable(VerifierFailed):
     """A policy is unavailable: no verdict follows."""
 
     code = "policy_away"
+
+
+class EngineAway(PolicyUnavailable):
+    """The engine could not hold a policy just now, whatever was to be measured: it died, or memory is used up."""
+
+    code = "engine_away"
 
 
 class Policies(Protocol):
@@ -91,14 +99,17 @@ class Measurement:
         spans = self._spans.pop(version)
         try:
             self._measure(prefill, {group: spans[group] for group in groups})
+            return
         except VerifierFailed as error:
-            if len(groups) == 1:
-                self.fail(groups[0], error)
+            if len(groups) == 1 or isinstance(error, PolicyUnavailable):
+                for group in groups:
+                    self.fail(group, error)
                 return
             logger.warning("measuring %d submissions together failed, now one by one: %s", len(groups), error)
-            for group in groups:
-                self._spans[version] = {group: spans[group]}
-                self.measure(prefill, version)
+        free_memory()  # what failed may have taken all of it, and its frames are gone by now
+        for group in groups:
+            self._spans[version] = {group: spans[group]}
+            self.measure(prefill, version)
 
     def _measure(self, prefill: Prefill, spans: dict[int, list[Span]]) -> None:
         asked = [(group, span) for group, own in spans.items() for span in own]
@@ -106,9 +117,11 @@ class Measurement:
             with as_verifier_failure("the prefill"):
                 found = prefill.measure([span for _, span in asked], spec=self._spec)
         except VerifierFailed as error:
-            # A policy that is read while it measures: as if it could not have been loaded.
+            # A policy that is read, or loaded, while it measures: as if it could not have been loaded.
             if isinstance(error.__cause__, UnreadablePolicy):
                 raise PolicyUnavailable(str(error)) from error
+            if isinstance(error.__cause__, EngineFailed):
+                raise EngineAway(str(error.__cause__)) from error
             raise
         answers = list(zip(asked, found, strict=True))
         for (group, span), answer in answers:

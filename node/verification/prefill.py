@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from node.errors import EngineFailed
-from node.policy.file import Blueprint, Policy, load_policy
-from node.policy.reading import OpenPolicy
+from node.policy.file import Blueprint, Policy
+from node.policy.memory import unless_out_of_memory
+from node.policy.reading import OpenPolicy, load_once
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.verification.batches import batches, padded_ids, predicting
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
 from node.verification.streamed import StreamedPrefill
+
+OUT_OF_MEMORY: Final = "out_of_memory"
+"""Code of an EngineFailed that another moment, or fewer policies beside it, may spare."""
 
 
 class Prefill(Protocol):
@@ -55,11 +60,16 @@ class Prefills(Protocol):
         """Load policy `version` from `path`, which must stay while it is used.
 
         If `streamed`, leave the weights of a policy with attention in the file; an engine that has a place of its own
-        for them need not. Raises PolicyError, and EngineFailed where the engine cannot hold it.
+        for them need not. Raises PolicyError, and EngineFailed where the engine cannot hold it (`OUT_OF_MEMORY`: now).
         """
 
     async def close(self) -> None:
         """Stop the engine."""
+
+
+def no_memory_for(version: int, device: torch.device) -> EngineFailed:
+    """Return the failure of a policy for which there is no memory now."""
+    return EngineFailed(f"There is no memory for policy {version} on {device}.", code=OUT_OF_MEMORY)
 
 
 class TransformersPrefills:
@@ -75,10 +85,10 @@ class TransformersPrefills:
     async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
         if streamed:
             return StreamedPrefill(await asyncio.to_thread(OpenPolicy, path, device=self.device), dtype=self._dtype)
-        try:
-            policy = await asyncio.to_thread(load_policy, path, dtype=self._dtype, device=self.device)
-        except torch.OutOfMemoryError as error:
-            raise EngineFailed(f"Policy {version} does not fit on {self.device}.", code="does_not_fit") from error
+        load = partial(load_once, path, dtype=self._dtype, device=self.device)
+        policy = await asyncio.to_thread(unless_out_of_memory, load)
+        if policy is None:
+            raise no_memory_for(version, self.device)
         return TransformersPrefill(policy)
 
     async def close(self) -> None:
@@ -90,6 +100,8 @@ class TransformersPrefill:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        # Without the model: plans keep it for longer than the policy may stay in memory.
+        self._blueprint = Blueprint(policy.config, policy.tokenizer, policy.eos_ids, policy.parameters)
 
     @property
     def policy(self) -> Policy:
@@ -98,7 +110,7 @@ class TransformersPrefill:
 
     @property
     def blueprint(self) -> Blueprint:
-        return self._policy
+        return self._blueprint
 
     def in_float32(self) -> TransformersPrefill:
         """Return a prefill of a copy in float32, with the same weights."""

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Blueprint, Policy, load_policy
+from node.policy.memory import unless_out_of_memory
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.verification.deviations import SpanMeasured
-from node.verification.prefill import Prefill, Prefills, TransformersPrefill, TransformersPrefills
+from node.verification.prefill import Prefill, Prefills, TransformersPrefill, TransformersPrefills, no_memory_for
 from node.verification.spans import Span
 from node.verification.streamed import StreamedPrefill
 from toploc import distances
@@ -137,7 +139,11 @@ class _TwoReadingsPrefills:
         """Load both readings; raises MalformedPolicy for weights that two engines would round differently."""
         rounded = await self.rounded.prefill(path, version=version, streamed=streamed)
         if isinstance(rounded, TransformersPrefill | StreamedPrefill):
-            return await asyncio.to_thread(_with_exact, rounded)
+            both = await asyncio.to_thread(unless_out_of_memory, partial(_with_exact, rounded))
+            del rounded  # or the failure would hold it
+            if both is None:
+                raise no_memory_for(version, self.device)
+            return both
         if rounded.blueprint.config.dtype != getattr(torch, self.spec.model.dtype):
             raise MalformedPolicy(f"is not in {self.spec.model.dtype}, as the run is", code="wrong_tensors")
         return TwoReadings(rounded, await self.exact.prefill(path, version=version))

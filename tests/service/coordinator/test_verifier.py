@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from swarm import Swarm, running, small_spec
 from verifying import Part, drawn
-from waiting import until
+from waiting import eventually, until
 
 from coordinator.run.history import KeptHistory
 from coordinator.storage import log
@@ -24,7 +25,8 @@ from coordinator.verifier import policy_cache as policy_shelf
 from coordinator.verifier.policy_cache import PolicyCache
 from node.environments import load_environment
 from node.episodes.expected import expected_of
-from node.policy.file import Policy, load_policy, save_policy
+from node.policy import reading
+from node.policy.file import Blueprint, Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.messages import Lease
@@ -35,6 +37,7 @@ from node.verification.measure import PolicyUnavailable
 from node.verification.plan import Claim
 from node.verification.prefill import TransformersPrefills
 from shardcast import Client
+from shardcast.errors import LocalFault
 
 
 @dataclass
@@ -154,12 +157,18 @@ def test_a_policy_beyond_the_lead_is_rejected(run: Run) -> None:
     assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
 
 
+def cache_of(run: Run, client: Client, folder: Path, *, memory: int = 2**30) -> PolicyCache:
+    home = run.swarm.home
+    prefills = TransformersPrefills(dtype=home.spec.model.dtype)
+    return PolicyCache(home, client, prefills, memory=memory, folder=folder / "reading")
+
+
 async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: Path) -> None:
     """A version that somebody names, or that only the origin serves, is no policy of the run."""
     home = run.swarm.home
     run.swarm.origin_server.publish(path_of(run.folder, 1), version=1)
     async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
-        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype), memory=2**30)
+        shelf = cache_of(run, client, tmp_path)
         with pytest.raises(PolicyUnavailable):
             await shelf.prefill(1)
         assert (await shelf.blueprint(0)).vocabulary == run.policies[0].vocabulary
@@ -171,7 +180,7 @@ async def test_the_shelf_knows_policies_from_the_log_alone(run: Run, tmp_path: P
 async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) -> None:
     home = run.swarm.home
     async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
-        shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype), memory=2**30)
+        shelf = cache_of(run, client, tmp_path)
         for ask in (shelf.blueprint, shelf.prefill):
             with pytest.raises(PolicyUnavailable):
                 await ask(0)
@@ -185,7 +194,7 @@ async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_poli
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with Client(home.run_id, home.public_key, [source], tmp_path / "shelf") as client:
-            shelf = PolicyCache(home, client, TransformersPrefills(dtype=home.spec.model.dtype), memory=2**30)
+            shelf = cache_of(run, client, tmp_path)
             for most in (60.0, 2.5):
                 started = time.monotonic()
                 with pytest.raises(PolicyUnavailable, match="being fetched"):
@@ -195,3 +204,47 @@ async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_poli
             monkeypatch.setattr(policy_shelf, "PATIENCE_SECONDS", 60.0)
             await shelf.close()
             assert (await shelf.prefill(0)).blueprint.vocabulary == run.policies[0].vocabulary
+
+
+@pytest.mark.parametrize("ask", ["prefill", "file", "streamed"])
+async def test_a_policy_that_is_deleted_while_it_is_read_is_read_to_its_end(
+    ask: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client deletes an old version when a newer one arrives; the verifier would begin a long load again."""
+    home, folder = run.swarm.home, tmp_path / "shelf"
+    read_header = reading.read_blueprint
+
+    def deleting(path: Path) -> Blueprint:
+        for brought in (folder / "versions").iterdir():
+            brought.unlink()
+        return read_header(path)
+
+    monkeypatch.setattr(reading, "read_blueprint", deleting)
+    async with Client(home.run_id, home.public_key, [run.swarm.origin_url], folder) as client:
+        cache = cache_of(run, client, tmp_path, memory=0 if ask == "streamed" else 2**30)
+        found = await (cache.file(0) if ask == "file" else cache.prefill(0))
+        assert found.blueprint.vocabulary == run.policies[0].vocabulary
+    assert list((tmp_path / "reading").iterdir()) == []
+
+
+async def test_a_full_disk_is_given_what_deleted_policies_keep_of_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = run.swarm.home
+    run.publish(1)
+    async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
+        cache = cache_of(run, client, tmp_path, memory=0)
+        held = weakref.ref(await cache.prefill(0))
+        gone = []
+
+        async def full(*_: object, **__: object) -> Path:
+            gone.append(held() is None)
+            raise LocalFault("no space left", code="disk_full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "fetch_archived", full)
+            with pytest.raises(PolicyUnavailable, match="no space left"):
+                await cache.prefill(1)
+        assert gone == [False]
+        await eventually(lambda: held() is None)
+        await cache.prefill(1)

@@ -171,7 +171,7 @@ async def test_both_readings_are_of_the_same_policy_and_a_second_look_takes_the_
     assert (rounded.model.dtype, exact.model.dtype) == (torch.bfloat16, torch.float32)
     for name, weight in rounded.model.state_dict().items():
         assert torch.equal(weight.float(), exact.model.state_dict()[name])
-    assert prefill.blueprint is rounded
+    assert not isinstance(prefill.blueprint, Policy), "a plan would keep the weights after the verifier dropped them"
     await prefills.close()
 
 

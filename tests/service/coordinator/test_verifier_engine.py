@@ -1,0 +1,110 @@
+"""The verifier's engine: one that is slow keeps its work, and one that dies or has no memory gives it back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from sqlalchemy import select
+from swarm import RUN_KEY, Swarm, publish, running, small_spec
+from waiting import until
+
+from coordinator.run.home import create_home
+from coordinator.storage.schema import submissions
+from coordinator.verifier import daemon as verifier
+from coordinator.verifier.daemon import MAX_ENGINE_FAILURES, Verifier, VerifierSettings
+from node.engines.base import EngineDied
+from node.errors import EngineFailed
+from node.policy.file import Policy
+from node.protocol.admission import Outcome
+from node.protocol.run import RunSpec
+from node.verification import prefill as prefills
+from node.verification.prefill import Prefill, TransformersPrefills
+from shardcast import Origin, OriginServer
+
+
+class Dying(TransformersPrefills):
+    """An engine whose process dies in the next `deaths` loads."""
+
+    def __init__(self, spec: RunSpec, _share: float = 1.0, *, deaths: int) -> None:
+        super().__init__(dtype=spec.model.dtype)
+        self.deaths = deaths
+
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
+        if self.deaths:
+            self.deaths -= 1
+            raise EngineFailed("vLLM's engine process ended.", code=EngineDied.code)
+        return await super().prefill(path, version=version, streamed=streamed)
+
+
+def claims_of(swarm: Swarm) -> int:
+    """How often the only submission was claimed; putting it back does not count."""
+    with swarm.home.database.read() as connection:
+        return int(connection.execute(select(submissions.c.attempts)).scalar_one())
+
+
+def test_an_engine_that_dies_while_it_loads_costs_its_claims_nothing(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The verifier would end, and the work wait until its claims do."""
+    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    made: list[Dying] = []
+
+    def make(spec: RunSpec, _share: float) -> Dying:
+        made.append(Dying(spec, deaths=0))
+        return made[0]
+
+    with running(tmp_path, tiny_policy_path, make_prefills=make, policy_memory=0) as swarm:
+        peer = swarm.peer()
+        until(lambda: bool(made))
+        swarm.publish(tiny_policy_path, version=1)
+        asyncio.run(swarm.engine.load(tiny_policy_path, version=1))
+        lease = peer.ask(held=(1,)).leases[0]
+        made[0].deaths = MAX_ENGINE_FAILURES - 1
+        receipt = swarm.judge(peer, swarm.honest(lease), lease)
+        assert made[0].deaths == 0
+        assert claims_of(swarm) == 1
+    assert (receipt.version, receipt.outcome) == (1, Outcome.ADMITTED)
+    assert caplog.text.count("vLLM's engine process ended. Trying again in") == MAX_ENGINE_FAILURES - 1
+
+
+def test_an_engine_that_keeps_dying_ends_its_verifier_with_one_sentence(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    home = create_home(tmp_path / "run", public_key=RUN_KEY.public_key().public_bytes_raw(), spec=small_spec())
+    origin = Origin(tmp_path / "origin", RUN_KEY, home.run_id)
+    server = OriginServer(origin)
+    url = f"http://127.0.0.1:{server.start()}"
+    settings = VerifierSettings(
+        name="verifier-1",
+        state=tmp_path / "verifier",
+        sources=(url,),
+        make_prefills=lambda spec, _: Dying(spec, deaths=10**6),
+    )
+    try:
+        publish(home, origin, server, tiny_policy_path, version=0)
+        with pytest.raises(EngineFailed, match="failed 5 times in a row: vLLM's engine process ended") as caught:
+            asyncio.run(asyncio.wait_for(Verifier(home, settings).run(asyncio.Event()), 120))
+    finally:
+        server.stop()
+        origin.close()
+        home.database.close()
+    assert caught.value.code == EngineDied.code
+
+
+def test_work_is_admitted_by_a_verifier_whose_memory_is_used_up(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its --policy-memory says is free may be taken by others: an honest worker must not pay for it."""
+
+    def full(*_: object, **__: object) -> Policy:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(prefills, "load_once", full)
+    with running(tmp_path, tiny_policy_path) as swarm:
+        peer = swarm.peer()
+        lease = peer.lease()
+        assert swarm.judge(peer, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
