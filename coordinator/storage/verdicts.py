@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -73,9 +74,9 @@ def claim(
 ) -> list[QueueItem]:
     """Claim at most `most` submissions of one version: queued, expired, or left by an earlier process of this verifier.
 
-    Claims last `seconds` times their number. Rechecks that training waits for come first, then others, then the oldest
-    version, which is the first that training cannot use any more, then by arrival. So verifiers load a policy once for
-    all that waits under it, and nothing waits for a version that is older.
+    Claims last `seconds`, unless they are renewed. Rechecks that training waits for come first, then others, then the
+    oldest version, which is the first that training cannot use any more, then by arrival. So verifiers load a policy
+    once for all that waits under it, and nothing waits for a version that is older.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -83,8 +84,8 @@ def claim(
             submissions.c.state == SubmissionState.VERIFYING,
             or_(
                 submissions.c.claimed_until <= now,
-                # Longer than any claim: made while this machine's clock was ahead.
-                submissions.c.claimed_until > now + seconds * most,
+                # Far longer than any claim: made while this machine's clock was ahead.
+                submissions.c.claimed_until > now + 2 * seconds,
                 submissions.c.verifier == verifier,
             ),
         ),
@@ -101,7 +102,7 @@ def claim(
         .values(
             state=SubmissionState.VERIFYING,
             verifier=verifier,
-            claimed_until=now + seconds * len(taken),
+            claimed_until=now + seconds,
             attempts=submissions.c.attempts + 1,
         )
     )
@@ -157,9 +158,26 @@ def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool
     return QueueItem(**values, full=full, recheck=recheck, rebuild=rebuild)
 
 
+def renew(connection: Connection, claimed: Sequence[QueueItem], *, verifier: str, until: float) -> None:
+    """Make this verifier's claims last until `until`; those that it has no more stay as they are."""
+    held = and_(
+        submissions.c.submission.in_([one.submission for one in claimed]),
+        submissions.c.state == SubmissionState.VERIFYING,
+        submissions.c.verifier == verifier,
+    )
+    connection.execute(update(submissions).where(held).values(claimed_until=until))
+
+
 def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:
-    """Release a claimed submission, for any verifier to claim after `until`; does not count as an attempt."""
-    held = and_(submissions.c.submission == claimed.submission, submissions.c.state == SubmissionState.VERIFYING)
+    """Release a claimed submission, for any verifier to claim after `until`; does not count as an attempt.
+
+    One that was claimed again meanwhile stays claimed.
+    """
+    held = and_(
+        submissions.c.submission == claimed.submission,
+        submissions.c.state == SubmissionState.VERIFYING,
+        submissions.c.attempts == claimed.attempts + 1,
+    )
     connection.execute(
         update(submissions).where(held).values(verifier=None, claimed_until=until, attempts=claimed.attempts)
     )

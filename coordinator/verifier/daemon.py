@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,10 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
 CLAIM_SECONDS = 60.0
-"""Validity of a claim, per submission claimed together."""
+"""Validity of a claim; a verifier that is at work renews it long before its end."""
+
+MAX_CLAIM_SECONDS = 6 * 3600.0
+"""How long claims are renewed: the longest that judging what was claimed together may take."""
 
 SUBMISSIONS_AT_ONCE = 8
 RETRY_SECONDS = 1.0
@@ -198,7 +202,8 @@ class Verifier:
             self._metrics.batch_submissions.observe(len(claimed))
             with self._metrics.batch_seconds.time():
                 try:
-                    await self._judge(claimed, cache)
+                    async with self._renewing(claimed):
+                        await self._judge(claimed, cache)
                 except StoreAway as error:
                     log.warning("%d submissions deferred, object store unavailable: %s", len(claimed), error)
                     await self._defer_all(claimed)
@@ -208,6 +213,30 @@ class Verifier:
             self._engine_failures = 0
             await asyncio.to_thread(self._history.keep_current, self._home.database)
         return bool(claimed)
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self, claimed: Sequence[QueueItem]) -> AsyncIterator[None]:
+        """Renew these claims while the block runs, so that no other verifier does the same work."""
+        renewing = asyncio.create_task(self._renew(claimed))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _renew(self, claimed: Sequence[QueueItem]) -> None:
+        """Renew claims until cancelled, for MAX_CLAIM_SECONDS at most: work that hangs goes to another verifier."""
+        until = time.monotonic() + MAX_CLAIM_SECONDS
+        while time.monotonic() < until:
+            await asyncio.sleep(CLAIM_SECONDS / 3)
+            try:
+                await asyncio.to_thread(self._renew_once, claimed)
+            except (DatabaseAway, OSError) as error:
+                log.debug("claims not renewed, retrying: %s", error)
+
+    def _renew_once(self, claimed: Sequence[QueueItem]) -> None:
+        with self._home.database.write(durable=False) as connection:
+            verdicts.renew(connection, claimed, verifier=self._settings.name, until=verdicts.clock() + CLAIM_SECONDS)
 
     def _claim(self) -> list[QueueItem]:
         with self._home.database.write() as connection:

@@ -280,6 +280,7 @@ def verifying(
     *,
     source: str,
     state: Path,
+    name: str = "verifier-1",
     make_prefills: MakePrefills = transformers_prefills,
     policy_memory: int = GIB,
 ) -> Iterator[None]:
@@ -287,7 +288,7 @@ def verifying(
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
     settings = VerifierSettings(
-        name="verifier-1",
+        name=name,
         state=state,
         sources=(source,),
         make_prefills=make_prefills,

@@ -21,6 +21,7 @@ from coordinator.run.home import Home, create_home, open_home
 from coordinator.storage import log, verdicts, work
 from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
+from coordinator.storage.verdicts import QueueItem
 from node.protocol import merkle
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
@@ -468,12 +469,37 @@ def test_a_verifier_takes_several_submissions_at_once_and_nobody_else_any_of_the
     with home.database.write() as connection:
         taken = verdicts.claim(connection, verifier="first", spec=home.spec, now=actors.now, seconds=30.0, most=8)
         assert verdicts.claim(connection, verifier="second", spec=home.spec, now=actors.now, seconds=30.0, most=8) == []
-        # Each adds to the time in which they are judged together.
-        late = verdicts.claim(
-            connection, verifier="second", spec=home.spec, now=actors.now + 31.0, seconds=30.0, most=8
-        )
     assert [one.submission for one in taken] == names
-    assert late == []
+
+
+def test_renewed_claims_are_nobody_elses_until_they_end_and_what_was_lost_is_not_taken_back(home: Home) -> None:
+    """A verdict may take an hour where a policy is read from disk, and its verifier may die in the first minute."""
+    actors = Actors(home)
+    actors.register("a", "b")
+    actors.publish(0)
+    names = [actors.submit(node, actors.lease(node, held=(0,))[0].lease_id) for node in ("a", "b")]
+
+    def claim(verifier: str, *, at: float) -> list[QueueItem]:
+        with home.database.write() as connection:
+            return verdicts.claim(
+                connection, verifier=verifier, spec=home.spec, now=actors.now + at, seconds=30.0, most=8
+            )
+
+    def renew(claimed: list[QueueItem], verifier: str, *, at: float) -> None:
+        with home.database.write() as connection:
+            verdicts.renew(connection, claimed, verifier=verifier, until=actors.now + at + 30.0)
+
+    taken = claim("first", at=0)
+    renew(taken, "first", at=20)
+    assert claim("second", at=49) == []
+    over = claim("second", at=51)
+    assert [one.submission for one in over] == names
+    renew(taken, "first", at=60)
+    assert claim("third", at=82) != [], "the first has nothing to renew any more"
+    with home.database.write() as connection:
+        for one in over:
+            verdicts.defer(connection, one, until=actors.now)
+    assert claim("fourth", at=83) == [], "nor has the second anything to put back"
 
 
 def test_a_page_of_the_log_is_bounded_in_bytes_and_never_empty(actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:

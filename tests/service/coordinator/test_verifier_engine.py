@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from sqlalchemy import select
-from swarm import RUN_KEY, Swarm, publish, running, small_spec
+from swarm import RUN_KEY, Swarm, publish, running, small_spec, verifying
 from waiting import until
 
 from coordinator.run.home import create_home
@@ -19,9 +21,12 @@ from node.engines.base import EngineDied
 from node.errors import EngineFailed
 from node.policy.file import Policy
 from node.protocol.admission import Outcome
+from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.verification import prefill as prefills
-from node.verification.prefill import Prefill, TransformersPrefills
+from node.verification.deviations import SpanMeasured
+from node.verification.prefill import Prefill, TransformersPrefill, TransformersPrefills
+from node.verification.spans import Span
 from shardcast import Origin, OriginServer
 
 
@@ -39,10 +44,49 @@ class Dying(TransformersPrefills):
         return await super().prefill(path, version=version, streamed=streamed)
 
 
+class Slow(TransformersPrefill):
+    """Measures in the time that a policy takes which is read from disk."""
+
+    def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
+        time.sleep(2.0 if spans else 0.0)
+        return super().measure(spans, spec=spec)
+
+
+class SlowPrefills(TransformersPrefills):
+    def __init__(self, spec: RunSpec, _share: float = 1.0) -> None:
+        super().__init__(dtype=spec.model.dtype)
+
+    async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Slow:
+        loaded = await super().prefill(path, version=version, streamed=streamed)
+        assert isinstance(loaded, TransformersPrefill)
+        return Slow(loaded.policy)
+
+
 def claims_of(swarm: Swarm) -> int:
     """How often the only submission was claimed; putting it back does not count."""
     with swarm.home.database.read() as connection:
         return int(connection.execute(select(submissions.c.attempts)).scalar_one())
+
+
+def test_work_that_takes_longer_than_a_claim_is_done_by_one_verifier(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one would read the same tens of gigabytes, for the same verdict."""
+    monkeypatch.setattr(verifier, "CLAIM_SECONDS", 1.0)
+    with (
+        running(tmp_path, tiny_policy_path, make_prefills=SlowPrefills) as swarm,
+        verifying(
+            swarm.home,
+            source=swarm.origin_url,
+            state=tmp_path / "second",
+            name="verifier-2",
+            make_prefills=SlowPrefills,
+        ),
+    ):
+        peer = swarm.peer()
+        lease = peer.lease()
+        assert swarm.judge(peer, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
+        assert claims_of(swarm) == 1
 
 
 def test_an_engine_that_dies_while_it_loads_costs_its_claims_nothing(
