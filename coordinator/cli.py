@@ -37,7 +37,7 @@ from coordinator.commands.trainer import trainer
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
-from node.commands.engine_options import check_engine, engine_options, prefills_maker
+from node.commands.engine_options import check_engine, engine_options, prefills_maker, refuse_vllm_options
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import EXISTING_FILE, listen_options, metrics_options
 from node.datasets.folder import DATASETS
@@ -131,6 +131,7 @@ def verifier(
     Start as many as the queue needs; each wants its own --name and --state. --engine torch prefills with
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
+    refuse_vllm_options(engine)
     check_engine(engine, device)  # before torch is imported, which takes seconds
     from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry

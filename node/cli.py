@@ -20,7 +20,13 @@ from node.commands.click_ext import ENVIRONMENT, Commands, CouldNotRun, reported
 from node.commands.completion import completion
 from node.commands.config import default_map, load_config
 from node.commands.control import authority, control, control_options
-from node.commands.engine_options import check_engine, engine_maker, engine_options, prefills_maker
+from node.commands.engine_options import (
+    check_engine,
+    engine_maker,
+    engine_options,
+    prefills_maker,
+    refuse_vllm_options,
+)
 from node.commands.invite import invite, invite_option
 from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
@@ -174,6 +180,7 @@ def worker(
     A terminal shows what it does; status.json in its state folder says it, too. Ctrl-C finishes its slots or hands
     them back, and ends with what came of all of them; a second one ends at once.
     """
+    refuse_vllm_options(engine)
     check_engine(engine, options["device"])  # before torch is imported, which takes seconds
     from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
     from node.worker.metrics import WORKER, StatusProbe
@@ -338,6 +345,7 @@ def audit(
     with reported(CouldNotRun):
         if all_ and sample is not None:
             raise click.UsageError("Give --sample or --all, not both.")
+        refuse_vllm_options(engine)
         check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
         from node.audit.auditor import run_audit
 

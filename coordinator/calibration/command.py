@@ -13,7 +13,7 @@ import msgspec
 
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
-from node.commands.engine_options import ENGINES, check_engine, compute_options
+from node.commands.engine_options import ENGINES, check_engine, compute_options, refuse_vllm_options
 from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
 
 
@@ -109,6 +109,7 @@ def calibrate(
     limits cannot change later.
     """
     _require("tomlkit", *(("matplotlib",) if report else ()))
+    refuse_vllm_options(*engines, verifier)
     for engine in (*engines, verifier):
         check_engine(engine, device)  # before torch is imported, which takes seconds
     from rich.console import Console

@@ -13,7 +13,7 @@ import click
 from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
-from node.commands.engine_options import check_engine, engine_maker, engine_options
+from node.commands.engine_options import check_engine, engine_maker, engine_options, refuse_vllm_options
 from node.commands.options import EXISTING_FOLDER, json_option
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
@@ -72,6 +72,7 @@ def evaluate(
         raise click.UsageError("--version is one of the --trainer's.")
     if temperature is not None and 0 < temperature <= 0.01:
         raise click.UsageError("--temperature is 0 or above 0.01.")
+    refuse_vllm_options(engine)
     check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file

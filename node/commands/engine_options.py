@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from node.commands.options import all_of, threads_option
 from node.errors import ConfigError
@@ -19,6 +20,11 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from node.protocol.run import RunSpec
     from node.verification.prefill import Prefills
     from node.verification.readings import MakePrefills
+
+
+class _VllmOption(click.Option):
+    """An option that says nothing to any other engine."""
+
 
 ENGINES: Final = click.Choice(["torch", "vllm"])
 
@@ -36,12 +42,14 @@ compute_options = all_of(
     ),
     click.option(
         "--max-model-len",
+        cls=_VllmOption,
         type=click.IntRange(min=1),
         metavar="TOKENS",
         help="vLLM: most tokens of a prompt with its completion.  [default: what the run needs]",
     ),
     click.option(
         "--tensor-parallel-size",
+        cls=_VllmOption,
         type=click.IntRange(1, 64),
         metavar="COUNT",
         default=1,
@@ -50,6 +58,7 @@ compute_options = all_of(
     ),
     click.option(
         "--gpu-memory-utilization",
+        cls=_VllmOption,
         type=click.FloatRange(0, 1, min_open=True),
         metavar="SHARE",
         default=0.9,
@@ -58,6 +67,7 @@ compute_options = all_of(
     ),
     click.option(
         "--kv-cache-gib",
+        cls=_VllmOption,
         type=click.FloatRange(min=0, min_open=True),
         metavar="GIB",
         help="vLLM: size of the cache of keys and values.  [default: what is left; without a GPU no more than "
@@ -65,6 +75,7 @@ compute_options = all_of(
     ),
     click.option(
         "--max-num-seqs",
+        cls=_VllmOption,
         type=click.IntRange(1, 65536),
         metavar="COUNT",
         default=256,
@@ -73,6 +84,7 @@ compute_options = all_of(
     ),
     click.option(
         "--enforce-eager/--no-enforce-eager",
+        cls=_VllmOption,
         default=False,
         help="vLLM: compile nothing; starts sooner and runs slower. Without a GPU it always is so.",
     ),
@@ -105,6 +117,16 @@ def check_engine(engine: str, device: str = "auto") -> None:
             "out, install the other build in a new venv, or take --engine torch.",
             code="device_missing",
         )
+
+
+def refuse_vllm_options(*engines: str) -> None:
+    """Raise ConfigError for an option of the running command that is vLLM's alone, unless one of `engines` is vLLM."""
+    ctx = click.get_current_context()
+    for option in ctx.command.params if "vllm" not in engines else ():
+        is_default = ctx.get_parameter_source(str(option.name)) in (None, ParameterSource.DEFAULT)
+        if isinstance(option, _VllmOption) and not is_default:
+            said = f"{option.opts[0]} is an option of vLLM's, and --engine torch takes no notice of it: leave it out."
+            raise ConfigError(said)
 
 
 def engine_maker(engine: str, *, device: str, threads: int | None, state: Path, **settings: Any) -> MakeEngine:

@@ -104,6 +104,44 @@ def test_a_setting_out_of_range_is_named(started, vllm, tmp_path, wrong):
     assert started == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "toml", "environment"),
+    [
+        (("--kv-cache-gib", "8"), "", {}),
+        (("--enforce-eager",), "", {}),
+        (("--no-enforce-eager",), "", {}),
+        (("--gpu-memory-utilization", "0.9"), "", {}),
+        ((), "max-num-seqs = 16", {}),
+        ((), "", {"SWARMPROOF_WORKER_TENSOR_PARALLEL_SIZE": "2"}),
+    ],
+)
+def test_an_option_that_is_vllms_alone_is_refused_with_torch(started, tmp_path, given, toml, environment):
+    """Whoever thinks that the cache has 8 GiB finds out when the machine is short of memory."""
+    result = swarmproof(tmp_path, "--engine", "torch", *given, toml=toml, **environment)
+    assert result.exit_code == 1
+    name = given[0].replace("--no-", "--") if given else "--max-num-seqs" if toml else "--tensor-parallel-size"
+    assert f"Error: {name} is an option of vLLM's" in result.output
+    assert started == {}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verifier", "--data", "run", "--state", "verifier", "--source", "http://h:1"),
+        ("audit", "http://h:1", "--run-id", RUN_ID),
+        ("calibrate", "--run", "run.toml"),
+        ("problems", "--run", "run.toml"),
+        ("evaluate", "--run", "run.toml"),
+    ],
+)
+def test_every_command_with_an_engine_refuses_what_is_another_ones(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run.toml").write_text("")
+    result = CliRunner().invoke(cli.main, [*command, "--max-model-len", "100"], prog_name="swarmproof")
+    assert "--max-model-len is an option of vLLM's, and --engine torch takes no notice of it" in result.output
+
+
 def test_a_missing_engine_is_one_sentence_that_says_what_to_install(started, monkeypatch, tmp_path):
     monkeypatch.setattr(engine_options, "find_spec", lambda _: None)
     result = swarmproof(tmp_path)
