@@ -26,6 +26,7 @@ from shardcast.errors import LocalFault
 
 log = logging.getLogger(__name__)
 
+KEPT_VERSIONS = 3
 POLL_SECONDS = 1.0
 MANIFEST_LIFETIME_SECONDS = 10 * 365 * 86400
 """A file may stay the newest for years; freshness is shown by the short-lived head."""
@@ -36,14 +37,18 @@ LARGE_BYTES = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSettings:
-    """Settings of a publisher; `version` None takes the next, `keep` counts the full versions kept."""
+    """Settings of a publisher; `version` None takes the next.
+
+    Of versions beyond `keep` nothing stays (None: all stay), beyond `keep_whole` only deltas do, as of `Origin`.
+    """
 
     file: Path
     state: Path
     host: str
     port: int
     version: int | None = None
-    keep: int = 3
+    keep: int | None = KEPT_VERSIONS
+    keep_whole: int | None = None
     watch: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
@@ -64,6 +69,7 @@ async def run_publish(
         key,
         run_id_of(public_key),
         keep=settings.keep,
+        keep_whole=settings.keep_whole,
         manifest_lifetime_s=MANIFEST_LIFETIME_SECONDS,
     )
     server = OriginServer(origin, settings.host, settings.port, limits=settings.limits)

@@ -38,9 +38,13 @@ from shardcast.wire import is_digest
     "--keep",
     type=click.IntRange(min=1),
     metavar="COUNT",
-    default=3,
-    show_default=True,
-    help="Versions that stay on disk whole; older ones can no longer be fetched.",
+    help="Versions that stay on disk whole; older ones can no longer be fetched.  [default: 3]",
+)
+@click.option(
+    "--keep-versions",
+    type=click.IntRange(min=1),
+    metavar="COUNT",
+    help="Instead of --keep: versions that stay on disk whole; older ones stay as deltas, and can be fetched.",
 )
 @click.option("--watch", is_flag=True, help="Publish the file again whenever it is replaced.")
 @serving_options
@@ -54,7 +58,8 @@ def publish(
     key: Path | None,
     host: str,
     port: int,
-    keep: int,
+    keep: int | None,
+    keep_versions: int | None,
     watch: bool,
     max_rate: float | None,
     connections_per_address: int,
@@ -69,7 +74,9 @@ def publish(
     delta where it has the same size; one that has not is served as it was. Replace a file that is watched at
     once (write another, then rename it): what has not changed for a second is taken to be whole.
     """
-    from node.broadcast.publishing import PublishSettings, default_state, run_publish
+    if keep is not None and keep_versions is not None:
+        raise click.UsageError("Give --keep or --keep-versions, not both.")
+    from node.broadcast.publishing import KEPT_VERSIONS, PublishSettings, default_state, run_publish
 
     _calm_logs(ctx)
     folder = state or default_state(file)
@@ -79,7 +86,8 @@ def publish(
         host=host,
         port=port,
         version=version,
-        keep=keep,
+        keep=None if keep_versions is not None else keep or KEPT_VERSIONS,
+        keep_whole=keep_versions,
         watch=watch,
         limits=server_limits(max_rate=max_rate, connections_per_address=connections_per_address),
     )
