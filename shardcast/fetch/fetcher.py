@@ -265,10 +265,14 @@ class Fetcher:
             if found is None:
                 return
             start, chain = found[0], [*found[1], *chain]
-            with self._pinned(start), contextlib.suppress(NetworkFault, PeerFault):
-                base = await self._fetch_base(start, meter)
-                await self._apply_chain(signed, chain, (start, base), result, meter)
+            try:
+                with self._pinned(start):
+                    base = await self._fetch_base(start, meter)
+                    await self._apply_chain(signed, chain, (start, base), result, meter)
                 return
+            except (NetworkFault, PeerFault):
+                # What arrived of it is of no use to anything else. A fetch that is cancelled is resumed with it.
+                await asyncio.to_thread(self._store.discard_result, start)
 
     async def _fetch_base(self, signed: SignedManifest, meter: _Meter) -> PayloadFile:
         await asyncio.to_thread(self._store.add_manifest, signed, only_manifest=True)

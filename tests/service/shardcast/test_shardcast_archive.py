@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from coordinator.lab.redteam.relay_behaviours import Behaviour, HostileExchange, HostileRelay, hang, response
 from shardcast import DeltaSettings
-from shardcast.errors import NetworkFault
+from shardcast.errors import NetworkFault, PeerFault
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS
 from tests.support.waiting import eventually
 
@@ -123,6 +124,26 @@ async def test_a_version_whose_base_is_gone_is_refused(swarm: Any) -> None:
         await client.fetch_archived(1, timeout_s=60)
     assert whole(swarm.folder / "client") == set()
     assert list((swarm.folder / "client" / "deltas").iterdir()) == []
+
+
+async def test_a_base_that_does_not_arrive_takes_no_disk(swarm: Any) -> None:
+    """A source may serve some chunks of one version after another, each as large as a policy."""
+    url, _ = await archived(swarm, last=3, staying={0, 2, 3})
+    served = itertools.count()
+
+    async def some(exchange: HostileExchange) -> None:
+        is_chunk = exchange.path.startswith("/v1/payloads/") and exchange.status == 200
+        await (exchange.send(response(b"", status=404)) if is_chunk and next(served) > 1 else exchange.honest())
+
+    relay = HostileRelay(url, Behaviour("everything", some))
+    client = swarm.client(await relay.start())
+    try:
+        with pytest.raises((NetworkFault, PeerFault)):
+            await client.fetch_archived(1, timeout_s=60)
+    finally:
+        await relay.stop()
+    assert next(served) > 2
+    assert {path.name.split("-")[0] for path in (swarm.folder / "client" / "downloads").iterdir()} <= {"1"}
 
 
 async def test_a_relay_that_holds_two_whole_versions_gives_those_between(swarm: Any) -> None:
