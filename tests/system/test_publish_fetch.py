@@ -81,6 +81,17 @@ def test_a_publisher_that_starts_again_goes_on_with_its_versions(shop, file):
     assert "weights.bin is version 7:" in shop.publish(file, "--version", "7")[0].out
 
 
+def test_older_versions_stay_as_deltas_where_that_is_asked_for(shop, file):
+    """A checkpoint a step, of gigabytes each, would fill the disk or be gone."""
+    publisher, _ = shop.publish(file, "--version", "8", "--watch", "--keep-versions", "1")
+    for version in (9, 10):
+        replace(file, trained(weights(3_000_000), every=version * 1000))
+        publisher.until_said(f"weights.bin is version {version}")
+    folder = shop.folder / "publisher" / "origin"
+    until(lambda: {path.name.split("-")[0] for path in (folder / "versions").iterdir()} == {"8", "10"})
+    assert {path.name.split("-")[0] for path in (folder / "deltas").iterdir()} == {"9", "10"}
+
+
 def test_without_a_folder_each_file_has_its_own_versions(shop, file, tmp_path):
     other = tmp_path / "weights.bin"
     other.write_bytes(b"another file of this name")
