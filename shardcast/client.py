@@ -39,7 +39,7 @@ from shardcast.serve.state import Announced, ServedState
 from shardcast.store.disk import RoomCheck
 from shardcast.store.rewind import Rewinds
 from shardcast.store.threads import threads_or_all
-from shardcast.store.versions import KEPT_DELTAS, Store
+from shardcast.store.versions import KEPT_DELTAS, ResultReader, Store
 from shardcast.trust import TrustedState, load_seen, save_fraud_proof, save_seen
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Client:
 
     Of the `keep` versions that were used last each is a whole file; with `rewind` only the newest and the last `spare`
     that were fetched are, and the others of that many newest ones are deltas back from it (`shardcast.store.rewind`)
-    where those are smaller. `threads` hash and apply deltas; None takes every core. `may_connect` decides which
-    addresses it connects to, e.g. where strangers name the sources.
+    where those are smaller. `reader` is shown what is written of them. `threads` hash and apply deltas; None takes
+    every core. `may_connect` decides which addresses it connects to, e.g. where strangers name the sources.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Client:
         spare: int = 1,
         threads: int | None = None,
         poll_s: float = 10.0,
+        reader: ResultReader | None = None,
         limits: Limits = DEFAULT_LIMITS,
         download_limits: DownloadLimits = DEFAULT_DOWNLOAD_LIMITS,
         source_limits: SourceLimits = DEFAULT_SOURCE_LIMITS,
@@ -78,6 +79,7 @@ class Client:
         self._sources = Sources(sources, limits=source_limits)
         self._transport = Transport(limits=limits, patience=transport_limits, may_connect=may_connect)
         self._store = Store(root, run_id=run_id, keep=keep, keep_deltas=rewind, limits=limits)
+        self._store.reader = reader
         try:
             self._trust = TrustedState(
                 run_id=run_id, publisher_key=publisher_key, limits=limits, seen=load_seen(root / "state.json")

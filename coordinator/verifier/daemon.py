@@ -32,6 +32,7 @@ from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS
 from node.environments import load_environments
 from node.errors import EngineFailed
+from node.policy.arrival import ArrivingPolicies
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
 from node.protocol.admission import Outcome, Verdict
@@ -123,6 +124,7 @@ class Verifier:
             keep=self._home.spec.broadcast.keep_versions,
             rewind=self._home.spec.broadcast.keep_versions,
             spare=2,
+            reader=ArrivingPolicies(self._home.spec.model.dtype),
         ) as client:
             prefills = make_prefills(self._home.spec, self._settings.make_prefills)
             cache = PolicyCache(

@@ -33,7 +33,7 @@ from node.policy.config import DTYPES, FAMILIES, parse_config, render_config
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
 from node.policy.products import multiply_exactly
 from node.policy.skeleton import build_skeleton, materialise, probe, probe_shapes, unique_tensors
-from node.policy.streaming import read_into, read_numbers, write_numbers
+from node.policy.streaming import SeenChunks, are_finite, read_into, read_numbers, write_numbers
 from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
 from node.policy.weights import ITEM_BYTES, MAX_HEADER_BYTES, StoredTensor
 
@@ -274,17 +274,20 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             return _declared_tensors(file, path, data_start)
 
 
-def inspect_policy(path: Path) -> Blueprint:
+def inspect_policy(path: Path, *, seen: SeenChunks | None = None) -> Blueprint:
     """Validate `path` for an engine that loads the weights itself: like `load_policy`, a piece in memory at a time.
 
-    There is no forward pass; non-finite weights are `broken_model` here too. Raises as `load_policy`.
+    There is no forward pass; non-finite weights are `broken_model` here too. Those that were `seen` are not read again.
+    Raises as `load_policy`.
     """
     with _reading(path):
         blueprint, skeleton, stored = _read_blueprint(path)
         probe_shapes(skeleton)
         for name, tensor in sorted(stored.items()):
-            if not all(bool(piece.isfinite().all()) for piece in read_numbers(tensor)):
-                raise _not_finite(name)
+            for first, count in [(0, tensor.count)] if seen is None else seen.unseen(tensor):
+                for piece in read_numbers(tensor, first=first, count=count):
+                    if not are_finite(piece.view(torch.uint8).numpy(), stored_as=tensor.dtype):
+                        raise _not_finite(name)
         return blueprint
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from node.policy.config import DTYPES
 from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint, Policy, inspect_policy, load_policy, read_blueprint, stored_tensors
+from node.policy.streaming import SeenChunks
 from node.policy.weights import ITEM_BYTES
 
 PIECE_BYTES: Final = 4 * 2**20
@@ -49,15 +50,15 @@ def blueprint_of(path: Path) -> Blueprint:
     return _known_file(path).blueprint
 
 
-def inspect_once(path: Path) -> Blueprint:
+def inspect_once(path: Path, *, seen: SeenChunks | None = None) -> Blueprint:
     """Validate `path` as `inspect_policy` does, unless this process has found this very file faultless before.
 
-    Every number of a file is read for that, which takes minutes for a large one.
+    Every number of a file that was not `seen` is read for that, which takes minutes for a large one.
     """
     known = _known_file(path)
     with known.scanning:
         if not known.is_finite:
-            inspect_policy(path)
+            inspect_policy(path, seen=seen)
             known.is_finite = True
     return known.blueprint
 
@@ -91,19 +92,18 @@ def held_file(path: Path, folder: Path) -> Iterator[Path]:
 
     Where there are no hard links it is `path` itself. Raises UnreadablePolicy.
     """
-    link: Path | None = folder / f"{path.name}-{secrets.token_hex(8)}"
+    link = held = folder / f"{path.name}-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.link(path, link)
     except OSError as error:
         if error.errno not in WITHOUT_LINKS:
             raise UnreadablePolicy(f"cannot read {path}: {error}") from error
-        link = None
+        held = path
     try:
-        yield link or path
+        yield held
     finally:
-        if link is not None:
-            link.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
 
 
 class OpenPolicy:

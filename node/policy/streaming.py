@@ -7,15 +7,55 @@ loading a policy takes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import BinaryIO, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from node.policy.config import DTYPES
 from node.policy.weights import ITEM_BYTES, StoredTensor
 
 PIECE_BYTES: Final = 4 * 2**20
+
+_EXPONENTS: Final = {"F32": ("<u4", 0x7F80_0000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
+"""The bits of a number that are all set if it is not finite, by safetensors' name of its dtype."""
+
+Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenChunks:
+    """Which chunks of a file hold only finite numbers, if its numbers have the dtype `stored_as`."""
+
+    stored_as: str
+    chunk_bytes: int
+    is_seen: bytes
+
+    def unseen(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield (first, count) of the numbers of a tensor that are in no seen chunk."""
+        item = ITEM_BYTES[tensor.dtype]
+        if tensor.dtype != self.stored_as or tensor.start % item or self.chunk_bytes % item:
+            yield 0, tensor.count
+            return
+        at, end = tensor.start, tensor.start + tensor.count * item
+        while at < end:
+            chunk = at // self.chunk_bytes
+            until = min(end, (chunk + 1) * self.chunk_bytes)
+            if not self.is_seen[chunk]:
+                yield (at - tensor.start) // item, (until - at) // item
+            at = until
+
+
+def are_finite(data: Buffer, *, stored_as: str) -> bool:
+    """Return whether all numbers in `data`, which is not empty, are finite; `stored_as` is safetensors' dtype.
+
+    Their exponents are compared as integers: 15 GB/s of bfloat16 on a core where torch's `isfinite` does 0.6.
+    """
+    kind, exponent = _EXPONENTS[stored_as]
+    return bool(np.bitwise_and(np.frombuffer(data, kind), exponent).max() != exponent)
 
 
 def read_numbers(stored: StoredTensor, *, first: int = 0, count: int | None = None) -> Iterator[Tensor]:
@@ -42,7 +82,7 @@ def read_into(target: Tensor, stored: StoredTensor, *, first: int = 0) -> bool:
     """
     flat, at = target.view(-1), 0
     for piece in read_numbers(stored, first=first, count=len(flat)):
-        if not bool(piece.isfinite().all()):
+        if not are_finite(piece.view(torch.uint8).numpy(), stored_as=stored.dtype):
             return False
         flat[at : at + len(piece)].copy_(piece)
         at += len(piece)

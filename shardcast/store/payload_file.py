@@ -32,6 +32,8 @@ _INDEX = struct.Struct(">I")
 _MAX_JOURNAL_BYTES = 16 * MIB
 _MISSING, _UNCHECKED, _VERIFIED = 0, 1, 2
 
+ChunkData = bytes | bytearray | memoryview
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkLocation:
@@ -43,13 +45,22 @@ class ChunkLocation:
 
 
 class PayloadFile:
-    """A payload, complete or in progress. `arrived(index)` is called in the writing thread for every chunk."""
+    """A payload, complete or in progress.
+
+    `written(index, data)` is called for every chunk before it is used, then `arrived(index)`, in the writing thread.
+    """
 
     def __init__(
-        self, payload: Payload, *, final: Path, part: Path, arrived: Callable[[int], None] = lambda _: None
+        self,
+        payload: Payload,
+        *,
+        final: Path,
+        part: Path,
+        arrived: Callable[[int], None] = lambda _: None,
+        written: Callable[[int, ChunkData], None] = lambda _index, _data: None,
     ) -> None:
         self.payload = payload
-        self._final, self._part, self._arrived = final, part, arrived
+        self._final, self._part, self._arrived, self._written = final, part, arrived, written
         self._lock = threading.Condition()
         self._users = 0
         self._closed = False
@@ -89,7 +100,7 @@ class PayloadFile:
 
     # -- writing
 
-    def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
+    def write(self, index: int, data: ChunkData) -> None:
         """Verify a chunk and write it at every position it occurs. Raises CorruptChunk or LocalFault."""
         if wire.digest(memoryview(data)) != self.payload.chunk_digest(index):
             raise CorruptChunk(f"digest mismatch: {len(data)} bytes are not chunk {index}")
@@ -107,6 +118,7 @@ class PayloadFile:
             except OSError as error:
                 raise as_local_fault(error, self._part) from error
             for duplicate in wanted:
+                self._written(duplicate, data)
                 self._states[duplicate] = _VERIFIED
         for duplicate in wanted:
             self._arrived(duplicate)

@@ -17,13 +17,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from shardcast.errors import LocalFault, PeerFault
 from shardcast.files import FolderLock, as_local_fault, write_atomically
 from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest
 from shardcast.store.held import Held
-from shardcast.store.payload_file import PayloadFile
+from shardcast.store.payload_file import ChunkData, PayloadFile
 from shardcast.store.reading import DELTAS, MANIFESTS, VERSIONS, load_manifest, payload_path
 from shardcast.store.retention import excess_results
 
@@ -34,6 +36,19 @@ KEPT_DELTAS = 16
 
 Arrived = Callable[[str, int], None]
 """Callback (payload digest, chunk index) after a chunk is on disk, in the thread that wrote it."""
+
+
+class ResultReader(Protocol):
+    """Reads results while they are written, in any order, from several threads; each chunk has its digest.
+
+    `name` is the digest of a result's `payload`. What was written by an earlier process is not shown.
+    """
+
+    def chunk(self, name: str, payload: Payload, index: int, data: ChunkData) -> None:
+        """Take a chunk, whose memory is not to be kept."""
+
+    def whole(self, name: str, payload: Payload, path: Path) -> None:
+        """Take the file that all chunks are in, before anybody else does; may block."""
 
 
 class Store:
@@ -68,6 +83,7 @@ class Store:
         self._pinned: list[int] = []
         self._clock = 0
         self.arrived: Arrived = lambda _name, _index: None
+        self.reader: ResultReader | None = None
         try:
             self._recover()
         except OSError as error:
@@ -210,6 +226,9 @@ class Store:
     def finish(self, file: PayloadFile, signed: SignedManifest) -> Path:
         """Rename a complete payload to its final name, then apply retention; return its path."""
         path = file.finish()
+        held = self._held.get(signed.manifest.version)
+        if self.reader is not None and held is not None and file.payload is held.signed.manifest.full:
+            self.reader.whole(held.full, file.payload, path)
         with self._lock:
             held = self._held.get(signed.manifest.version)
             if held is not None:
@@ -248,8 +267,13 @@ class Store:
             payload = held.payload(name)
             final = self._final(held.signed, payload)
             part = self._downloads / f"{final.name}.part"
+            reader = self.reader if name == held.full else None
             held.files[name] = PayloadFile(
-                payload, final=final, part=part, arrived=lambda index: self.arrived(name, index)
+                payload,
+                final=final,
+                part=part,
+                arrived=lambda index: self.arrived(name, index),
+                written=partial(reader.chunk, name, payload) if reader is not None else lambda _index, _data: None,
             )
         return held.files[name]
 

@@ -25,9 +25,12 @@ from coordinator.verifier import policy_cache as policy_shelf
 from coordinator.verifier.policy_cache import PolicyCache
 from node.environments import load_environment
 from node.episodes.expected import expected_of
+from node.policy import file as policy_file
 from node.policy import reading
+from node.policy.arrival import ArrivingPolicies
 from node.policy.file import Blueprint, Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
+from node.policy.weights import StoredTensor
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.messages import Lease
 from node.protocol.reasons import Reason
@@ -215,8 +218,9 @@ async def test_a_policy_that_is_deleted_while_it_is_read_is_read_to_its_end(
     read_header = reading.read_blueprint
 
     def deleting(path: Path) -> Blueprint:
-        for brought in (folder / "versions").iterdir():
-            brought.unlink()
+        if path.resolve().parent == tmp_path / "reading":  # and not the other verifier's
+            for brought in (folder / "versions").iterdir():
+                brought.unlink()
         return read_header(path)
 
     monkeypatch.setattr(reading, "read_blueprint", deleting)
@@ -225,6 +229,37 @@ async def test_a_policy_that_is_deleted_while_it_is_read_is_read_to_its_end(
         found = await (cache.file(0) if ask == "file" else cache.prefill(0))
         assert found.blueprint.vocabulary == run.policies[0].vocabulary
     assert list((tmp_path / "reading").iterdir()) == []
+
+
+async def test_no_number_of_a_new_policy_is_read_from_disk_before_it_is_used(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all are finite is seen while they arrive, in full or as a delta."""
+    home, read_bytes = run.swarm.home, []
+    read = policy_file.read_numbers
+
+    def counted(tensor: StoredTensor, **part: Any) -> Iterator[torch.Tensor]:
+        if tensor.file.resolve().is_relative_to(tmp_path / "shelf"):
+            read_bytes.append(part["count"] * 4)
+        return read(tensor, **part)
+
+    monkeypatch.setattr(policy_file, "read_numbers", counted)
+    run.publish(1)
+    async with Client(
+        home.run_id,
+        home.public_key,
+        [run.swarm.origin_url],
+        tmp_path / "shelf",
+        reader=ArrivingPolicies(home.spec.model.dtype),
+    ) as client:
+        cache = cache_of(run, client, tmp_path, memory=0)
+        for version in (0, 1):
+            read_bytes.clear()
+            await cache.file(version)
+            await cache.prefill(version)
+            assert sum(read_bytes) < path_of(run.folder, version).stat().st_size / 4, (
+                "what shares a chunk with the header"
+            )
 
 
 async def test_a_full_disk_is_given_what_deleted_policies_keep_of_it(

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
     inspect = reading.inspect_policy
 
-    def counted(path: Path) -> Blueprint:
+    def counted(path: Path, **options: Any) -> Blueprint:
         paths.append(path)
-        return inspect(path)
+        return inspect(path, **options)
 
     monkeypatch.setattr(reading, "inspect_policy", counted)
     return paths

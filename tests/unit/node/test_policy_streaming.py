@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.policy.config import DTYPES
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Policy, PolicySource, inspect_policy, load_policy, save_policy, write_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
-from node.policy.streaming import read_numbers
+from node.policy.streaming import are_finite, read_numbers
 from node.policy.weights import StoredTensor
 
 F32 = torch.float32
@@ -59,6 +60,22 @@ def test_the_last_number_of_a_tensor_of_several_pieces_is_looked_at(
         with pytest.raises(MalformedPolicy, match=r"embed_tokens\.weight has values that are not finite") as caught:
             read(tmp_path / "policy")
         assert caught.value.code == "broken_model"
+
+
+@pytest.mark.parametrize("stored_as", ["BF16", "F16"])
+def test_the_16_bit_numbers_that_are_finite_are_those_of_torch(stored_as: str) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    numbers = every.view(getattr(torch, DTYPES[stored_as]))
+    found = [are_finite(number.view(torch.uint8).numpy(), stored_as=stored_as) for number in every.split(1)]
+    assert found == numbers.isfinite().tolist()
+
+
+def test_the_32_bit_numbers_that_are_finite_are_those_of_torch() -> None:
+    exponents = torch.arange(256).repeat_interleave(6)
+    fractions = torch.tensor([0, 1, 2**22, 2**23 - 1, 2**15, 2**16]).repeat(256)
+    every = torch.cat([exponents * 2**23 + fractions, exponents * 2**23 + fractions - 2**31]).to(torch.int32)
+    found = [are_finite(number.view(torch.uint8).numpy(), stored_as="F32") for number in every.split(1)]
+    assert found == every.view(torch.float32).isfinite().tolist()
 
 
 def test_a_file_that_became_shorter_is_a_faulty_disk_and_not_zeros(tmp_path: Path) -> None:
