@@ -20,6 +20,7 @@ from node.engines.base import DoesNotFit, WrongEngine
 from node.errors import EngineFailed
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint
+from node.policy.memory import is_out_of_memory
 from node.policy.reading import OpenPolicy, blueprint_of, held_file
 from node.verification.measure import EngineAway, PolicyUnavailable
 from node.verification.prefill import Prefill, Prefills
@@ -139,8 +140,12 @@ class PolicyCache:
             # The client deletes old versions, and reading one may take minutes.
             with held_file(path, self._folder) as held:
                 return await read(held)
-        except (PolicyError, MemoryError) as error:
+        except PolicyError as error:
             raise PolicyUnavailable(f"policy {version}: {error}") from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise EngineAway(f"There is no memory to read policy {version}.") from error
 
     async def _fetch(self, version: int) -> Path:
         manifest_digest = await self._manifest(version)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,9 +17,9 @@ T = TypeVar("T")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory is used up; torch's allocator for the CPU has no class for it."""
+    """Return whether an error says that memory is used up; torch has a class for that on a GPU alone."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error)
     )
 
 
@@ -39,5 +41,5 @@ def unless_out_of_memory(load: Callable[[], T]) -> T | None:
 def free_memory() -> None:
     """Give back what nothing refers to any more; not for a block that handles an error, whose frames still refer."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

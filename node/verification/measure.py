@@ -121,7 +121,7 @@ class Measurement:
             if isinstance(error.__cause__, UnreadablePolicy):
                 raise PolicyUnavailable(str(error)) from error
             if isinstance(error.__cause__, EngineFailed):
-                raise EngineAway(str(error.__cause__)) from error
+                raise EngineAway(str(error.__cause__)) from error.__cause__
             raise
         answers = list(zip(asked, found, strict=True))
         for (group, span), answer in answers:

@@ -84,7 +84,11 @@ class TransformersPrefills:
 
     async def prefill(self, path: Path, *, version: int, streamed: bool = False) -> Prefill:
         if streamed:
-            return StreamedPrefill(await asyncio.to_thread(OpenPolicy, path, device=self.device), dtype=self._dtype)
+            open_file = partial(OpenPolicy, path, device=self.device)
+            file = await asyncio.to_thread(unless_out_of_memory, open_file)
+            if file is None:
+                raise no_memory_for(version, self.device)
+            return StreamedPrefill(file, dtype=self._dtype)
         load = partial(load_once, path, dtype=self._dtype, device=self.device)
         policy = await asyncio.to_thread(unless_out_of_memory, load)
         if policy is None:

@@ -62,8 +62,7 @@ class PolicyShelf:
         prefill = await self._load(path, version=version, streamed=streamed)
         if prefill is None and self._held:
             log.warning("no memory for policy %d beside others: loading it alone; lower --policy-memory", version)
-            self._held.clear()
-            free_memory()
+            self._drop([*self._held])
             prefill = await self._load(path, version=version, streamed=streamed)
         if prefill is None and can_stream and not streamed:
             log.warning("no memory for policy %d: its layers are read from disk one by one", version)
@@ -81,7 +80,7 @@ class PolicyShelf:
     def _make_room(self, size: int) -> None:
         """Drop those used least recently until a policy of `size` bytes, 0 for one outside of `memory`, has a place."""
         while self._held and (self._bytes + size > self._memory or len(self._held) >= MOST_POLICIES):
-            self._held.popitem(last=False)
+            self._drop([*self._held][:1])
         if size == 0:
             self._drop(self._open[: 1 - MOST_OPEN])
 
@@ -89,7 +88,7 @@ class PolicyShelf:
         for key in keys:
             del self._held[key]
         if keys:
-            free_memory()  # a model that measured refers to itself, and to its file
+            free_memory()  # at once: a model that measured refers to itself, and to its file
 
     async def _load(self, path: Path, *, version: int, streamed: bool) -> Prefill | None:
         """Load a policy; return None, having given back what was loaded of it, where memory is used up."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.modelling.policies import random_policy
+from node.errors import EngineFailed
 from node.policy.config import ATTENTION
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layers import LayeredModel
 from node.policy.models.tiny_llama import EOS, make_tokenizer
 from node.policy.reading import OpenPolicy
+from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec
 from node.protocol.submission import Rollout, toploc_bytes
 from node.verification import batches, streamed
-from node.verification.measure import Measurement, PolicyUnavailable
+from node.verification.deviations import SpanMeasured
+from node.verification.measure import EngineAway, Measurement, PolicyUnavailable
 from node.verification.prefill import TransformersPrefill
 from node.verification.proofs import build_proofs
 from node.verification.readings import make_prefills, read_by_transformers
@@ -185,10 +189,8 @@ def test_a_streamed_prefill_measures_what_a_loaded_one_does(
     assert prefill.measure(spans, spec=spec) == loaded.measure(spans, spec=spec)
 
 
-def test_work_waits_while_the_disk_fails_under_its_policy(tmp_path: Path) -> None:
-    """Three undecided attempts would be logged, though a policy that cannot be loaded makes work wait."""
-    path, span = written(tmp_path, "llama"), made_up_spans(64)[0]
-    rollout = Rollout(
+def rollout_of(span: Span) -> Rollout:
+    return Rollout(
         seed=span.seed,
         prompt_ids=span.context_ids,
         completion_ids=span.token_ids,
@@ -197,12 +199,35 @@ def test_work_waits_while_the_disk_fails_under_its_policy(tmp_path: Path) -> Non
         segment_tokens=[span.tokens],
         proofs=span.proofs,
     )
-    measuring = Measurement([[rollout]], spec=SPEC)
+
+
+def test_work_waits_while_the_disk_fails_under_its_policy(tmp_path: Path) -> None:
+    """Three undecided attempts would be logged, though a policy that cannot be loaded makes work wait."""
+    path, span = written(tmp_path, "llama"), made_up_spans(64)[0]
+    measuring = Measurement([[rollout_of(span)]], spec=SPEC)
     prefill = StreamedPrefill(OpenPolicy(path), dtype=torch.bfloat16)
     os.truncate(path, path.stat().st_size // 2)
     measuring.measure(prefill, 0)
     with pytest.raises(PolicyUnavailable, match="shorter"):
         measuring.result(0)
+
+
+def test_work_waits_while_an_engine_cannot_load_and_it_is_tried_once_for_all(tmp_path: Path) -> None:
+    """Each try takes minutes, and each submission would lose one of its three attempts."""
+    tries: list[int] = []
+
+    class Dead(StreamedPrefill):
+        def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
+            tries.append(len(spans))
+            raise EngineFailed("vLLM did not start.", code="engine_died")
+
+    groups = [[rollout_of(span)] for span in made_up_spans(64)]
+    measuring = Measurement(groups, spec=SPEC)
+    measuring.measure(Dead(OpenPolicy(written(tmp_path, "llama")), dtype=torch.bfloat16), 0)
+    assert tries == [len(groups)]
+    for group in range(len(groups)):
+        with pytest.raises(EngineAway, match="vLLM did not start"):
+            measuring.result(group)
 
 
 def test_a_second_look_at_files_has_the_gain_of_one_at_loaded_policies(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from node.verification.streamed import StreamedPrefill
 PARAMETERS = 410_240
 FULL: list[Callable[[], Exception]] = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: ... Error code 12 (Cannot allocate memory)"),
     MemoryError,
 ]
 """How a GPU, torch on a CPU and Python say that there is no memory left."""
