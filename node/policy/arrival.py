@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from node.policy.config import DTYPES
 from node.policy.errors import PolicyError
+from node.policy.memory import unless_out_of_memory
 from node.policy.reading import inspect_once
 from node.policy.streaming import SeenChunks, are_finite
 from node.policy.weights import ITEM_BYTES
@@ -50,5 +52,6 @@ class ArrivingPolicies:
         with self._lock:
             seen = self._seen.pop(name, None)
         if seen is not None:
+            chunks = SeenChunks(self._stored_as, payload.chunk_bytes, bytes(seen))
             with contextlib.suppress(PolicyError):
-                inspect_once(path, seen=SeenChunks(self._stored_as, payload.chunk_bytes, bytes(seen)))
+                unless_out_of_memory(partial(inspect_once, path, seen=chunks))

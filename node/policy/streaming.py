@@ -52,7 +52,7 @@ class SeenChunks:
 def are_finite(data: Buffer, *, stored_as: str) -> bool:
     """Return whether all numbers in `data`, which is not empty, are finite; `stored_as` is safetensors' dtype.
 
-    Their exponents are compared as integers: 15 GB/s of bfloat16 on a core where torch's `isfinite` does 0.6.
+    Their exponents are compared as integers, which takes a small part of the time of torch's `isfinite`.
     """
     kind, exponent = _EXPONENTS[stored_as]
     return bool(np.bitwise_and(np.frombuffer(data, kind), exponent).max() != exponent)

@@ -28,6 +28,7 @@ from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
 from node.errors import BadReply, EngineFailed, Refused
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
+from node.policy.arrival import ArrivingPolicies
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease, RelayList
 from node.protocol.pools import has_candidate
@@ -119,6 +120,7 @@ async def run_worker(
                 keep=descriptor.spec.batch.max_async + 1,
                 rewind=descriptor.spec.batch.max_async + 1,
                 threads=settings.threads,
+                reader=ArrivingPolicies(descriptor.spec.model.dtype),
                 may_connect=not_nearer(lambda: session.client.reach),
             )
             worker = Worker(
