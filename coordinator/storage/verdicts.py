@@ -176,7 +176,7 @@ def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:
     held = and_(
         submissions.c.submission == claimed.submission,
         submissions.c.state == SubmissionState.VERIFYING,
-        submissions.c.attempts == claimed.attempts + 1,
+        or_(submissions.c.verifier.is_(None), submissions.c.attempts == claimed.attempts + 1),
     )
     connection.execute(
         update(submissions).where(held).values(verifier=None, claimed_until=until, attempts=claimed.attempts)
