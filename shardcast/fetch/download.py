@@ -115,6 +115,7 @@ class Download:
         # Spread out: the workers of a slow tree must not all turn to the operator's sources in one second.
         self._last_resort_s = limits.last_resort_s * random.uniform(1.0, 2.0)
         self._refusals = Counter[str]()  # and sources that cannot be reached, which say nothing else
+        self._not_served = Counter[str]()  # by source, whatever others deliver meanwhile
         self._is_refused = False
 
     async def run(self) -> None:
@@ -269,9 +270,10 @@ class Download:
             if error.code == "not_yet" and now - attempt.started > self._limits.chunk_wait_s / 2:
                 self._sources.lagged(attempt.url, now)
             else:
-                refusals = self._refusals[attempt.url] if error.code == "not_served" else None
+                refusals = self._not_served[attempt.url] if error.code == "not_served" else None
                 self._sources.failed(attempt.url, error, now, of_chunk=True, refusals=refusals)
             self._is_refused |= error.code == "not_served"
+            self._not_served[attempt.url] += error.code == "not_served"
             self._refusals[attempt.url] += error.code == "not_served" or isinstance(error, Unreachable)
             if attempt.index in self._missing and not self._is_running(attempt.index):
                 self._waiting[attempt.index % self._stripes].appendleft(attempt.index)
