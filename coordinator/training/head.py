@@ -69,7 +69,7 @@ def head_logprobs(
     """Compute the log-probabilities [N] of `targets_N`, without gradients; every process must call it."""
     shard = VocabularyShard.of(weight_VD)
     with torch.no_grad(), _in_float32(states_ND):
-        wide_vD, logp_N = own_rows(weight_VD).float(), torch.empty(len(targets_N), device=states_ND.device)
+        wide_vD, logp_N = own_rows(weight_VD).float(), states_ND.new_empty(len(targets_N), dtype=torch.float32)
         for part in shard.chunks(targets_N, token_bytes=4 * len(weight_VD), chunk_bytes=chunk_bytes):
             logprobs_mv = _logprobs(shard.gather(states_ND, part).float(), wide_vD, temperature, shard)
             picked_m = _pick(logprobs_mv, *shard.places(shard.gather(targets_N, part)))

@@ -53,13 +53,15 @@ def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
     """Compute states [tokens, hidden] times an output head's weight [vocabulary, hidden], summed in float32."""
     if states.is_cuda and states.dtype != torch.float32:
         return torch.mm(states, weight.t(), out_dtype=torch.float32)
-    if weight.dtype == torch.float32:
-        return F.linear(states.float(), weight)
+    if weight.dtype == torch.float32 or weight.is_cuda:
+        return F.linear(states.float(), weight.float())
     return _multiply_blocks(states, weight, None, dtype=torch.float32)
 
 
 def _wants_blocks(states: Tensor, weight: Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype != states.dtype or weight.dtype not in slow_dtypes():
+        return False
+    if torch.is_autocast_enabled("cpu"):  # would turn the blocks back
         return False
     return not (torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad))
 

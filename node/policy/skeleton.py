@@ -20,7 +20,12 @@ def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTraine
     kernel = {"attn_implementation": "sdpa"} if config.model_type in ATTENTION else {}
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = build(config, dtype=dtype, **kernel)
+            # transformers makes the dtype it is given that of all threads meanwhile: whoever computes beside this
+            # would get tensors of 16 bits.
+            model: PreTrainedModel = build(config, dtype=torch.float32, **kernel)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+            model.config.dtype = dtype
     except Exception as error:
         raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
     use_blocks(model)
