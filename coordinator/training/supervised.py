@@ -87,11 +87,10 @@ def packed_backward(model: PreTrainedModel, rows: Sequence[PackedRow], *, execut
     Every process of the world calls it with the same rows, and works on its share of them.
     """
     tokens, world = sum(len(row.targets) for row in rows), execution.world
-    scale = world.size / tokens  # FSDP averages gradients over the processes; their sum is needed
     total = torch.zeros(1, dtype=torch.float64)
     with packed_attention(model):
         for row in _own_rows(rows, execution):
-            weight_N = row.weight * scale
+            weight_N = row.weight / tokens
 
             def loss(part: slice, logp_n: Tensor, _: Tensor, weight_N: Tensor = weight_N) -> Tensor:
                 return -(logp_n * weight_N[part]).sum()

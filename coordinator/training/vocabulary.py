@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from coordinator.errors import BadConfiguration
+
 # Their names since torch 2.13, which warns of those before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -140,11 +142,14 @@ def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> set[nn.Paramet
     """Share out the rows of a model's embedding and head, and return the new parameters.
 
     Afterwards the embedding looks up in all processes' rows, and the head has none but this process's: only
-    `coordinator.training.head` can compute with it.
+    `coordinator.training.head` can compute with it. Raises BadConfiguration where a process would get no rows.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding = _embedding(model)
     modules: list[Any] = [head] if embedding is None else [head, embedding]
+    fewest = min(len(module.weight) for module in modules)
+    if rows_of_rank(mesh.size() - 1, mesh.size(), fewest)[1] < 1:
+        raise BadConfiguration(f"a vocabulary of {fewest} ids cannot be shared out over {mesh.size()} processes")
     shared: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         if module.weight not in shared:

@@ -74,9 +74,10 @@ class World:
     def _precision(self, model: PreTrainedModel) -> MixedPrecisionPolicy:
         """Gather layers in 16 bits where their matrices are multiplied in 16 bits, and reduce gradients in float32.
 
-        What autocast would make of a gathered weight is then what FSDP gathers, and drops with the layer; a copy of
-        autocast's own is kept until the backward pass, whole in every process. Activations stay as autocast has them.
-        Not for recurrent families, whose decays are parameters that 16 bits are too few for.
+        What autocast would make of a gathered matrix is then what FSDP gathers, and drops with the layer; a copy of
+        autocast's own is kept until the backward pass, whole in every process. Norms are rounded as well, which
+        autocast leaves alone. Activations stay as autocast has them. Not for recurrent families, whose decays are
+        parameters that 16 bits are too few for.
         """
         if self.gathered_in is None or model.config.model_type not in ATTENTION:
             return MixedPrecisionPolicy()
