@@ -173,9 +173,10 @@ def _grader(kind: str, settings: Sequence[str]) -> GraderSpec:
         except msgspec.DecodeError:
             fields[key] = value
     try:
-        return msgspec.convert(fields, Graders)
+        grader: GraderSpec = msgspec.convert(fields, Graders)
     except msgspec.ValidationError as error:
         raise click.UsageError(f"--grader {kind}: {error}.") from error
+    return grader
 
 
 def _lines(name: str, spec: DatasetSpec, *, count: int) -> str:
