@@ -70,7 +70,7 @@ class CalibrationSettings:
     groups: int = 128
     cheat_groups: int = 32
     false_rejections: float | None = None
-    datasets: Mapping[str, Path] = NO_DATASETS
+    datasets: Mapping[str, Path] = field(default_factory=lambda: NO_DATASETS)
 
     @property
     def shared_vllm(self) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from shardcast.wire import decode, derive, digest, encode
 VECTORS = VECTORS_FOLDER
 NAMES = [
     "admission",
+    "chat",
     "control",
     "datasets",
     "evidence",
