@@ -43,7 +43,7 @@ def overlong_penalty(tokens: int, *, training: TrainingSpec, most: int) -> float
     """Return what a completion of `tokens` of at most `most` loses of its reward: 0 up to the last `overlong_share` of
     `most`, from there linearly to 1 (DAPO, eq. 13).
     """
-    free = most * (1 - training.overlong_share)
+    free = most * (1 - (training.overlong_share or 0.0))
     return (tokens - free) / (most - free) if tokens > free else 0.0
 
 
@@ -116,7 +116,7 @@ def token_losses(
             advantage_N,
             epsilon=training.clip_epsilon,
             delta=training.clip_delta,
-            high=training.clip_epsilon_high,
+            high=training.clip_epsilon_high or training.clip_epsilon,
         )
     elif training.objective == "masked":
         objective_N = masked_objective(ratio_N, advantage_N, low=training.mask_low, high=training.mask_high)
@@ -133,7 +133,7 @@ def token_losses(
 def held_back(ratio_N: Tensor, *, training: TrainingSpec) -> Tensor:
     """Return which ratios are beyond the objective's bounds [N], bool."""
     if training.objective == "clipped":
-        high = training.clip_epsilon if training.clip_epsilon_high is None else training.clip_epsilon_high
+        high = training.clip_epsilon_high or training.clip_epsilon
         return (ratio_N < 1 - training.clip_epsilon) | (ratio_N > 1 + high)
     if training.objective == "masked":
         return (ratio_N < training.mask_low) | (ratio_N > training.mask_high)
@@ -150,9 +150,9 @@ def loss_divisor(lengths: Sequence[int], *, training: TrainingSpec, most: int) -
 
     `lengths` are its completions' tokens, `most` what a completion may have: the constant of "length" (Dr. GRPO).
     """
-    if training.aggregation == "tokens":
-        return sum(lengths)
-    return len(lengths) * (most if training.aggregation == "length" else 1)
+    if training.aggregation == "completions":
+        return len(lengths)
+    return len(lengths) * most if training.aggregation == "length" else sum(lengths)
 
 
 def learning_rate(training: TrainingSpec, step: int) -> float:

@@ -300,11 +300,11 @@ class TrainingSpec(Wire, frozen=True):
 
     `objective`: "clipped" bounds ratios by `clip_epsilon` (upwards `clip_epsilon_high`, where given) and `clip_delta`,
     "masked" leaves out tokens whose ratio is beyond `mask_low` and `mask_high`, "cispo" weighs log-probabilities by
-    their ratios, at most `clip_delta`. `ratio`: each token's own, or the geometric mean of its completion's.
-    `aggregation`: a step's loss is the mean over tokens, over completions of their means, or the sum of tokens over
-    completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `sampling.max_new_tokens`, in which
-    a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy, `entropy_coefficient`
-    away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
+    their ratios, at most `clip_delta`. `ratio`: each token's own (unset), or the geometric mean of its completion's.
+    `aggregation`: a step's loss is the mean over tokens (unset), over completions of their means, or the sum of tokens
+    over completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `sampling.max_new_tokens`, in
+    which a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy,
+    `entropy_coefficient` away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
     """
 
     steps: Positive = 30
@@ -317,10 +317,7 @@ class TrainingSpec(Wire, frozen=True):
     warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 4
     minibatches: Positive = 4
     objective: Literal["clipped", "masked", "cispo"] = "clipped"
-    ratio: Literal["token", "sequence"] = "token"
-    aggregation: Literal["tokens", "completions", "length"] = "tokens"
     clip_epsilon: PositiveFloat = 0.2
-    clip_epsilon_high: PositiveFloat | None = None
     clip_delta: PositiveFloat = 4.0
     mask_low: Annotated[float, Meta(ge=0, le=1)] = 0.5
     mask_high: Annotated[float, Meta(ge=1, le=1e9)] = 5.0
@@ -328,7 +325,10 @@ class TrainingSpec(Wire, frozen=True):
     entropy_coefficient: NonNegativeFloat = 0.0
     gradient_clip: PositiveFloat = 1.0
     normalize_advantage: bool = True
-    overlong_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    ratio: Literal["token", "sequence"] | UnsetType = UNSET
+    aggregation: Literal["tokens", "completions", "length"] | UnsetType = UNSET
+    clip_epsilon_high: PositiveFloat | UnsetType = UNSET
+    overlong_share: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
 
 
 class BroadcastSpec(Wire, frozen=True):

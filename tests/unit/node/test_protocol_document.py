@@ -355,7 +355,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return f"`{field.default_factory()}`"
     if field.default is msgspec.NODEFAULT:
         return "required"
-    if field.default is None:
+    if field.default in {None, msgspec.UNSET}:
         return "none"
     if isinstance(field.default, tuple):
         return f"`{json.dumps(field.default)}`"
