@@ -47,7 +47,7 @@ from benchmarks.train import TRL, trl_python
 RUN_TOML: Final = Path(__file__).parent / "data" / "realsize.toml"
 OTHERS: Final = {
     "head": ("chunked_head_extra_gib",),
-    "memory": ("publish_extra_tensors", "fsdp_rank_peak_over_share"),
+    "memory": ("publish_extra_tensors", "fsdp_rank_peak_over_share", "fsdp_step_peak_over_share"),
     "checkpoints": ("checkpoint_stall_share",),
 }
 """Figures of other benchmarks, by their names."""
