@@ -168,15 +168,18 @@ def renew(connection: Connection, claimed: Sequence[QueueItem], *, verifier: str
     connection.execute(update(submissions).where(held).values(claimed_until=until))
 
 
-def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:
-    """Release a claimed submission, for any verifier to claim after `until`; does not count as an attempt.
+def defer(connection: Connection, claimed: QueueItem, *, verifier: str, until: float) -> None:
+    """Release a submission that `verifier` claimed, for any to claim after `until`; does not count as an attempt.
 
-    One that was claimed again meanwhile stays claimed.
+    One that it has released already waits until then as well; one that was claimed again meanwhile stays claimed.
     """
     held = and_(
         submissions.c.submission == claimed.submission,
         submissions.c.state == SubmissionState.VERIFYING,
-        or_(submissions.c.verifier.is_(None), submissions.c.attempts == claimed.attempts + 1),
+        or_(
+            and_(submissions.c.verifier == verifier, submissions.c.attempts == claimed.attempts + 1),
+            and_(submissions.c.verifier.is_(None), submissions.c.attempts == claimed.attempts),
+        ),
     )
     connection.execute(
         update(submissions).where(held).values(verifier=None, claimed_until=until, attempts=claimed.attempts)

@@ -414,7 +414,8 @@ class Verifier:
     def _defer(self, claimed: QueueItem) -> None:
         self._metrics.deferred.inc()
         with self._home.database.write() as connection:
-            verdicts.defer(connection, claimed, until=verdicts.clock() + RETRY_SECONDS)
+            until = verdicts.clock() + RETRY_SECONDS
+            verdicts.defer(connection, claimed, verifier=self._settings.name, until=until)
 
     def _record(
         self, claimed: QueueItem, judgement: JudgedClaim, evidence: bytes | None, published: Mapping[int, str]
@@ -429,7 +430,7 @@ class Verifier:
                 # An auditor would count a policy logged meanwhile as published, and reach another verdict.
                 locks.deciding(connection)
                 if training.newest_version(connection) != max(published, default=None):
-                    verdicts.defer(connection, claimed, until=now)
+                    verdicts.defer(connection, claimed, verifier=self._settings.name, until=now)
                     return
             stored = verdicts.record(
                 connection, claimed, verdict, spec=self._home.spec, now=now, group=group, evidence=evidence_name

@@ -245,10 +245,10 @@ def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attemp
         assert claimed is not None
         assert (claimed.submission, claimed.attempts) == (first, 0)
         with actors.home.database.write() as connection:
-            verdicts.defer(connection, claimed, until=actors.now + 5)
+            verdicts.defer(connection, claimed, verifier="first", until=actors.now + 5)
         actors.now += 5
     with actors.home.database.write() as connection:
-        verdicts.defer(connection, claimed, until=actors.now + 5)
+        verdicts.defer(connection, claimed, verifier="first", until=actors.now + 5)
     taken = actors.claim("first")
     assert taken is not None
     assert taken.submission == second
@@ -259,8 +259,39 @@ def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attemp
     assert again is not None
     assert actors.decide(again, Outcome.ADMITTED)
     with actors.home.database.write() as connection:
-        verdicts.defer(connection, claimed, until=actors.now)
+        verdicts.defer(connection, claimed, verifier="first", until=actors.now)
     assert actors.claim("first") is None, "what is decided stays decided"
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["at work", "deferred after an attempt"])
+def test_a_verifier_that_defers_twice_takes_nothing_from_the_next_one(actors: Actors, is_over: bool) -> None:
+    """Where the engine fails late in a batch, all of it is put back, with what was put back long before."""
+    (lease,) = actors.lease("a", held=(0,))
+    actors.submit("a", lease.lease_id)
+
+    def claim(verifier: str) -> QueueItem:
+        claimed = actors.claim(verifier)
+        assert claimed is not None
+        return claimed
+
+    def defer(claimed: QueueItem, verifier: str) -> None:
+        with actors.home.database.write() as connection:
+            verdicts.defer(connection, claimed, verifier=verifier, until=actors.now + 1)
+
+    early = claim("first")
+    defer(early, "first")
+    actors.now += 2
+    held = claim("second")
+    if is_over:
+        actors.decide(held, Outcome.INDETERMINATE)
+        defer(claim("second"), "second")
+    defer(early, "first")
+    actors.now += 2
+    if is_over:
+        assert claim("third").attempts == 1, "what the second could not decide stays counted"
+    else:
+        assert actors.claim("third") is None, "the second one would work for nothing"
+        assert actors.decide(held, Outcome.ADMITTED)
 
 
 def test_a_verifier_that_died_loses_nothing(actors: Actors) -> None:
@@ -498,7 +529,7 @@ def test_renewed_claims_are_nobody_elses_until_they_end_and_what_was_lost_is_not
     assert claim("third", at=82) != [], "the first has nothing to renew any more"
     with home.database.write() as connection:
         for one in over:
-            verdicts.defer(connection, one, until=actors.now)
+            verdicts.defer(connection, one, verifier="second", until=actors.now)
     assert claim("fourth", at=83) == [], "nor has the second anything to put back"
 
 
