@@ -25,7 +25,7 @@ from node.policy.weights import ITEM_BYTES
 
 PIECE_BYTES: Final = 4 * 2**20
 KNOWN_FILES: Final = 32
-WITHOUT_LINKS: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
+WITHOUT_LINKS: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 """What a file system says that has no hard links, or none from there to here."""
 
 _Identity = tuple[int, int, int, int]

@@ -104,11 +104,14 @@ def test_a_file_is_readable_while_it_is_held_whoever_deletes_it(tiny_policy_path
     assert list((tmp_path / "reading").iterdir()) == []
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
 def test_a_file_on_a_disk_without_hard_links_is_read_where_it_is(
-    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """FAT, a network's disk, FUSE: a verifier there would read no policy at all."""
+
     def link(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", link)
     with held_file(tiny_policy_path, tmp_path / "reading") as held:
