@@ -117,8 +117,8 @@ class PolicyCache:
                 if newest is not None and newest != held:
                     await self._fetch(newest)
                     held = newest
-            except (PolicyUnavailable, DatabaseAway, OSError) as error:
-                log.debug("policy not prefetched, retrying: %s", error)
+            except (PolicyUnavailable, DatabaseAway, OSError, MemoryError) as error:
+                log.debug("policy not prefetched, retrying: %r", error)
             await asyncio.sleep(PREFETCH_SECONDS)
 
     async def close(self) -> None:
@@ -135,8 +135,8 @@ class PolicyCache:
             return training.newest_version(connection)
 
     async def _read(self, version: int, read: Callable[[Path], Awaitable[T]]) -> T:
-        path = await self._fetch(version)
         try:
+            path = await self._fetch(version)
             # The client deletes old versions, and reading one may take minutes.
             with held_file(path, self._folder) as held:
                 return await read(held)

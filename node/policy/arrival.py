@@ -45,7 +45,8 @@ class ArrivingPolicies:
             seen = self._seen[name]
             while len(self._seen) > MOST_ARRIVING:
                 self._seen.popitem(last=False)
-        seen[index] = are_finite(data, stored_as=self._stored_as)
+        with contextlib.suppress(MemoryError):  # then it is read later, as one of which nothing is noted
+            seen[index] = are_finite(data, stored_as=self._stored_as)
 
     def whole(self, name: str, payload: Payload, path: Path) -> None:
         """Look at what is left of a policy that has arrived; whoever uses it is told what is wrong with it."""

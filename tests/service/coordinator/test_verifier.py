@@ -36,7 +36,7 @@ from node.protocol.messages import Lease
 from node.protocol.reasons import Reason
 from node.protocol.submission import Rollout
 from node.submission.writer import write_rollouts
-from node.verification.measure import PolicyUnavailable
+from node.verification.measure import EngineAway, PolicyUnavailable
 from node.verification.plan import Claim
 from node.verification.prefill import TransformersPrefills
 from shardcast import Client
@@ -260,6 +260,31 @@ async def test_no_number_of_a_new_policy_is_read_from_disk_before_it_is_used(
             assert sum(read_bytes) < path_of(run.folder, version).stat().st_size / 4, (
                 "what shares a chunk with the header"
             )
+
+
+async def test_memory_that_is_used_up_while_a_policy_is_fetched_ends_no_verifier(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it claimed is put back, as where the engine has no room; and the next policy is prefetched all the same."""
+    home, tries = run.swarm.home, []
+    monkeypatch.setattr(policy_shelf, "PREFETCH_SECONDS", 0.01)
+    async with Client(home.run_id, home.public_key, [run.swarm.origin_url], tmp_path / "shelf") as client:
+        cache, fetch = cache_of(run, client, tmp_path), client.fetch_archived
+
+        async def short(*told: Any, **given: Any) -> Path:
+            tries.append(told)
+            if len(tries) <= 2:
+                raise MemoryError
+            return await fetch(*told, **given)
+
+        monkeypatch.setattr(client, "fetch_archived", short)
+        with pytest.raises(EngineAway, match="no memory to read policy 0"):
+            await cache.prefill(0)
+        prefetching = asyncio.create_task(cache.prefetch())
+        await eventually(lambda: len(tries) == 3)
+        assert not prefetching.done()
+        prefetching.cancel()
+        assert (await cache.prefill(0)).blueprint.vocabulary == run.policies[0].vocabulary
 
 
 async def test_a_full_disk_is_given_what_deleted_policies_keep_of_it(

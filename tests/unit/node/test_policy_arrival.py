@@ -12,7 +12,7 @@ import pytest
 from narrow_run import policy_file, sharp_model
 from torch import Tensor
 
-from node.policy import file
+from node.policy import arrival, file
 from node.policy.arrival import MOST_ARRIVING, ArrivingPolicies
 from node.policy.errors import MalformedPolicy
 from node.policy.file import inspect_policy
@@ -117,6 +117,31 @@ def test_a_file_of_another_form_than_the_runs_is_read_whole(
         data = len(header).to_bytes(8, "little") + header + policy[header_bytes(policy) :]
     arrive(data, tmp_path / "1.bin", dtype="bfloat16" if case == "another dtype" else "float32")
     assert sum(bytes_read) == len(policy) - header_bytes(policy)
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_chunks_that_no_memory_is_left_to_look_at_are_read_later(
+    policy: bytes, tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch, *, is_finite: bool
+) -> None:
+    """The fetch would fail, and with it the verifier that waits for it."""
+    data = bytearray(policy)
+    if not is_finite:
+        data[-4:] = b"\xff\xff\xff\x7f"
+    look = arrival.are_finite
+
+    def short(chunk: memoryview, *, stored_as: str) -> bool:
+        if bytes(chunk) in (data[-len(chunk) :], data[CHUNK_BYTES : 2 * CHUNK_BYTES]):
+            raise MemoryError
+        return look(chunk, stored_as=stored_as)
+
+    monkeypatch.setattr(arrival, "are_finite", short)
+    arrive(bytes(data), tmp_path / "1.bin")
+    assert len(policy) > 4 * sum(bytes_read) > 0
+    if is_finite:
+        inspect_once(tmp_path / "1.bin")
+    else:
+        with pytest.raises(MalformedPolicy):
+            inspect_once(tmp_path / "1.bin")
 
 
 def test_policies_that_never_arrive_take_no_memory_for_ever() -> None:
