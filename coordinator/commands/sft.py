@@ -167,8 +167,8 @@ def sft(
         signal.signal(number, lambda *_: stop.set())
     torch.set_num_threads(threads)
     live = LiveDisplay(sys.stdout) if supports_live_display(sys.stdout) and not as_json else None
-    with open_world(device=find_device(device).type) as world, live or contextlib.nullcontext():
-        dtype = torch.bfloat16 if autocast else None
+    dtype = torch.bfloat16 if autocast else None
+    with open_world(device=find_device(device).type, gathered_in=dtype) as world, live or contextlib.nullcontext():
         job = SftJob(
             model=model,
             data=data,

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.errors import BadConfiguration, UnfitModel
 from coordinator.sft.run import SftStopped
+from coordinator.training import world
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.export import FolderNotEmpty
 from node.cli import main
@@ -222,3 +223,19 @@ def test_the_command_trains_and_says_so(folder: Path) -> None:
     assert (folder / "tuned.sft" / "curve.jsonl").read_text().count("held_out_loss") == 4
     if find_spec("tensorboardX") is not None:
         assert list((folder / "tuned.sft" / "tensorboard").iterdir())
+
+
+def test_layers_are_gathered_in_what_their_matrices_are_multiplied_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several processes would each keep a copy of every whole layer until the backward pass."""
+    gathered_in, open_world = [], world.open_world
+
+    def opened(**given: Any) -> Any:
+        gathered_in.append(given.get("gathered_in"))
+        return open_world(**given)
+
+    monkeypatch.setattr(world, "open_world", opened)
+    ended = invoke(folder, "--batch", "24", "--autocast", "bfloat16")
+    assert ended.exit_code == 0, ended.output
+    assert gathered_in == [torch.bfloat16]
