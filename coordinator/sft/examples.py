@@ -3,8 +3,8 @@
     tokens.bin      uint32 [tokens], of which the highest bit says that a token is learnt
     examples.npy    int64 [examples, 2]: where each one ends in tokens.bin, and whether it is held out
 
-Rows are held out by a digest of their line: a repeated row is on one side only, and the loss on held-out rows is of
-rows that training has not seen.
+Rows are held out by a digest of what is read of them: a repeated row, whatever its other columns say, is on one side
+only, and the loss on held-out rows is of rows that training has not seen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from coordinator.sft.recipe import DataCounts, SftRecipe
 from coordinator.sft.rendering import RowRenderer, TokenizedExample
-from coordinator.sft.rows import BadData, RowFault, parse_row, read_lines
+from coordinator.sft.rows import BadData, ChatRow, PairRow, RowFault, parse_row, read_lines
 from coordinator.training.groups import Sample
 from coordinator.training.packing import Scored
 from shardcast.files import sync_folder
@@ -74,7 +75,8 @@ def write_examples(
         for number, line in read_lines(data):
             on_row()
             try:
-                found = list(renderer.examples(parse_row(line, recipe.columns)))
+                row = parse_row(line, recipe.columns)
+                found = list(renderer.examples(row))
             except RowFault as fault:
                 faults.append(f"line {number}: {fault}")
                 continue
@@ -82,7 +84,7 @@ def write_examples(
             too_long += [number] * (len(found) - len(kept))
             if not kept:
                 continue
-            digests.append(_row_digest(line, seed=recipe.seed))
+            digests.append(_row_digest(row, seed=recipe.seed))
             for each in kept:
                 ends.append((ends[-1] if ends else 0) + _write(file, each))
                 of_row.append(len(digests) - 1)
@@ -93,7 +95,7 @@ def write_examples(
         more = f"; and {len(faults) - MAX_NAMED:,} more" if len(faults) > MAX_NAMED else ""
         raise BadData(f"{data}: {'; '.join(faults[:MAX_NAMED])}{more}")
     is_held_out = _held_out(digests, share=recipe.held_out)
-    table = np.array([ends, [is_held_out[row] for row in of_row]], dtype=np.int64).T
+    table = np.array([ends, [is_held_out[number] for number in of_row]], dtype=np.int64).T
     held_out = int(table[:, 1].sum())
     if held_out == len(table):
         what = f"every row has more than {max_tokens} tokens (--max-tokens)" if too_long else "no rows to train on"
@@ -120,8 +122,9 @@ def _write(file: BinaryIO, example: TokenizedExample) -> int:
     return len(example.ids)
 
 
-def _row_digest(line: bytes, *, seed: int) -> int:
-    return int.from_bytes(blake3(seed.to_bytes(8, "big") + line).digest()[:8], "big")
+def _row_digest(row: PairRow | ChatRow, *, seed: int) -> int:
+    data = msgspec.json.encode(row, order="sorted")
+    return int.from_bytes(blake3(seed.to_bytes(8, "big") + data).digest()[:8], "big")
 
 
 def _held_out(digests: Sequence[int], *, share: float) -> list[bool]:

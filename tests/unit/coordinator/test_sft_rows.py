@@ -188,7 +188,8 @@ def test_data_with_nothing_to_train_on_is_refused(tmp_path: Path, rows: list[Any
 
 def test_a_repeated_row_is_held_out_everywhere_or_nowhere(tmp_path: Path) -> None:
     """Otherwise the held-out loss would be of what training has seen."""
-    rows = [{"prompt": f"{number % 20}", "completion": "b"} for number in range(100)]
+    rows = [{"prompt": f"{number % 20}", "completion": "b", "id": number} for number in range(100)]
+    rows = [dict(reversed(row.items())) if number % 3 else row for number, row in enumerate(rows)]
     counts = written(tmp_path, rows, held_out=0.1)
     found = Examples(tmp_path)
     prompts = [{found.scored(each).sample.prompt_ids for each in part} for part in (found.training, found.held_out)]
