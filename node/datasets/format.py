@@ -6,14 +6,14 @@
     offsets   rows + 1 times u64, little-endian: where each row begins, counted from the first; the last is the end
     rows      canonical JSON of a `DatasetRow` each, nothing between them
 
-Rows that may be leased come first, held-out ones last. A file is verified as a whole before it is used, and mapped
-rather than read: a row costs its own bytes.
+Rows that may be leased come first, held-out ones last. A file is verified as a whole before it is used, and read row by
+row: a row costs its own bytes. It is not mapped, since a mapped file that is cut short ends the process (SIGBUS).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -33,6 +33,7 @@ LENGTH_BYTES = 4
 OFFSET_BYTES = 8
 MAX_HEADER_BYTES = 64 * 1024
 MAX_ROW_BYTES = 2**20
+_PIECE_BYTES = 2**22
 MAX_MESSAGES = 256
 MAX_METADATA = 64
 
@@ -94,16 +95,16 @@ class DatasetRow(Wire, frozen=True):
 
 
 class Dataset:
-    """An open, verified file. Thread-safe; the mapping is closed with the last reference."""
+    """An open, verified file. Thread-safe; the file is closed with the last reference."""
 
-    def __init__(self, mapped: mmap.mmap, digest: str) -> None:
-        """Parse all of `mapped`; raises DatasetFault "dataset_malformed"."""
+    def __init__(self, file: _OpenFile, digest: str) -> None:
+        """Parse all of `file`; raises DatasetFault "dataset_malformed"."""
         self.digest = digest
-        self.bytes = len(mapped)
-        self._mapped = mapped
+        self.bytes = file.size_bytes
+        self._file = file
         try:
-            self.header, after = _header(mapped)
-            self._offsets, self._start = _offsets(mapped, after, rows=self.header.rows)
+            self.header, after = _header(file)
+            self._offsets, self._start = _offsets(file, after, rows=self.header.rows)
             for index in range(self.header.rows):
                 self._decode(index)
         except Malformed as error:
@@ -117,23 +118,22 @@ class Dataset:
         "dataset_malformed".
         """
         try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if spec is not None and size != spec.bytes:
-                    detail = f"{path} has {size} bytes, and the run's dataset {spec.bytes}"
-                    raise DatasetFault(detail, code="dataset_changed")
-                if not len(MAGIC) + LENGTH_BYTES < size <= MAX_DATASET_BYTES:
-                    raise DatasetFault(f"{path} has {size} bytes, which no dataset has", code="dataset_malformed")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            file = _OpenFile(path)
+            size = file.size_bytes
+            if spec is not None and size != spec.bytes:
+                detail = f"{path} has {size} bytes, and the run's dataset {spec.bytes}"
+                raise DatasetFault(detail, code="dataset_changed")
+            if not len(MAGIC) + LENGTH_BYTES < size <= MAX_DATASET_BYTES:
+                raise DatasetFault(f"{path} has {size} bytes, which no dataset has", code="dataset_malformed")
+            digest = file.digest()
         except OSError as error:
             raise DatasetFault(f"{path}: {error.strerror or error}", code="dataset_missing") from error
-        digest = blake3(mapped).hexdigest()
         if spec is not None and digest != spec.digest:
             raise DatasetFault(
                 f"{path} has the digest {digest[:16]}…, and the run's dataset {spec.digest[:16]}…",
                 code="dataset_changed",
             )
-        return cls(mapped, digest)
+        return cls(file, digest)
 
     def row(self, index: int) -> DatasetRow:
         """Return row `index`; raises DatasetFault if there is none, or if the file was changed since it was opened."""
@@ -148,30 +148,68 @@ class Dataset:
     def _decode(self, index: int) -> DatasetRow:
         begin, end = self._start + int(self._offsets[index]), self._start + int(self._offsets[index + 1])
         try:
-            return decode(DatasetRow, self._mapped[begin:end], max_bytes=MAX_ROW_BYTES)
+            return decode(DatasetRow, self._file.read(begin, end), max_bytes=MAX_ROW_BYTES)
         except Malformed as error:
             raise Malformed(f"row {index}: {error}", code=error.code) from error
 
 
-def _header(mapped: mmap.mmap) -> tuple[DatasetHeader, int]:
+class _OpenFile:
+    """A file that stays open while it is referred to, whatever becomes of its name."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor = descriptor
+        self.size_bytes = os.fstat(descriptor).st_size
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return these bytes; raises DatasetFault "dataset_changed" where the file has become shorter or unreadable."""
+        pieces, at = [], begin
+        while at < end:
+            try:
+                piece = os.pread(self._descriptor, end - at, at)
+            except OSError as error:
+                detail = f"the dataset's file cannot be read: {error.strerror or error}"
+                raise DatasetFault(detail, code="dataset_changed") from error
+            if not piece:
+                detail = f"the dataset's file was cut short: it had {self.size_bytes} bytes, and ends before {end}"
+                raise DatasetFault(detail, code="dataset_changed")
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
+
+    def digest(self) -> str:
+        """Return the BLAKE3 digest of all of it; raises DatasetFault as `read` does."""
+        hasher = blake3()
+        for at in range(0, self.size_bytes, _PIECE_BYTES):
+            hasher.update(self.read(at, min(at + _PIECE_BYTES, self.size_bytes)))
+        return hasher.hexdigest()
+
+
+def _header(file: _OpenFile) -> tuple[DatasetHeader, int]:
     """Return the header, and where it ends."""
-    if mapped[: len(MAGIC)] != MAGIC:
-        raise Malformed("it does not begin as a dataset does")
     begin = len(MAGIC) + LENGTH_BYTES
-    length = int.from_bytes(mapped[len(MAGIC) : begin], "little")
+    start = file.read(0, begin)
+    if start[: len(MAGIC)] != MAGIC:
+        raise Malformed("it does not begin as a dataset does")
+    length = int.from_bytes(start[len(MAGIC) :], "little")
     if length > MAX_HEADER_BYTES:
         raise Malformed(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}", code="oversized")
-    return decode(DatasetHeader, mapped[begin : begin + length], max_bytes=MAX_HEADER_BYTES), begin + length
+    end = begin + length
+    if end > file.size_bytes:
+        raise Malformed("it ends within its header")
+    return decode(DatasetHeader, file.read(begin, end), max_bytes=MAX_HEADER_BYTES), end
 
 
-def _offsets(mapped: mmap.mmap, begin: int, *, rows: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int]:
+def _offsets(file: _OpenFile, begin: int, *, rows: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int]:
     """Return where each row begins and the last ends, relative to the first, and where that is in the file."""
     start = begin + OFFSET_BYTES * (rows + 1)
-    if start > len(mapped):
+    if start > file.size_bytes:
         raise Malformed("it ends within its offsets")
-    offsets = np.frombuffer(mapped[begin:start], dtype="<u8")
+    offsets = np.frombuffer(file.read(begin, start), dtype="<u8")
     lengths = np.diff(offsets)  # unsigned: a descending pair wraps around to an enormous length
-    if offsets[0] != 0 or int(offsets[-1]) != len(mapped) - start or int(lengths.max()) > MAX_ROW_BYTES:
+    if offsets[0] != 0 or int(offsets[-1]) != file.size_bytes - start or int(lengths.max()) > MAX_ROW_BYTES:
         raise Malformed("its offsets are not those of its rows")
     return offsets, start
 

@@ -7,6 +7,7 @@ gives that stranger the worker's memory, or its process.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -124,7 +125,7 @@ def test_a_missing_file_and_a_row_that_is_none_are_typed_errors(tmp_path: Path) 
             opened.row(index)
 
 
-def test_a_file_that_changes_while_it_is_mapped_gives_no_other_problem(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_open_gives_no_other_problem(tmp_path: Path) -> None:
     dataset = made(tmp_path)
     source = load_environment(environment_of(dataset), {dataset.spec.digest: dataset.path})
     dataset.path.chmod(0o600)
@@ -133,6 +134,26 @@ def test_a_file_that_changes_while_it_is_mapped_gives_no_other_problem(tmp_path:
         file.write(b"x" * 400)
     with pytest.raises(EnvironmentFault):
         source.problem(29)
+
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_a_file_that_is_cut_short_while_it_is_open_is_a_typed_error(tmp_path: Path, left: int) -> None:
+    """A mapped one would end the worker with SIGBUS, and with it every slot that it holds."""
+    dataset = made(tmp_path)
+    opened = Dataset.open(dataset.path, dataset.spec)
+    dataset.path.chmod(0o600)
+    os.truncate(dataset.path, left % dataset.spec.bytes)
+    with pytest.raises(DatasetFault) as error:
+        opened.row(29)
+    assert error.value.code == "dataset_changed"
+
+
+def test_a_file_that_is_removed_or_replaced_while_it_is_open_goes_on_as_it_was(tmp_path: Path) -> None:
+    dataset = made(tmp_path)
+    opened = Dataset.open(dataset.path, dataset.spec)
+    row = opened.row(29)
+    dataset.path.unlink()
+    dataset.path.write_bytes(file_of(ROW))
+    assert opened.row(29) == row
 
 
 # -- the environment over it
