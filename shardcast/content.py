@@ -50,11 +50,19 @@ def file_digest(path: Path) -> str:
 
 
 def publish_content(
-    path: Path, *, digest: str, folder: Path, key: Ed25519PrivateKey, run_id: str, threads: int | None = None
+    path: Path,
+    *,
+    digest: str,
+    folder: Path,
+    key: Ed25519PrivateKey,
+    run_id: str,
+    name: str | None = None,
+    threads: int | None = None,
 ) -> Origin:
     """Sign the file at `path` as content of run `run_id`; idempotent. Serve it with `OriginServer(contents=...)`.
 
-    `folder` keeps a copy. Raises LocalFault, with code "wrong_content" if the file's digest is another.
+    `folder` keeps a copy; the log calls it `name`. Raises LocalFault, with code "wrong_content" if the file's digest is
+    another.
     """
     if file_digest(path) != digest:
         raise LocalFault(f"{path} is not the file with digest {digest[:16]}…", code="wrong_content")
@@ -64,6 +72,7 @@ def publish_content(
         content_line(run_id, digest),
         manifest_lifetime_s=MANIFEST_LIFETIME_S,
         deltas=DeltaSettings(enabled=False),
+        content_name=name or f"content {digest[:16]}…",
         threads=threads,
     )
     try:
@@ -93,8 +102,7 @@ class ContentClient:
         threads: int | None = None,
         may_connect: MayConnect = anywhere,
     ) -> None:
-        self.digest = digest
-        self._size_bytes = size_bytes
+        self.digest, self.size_bytes = digest, size_bytes
         self._client = Client(
             content_line(run_id, digest),
             publisher_key,
@@ -150,7 +158,14 @@ class ContentClient:
         return await self._client.fetch_archived(CONTENT_VERSION, manifest_digest=held, timeout_s=timeout_s)
 
     def _is_right(self, path: Path) -> bool:
-        return path.stat().st_size == self._size_bytes and file_digest(path) == self.digest
+        """Return whether `path` is the file; one that somebody has removed is not. Raises LocalFault."""
+        try:
+            size_bytes = path.stat().st_size
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise as_local_fault(error, path) from error
+        return size_bytes == self.size_bytes and file_digest(path) == self.digest
 
     def _url(self, source: str) -> str:
         return source + content_path(self.digest)

@@ -67,7 +67,8 @@ class Origin:
     others may have heard of (-1 for none, None for all): a later one in the store was interrupted while publishing, and
     is announced once it is published again. Of versions beyond `keep` nothing stays; beyond `keep_whole` only deltas do
     where they reproduce it (`shardcast.store.archive`), which is found out after each publication, in a thread of its
-    own. `threads` hash and encode; None takes every core.
+    own. `threads` hash and encode; None takes every core. `content_name` is what the log calls the only version of a
+    content (`shardcast.content`).
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Origin:
         head_lifetime_s: int = 60,
         head_refresh_s: float = 5.0,
         announced: int | None = None,
+        content_name: str | None = None,
         deltas: DeltaSettings = DEFAULT_DELTA_SETTINGS,
         threads: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
@@ -96,6 +98,7 @@ class Origin:
         self._key, self._limits, self._clock = key, limits, clock
         self._chunk_bytes, self._manifest_lifetime_s = chunk_bytes, manifest_lifetime_s
         self._deltas, self._threads = deltas, threads_or_all(threads)
+        self._content_name = content_name
         self._keep_whole = keep_whole
         self._archiving = concurrent.futures.ThreadPoolExecutor(1, "shardcast-archive")
         self._stopping = threading.Event()
@@ -157,7 +160,7 @@ class Origin:
                 before_announcing(held)
             if self._latest is None or self._latest.manifest.version < version:
                 self._latest = held
-                logger.info("published version %d as %s", version, held.digest[:16])
+                logger.info("published %s as %s", self._content_name or f"version {version}", held.digest[:16])
             if self._keep_whole is not None:
                 self._archiving.submit(self._archive, self._keep_whole)
             return held.digest

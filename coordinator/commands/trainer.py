@@ -189,7 +189,7 @@ def _train(
 
 def _publish_datasets(home: Home, run_key: Ed25519PrivateKey, state: Path, *, threads: int | None) -> dict[str, Origin]:
     """Sign the run's datasets for whoever joins; raises BadConfiguration for one that is not in the data folder."""
-    from node.datasets.folder import DATASETS
+    from node.datasets.folder import DATASETS, dataset_name
     from shardcast import publish_content
 
     published: dict[str, Origin] = {}
@@ -200,7 +200,13 @@ def _publish_datasets(home: Home, run_key: Ed25519PrivateKey, state: Path, *, th
                 "coordinator's --data"
             )
         published[dataset.digest] = publish_content(
-            path, digest=dataset.digest, folder=state / DATASETS, key=run_key, run_id=home.run_id, threads=threads
+            path,
+            digest=dataset.digest,
+            folder=state / DATASETS,
+            key=run_key,
+            run_id=home.run_id,
+            name=dataset_name(home.spec, dataset.digest),
+            threads=threads,
         )
     return published
 
