@@ -8,7 +8,10 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from node.client.http import printable
+from node.datasets.folder import dataset_name
 from node.protocol.run import RunSpec
+from node.runtime.signals import root_failure
 from shardcast import ContentClient, ServedState
 from shardcast.errors import LocalFault, ShardcastError, TooSlow
 from shardcast.fetch.raw_http import MayConnect, anywhere
@@ -17,54 +20,75 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 10.0
+MAX_COSTLY_PAUSE_SECONDS = 300.0
+"""Between attempts of which each may download the whole file, or that wait for a person (a full disk)."""
+
+MAX_AT_ONCE = 4
+"""Datasets that are fetched side by side."""
 
 
 class DatasetFeed:
     """Clients of all datasets of one run, bound to one event loop; make it with `dataset_feed`."""
 
-    def __init__(self, clients: Iterable[ContentClient]) -> None:
-        self._clients = tuple(clients)
+    def __init__(self, clients: Mapping[str, ContentClient]) -> None:
+        """`clients` by what the log calls each dataset."""
+        self._clients = clients
 
     def offer(self) -> dict[str, ServedState]:
         """Return what is served of each dataset while it arrives, for the `contents` of a server."""
-        return {client.digest: client.offer() for client in self._clients}
+        return {client.digest: client.offer() for client in self._clients.values()}
 
     def set_sources(
         self, urls: Sequence[str], *, stripes: Sequence[Sequence[str]] = (), last_resort: Sequence[str] = ()
     ) -> None:
         """Replace the sources of every dataset, as those of policies are."""
-        for client in self._clients:
+        for client in self._clients.values():
             client.set_sources(urls, stripes=stripes, last_resort=last_resort)
 
-    async def fetch(self, *, timeout_s: float | None = None) -> Mapping[str, Path]:
-        """Return the verified file of each dataset by its digest, once all are here.
+    async def fetch(self, *, timeout_s: float | None = None, outlast_local_faults: bool = False) -> Mapping[str, Path]:
+        """Return the verified file of each dataset by its digest, once all are here; none waits for another.
 
-        Retries while no source has it, or all of them lie; raises LocalFault for this machine's own, and TooSlow after
-        `timeout_s`.
+        Retries while no source has it, or all of them lie; with `outlast_local_faults` also while this machine cannot
+        keep it, and otherwise raises LocalFault. Raises TooSlow after `timeout_s`.
         """
+        at_once = asyncio.Semaphore(MAX_AT_ONCE)
         try:
-            async with asyncio.timeout(timeout_s):
-                return {client.digest: await _fetch(client) for client in self._clients}
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                tasks = {
+                    client.digest: group.create_task(
+                        _fetch(name, client, at_once=at_once, outlast_local_faults=outlast_local_faults)
+                    )
+                    for name, client in self._clients.items()
+                }
         except TimeoutError as error:
             raise TooSlow(f"no source sent the run's datasets within {timeout_s} s") from error
+        except BaseExceptionGroup as failures:
+            raise root_failure(failures) from failures
+        return {digest: task.result() for digest, task in tasks.items()}
 
 
-async def _fetch(client: ContentClient) -> Path:
-    pause, said = FIRST_PAUSE_SECONDS, False
+async def _fetch(name: str, client: ContentClient, *, at_once: asyncio.Semaphore, outlast_local_faults: bool) -> Path:
+    pause, said = FIRST_PAUSE_SECONDS, set[str]()
     while True:
         try:
-            path = await client.fetch()
-        except LocalFault:
-            raise
+            async with at_once:
+                path = await client.fetch()
         except ShardcastError as error:
-            level = logging.DEBUG if said else logging.WARNING
-            log.log(level, "dataset %s… is not to be had (%s); still trying", client.digest[:16], error)
-            said = True
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            is_local = isinstance(error, LocalFault)
+            if is_local and not outlast_local_faults:
+                raise
+            level = logging.DEBUG if error.code in said else logging.WARNING
+            what = "cannot be kept" if is_local else "is not to be had"
+            log.log(level, "%s %s (%s); waiting for it, and still trying", name, what, printable(str(error)))
+            said.add(error.code)
+            is_costly = is_local or error.code == "wrong_content"
         else:
-            log.info("dataset %s… is here: %.1f MB", client.digest[:16], path.stat().st_size / 1e6)
+            log.info("%s is here: %.1f MB", name, client.size_bytes / 1e6)
             return path
+        if is_costly:
+            pause = max(pause, MAX_PAUSE_SECONDS)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, MAX_COSTLY_PAUSE_SECONDS if is_costly else MAX_PAUSE_SECONDS)
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +105,7 @@ async def dataset_feed(
     """Context manager around the clients of the datasets that `spec` names, which keep their files in `folder`."""
     sources = tuple(sources)
     async with contextlib.AsyncExitStack() as stack:
-        clients = []
+        clients: dict[str, ContentClient] = {}
         for dataset in spec.datasets:
             client = ContentClient(
                 dataset.digest,
@@ -93,5 +117,6 @@ async def dataset_feed(
                 threads=threads,
                 may_connect=may_connect,
             )
-            clients.append(await stack.enter_async_context(client))
+            name = f"{printable(dataset_name(spec, dataset.digest))} ({dataset.digest[:16]}…)"
+            clients[name] = await stack.enter_async_context(client)
         yield DatasetFeed(clients)

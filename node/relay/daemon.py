@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.client.ssrf import not_nearer
 from node.datasets.fetching import DatasetFeed, dataset_feed
 from node.datasets.folder import DATASETS
-from node.errors import CoordinatorFault
+from node.errors import ConfigError, CoordinatorFault
 from node.joining.session import JoinSettings, RunSession, join_run
+from node.protocol.run import RunSpec
 from node.relay.advice import ANNOUNCE_SECONDS, Announcer, announcement, serving_url, source_url, sources_of
 from node.runtime.signals import root_failure
 from shardcast import Relay, ServerLimits, Watch, no_watch
@@ -78,6 +79,7 @@ async def _join(settings: RelaySettings, key: Ed25519PrivateKey, watch: Watch) -
 
 async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> None:
     descriptor, client = session.descriptor, session.client
+    quota_bytes = _policies_quota(settings.quota_bytes, descriptor.spec)
     may_connect = anywhere if settings.upstreams else not_nearer(lambda: client.reach)
     relay = Relay(
         settings.upstreams,
@@ -87,7 +89,7 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         keep=WHOLE_VERSIONS,
         keep_deltas=max(KEPT_DELTAS, descriptor.spec.broadcast.keep_versions),
         threads=settings.threads,
-        quota_bytes=settings.quota_bytes,
+        quota_bytes=quota_bytes,
         server_limits=settings.server_limits,
         watch=watch,
         may_connect=may_connect,
@@ -104,11 +106,22 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         await _follow(settings, session, relay, datasets)
 
 
+def _policies_quota(quota_bytes: int | None, spec: RunSpec) -> int | None:
+    """Return what the run's datasets leave of `quota_bytes` for its policies; raises ConfigError for nothing."""
+    datasets_bytes = sum(dataset.bytes for dataset in spec.datasets)
+    if quota_bytes is None or datasets_bytes < quota_bytes:
+        return None if quota_bytes is None else quota_bytes - datasets_bytes
+    raise ConfigError(
+        f"The run's datasets take {datasets_bytes / 1e9:.3g} GB, and the quota for them and the policies is "
+        f"{quota_bytes / 1e9:.3g} GB: raise --quota-gb.",
+        code="quota",
+    )
+
+
 async def _follow(settings: RelaySettings, session: RunSession, relay: Relay, datasets: DatasetFeed) -> None:
     """Serve, announced, until cancelled."""
     descriptor, client = session.descriptor, session.client
     port = await relay.start(settings.host, settings.port, contents=datasets.offer())
-    fetching = asyncio.create_task(datasets.fetch())
     try:
         url = source_url(settings.public_url or serving_url(settings.host, port))
         log.info("relaying run %s… at %s", settings.join.run_id[:16], url)
@@ -117,12 +130,12 @@ async def _follow(settings: RelaySettings, session: RunSession, relay: Relay, da
             relay.set_upstreams(operators)
             datasets.set_sources(operators)
         announcer = Announcer(client)
-        while True:
-            await _keep_in_touch(announcer, relay, datasets, url, None if settings.upstreams else operators)
-            await asyncio.sleep(max(ANNOUNCE_SECONDS, announcer.pause_seconds))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(datasets.fetch(outlast_local_faults=True))
+            while True:
+                await _keep_in_touch(announcer, relay, datasets, url, None if settings.upstreams else operators)
+                await asyncio.sleep(max(ANNOUNCE_SECONDS, announcer.pause_seconds))
     finally:
-        fetching.cancel()
-        await asyncio.gather(fetching, return_exceptions=True)
         await relay.stop()
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from node.client.api import FOREVER
 from node.client.ssrf import not_nearer
 from node.datasets.fetching import DatasetFeed, dataset_feed
 from node.datasets.folder import DATASETS
-from node.errors import CoordinatorFault
+from node.errors import BadReply, Refused
 from node.joining.session import RunSession
+from node.protocol.messages import RelayList
 from node.relay.advice import sources_of
+from node.runtime.signals import root_failure
+from node.worker.complaints import WarnOnce
+from node.worker.leases import REFUSED_PAUSE_SECONDS
 from shardcast.urls import valid_sources
 
 
@@ -31,9 +37,35 @@ def worker_datasets(
 
 
 async def fetch_datasets(feed: DatasetFeed, session: RunSession) -> Mapping[str, Path]:
-    """Fetch the run's datasets as policies: from announced relays, and the operator's where those come to nothing."""
-    if session.descriptor.spec.datasets:
-        with contextlib.suppress(CoordinatorFault):
-            urls, stripes = sources_of(await session.client.relays())
-            feed.set_sources(urls, stripes=stripes, last_resort=valid_sources(session.descriptor.relays))
-    return await feed.fetch()
+    """Fetch the run's datasets as policies: from announced relays, and the operator's where those come to nothing.
+
+    Asks who those are for as long as a dataset is missing. Raises LocalFault, and StateError for changed rules.
+    """
+    if not session.descriptor.spec.datasets:
+        return {}
+    try:
+        async with asyncio.TaskGroup() as group:
+            following = [group.create_task(work) for work in (session.follow(), _follow_relays(feed, session))]
+            files = await feed.fetch()
+            for task in following:
+                task.cancel()
+    except BaseExceptionGroup as failures:
+        raise root_failure(failures) from failures
+    return files
+
+
+async def _follow_relays(feed: DatasetFeed, session: RunSession) -> None:
+    """Keep the sources of `feed` current; never returns. Waits for a coordinator that is away."""
+    warn_once, used = WarnOnce(), None
+    while True:
+        try:
+            advice = await session.client.relays(patience_seconds=FOREVER)
+        except (Refused, BadReply) as error:
+            warn_once.note("no list of relays", error)
+        else:
+            operators = valid_sources(session.descriptor.relays)
+            if (advice, operators) != used:
+                urls, stripes = sources_of(advice if advice.relays else RelayList(relays=operators))
+                feed.set_sources(urls, stripes=stripes, last_resort=operators)
+                used = advice, operators
+        await asyncio.sleep(REFUSED_PAUSE_SECONDS)

@@ -135,6 +135,7 @@ def test_a_file_that_changes_while_it_is_open_gives_no_other_problem(tmp_path: P
     with pytest.raises(EnvironmentFault):
         source.problem(29)
 
+
 @pytest.mark.parametrize("left", [0, 100, -1])
 def test_a_file_that_is_cut_short_while_it_is_open_is_a_typed_error(tmp_path: Path, left: int) -> None:
     """A mapped one would end the worker with SIGBUS, and with it every slot that it holds."""
