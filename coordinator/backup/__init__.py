@@ -5,6 +5,7 @@ A backup is a folder:
     manifest.json                           its content (`manifest.BackupManifest`)
     tables/<generation>/<name>.jsonl.zst    one JSON array per row, by the manifest's columns; bytes in base64
     blobs/<xx>/<digest>                     every blob that a row refers to, and the run's rules
+    datasets/<digest>.dataset               every dataset of the run's that its data folder has
     lock                                    held by the process that writes a backup here
 
 All tables come from one database snapshot; blobs are copied after it, and are never removed while a row refers to them.

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from coordinator.backup.blobs import (
     BlobCopier,
@@ -22,6 +22,7 @@ from coordinator.backup.blobs import (
     pending_uploads,
     referenced_blobs,
 )
+from coordinator.backup.datasets import copy_datasets
 from coordinator.backup.manifest import (
     BLOBS,
     LOCK,
@@ -40,13 +41,14 @@ from coordinator.storage.database import Connection
 from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.log_tree import LogTree
 from coordinator.storage.whole_tables import VERSION_TABLE, WholeTable, known_revisions, revision, whole_tables
+from node.datasets.folder import DATASETS
 from shardcast.files import TEMPORARY_SUFFIX, FolderLock, sync_folder
 from shardcast.wire import encode
 
 EXCLUDED_TABLES: Final = frozenset({VERSION_TABLE, "nonces", "log_nodes"})
 """Tables that are not backed up."""
 
-_KNOWN_NAMES: Final = {MANIFEST, MANIFEST + TEMPORARY_SUFFIX, TABLES, BLOBS, LOCK}
+_KNOWN_NAMES: Final = {MANIFEST, MANIFEST + TEMPORARY_SUFFIX, TABLES, BLOBS, DATASETS, LOCK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,13 @@ def _write_backup(
     missing = sorted(copying.copied.missing)
     if len(missing) > MAX_MISSING:
         raise StorageFault(f"blob store lacks {len(missing)} of the run's blobs, e.g. {missing[0]}")
+    datasets = copy_datasets(home, folder, verify=verify)
     tables = folder / TABLES
     target.sync()
     for each in (tables / generation, tables, folder):
         sync_folder(each)
-    return BackupResult(write_manifest(folder, structs.replace(manifest, missing=tuple(missing))), copying.copied)
+    complete = structs.replace(manifest, missing=tuple(missing), datasets=datasets or UNSET)
+    return BackupResult(write_manifest(folder, complete), copying.copied)
 
 
 def _snapshot(home: Home, folder: Path, generation: str, previous: BackupManifest | None) -> BackupManifest:

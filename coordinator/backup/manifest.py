@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO, Annotated, Final, Literal, cast
 
 from blake3 import blake3
-from msgspec import Meta, structs
+from msgspec import UNSET, Meta, UnsetType, structs
 
 from coordinator.errors import CoordinatorError
 from node.protocol.messages import Text
@@ -21,6 +21,7 @@ LOCK: Final = "lock"
 
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 MAX_MISSING: Final = 100_000
+MAX_DATASETS: Final = 1000
 
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,62}\Z")]
 """Name of a table or column; cannot escape a folder."""
@@ -48,7 +49,8 @@ class BackupManifest(Wire, frozen=True):
     """Content of a backup: its run, size and Merkle root of the log (hexadecimal), and its files.
 
     `revision` is the schema's, `made_at` the snapshot's time in Unix seconds. `missing` lists blobs absent from the
-    run's own store. `checksum` is the BLAKE3 of the manifest with 64 zeros in its place.
+    run's own store. `datasets` lists those that the backup holds; UNSET for none.
+    `checksum` is the BLAKE3 of the manifest with 64 zeros in its place.
     """
 
     format: Literal["swarmproof backup/1"]
@@ -61,6 +63,7 @@ class BackupManifest(Wire, frozen=True):
     generation: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     tables: Annotated[tuple[TableFile, ...], Meta(max_length=64)]
     missing: Annotated[tuple[Digest, ...], Meta(max_length=MAX_MISSING)]
+    datasets: Annotated[tuple[Digest, ...], Meta(max_length=MAX_DATASETS)] | UnsetType = UNSET
     checksum: Digest = _NO_CHECKSUM
 
 

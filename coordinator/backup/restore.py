@@ -18,6 +18,7 @@ from typing import Final
 
 from coordinator.backup.blobs import for_each, max_blob_bytes, read_backup_blob, referenced_blobs
 from coordinator.backup.create import EXCLUDED_TABLES
+from coordinator.backup.datasets import held_datasets, restore_datasets, verify_datasets
 from coordinator.backup.manifest import BackupError, BackupManifest, read_manifest
 from coordinator.backup.tables import Scalar, load_table, read_rows
 from coordinator.errors import BadConfiguration
@@ -31,7 +32,7 @@ from coordinator.storage.log_tree import LogTree
 from coordinator.storage.open_blobs import open_blobs
 from coordinator.storage.whole_tables import continue_sequences, known_revisions, table_names, whole_tables
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
-from node.protocol.run import RunSpec, run_id_of
+from node.protocol.run import DatasetSpec, RunSpec, run_id_of
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 
@@ -45,10 +46,11 @@ _SQLITE_FILES: Final = ("", "-wal", "-shm", "-line")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Result of a restore; `blobs` counts the backup's blobs."""
+    """Result of a restore; `blobs` counts the backup's blobs, and `lacking` are the run's datasets that it lacks."""
 
     manifest: BackupManifest
     blobs: int
+    lacking: tuple[DatasetSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def restore(
     store.
 
     `wait` is called once, with the seconds left of SETTLE_SECONDS after verification. Raises BackupError,
-    BadConfiguration or OSError, and then leaves nothing but blobs in an object store.
+    BadConfiguration, LocalFault or OSError, and then leaves nothing but blobs in an object store.
     """
     begun = time.monotonic()
     manifest = read_manifest(folder)
@@ -95,11 +97,13 @@ def restore(
         store = open_blobs(blobs_url, data)
         store.begin(checked.spec_text)
         count = _put_blobs(checked, store)
+        restore_datasets(folder, manifest, checked.spec, data=data)
         if database_url is not None:
             (data / DATABASE_URL_FILE).write_text(without_password(database_url))
         with _writing(database_url or sqlite_url(data)) as connection:
             _load(connection, checked, store=(blobs_url or "").rstrip("/"))
-    return Restored(manifest, count)
+    held = held_datasets(manifest, checked.spec)
+    return Restored(manifest, count, tuple(one for one in checked.spec.datasets if one not in held))
 
 
 def _check_place(data: Path, database_url: str | None) -> None:
@@ -178,6 +182,7 @@ def _verify_backup(folder: Path, manifest: BackupManifest) -> _VerifiedBackup:
         raise BackupError(f"{folder} has tables of another run than its manifest")
     checked = _VerifiedBackup(folder, manifest, spec, rules)
     for_each(checked.names(), checked.blob)
+    verify_datasets(folder, manifest, spec)
     return checked
 
 

@@ -35,14 +35,21 @@ def backup(*, directory: Path, data: Path, database_url: str | None, verify: boo
     docs/operating.md says how to keep those.
     """
     from coordinator.backup.create import back_up
+    from coordinator.backup.datasets import held_datasets
     from coordinator.run.home import open_home
+    from node.datasets.folder import DATASETS
 
     began = time.monotonic()
     home = open_home(data, database_url=database_url)
     with closing(home.database):
         made = back_up(home, directory, verify=verify)
     copied = made.copied
-    summary = _summary(made.manifest) | {"blobs_copied": copied.blobs, "bytes_copied": copied.size_bytes}
+    lacking = len(home.spec.datasets) - len(held_datasets(made.manifest, home.spec))
+    summary = _summary(made.manifest) | {
+        "blobs_copied": copied.blobs,
+        "bytes_copied": copied.size_bytes,
+        "datasets_missing": lacking,
+    }
     if as_json:
         click.echo(json.dumps(summary | {"seconds": round(time.monotonic() - began, 3)}))
         return
@@ -54,6 +61,12 @@ def backup(*, directory: Path, data: Path, database_url: str | None, verify: boo
         click.echo(
             f"warning: the run's own store lacks {len(made.manifest.missing)} blobs, or has them damaged, "
             f"{made.manifest.missing[0]} among them",
+            err=True,
+        )
+    if lacking:
+        click.echo(
+            f"warning: {data / DATASETS} lacks {lacking} of the run's datasets, or has them damaged: copy them there "
+            "from the coordinator's --data and back up again, since the run cannot go on without them",
             err=True,
         )
 
@@ -83,6 +96,7 @@ def restore(
     everything of the old run before, and for good: it takes two minutes until what was signed for it is of no use.
     """
     from coordinator.backup.restore import restore as restored_from
+    from node.datasets.folder import DATASETS, dataset_file
 
     def wait(seconds: float) -> None:
         if not at_once and seconds:
@@ -93,8 +107,8 @@ def restore(
     restored = restored_from(directory, data, database_url=database_url, blobs_url=blobs_url, wait=wait)
     manifest = restored.manifest
     if as_json:
-        summary = _summary(manifest) | {"blobs": restored.blobs, "seconds": round(time.monotonic() - began, 3)}
-        click.echo(json.dumps(summary))
+        summary = _summary(manifest) | {"blobs": restored.blobs, "datasets_missing": len(restored.lacking)}
+        click.echo(json.dumps(summary | {"seconds": round(time.monotonic() - began, 3)}))
         return
     hours = (time.time() - manifest.made_at) / 3600
     click.echo(f"restored run {manifest.run_id[:16]}… in {data}")
@@ -102,6 +116,10 @@ def restore(
         f"It is as it was at {_moment(manifest)}, {hours:.1f} hours ago, with {manifest.log_size} log entries and "
         f"{restored.blobs} blobs; what was decided since is forgotten."
     )
+    for dataset in restored.lacking:
+        click.echo(
+            f"The backup lacks a dataset: copy {dataset_file(dataset.digest)} to {data / DATASETS} before you start."
+        )
     click.echo(
         "Of its log auditors, and workers with receipts, may have seen more than these entries: they will say that "
         "entries are gone, and be right.\n"
