@@ -67,8 +67,15 @@ class DatasetFeed:
         return {digest: task.result() for digest, task in tasks.items()}
 
 
+def pause_after(error: ShardcastError, *, last_s: float) -> float:
+    """Return how many seconds to wait after `error`: twice the last pause (0 at first), within what suits its kind."""
+    if isinstance(error, LocalFault) or error.code == "wrong_content":
+        return min(max(2 * last_s, MAX_PAUSE_SECONDS), MAX_COSTLY_PAUSE_SECONDS)
+    return min(max(2 * last_s, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+
+
 async def _fetch(name: str, client: ContentClient, *, at_once: asyncio.Semaphore, outlast_local_faults: bool) -> Path:
-    pause, said = FIRST_PAUSE_SECONDS, set[str]()
+    pause, said = 0.0, set[str]()
     while True:
         try:
             async with at_once:
@@ -81,14 +88,11 @@ async def _fetch(name: str, client: ContentClient, *, at_once: asyncio.Semaphore
             what = "cannot be kept" if is_local else "is not to be had"
             log.log(level, "%s %s (%s); waiting for it, and still trying", name, what, printable(str(error)))
             said.add(error.code)
-            is_costly = is_local or error.code == "wrong_content"
+            pause = pause_after(error, last_s=pause)
+            await asyncio.sleep(pause)
         else:
             log.info("%s is here: %.1f MB", name, client.size_bytes / 1e6)
             return path
-        if is_costly:
-            pause = max(pause, MAX_PAUSE_SECONDS)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, MAX_COSTLY_PAUSE_SECONDS if is_costly else MAX_PAUSE_SECONDS)
 
 
 @contextlib.asynccontextmanager

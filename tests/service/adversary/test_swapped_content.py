@@ -192,6 +192,22 @@ async def test_a_damaged_file_on_disk_is_fetched_again(contents: Contents) -> No
         assert (await client.fetch(timeout_s=60)).read_bytes() == RIGHT
 
 
+async def test_a_file_that_is_removed_from_the_disk_is_fetched_again(contents: Contents) -> None:
+    async with contents.client(contents.url) as client:
+        (await client.fetch(timeout_s=60)).unlink()
+        assert (await client.fetch(timeout_s=60)).read_bytes() == RIGHT
+
+
+def test_a_content_is_logged_by_its_name(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """All of a trainer's datasets were "published version 0", as its first policy is."""
+    path = scene.folder / "file"
+    path.write_bytes(RIGHT)
+    published = {"digest": wire.digest(RIGHT), "folder": scene.folder / "published", "key": KEY, "run_id": RUN_ID}
+    with caplog.at_level("INFO"):
+        publish_content(path, name="dataset sums", **published).close()
+    assert "published dataset sums as" in caplog.text
+
+
 async def test_no_version_or_head_of_the_run_is_to_be_had_under_a_contents_path(contents: Contents, http: Any) -> None:
     for path in ("head", "status", f"versions/{1}"):
         async with http.get(f"{contents.url}/content/{contents.right}/v1/{path}") as reply:

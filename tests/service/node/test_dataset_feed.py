@@ -1,0 +1,149 @@
+"""Datasets that are not to be had yet: workers and relays wait for them, and say what for.
+
+A worker that waits for a list of relays that it asked for once, or a relay that has given up without a word, does
+nothing for anybody, and its owner does not know why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dataset_files import environment_of, made, sums
+from msgspec import structs
+from waiting import eventually
+from worker_swarm import RUN_ID, RUN_KEY
+
+from node.datasets import fetching
+from node.datasets.fetching import dataset_feed
+from node.errors import ConfigError
+from node.joining.session import JoinSettings
+from node.relay.daemon import RelaySettings, run_relay
+from shardcast import Origin, OriginServer, publish_content
+from shardcast.errors import LocalFault, TooSlow
+
+OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
+PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
+NOBODY = "http://127.0.0.1:9"
+SOON = 120.0
+ROOM_BYTES = 128 * 1024
+
+
+@contextlib.contextmanager
+def room_for(size_bytes):
+    """No file of this process grows beyond `size_bytes`, as where a disk ends."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def serving(folder, *files):
+    """An origin of the run without policies, which serves `files`; yields its URL."""
+    origin = Origin(folder / "other-origin", RUN_KEY, RUN_ID)
+    contents = {
+        one.spec.digest: publish_content(
+            one.path, digest=one.spec.digest, folder=folder / "published", key=RUN_KEY, run_id=RUN_ID
+        )
+        for one in files
+    }
+    server = OriginServer(origin, contents=contents)
+    try:
+        yield f"http://127.0.0.1:{server.start()}"
+    finally:
+        server.stop()
+        for each in (origin, *contents.values()):
+            each.close()
+
+
+def spec_over(spec, *datasets):
+    return structs.replace(spec, environments=tuple(environment_of(one) for one in datasets))
+
+
+def arrived(state, dataset):
+    """Whether the dataset is whole in the state of a worker or relay."""
+    found = list((state / "datasets" / dataset.spec.digest / "versions").glob("0-*.bin"))
+    return bool(found) and found[0].read_bytes() == dataset.path.read_bytes()
+
+
+def relay_settings(swarm, state, *upstreams, **changes):
+    join = JoinSettings(run_id=swarm.run_id, coordinators=(swarm.url,))
+    return RelaySettings(join=join, state=state, host="127.0.0.1", port=0, upstreams=upstreams, **changes)
+
+
+@contextlib.asynccontextmanager
+async def relaying(settings):
+    stop = asyncio.Event()
+    relay = asyncio.create_task(run_relay(settings, key=OTHER_KEY, stop=stop))
+    try:
+        yield relay
+    finally:
+        stop.set()
+        await asyncio.wait_for(relay, SOON)
+
+
+async def test_a_worker_asks_again_who_has_its_dataset(swarm, tmp_path, caplog):
+    """The relays that it knew are gone, and the coordinator is away when others have come."""
+    dataset = made(tmp_path / "made")
+    swarm.coordinator.spec = spec_over(swarm.spec, dataset)
+    swarm.coordinator.relays = (NOBODY,)
+    with serving(tmp_path, dataset) as url:
+        async with swarm.working():
+            await swarm.until(lambda: "dataset sums (" in caplog.text and "waiting for it" in caplog.text)
+            await swarm.stop()
+            swarm.coordinator.relays = (url,)
+            await asyncio.sleep(0.3)
+            await swarm.start()
+            await swarm.until(lambda: arrived(swarm.state, dataset))
+
+
+async def test_a_dataset_that_nobody_has_does_not_keep_others_waiting(swarm, tmp_path):
+    lost, there = made(tmp_path / "lost", sums(3)), made(tmp_path / "made")
+    swarm.coordinator.spec = spec_over(swarm.spec, lost, there)
+    with serving(tmp_path, there) as url:
+        async with relaying(relay_settings(swarm, tmp_path / "relay", url)):
+            await swarm.until(lambda: arrived(tmp_path / "relay", there))
+        sources = {"run_id": RUN_ID, "publisher_key": PUBLIC_KEY, "sources": (url,), "folder": tmp_path / "auditor"}
+        async with dataset_feed(swarm.coordinator.spec, **sources) as feed:
+            with pytest.raises(TooSlow):
+                await feed.fetch(timeout_s=1.0)
+
+
+async def test_a_relay_whose_disk_is_full_says_so_and_goes_on_once_there_is_room(swarm, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(fetching, "MAX_PAUSE_SECONDS", 0.2)
+    dataset = made(tmp_path / "made", sums(6000))
+    assert dataset.spec.bytes > 2 * ROOM_BYTES
+    swarm.coordinator.spec = spec_over(swarm.spec, dataset)
+    with serving(tmp_path, dataset) as url:
+        with room_for(ROOM_BYTES):
+            relay = relaying(relay_settings(swarm, tmp_path / "relay", url))
+            await relay.__aenter__()
+            await swarm.until(lambda: "dataset sums (" in caplog.text and "cannot be kept" in caplog.text)
+        await eventually(lambda: arrived(tmp_path / "relay", dataset), seconds=SOON)
+        await relay.__aexit__(None, None, None)
+
+
+async def test_a_worker_whose_disk_is_full_ends_with_the_reason(swarm, tmp_path):
+    dataset = made(tmp_path / "made", sums(6000))
+    swarm.coordinator.spec = spec_over(swarm.spec, dataset)
+    with serving(tmp_path, dataset) as url:
+        swarm.coordinator.relays = (url,)
+        with room_for(ROOM_BYTES), pytest.raises(LocalFault) as caught:
+            await asyncio.wait_for(swarm.work(asyncio.Event()), SOON)
+    assert caught.value.code == "disk_full"
+
+
+async def test_a_relay_whose_quota_is_too_small_for_the_datasets_does_not_start(swarm, tmp_path):
+    """Signed rules may name 4 GiB: a relay's owner who set a limit must not find more on the disk."""
+    dataset = made(tmp_path / "made")
+    swarm.coordinator.spec = spec_over(swarm.spec, dataset)
+    settings = relay_settings(swarm, tmp_path / "relay", NOBODY, quota_bytes=dataset.spec.bytes)
+    with pytest.raises(ConfigError, match="--quota-gb") as caught:
+        await run_relay(settings, key=OTHER_KEY, stop=asyncio.Event())
+    assert caught.value.code == "quota"
