@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from node.client.http import printable
 from node.datasets.folder import dataset_name
 from node.protocol.run import RunSpec
 from node.runtime.signals import root_failure
@@ -86,7 +85,7 @@ async def _fetch(name: str, client: ContentClient, *, at_once: asyncio.Semaphore
                 raise
             level = logging.DEBUG if error.code in said else logging.WARNING
             what = "cannot be kept" if is_local else "is not to be had"
-            log.log(level, "%s %s (%s); waiting for it, and still trying", name, what, printable(str(error)))
+            log.log(level, "%s %s (%s); waiting for it, and still trying", name, what, error)
             said.add(error.code)
             pause = pause_after(error, last_s=pause)
             await asyncio.sleep(pause)
@@ -121,6 +120,6 @@ async def dataset_feed(
                 threads=threads,
                 may_connect=may_connect,
             )
-            name = f"{printable(dataset_name(spec, dataset.digest))} ({dataset.digest[:16]}…)"
+            name = f"{dataset_name(spec, dataset.digest)} ({dataset.digest[:16]}…)"
             clients[name] = await stack.enter_async_context(client)
         yield DatasetFeed(clients)
