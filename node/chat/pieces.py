@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from node.chat.errors import Unrenderable
 from node.protocol.chat import Pieces
 
 
@@ -43,6 +44,8 @@ def slot_of(pieces: Pieces, name: str) -> str | None:
 
 
 def length_before(pieces: Pieces, name: str, values: Mapping[str, str]) -> int:
-    """Return the number of characters before the slot of `name`."""
-    at = next(at for at, piece in enumerate(pieces) if at % 2 == 1 and piece.partition(":")[0] == name)
-    return len(fill(pieces[:at], values))
+    """Return the number of characters before the slot of `name`; raises Unrenderable where there is none."""
+    for at in range(1, len(pieces), 2):
+        if pieces[at].partition(":")[0] == name:
+            return len(fill(pieces[:at], values))
+    raise Unrenderable(f"this chat format has no place for {name} where it is needed")

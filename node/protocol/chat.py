@@ -24,7 +24,8 @@ Pieces = Annotated[tuple[Text, ...], Meta(min_length=1, max_length=15)]
 Mark = Annotated[str, Meta(min_length=2, max_length=128)]
 
 _HEAD: Final = ("system", "tools")
-_USER: Final = (*_HEAD, "content")
+_USER: Final = ("content",)
+_OPENING_USER: Final = (*_HEAD, *_USER)
 _ASSISTANT: Final = ("reasoning", "content", "calls")
 
 
@@ -122,7 +123,8 @@ class ChatFormat(Wire, frozen=True):
     special_tokens: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse slots that nothing fills; msgspec turns the ValueError into its own error."""
+        """Refuse what rendering would stumble over; msgspec turns the ValueError into its own error."""
+        used: set[str] = set()
         for where, pieces, allowed in self._all_pieces():
             if pieces is None:
                 continue
@@ -132,8 +134,11 @@ class ChatFormat(Wire, frozen=True):
                 raise ValueError(f"{where}: texts and slots take turns, beginning and ending with a text")
             if not set(names) <= set(allowed) or not set(encodings) <= set(ENCODINGS[1:]):
                 raise ValueError(f"{where}: the slots are {', '.join(allowed)}, each at most once")
+            if allowed in (_USER, _OPENING_USER) and "content" not in names:
+                raise ValueError(f"{where}: a user message needs the slot content")
+            used.update(names)
         for needed, part in (("calls", self.calls), ("tools", self.tools)):
-            if part is None and any(needed in pieces[1::2] for _, pieces, _ in self._all_pieces() if pieces):
+            if part is None and needed in used:
                 raise ValueError(f"a slot for {needed} needs the format of {needed}")
         if len(encode(self)) > MAX_FORMAT_BYTES:
             raise ValueError(f"a chat format has at most {MAX_FORMAT_BYTES} bytes")
@@ -144,8 +149,8 @@ class ChatFormat(Wire, frozen=True):
             if opening is not None:
                 yield f"openings.{kind}.head", opening.head, _HEAD
                 for name in ("first", "last", "final"):
-                    yield f"openings.{kind}.{name}", getattr(opening, name), _USER
-        yield "user", self.user, ("content",)
+                    yield f"openings.{kind}.{name}", getattr(opening, name), _OPENING_USER
+        yield "user", self.user, _USER
         for when, forms in (("early", self.early), ("late", self.late)):
             for name in forms.__struct_fields__:
                 yield f"{when}.{name}", getattr(forms, name), _ASSISTANT

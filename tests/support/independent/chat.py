@@ -3,17 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .values import BOOLEAN, ArrayOf, OrNull, Record, Refused, integer, one_of, text
+from .values import BOOLEAN, ArrayOf, OrNull, Record, Refused, integer, one_of, text, write
+
+
+class ChatFormatRecord(Record):
+    """A Record whose pieces have slots that rendering can fill, as section 5.3 says."""
+
+    def conform(self, value: Any, where: str = "") -> Any:
+        chat = super().conform(value, where)
+        used = set[str]()
+        for place, pieces, allowed, needed in _all_pieces(chat):
+            slots = [slot.partition(":") for slot in pieces[1::2]]
+            names = [name for name, _, _ in slots]
+            fillable = all(encoding in ENCODINGS and bool(colon) == bool(encoding) for _, colon, encoding in slots)
+            distinct = len(set(names)) == len(names) and len(pieces) % 2 == 1
+            if not (fillable and distinct and needed <= set(names) <= allowed):
+                raise Refused("bad_value", f"{where}.{place}")
+            used |= set(names)
+        if ("calls" in used and chat["calls"] is None) or ("tools" in used and chat["tools"] is None):
+            raise Refused("bad_value", f"{where}: a slot without its format")
+        if len(write(chat).encode()) > 49152:
+            raise Refused("bad_value", f"{where} is too long")
+        return chat
+
+
+def _all_pieces(chat: dict[str, Any]) -> Iterator[tuple[str, list[str], set[str], set[str]]]:
+    """Yield all pieces of a format: where they are, the slots they may have, and those that they must have."""
+    head, content = {"system", "tools"}, {"content"}
+    found = [("user", chat["user"], content, content)]
+    for kind, opening in chat["openings"].items():
+        if opening is not None:
+            found.append((f"openings.{kind}.head", opening["head"], head, set()))
+            users = (name for name in opening if name != "head")
+            found += [(f"openings.{kind}.{name}", opening[name], head | content, content) for name in users]
+    for when in ("early", "late"):
+        slots = {"reasoning", "content", "calls"}
+        found += [(f"{when}.{name}", form, slots, set()) for name, form in chat[when].items()]
+    if chat["calls"] is not None:
+        found.append(("calls.call", chat["calls"]["call"], {"name", "arguments", "id"}, set()))
+        found.append(("calls.argument", chat["calls"]["argument"], {"key", "value"}, set()))
+    if chat["results"] is not None:
+        slots = {"content", "name", "id"}
+        found += [(f"results.{name}", chat["results"][name], slots, set()) for name in ("first", "next")]
+    return (each for each in found if each[1] is not None)
+
 
 STRING = text(0, 8192)
 PIECES = ArrayOf(STRING, 15, 1)
 OPENING = Record({"head": PIECES, "first": OrNull(PIECES), "last": OrNull(PIECES), "final": OrNull(PIECES)})
 FORMS = ("said", "called", "both", "thought_said", "thought_called", "thought_both")
 ASSISTANT = Record({name: OrNull(PIECES) for name in FORMS})
-CHAT_FORMAT = Record(
+CHAT_FORMAT = ChatFormatRecord(
     {
         "openings": Record(
             {"plain": OPENING, "system": OrNull(OPENING), "tools": OrNull(OPENING), "both": OrNull(OPENING)}

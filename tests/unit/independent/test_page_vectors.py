@@ -147,6 +147,23 @@ def test_chats(name: str) -> None:
     assert problem_of(environment, int(asked["problem"]), chat).prompt == asked["prompt"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"user": ["User: "]},
+        {"openings": {"plain": {"head": [""], "first": None, "last": ["x"], "final": None}}},
+        {"user": ["a", "content:", "b"]},
+        {"calls": None},
+    ],
+)
+def test_a_chat_format_that_nobody_could_render_is_refused(changes: dict[str, Any]) -> None:
+    chat = json.loads(vectors("chat")["chatml"]["format"])
+    changes = {name: chat[name] | value if name == "openings" else value for name, value in changes.items()}
+    assert CHAT_FORMAT.conform(chat) == chat
+    with pytest.raises(Refused):
+        CHAT_FORMAT.conform(chat | changes)
+
+
 def test_slots_lengths_and_pools() -> None:
     cases = vectors("slots")
     for case in cases["slots"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from random import Random
 from typing import Any
 
 import msgspec
@@ -10,10 +12,15 @@ import pytest
 
 from node.chat.conversation import MAX_CALLS, MAX_MESSAGES
 from node.chat.errors import ChatError, NotText, Unrenderable
+from node.chat.pieces import length_before
 from node.chat.render import break_marks, render, render_reply
+from node.chat.samples import sample
 from node.chat.turns import reads_calls, turn_of
 from node.protocol.chat import ChatFormat
 from node.protocol.chat_formats import CHAT_FORMATS, CHATML, PLAIN
+from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec
+from shardcast.errors import Malformed
+from shardcast.wire import decode, encode
 
 LLAMA3 = CHAT_FORMATS["llama3"]
 ASKED = [
@@ -171,12 +178,17 @@ def changed(**fields: Any) -> dict[str, Any]:
         {"user": []},
         {"user": ["a", "content"]},
         {"user": ["a", "system", "b"]},
+        {"user": ["a"]},
+        {"openings": {"plain": {"head": [""], "first": ["a"]}}},
+        {"openings": {"plain": {"head": [""], "last": ["a", "system", "b"]}}},
+        {"openings": {"plain": {"head": [""]}, "system": {"head": [""], "final": ["content"]}}},
         {"user": ["a", "content", "b", "content:strip", "c"]},
         {"user": ["a", "content:upper", "b"]},
         {"user": ["x" * 8193]},
         {"user": ["a", "content", "b", "c", "d"]},
         {"calls": None},
         {"tools": None},
+        {"tools": None, "openings": {"plain": {"head": ["a", "tools:strip", "b"]}}},
         {"marks": ["x"]},
         {"marks": [f"<{at}>" for at in range(65)]},
         {"generation": 7},
@@ -188,6 +200,50 @@ def test_a_format_that_rendering_would_stumble_over_is_no_format(fields: dict[st
     """It stands in the signed rules of a run: a node must refuse it when it reads them, not in the middle of a slot."""
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(changed(**fields), ChatFormat)
+
+
+def test_a_signed_format_without_the_users_text_cannot_hang_a_verifier():
+    """Rendering raised StopIteration, which no future can hold: verifiers and auditors waited for it forever."""
+    spec = RunSpec(name="chats", environments=(EnvironmentSpec(name="arithmetic"),), sampling=SamplingSpec(chat=PLAIN))
+    signed = encode(spec)
+    assert decode(RunSpec, signed, max_bytes=2**20) == spec
+    hostile = signed.replace(rb'"user":["User: ","content","\n\n"]', b'"user":["User: "]')
+    assert hostile != signed
+    with pytest.raises(Malformed, match="slot content"):
+        decode(RunSpec, hostile, max_bytes=2**20)
+    with pytest.raises(Unrenderable, match="no place for content"):
+        length_before(("content", "system", "content"), "content", {"system": "x"})
+
+
+def test_a_hostile_format_that_is_accepted_raises_nothing_but_a_typed_error():
+    """Rendering runs in threads of verifiers and auditors, for whoever signs a run."""
+    slots = ("content", "system:strip", "tools", "calls:json", "reasoning", "name", "key:lstrip")
+    rng, rendered = Random(5), 0
+
+    def scrambled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: scrambled(each) for key, each in value.items()}
+        if rng.random() < 0.97 or value is None:
+            return value
+        texts = ("", "content")
+        pieces = [rng.choice(slots if at % 2 else texts) for at in range(rng.choice((1, 3, 5)))]
+        return rng.choice((None, pieces))
+
+    for number in range(150):
+        name = ("plain", "chatml")[number % 2]
+        try:
+            chat = msgspec.convert(scrambled(msgspec.to_builtins(CHAT_FORMATS[name])), ChatFormat)
+        except msgspec.ValidationError:
+            continue
+        for seed in range(2):
+            messages, tools = sample(Random(f"{number}/{seed}"))
+            with contextlib.suppress(ChatError):
+                render(messages, chat, tools=tools)
+                rendered += 1
+            with contextlib.suppress(ChatError):
+                render_reply(messages[-1:], chat)
+        turn_of("<tool_call>{}</tool_call>", chat, number=0, tools=True)
+    assert rendered > 100
 
 
 def test_errors_are_of_one_tree():
