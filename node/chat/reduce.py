@@ -158,8 +158,9 @@ class _Reduction:
         )
         written = msgspec.json.encode(chat).decode()
         marks = {mark for mark in added_tokens if to_json(mark)[1:-1] in written} | set(end_marks)
-        several = sorted(mark for mark in marks if len(mark) > 1)  # nothing can break a single character
-        return msgspec.convert(msgspec.to_builtins(chat) | {"marks": several}, ChatFormat)
+        # Nothing can break a single character, and a token of white space alone frames nothing.
+        breakable = sorted(mark for mark in marks if len(mark) > 1 and not mark.isspace())
+        return msgspec.convert(msgspec.to_builtins(chat) | {"marks": breakable}, ChatFormat)
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> str | None:
         return _attempt(self._template, messages, tools, generation=generation)

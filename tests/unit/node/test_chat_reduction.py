@@ -17,6 +17,7 @@ from node.chat.errors import Irreducible
 from node.chat.reduce import Template, reduce_template
 from node.chat.reduction import Reduced
 from node.chat.reduction_process import reduce_tokenizer
+from node.chat.render import render_reply
 from node.chat.samples import conversations
 from node.policy.file import render_prompt
 from node.protocol.chat import ChatFormat
@@ -92,6 +93,16 @@ def test_marks_are_the_tokens_that_frame_turns() -> None:
     assert set(reduced("qwen3").marks) >= {"<|im_end|>", "<|im_start|>", "<tool_response>", "</tool_response>"}
     assert reduced("glm4.5").after_turn == ""
     assert reduced("gemma3").after_turn == "\n"
+
+
+def test_line_feeds_in_a_reply_stay_where_the_tokenizer_has_a_token_for_them() -> None:
+    """Gemma 3's tokenizer has tokens of line feeds alone: as marks they would break paragraphs."""
+    tokenizer = chat_tokenizer("gemma3")
+    tokenizer.add_tokens(["\n\n", "\n\n\n", " \t"])
+    found = reduce_tokenizer(tokenizer, end_marks=["<end_of_turn>"], thinking=True)
+    assert found.chat is not None
+    assert set(found.chat.marks) == set(reduced("gemma3").marks)
+    assert "a\n\nb\n\n\nc" in render_reply([{"role": "user", "content": "a\n\nb\n\n\nc"}], found.chat)
 
 
 def template_of(text: str) -> Template:
