@@ -12,6 +12,7 @@ from node.protocol.chat import AssistantForms, CallFormat, ChatFormat, Opening, 
 
 _TOLD: Final = "These functions can be called:\n"
 _HOW: Final = '\nTo call one, write <tool_call>{"name": "its name", "arguments": {}}</tool_call> and end your turn.'
+_RESULT: Final = "tool_response"
 _CALL: Final = CallFormat(
     call=('<tool_call>{"name": "', "name", '", "arguments": ', "arguments", "}</tool_call>"), between="\n"
 )
@@ -22,7 +23,7 @@ def _with_tools(system: str, user: str, assistant: str, end: str, *, content: st
     called: Pieces = (assistant, "calls", end)
     said: Pieces = (assistant, content, end)
     both: Pieces = (assistant, content, "\n", "calls", end)
-    answer, answer_end = f"{user}<tool_response>\n", f"\n</tool_response>{end}"
+    answer, answer_end = f"{user}<{_RESULT}>\n", f"\n</{_RESULT}>{end}"
     return ChatFormat(
         openings=Openings(
             plain=Opening(head=("",)),
@@ -41,7 +42,7 @@ def _with_tools(system: str, user: str, assistant: str, end: str, *, content: st
         calls=_CALL,
         results=ResultFormat(first=(answer, "content", ""), next=(answer_end + answer, "content", ""), end=answer_end),
         tools=ToolList(subject="function", sort_keys=True),
-        marks=("<|im_end|>", "<|im_start|>") if "<|im_end|>" in end else (),
+        marks=(f"</{_RESULT}>", f"<{_RESULT}>", *(("<|im_end|>", "<|im_start|>") if "<|im_end|>" in end else ())),
         special_tokens=True,
     )
 
