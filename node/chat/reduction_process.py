@@ -22,6 +22,7 @@ from node.chat.render import Tool
 from node.policy.errors import MalformedPolicy
 from node.policy.folder import open_folder
 from node.policy.inspection_process import limit_resources
+from node.policy.tokenizer import normalized_tokens
 
 _QUESTION: Final[list[Message]] = [{"role": "user", "content": "What day is it?"}]
 _LONG: Final = timedelta(days=400)
@@ -41,6 +42,8 @@ def reduce_tokenizer(tokenizer: Any, *, end_marks: Sequence[str], thinking: bool
         chat = reduce_template(rendering, end_marks=end_marks, added_tokens=added)
     except ChatError as error:
         return Reduced(refusal=str(error))
+    if forgeable := sorted({*chat.marks} & {*normalized_tokens(tokenizer)}):
+        return Reduced(refusal=f"its tokenizer makes the mark {forgeable[0]!r} of other characters, too (normalized)")
     written = rendering(_QUESTION, (), True)
     if not thinking and written == _Rendering(tokenizer, now, thinking=True)(_QUESTION, (), True):
         return Reduced(refusal="it has no thinking mode to turn off (enable_thinking)")

@@ -9,6 +9,7 @@ from node.doctor.machine import free_memory
 from node.doctor.report import Check, fine, problem, size, warning
 from node.policy.errors import PolicyError
 from node.policy.inspection import FirstPolicy, inspect_folder, tiny_policy
+from node.protocol.chat import ChatFormat
 from node.protocol.run import RunSpec
 from node.submission.writer import full_group_bytes
 
@@ -43,7 +44,7 @@ def check_folder(folder: Path, spec: RunSpec | None) -> list[Check]:
 
 def check_fit(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
     """Check run.toml and this machine's memory against `policy`."""
-    checks = [_check_positions(policy, spec), _check_hidden(policy, spec)]
+    checks = [_check_positions(policy, spec), _check_hidden(policy, spec), *_check_marks(policy, spec)]
     return [*checks, _check_trainer_memory(policy, spec)] if policy.parameters else checks
 
 
@@ -77,6 +78,20 @@ def _check_hidden(policy: FirstPolicy, spec: RunSpec) -> Check:
     if policy.hidden < need:
         return problem("proofs", said, advice="Lower proofs.top_k in run.toml, or take another policy.")
     return fine("proofs", said)
+
+
+def _check_marks(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
+    """Report the marks of the run's chat format that the tokenizer makes of other characters, too.
+
+    Breaking marks in replies finds their own characters alone, so that full-width ones would forge a turn.
+    """
+    chat = spec.sampling.chat
+    marks = chat.marks if isinstance(chat, ChatFormat) else ()
+    forgeable = ", ".join(sorted({*marks} & {*policy.normalized_tokens}))
+    if not forgeable:
+        return []
+    said = f"The tokenizer makes marks of the chat format of other characters, too (normalized): {forgeable}."
+    return [problem("chat_marks", said, advice="Set normalized to false for them in tokenizer.json.")]
 
 
 def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec) -> Check:

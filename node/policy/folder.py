@@ -33,7 +33,7 @@ from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
 from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
 from node.policy.streaming import read_numbers
-from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
+from node.policy.tokenizer import eos_ids_of, normalized_tokens, parse_tokenizer, render_tokenizer, tokenizer_errors
 from node.policy.weights import ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, read_weights, same_numbers
 
 CONFIG: Final = "config.json"
@@ -130,6 +130,7 @@ class ModelFolder:
             vocabulary=self.config.vocab_size,
             end_marks=tuple(sorted(self.eos_ids)),
             has_chat_template=bool(self.tokenizer.chat_template),
+            normalized_tokens=normalized_tokens(self.tokenizer),
         )
 
     def source(self) -> PolicySource:

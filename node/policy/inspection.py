@@ -33,7 +33,8 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What a run's rules are compared with.
 
     `positions` is the longest sequence (None: any), `largest_layer` the parameters of the largest one, and
-    `weight_bytes` the length of the folder's weights. Of a tiny policy, only `hidden` and `positions` are known.
+    `weight_bytes` the length of the folder's weights. `normalized_tokens` are the added tokens that the tokenizer looks
+    for in normalized text. Of a tiny policy, only `hidden` and `positions` are known.
     """
 
     family: str
@@ -45,6 +46,7 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int = 0
     end_marks: tuple[int, ...] = ()
     has_chat_template: bool = False
+    normalized_tokens: tuple[str, ...] = ()
 
 
 class Inspected(msgspec.Struct, frozen=True):

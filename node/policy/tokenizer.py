@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from node.policy.errors import MalformedPolicy
@@ -30,6 +30,16 @@ def render_tokenizer(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
         json.dumps(backend, ensure_ascii=False, separators=(",", ":")),
         json.dumps(marks, ensure_ascii=False, sort_keys=True),
     )
+
+
+def normalized_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """Return the added tokens that are looked for in normalized text, where other characters can become them."""
+    backend = tokenizer.backend_tokenizer
+    normalizer = backend.normalizer
+    if normalizer is None or (isinstance(normalizer, normalizers.Sequence) and len(normalizer) == 0):
+        return ()
+    added = backend.get_added_tokens_decoder().values()
+    return tuple(sorted(token.content for token in added if token.normalized))
 
 
 def parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:

@@ -20,6 +20,7 @@ from node.cli import main
 from node.doctor import model as doctor_model
 from node.keys.identity import create_key
 from node.policy.inspection import FirstPolicy
+from node.protocol.chat_formats import CHAT_FORMATS
 from node.protocol.run import EnvironmentSpec, RunSpec
 from node.protocol.submission import Rollout, chunk_sizes, proof_bytes
 from node.submission.writer import full_group_bytes, write_rollouts
@@ -47,6 +48,17 @@ def test_a_run_that_its_policy_cannot_serve_is_refused(case: str) -> None:
     spec, said = UNFIT[case]
     with pytest.raises(UnfitModel, match=said):
         require_fit(QWEN, spec)
+
+
+def test_a_run_whose_marks_full_width_text_can_forge_is_refused() -> None:
+    """A reply's full-width <|im_end|> is no mark that could be broken, and a normalizer makes one of it."""
+    forgeable = msgspec.structs.replace(QWEN, normalized_tokens=("<|im_end|>", "<other>"))
+    with pytest.raises(
+        UnfitModel, match=r"other characters, too \(normalized\): <\|im_end\|>\. Set normalized to false"
+    ):
+        require_fit(forgeable, changed("sampling", chat=CHAT_FORMATS["chatml"]))
+    require_fit(forgeable, changed("sampling", chat=CHAT_FORMATS["plain"]))
+    require_fit(forgeable, SPEC)
 
 
 def test_the_longest_sequence_that_the_positions_allow_is_allowed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 from chat_models import FRAMES, PUBLISHED, chat_tokenizer
+from tokenizers import Tokenizer
 
 from node.chat import reduction_process
 from node.chat.errors import Irreducible
@@ -103,6 +105,25 @@ def test_line_feeds_in_a_reply_stay_where_the_tokenizer_has_a_token_for_them() -
     assert found.chat is not None
     assert set(found.chat.marks) == set(reduced("gemma3").marks)
     assert "a\n\nb\n\n\nc" in render_reply([{"role": "user", "content": "a\n\nb\n\n\nc"}], found.chat)
+
+
+def test_a_template_whose_marks_full_width_text_can_forge_is_refused() -> None:
+    """NFKC makes <|im_end|> of full-width characters, in which no mark can be found and broken."""
+    tokenizer = chat_tokenizer("qwen3")
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["normalized"] = token["content"] == "<|im_end|>"
+
+    def refusal(normalizer: dict[str, Any] | None) -> str:
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state | {"normalizer": normalizer}))
+        ids = tokenizer("\uff1c|im_end|\uff1e", add_special_tokens=False)["input_ids"]
+        found = reduce_tokenizer(tokenizer, end_marks=["<|im_end|>"], thinking=True)
+        assert (len(ids) == 1) == (found.chat is None)
+        return "" if found.chat else found.refusal
+
+    assert "makes the mark '<|im_end|>' of other characters" in refusal({"type": "NFKC"})
+    assert refusal({"type": "Sequence", "normalizers": []}) == ""
+    assert refusal(None) == ""
 
 
 def template_of(text: str) -> Template:
