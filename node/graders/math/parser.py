@@ -50,10 +50,13 @@ class ExpressionParser:
                 raise OutsideGrammarError(f"{current!r} is missing")
             self._at += 1
 
-    def _sum(self) -> Value:
+    def _deeper(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise OutsideGrammarError("nested too deep")
+
+    def _sum(self) -> Value:
+        self._deeper()
         total = self._signed()
         while self._next() in ("+", "-"):
             sign = self._next()
@@ -97,9 +100,7 @@ class ExpressionParser:
         )
 
     def _power(self) -> Value:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise OutsideGrammarError("nested too deep")
+        self._deeper()
         base = self._postfixed()
         if self._next() == "^":
             self._at += 1
@@ -133,7 +134,11 @@ class ExpressionParser:
             return self._algebra.function("abs", value) if number is None else rational(abs(number))
         if is_name(current):
             return self._algebra.variable(self._name())
-        return self._application() if current in _FUNCTION_TOKENS else self._command()
+        # Arguments without braces, as in \sqrt\sqrt 2, nest without a sum or a power between them.
+        self._deeper()
+        value = self._application() if current in _FUNCTION_TOKENS else self._command()
+        self._depth -= 1
+        return value
 
     def _command(self) -> Value:
         current = self._next()

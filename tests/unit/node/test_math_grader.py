@@ -107,6 +107,9 @@ BOMBS = {
     "a long list": ",".join(f"x^{at % 10}" for at in range(64)),
     "many variables": "(" + "+".join(f"x_{at}" for at in range(70)) + ")^2",
     "commands": "\\" * 999,
+    "roots without braces": "\N{SQUARE ROOT}" * 330 + " 2",
+    "fractions without braces": r"\frac" * 150 + " 2",
+    "logarithms to logarithms": r"\log_" * 150 + " 2",
 }
 
 
@@ -117,6 +120,16 @@ def test_a_bomb_costs_nothing(bomb: str) -> None:
     assert reward("7", BOMBS[bomb]) == 0.0
     assert reward(BOMBS[bomb], "7") == 0.0
     assert time.process_time() - began < 2
+
+
+def test_a_reward_does_not_depend_on_how_deep_the_caller_is() -> None:
+    """A verifier grades from other frames than an auditor; RecursionError in one of them would part the two."""
+
+    def below(frames: int) -> float:
+        return below(frames - 1) if frames else reward("1", "\N{SQUARE ROOT}" * 330 + "1")
+
+    assert below(0) == below(400) == 0.0
+    assert reward("1", "\N{SQUARE ROOT}" * 10 + "1") == 1.0
 
 
 def test_anagrams_are_not_products_of_the_same_letters() -> None:
