@@ -89,6 +89,7 @@ def test_these_are_not(answer: str, given: str) -> None:
     assert reward(answer, given) == reward(given, answer) == 0.0
 
 
+LETTERS = " ".join("abcdfghjklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BOMBS = {
     "a tower of powers": "9^" * 150 + "9",
     "a tower in braces": "9^{" * 30 + "9" + "}" * 30,
@@ -107,6 +108,7 @@ BOMBS = {
     "a long list": ",".join(f"x^{at % 10}" for at in range(64)),
     "many variables": "(" + "+".join(f"x_{at}" for at in range(70)) + ")^2",
     "commands": "\\" * 999,
+    "terms of many variables": rf"(({LETTERS} \alpha\beta\gamma+{LETTERS} a^2+1)^{{11}})^2",
     "roots without braces": "\N{SQUARE ROOT}" * 330 + " 2",
     "fractions without braces": r"\frac" * 150 + " 2",
     "logarithms to logarithms": r"\log_" * 150 + " 2",
