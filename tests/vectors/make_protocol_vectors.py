@@ -1151,7 +1151,16 @@ GRADED: list[tuple[GraderSpec, str, tuple[str, ...]]] = [
         (r"[2,\infty) \cup (-\infty,1)", r"[2,\infty)", r"(-\infty,1]\cup[2,\infty)"),
     ),
     (MathGrader(), r"\{1,-1\}", (r"x=\pm 1", "1 and -1", "(1,-1)", "1")),
-    (MathGrader(evaluated=True), "42", ("42", "84/2", "x = 42", "6*7", r"\boxed{42.0}", "42!/41!")),
+    (
+        MathGrader(evaluated=True),
+        "42",
+        ("42", "84/2", "x = 42", "6*7", r"\boxed{42.0}", "42!/41!", r"\boxed{6(7)}", "2{21}"),
+    ),
+    (
+        MathGrader(evaluated=True),
+        "11/2",
+        (r"$5\frac12$", "5 1/2", r"2\frac{11}{4}", "1 1/2", r"5.4\overline{9}", "5.5 = x"),
+    ),
 ]
 """Graders that need no sandbox, an expected answer of each, and completions."""
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from node.graders.errors import BadAnswer
 from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational, rational
-from node.graders.math.answers import AnswerReader, MathAnswer, Relation
-from node.graders.math.tokens import MAX_MATH_CHARS, MAX_TOKENS, as_text, has_long_words, is_words, tidy, tokenize
+from node.graders.math.answers import AnswerReader, MathAnswer
+from node.graders.math.tokens import MAX_MATH_CHARS, MAX_TOKENS, has_long_words, is_words, tidy, tokenize
 from node.graders.text import WHITE_SPACE, after_phrase, boxed, has_box, lower
 from node.protocol.grading import MathGrader
 
 _MARKUP: Final = WHITE_SPACE + "*_`"
+_PLAIN: Final = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_ARGUMENT: Final = rf"(?:[0-9]|\{{ (?:[+-] )?{_PLAIN} \}})"
+_EVALUATED: Final = re.compile(
+    rf"(?:[+-] )?(?:{_PLAIN}(?: [.])?(?: \\overline \{{ [0-9]+ \}})?|(?:[0-9]+ )?{_PLAIN} / {_PLAIN}"
+    rf"|(?:(?P<whole>[0-9]+) )?\\frac (?P<upper>{_ARGUMENT}) ?(?P<lower>{_ARGUMENT}))(?: %)?"
+)
+"""Tokens, with spaces between them, of a number of which nothing is left to work out."""
+
+_PAIRS: Final = (["(", ")"], ["[", "]"], ["{", "}"], [r"\{", r"\}"])
 
 
 def grade_math(spec: MathGrader, answer: str, text: str) -> float:
@@ -48,11 +58,11 @@ def _equal(spec: MathGrader, expected: str, given: str) -> bool:  # noqa: PLR091
     first, second = tokenize(expected), tokenize(given)
     if not first or not second:
         return False
-    if as_text(first) == as_text(second):
+    if _bare(first) == _bare(second):
         return True
     words = (is_words(expected) and is_words(given)) or has_long_words(expected) or has_long_words(given)
     if words:
-        return lower(as_text(first)) == lower(as_text(second))
+        return [lower(token) for token in first] == [lower(token) for token in second]
     if max(len(first), len(second)) > MAX_TOKENS:
         return False
     percents = [tokens[-1] == "%" for tokens in (first, second)]
@@ -63,7 +73,7 @@ def _equal(spec: MathGrader, expected: str, given: str) -> bool:  # noqa: PLR091
             reader.read(tokens[:-1] if percent else tokens)
             for tokens, percent in zip((first, second), percents, strict=True)
         )
-        if spec.evaluated and not _is_evaluated(left, second):
+        if spec.evaluated and _is_rational(reader.stated(left)) and not _is_evaluated(second):
             return False
         if reader.equal(left, right):
             return True
@@ -76,12 +86,28 @@ def _equal(spec: MathGrader, expected: str, given: str) -> bool:  # noqa: PLR091
         return False
 
 
-def _is_evaluated(expected: MathAnswer, given: list[str]) -> bool:
-    """Return whether nothing is left to work out in `given`, where a number is expected."""
-    if isinstance(expected, Relation):
-        expected = expected.right
-    if not isinstance(expected, Value) or as_rational(expected) is None:
-        return True
-    written = "".join(given).rpartition("=")[2].replace(r"\frac", "/").translate(dict.fromkeys(map(ord, "{}()")))
-    # What is left of a number, of a fraction or of a mixed one: a sign, and at most one bar.
-    return written.count("/") <= 1 and set(written.lstrip("+-")) <= set("0123456789./%")
+def _bare(tokens: list[str]) -> list[str]:
+    """Return tokens without the braces around a single one that stands below or above: `x_{1}` is `x_1`."""
+    kept: list[str] = []
+    for current in tokens:
+        kept.append(current)
+        if current == "}" and len(kept) > 3 and kept[-3] == "{" and kept[-4] in ("_", "^"):
+            kept[-3:] = [kept[-2]]
+    return kept
+
+
+def _is_rational(answer: MathAnswer) -> bool:
+    return isinstance(answer, Value) and as_rational(answer) is not None
+
+
+def _is_evaluated(given: list[str]) -> bool:
+    """Return whether nothing is left to work out in `given`: what stands side by side may be a product."""
+    written = given[len(given) - given[::-1].index("=") :] if "=" in given else given
+    if (written[:1] + written[-1:]) in _PAIRS:
+        written = written[1:-1]
+    found = _EVALUATED.fullmatch(" ".join(written))
+    if found is None or found["whole"] is None:
+        return found is not None
+    # A whole number before a fraction is a mixed number only where that is less than 1.
+    upper, lower_part = (found[name].strip("{ }") for name in ("upper", "lower"))
+    return upper.isdigit() and lower_part.isdigit() and int(upper) < int(lower_part)

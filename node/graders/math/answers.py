@@ -28,12 +28,13 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """An equation or inequality of two expressions, `=`, `<`, `\\le` or `\\ne`; `named`: the left side is a name."""
+    """An equation or inequality of two expressions, `=`, `<`, `\\le` or `\\ne`; `named`: that side is a name."""
 
     sign: str
     left: Value
     right: Value
     named: bool
+    right_named: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class AnswerReader:
             return right
         named = _is_label(parts[0])
         left = self._algebra.variable("".join(parts[0])) if named else self._expression(parts[0])
-        return Relation(signs[0], left, right, named)
+        return Relation(signs[0], left, right, named, _is_label(parts[1]))
 
     def _interval(self, parts: Sequence[Sequence[str]], signs: Sequence[str], depth: int) -> Collection | None:
         """Return the interval that `1 < x \\le 2` or `x > 3` says; None if it is something else."""
@@ -161,17 +162,20 @@ class AnswerReader:
         left, right = _single(left), _single(right)
         if isinstance(left, Relation) and isinstance(right, Relation):
             return self._equal_relations(left, right)
-        left, right = self._stated(left), self._stated(right)
+        left, right = self.stated(left), self.stated(right)
         if isinstance(left, Value) and isinstance(right, Value):
             return self._algebra.equal(left, right)
         if isinstance(left, Collection) and isinstance(right, Collection):
             return self._equal_collections(left, right)
         return isinstance(left, Infinity) and left == right
 
-    def _stated(self, answer: MathAnswer) -> MathAnswer:
+    def stated(self, answer: MathAnswer) -> MathAnswer:
         """Return the value of `x = 5`, of `5 = x` and of `2 + 3 = 5`; other answers as they are."""
+        answer = _single(answer)
         if not isinstance(answer, Relation) or answer.sign != "=":
             return answer
+        if not answer.named and answer.right_named:
+            return answer.left
         return answer.right if answer.named or as_rational(answer.left) is not None else answer
 
     def _equal_relations(self, left: Relation, right: Relation) -> bool:

@@ -118,11 +118,6 @@ def tokenize(text: str) -> list[str]:
     return tokens[: MAX_TOKENS + 1]
 
 
-def as_text(tokens: list[str]) -> str:
-    """Return what is compared of an answer that is no mathematics."""
-    return "".join(tokens)
-
-
 def _letters(word: str) -> list[str]:
     """Return a plain word as the function or constant that it names, or else as its letters."""
     return [_NAMES_AND_FUNCTIONS[word]] if word in _NAMES_AND_FUNCTIONS else list(word)

@@ -63,6 +63,8 @@ def test_the_page_lists_every_form_in_which_math_verify_differs(verdicts: list[b
         (r"\text{June 5}", "june 5"),
         (r"\emptyset", r"\{\}"),
         ("10%", r"\frac{1}{10}"),
+        ("11_2", "11_{2}"),
+        ("5", "5 = x"),
     ],
 )
 def test_these_are_equal_in_both_directions(answer: str, given: str) -> None:
@@ -134,6 +136,11 @@ def test_a_reward_does_not_depend_on_how_deep_the_caller_is() -> None:
     assert reward("1", "\N{SQUARE ROOT}" * 10 + "1") == 1.0
 
 
+def test_numbers_side_by_side_are_not_one_number() -> None:
+    for answer, given in (("11/2", "1 1/2"), ("23", "2 3"), ("1.5", "1 .5"), (r"\frac{1}{23}", r"\frac{1}{2 3}")):
+        assert reward(answer, given) == reward(given, answer) == 0.0
+
+
 def test_anagrams_are_not_products_of_the_same_letters() -> None:
     assert reward("listen", "silent") == reward("listen", "s*ilent") == reward("no", "on") == 0.0
     assert reward("ab", r"b \cdot a") == 1.0
@@ -141,8 +148,16 @@ def test_anagrams_are_not_products_of_the_same_letters() -> None:
 
 def test_the_question_is_no_answer_where_a_run_wants_it_worked_out() -> None:
     assert reward("56088", "123*456") == 1.0
-    for given in ("123*456", r"123 \times 456", r"\frac{112176}{4/2}", "50000+6088", "x = 123*456", "56088!/56087!"):
+    for given in (
+        *("123*456", r"123 \times 456", r"\frac{112176}{4/2}", "50000+6088", "x = 123*456", "56088!/56087!"),
+        *("123(456)", "(123)(456)", "(123(456))", "{123}{456}", r"\{123(456)\}", "x = 123(456)", "1(2) = 123(456)"),
+        *(r"2\frac{56088}{2}", r"2\frac{84132}3"),
+    ):
         assert reward("56088", given, evaluated=True) == 0.0
-    for given in ("56088", "56,088", r"\frac{112176}{2}", "x = 56088", "56088.0"):
+    for given in ("56088", "56,088", r"\frac{112176}{2}", "x = 56088", "56088.0", "(56088)", "{56088}"):
         assert reward("56088", given, evaluated=True) == 1.0
+    for given in (r"3\frac12", r"\frac{7}2", "3 1/2", r"350\%", r"\frac{-7}{-2}"):
+        assert reward("7/2", given, evaluated=True) == 1.0
+    assert reward("1/3", r"0.\overline{3}", evaluated=True) == 1.0
+    assert reward(r"\{56088\}", r"\{123(456)\}", evaluated=True) == 0.0
     assert reward(r"2\sqrt2", r"\sqrt8", evaluated=True) == 1.0
