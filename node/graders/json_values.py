@@ -46,17 +46,19 @@ def read(text: str) -> object:
     return _comparable(parse(text))
 
 
-def parse(text: str) -> Any:
-    """Return the value of a JSON text, numbers as Fraction; raises BadJson beyond the limits, or for a key twice."""
+def parse(text: str, *, exact: bool = True) -> Any:
+    """Return the value of a JSON text; raises BadJson beyond the limits, or for a key twice.
+
+    Numbers are Fraction, or, if not `exact`, what Python reads: an int without a fraction and exponent, else a float.
+    """
     depth = 0
     for bracket in _BRACKET.finditer(_STRING.sub("", text)):
         depth += 1 if bracket[0] in "[{" else -1
         if depth > MAX_NESTING:
             raise BadJson(f"nested deeper than {MAX_NESTING}")
+    whole, other = (_number, _number) if exact else (_int, _float)
     try:
-        return json.loads(
-            text, parse_int=_number, parse_float=_number, parse_constant=_constant, object_pairs_hook=_unique
-        )
+        return json.loads(text, parse_int=whole, parse_float=other, parse_constant=_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise BadJson(str(error)) from error
 
@@ -76,6 +78,15 @@ def _number(text: str) -> Fraction:
     if len(digits) > _MAX_DIGITS or len(exponent) > 4 or abs(int(exponent or 0)) > _MAX_EXPONENT:
         raise BadJson("a number is too long")
     return Fraction(digits) * Fraction(10) ** int(exponent or 0)
+
+
+def _int(text: str) -> int:
+    return int(_number(text))
+
+
+def _float(text: str) -> float:
+    _number(text)  # within the limits
+    return float(text)
 
 
 def _constant(name: str) -> NoReturn:

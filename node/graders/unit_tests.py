@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from node.graders.errors import BadAnswer, GraderFault
 from node.graders.json_values import BadJson, parse
-from node.graders.text import WHITE_SPACE
+from node.graders.text import WHITE_SPACE, lower
 from node.protocol.grading import UnitTestsGrader
 from node.sandbox import Sandbox, SandboxFailed
 from node.sandbox.harness import MOST_CHARACTERS, json_of, trimmed
@@ -29,6 +28,7 @@ SURE_CPU_SECONDS: Final = 0.5
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}\Z")
 _FENCE: Final = "```"
+_LANGUAGES: Final = ("", "python", "python3", "py")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -84,10 +84,10 @@ def check_machine(spec: UnitTestsGrader) -> None:
 def _code_in(text: str) -> bytes | None:
     """Return the last block between ```python, or ```, and ```; without a fence the text."""
     pieces = text.split(_FENCE)
-    source = text if len(pieces) < 3 else pieces[len(pieces) - 2 - (len(pieces) + 1) % 2]
-    if source is not text:
-        language, _, rest = source.partition("\n")
-        source = rest if language.strip(WHITE_SPACE) in ("", "python", "py", "python3") else ""
+    # Pieces 1, 3, 5 ... stand inside, but for a last one after which no fence ends it.
+    blocks = [piece.partition("\n") for piece in pieces[1 : len(pieces) - 1 : 2]]
+    programs = [block for language, _, block in blocks if lower(language.strip(WHITE_SPACE)) in _LANGUAGES]
+    source = programs[-1] if programs else "" if blocks else text
     try:
         return source.encode()
     except UnicodeEncodeError:  # a lone surrogate, which no token decoder produces
@@ -97,7 +97,7 @@ def _code_in(text: str) -> bytes | None:
 @lru_cache(maxsize=8)
 def _cases_in(answer: str) -> Cases:
     try:
-        value = parse(answer)
+        value = parse(answer, exact=False)
     except BadJson as error:
         raise BadAnswer(f"test cases are not JSON within the limits: {error}", code="bad_cases") from error
     if not isinstance(value, dict) or not set(value) <= {"function", "cases"} or "cases" not in value:
@@ -117,7 +117,9 @@ def _cases_in(answer: str) -> Cases:
         ):
             raise BadAnswer("a case of a function has arguments, an array, and output", code="bad_cases")
     return Cases(
-        f"calls {function}", [_line(case["arguments"]) for case in cases], [_line(case["output"]) for case in cases]
+        f"calls {function}",
+        [_arguments(case["arguments"]) for case in cases],
+        [_line(case["output"]) for case in cases],
     )
 
 
@@ -133,22 +135,20 @@ def _program_cases(cases: Sequence[Any]) -> Cases:
 
 
 def _line(value: Any) -> str:
-    """Return the canonical JSON of a case's value, as the sandbox writes it."""
+    """Return the canonical JSON of an output, as the sandbox writes it."""
     try:
-        line = json_of(_plain(value), _encode)
+        return _checked(json_of(value, _encode))
     except (TypeError, OverflowError) as error:
         raise BadAnswer(f"a case has a value that no program can return: {error}", code="bad_cases") from error
+
+
+def _arguments(value: list[Any]) -> str:
+    """Return the JSON of what a case gives to the program: 2.0 stays a float."""
+    _line(value)
+    return _checked(_encode(value))
+
+
+def _checked(line: str) -> str:
     if len(line) > MOST_CHARACTERS:
         raise BadAnswer(f"a case has a value of more than {MOST_CHARACTERS} characters", code="bad_cases")
     return line
-
-
-def _plain(value: Any) -> Any:
-    """Return a parsed value with Python's own numbers: whole ones as int, others as the nearest float."""
-    if isinstance(value, Fraction):
-        return int(value) if value.denominator == 1 else float(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return value

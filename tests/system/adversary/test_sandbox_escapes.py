@@ -480,7 +480,7 @@ def test_one_answer_cannot_leave_anything_for_the_next():
 # -- another reward on another machine
 
 
-@pytest.mark.parametrize("module", ["time", "random", "datetime", "secrets", "uuid", "tempfile"])
+@pytest.mark.parametrize("module", ["time", "random", "datetime", "_datetime", "secrets", "uuid", "tempfile"])
 def test_modules_that_are_not_the_same_everywhere(module):
     expected = "ImportError, OSError, NotImplementedError"
     assert attempt(f"import {module}", stopped_by=expected) == 1.0

@@ -51,6 +51,50 @@ def test_a_right_program_earns_everything_whatever_space_it_prints() -> None:
     assert grade(SHARE, SUM, program("print(3)\n")) == 0.5
 
 
+READING = ["open(0).read()", "open('/dev/stdin', 'rb').read()", "input()"]
+
+
+@pytest.mark.parametrize("read", READING)
+@pytest.mark.parametrize("end", ["exit()", "quit()", "import sys; sys.exit(0)"])
+def test_programs_read_and_end_as_they_do_on_judging_sites(read: str, end: str) -> None:
+    assert grade(ALL, SUM, program(f"print(sum(map(int, {read}.split())))\n{end}\n")) == 1.0
+
+
+@pytest.mark.parametrize(
+    "module", ["threading", "queue", "statistics", "random", "time", "datetime", "heapq", "typing"]
+)
+def test_a_usual_import_is_no_mistake(module: str) -> None:
+    assert grade(ALL, ADD, program(f"import {module}\n{RIGHT}")) == 1.0
+
+
+def test_what_programs_draw_and_what_time_it_is_is_the_same_on_every_machine() -> None:
+    source = """
+        import random, time
+        def f(): return [random.randrange(1000), random.Random().randrange(1000), time.time(), time.monotonic_ns()]
+    """
+    cases = json.dumps({"function": "f", "cases": [{"arguments": [], "output": [864, 864, 0, 0]}]})
+    assert grade(ALL, cases, program(source)) == 1.0
+
+
+def test_numbers_of_cases_are_what_json_writes() -> None:
+    cases = json.dumps(
+        {
+            "function": "f",
+            "cases": [{"arguments": [2.0], "output": "2.0"}, {"arguments": [2], "output": "2"}],
+        }
+    )
+    assert grade(ALL, cases, program("f = str\n")) == 1.0
+    large = json.dumps({"function": "f", "cases": [{"arguments": [1e16], "output": 1e16}]})
+    assert grade(ALL, large, program("def f(x): return x\n")) == 1.0
+
+
+def test_the_last_block_of_python_is_the_program() -> None:
+    for after in ("Output:\n```text\n3\n```", "```bash\npython add.py\n```", "```\nnot closed"):
+        assert grade(ALL, ADD, f"```Python\n{RIGHT}```\n{after}") == 1.0
+    assert grade(ALL, ADD, f"```python\n{RIGHT}```\n```py\n1\n```") == 0.0
+    assert grade(ALL, ADD, f"```text\n{RIGHT}```") == 0.0
+
+
 WITHOUT_SOLVING = {
     "exit before the cases": "import sys; sys.exit(0)",
     "exit at once": "import os; os._exit(0)",
