@@ -2,7 +2,8 @@
 
 Python's `re` backtracks: a pattern that looks innocent takes minutes on a text made for it. Here a pattern becomes a
 position automaton (Glushkov), whose sets of positions are the bits of an integer. A character takes one step, which
-costs at most one table look-up for each eight positions; steps that were taken before are remembered.
+costs at most one table look-up for each eight positions; steps that were taken before are remembered. Characters that
+no class of the pattern tells apart are one kind of character, so that a text of many characters costs no more.
 
 The language has what is regular: characters, `.`, classes, `\\d \\w \\s`, groups, `|`, and the quantifiers
 `* + ? {m} {m,} {m,n}`. Letters, digits and white space are those of ASCII.
@@ -10,8 +11,11 @@ The language has what is regular: characters, `.`, classes, `\\d \\w \\s`, group
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
+from operator import xor
 from typing import Final
 
 from node.graders.errors import BadAnswer
@@ -78,30 +82,35 @@ class Automaton:
     classes: list[Ranges]
     follow: list[int]
     final: int
+    begins: list[int]
+    """The first character of each kind, ascending."""
+
+    holding: list[int]
+    """The positions that hold a character of each kind."""
+
     remembered: dict[tuple[int, int], int] = field(default_factory=dict)
     followers: dict[tuple[int, int], int] = field(default_factory=dict)
-    holding: dict[int, int] = field(default_factory=dict)
 
     def matches(self, text: str) -> bool:
         """Return whether the pattern matches all of `text`."""
         state = 1 << len(self.classes)
         for character in text:
-            state = self._step(state, ord(character))
+            state = self._step(state, bisect_right(self.begins, ord(character)) - 1)
             if not state:
                 return False
         return bool(state & self.final)
 
-    def _step(self, state: int, code: int) -> int:
-        known = self.remembered.get((state, code))
+    def _step(self, state: int, kind: int) -> int:
+        known = self.remembered.get((state, kind))
         if known is not None:
             return known
         reached = 0
         for at, byte in enumerate(state.to_bytes(len(self.follow) // 8 + 1, "little")):
             if byte:
                 reached |= self._after(at, byte)
-        reached &= self._positions_of(code)
+        reached &= self.holding[kind]
         if len(self.remembered) < _MAX_REMEMBERED:
-            self.remembered[state, code] = reached
+            self.remembered[state, kind] = reached
         return reached
 
     def _after(self, at: int, byte: int) -> int:
@@ -115,17 +124,8 @@ class Automaton:
             self.followers[at, byte] = known
         return known
 
-    def _positions_of(self, code: int) -> int:
-        known = self.holding.get(code)
-        if known is None:
-            holds = (any(low <= code <= high for low, high in ranges) for ranges in self.classes)
-            known = sum(1 << at for at, held in enumerate(holds) if held)
-            if len(self.holding) < _MAX_REMEMBERED:
-                self.holding[code] = known
-        return known
 
-
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def compile_pattern(pattern: str, *, ignore_case: bool) -> Automaton:
     """Build the automaton of a pattern; raises BadPattern."""
     if len(pattern) > MAX_PATTERN_CHARS:
@@ -136,7 +136,22 @@ def compile_pattern(pattern: str, *, ignore_case: bool) -> Automaton:
         raise BadPattern(f"character {parser.at}: {pattern[parser.at]!r} closes nothing")
     start = 1 << len(parser.classes)
     final = whole.last | (start if whole.empty else 0)
-    return Automaton(parser.classes, [*parser.follow, whole.first], final)
+    return Automaton(parser.classes, [*parser.follow, whole.first], final, *_kinds(parser.classes))
+
+
+def _kinds(classes: list[Ranges]) -> tuple[list[int], list[int]]:
+    """Return the first character of each kind, and the positions that hold that kind."""
+    positions: dict[Ranges, int] = {}
+    for at, ranges in enumerate(classes):
+        positions[ranges] = positions.get(ranges, 0) | 1 << at
+    changes = {0: 0}
+    for ranges, held in positions.items():
+        # Twice without is the union, in which no two ranges meet: a position begins and ends once at a character.
+        for low, high in _without(_without(ranges)):
+            changes[low] = changes.get(low, 0) ^ held
+            changes[high + 1] = changes.get(high + 1, 0) ^ held
+    begins = sorted(changes)
+    return begins, list(accumulate((changes[begin] for begin in begins), xor))
 
 
 class _Parser:

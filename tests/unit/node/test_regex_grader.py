@@ -72,6 +72,14 @@ def test_a_text_made_for_backtracking_costs_no_more_than_others(pattern: str) ->
     assert time.process_time() - began < 5
 
 
+def test_a_text_of_many_different_characters_costs_no_more_than_others() -> None:
+    letters = "".join(chr(0x4E00 + at) for at in range(MAX_REGEX_TEXT_CHARS))
+    some = "[^" + "".join(chr(0x100 + 2 * at) for at in range(470)) + "]"
+    began = time.process_time()
+    assert grade(RegexGrader(), f"(?:{some}{{256}})*!", letters) == 0.0
+    assert time.process_time() - began < 2
+
+
 def test_a_nested_repetition_is_counted_before_it_is_built() -> None:
     assert len(compile_pattern(f"a{{{MAX_POSITIONS // 2}}}" * 2, ignore_case=False).classes) == MAX_POSITIONS
     with pytest.raises(BadPattern):
