@@ -87,7 +87,7 @@ def add(
 
     \b
     Example:
-      swarmproof dataset add gsm8k.jsonl --prompt question --answer answer \\
+      swarmproof dataset add capitals.csv --prompt question --answer capital \\
         --held-out 2% --to run/ --write run.toml
 
     A dot in a column's name leads into an object. Rows that no problem can be made of are left out, and counted by
