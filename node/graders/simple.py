@@ -7,10 +7,12 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from node.graders.errors import BadAnswer
-from node.graders.text import WHITE_SPACE, after_phrase, boxed, has_box, lower
+from node.graders.text import FONT, WHITE_SPACE, after_phrase, boxed, has_box, lower
 from node.protocol.grading import ChoiceGrader, ExactGrader, NumberGrader
 
 _MARKUP: Final = WHITE_SPACE + "*_`\"'().,:;$[]"
+_LEADING: Final = re.compile(r"(?P<letter>[A-Z])(?:[).:]|(?=[ \t]|\Z))(?P<rest>.*)", re.DOTALL)
+_ANOTHER: Final = re.compile(r"[^A-Za-z0-9]*(?:[A-Z](?![A-Za-z0-9])|(?:or|and)(?![A-Za-z0-9]))")
 _CHOICE: Final = re.compile(r"(?<![A-Za-z0-9])[A-Z](?![A-Za-z0-9])")
 _MAX_NUMBER_CHARS: Final = 400
 _MAX_EXPONENT: Final = 400
@@ -19,6 +21,9 @@ _NUMBER: Final = re.compile(
     rf"(?P<sign>[-+]?)(?P<digits>{_PLAIN})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?"
     r"(?:/(?P<below>[0-9]+))?(?P<percent>\\?%)?"
 )
+_GROUPED: Final = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!])(?=[0-9]{3})")
+_SHOWN: Final = re.compile(r"(?<!\\)\\[()\[\],;:! ]")
+_UNIT_WITH_POWER: Final = re.compile(r"(?<=[0-9]) *[A-Za-z]+\^(?:[0-9]|\{-?[0-9]\})(?![A-Za-z0-9^])")
 _BEFORE: Final = "*_`\"'([{<=~:$≈€£"
 _AFTER: Final = re.compile(r"[A-Za-z°]*[*_`\"')\]}>.,;:!?$€£]*")
 
@@ -51,6 +56,10 @@ def _letters(spec: ChoiceGrader) -> list[str]:
 def _choice(spec: ChoiceGrader, text: str) -> str | None:
     """Return the letter that the text's final statement names; None where it names none or several."""
     stated = (boxed(text) or "") if has_box(text) else after_phrase(text) or text
+    leading = _LEADING.match(FONT.sub(r"\1", stated).lstrip(_MARKUP))
+    # "B. Paris" is a choice; so is "B because", but for an article that begins prose without a statement.
+    if leading and not _ANOTHER.match(leading["rest"]) and (stated is not text or leading[0][1:2] in (")", ".", ":")):
+        return leading["letter"] if leading["letter"] in _letters(spec) else None
     letters = {letter for letter in _CHOICE.findall(stated) if letter in _letters(spec)}
     if stated is text and len(text.strip(_MARKUP)) != 1:
         return None  # prose without a statement: a letter in it may be an article
@@ -115,7 +124,9 @@ def _words_with_digits(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split at ASCII white space; `50 %` is one word."""
+    """Split at ASCII white space, less what is only shown and powers of units; `50 %` is one word."""
+    text = _SHOWN.sub(" ", _GROUPED.sub(",", FONT.sub(r"\1", text)))
+    text = _UNIT_WITH_POWER.sub("", text)
     words: list[str] = []
     for word in text.translate(dict.fromkeys(map(ord, WHITE_SPACE), " ")).split(" "):
         if words and word.startswith(("%", "\\%")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 MAX_TEXT_CHARS: Final = 65_536
@@ -11,6 +12,12 @@ WHITE_SPACE: Final = " \t\n\r\f\v"
 _END_OF_THOUGHT: Final = "</think>"
 _LOWER: Final = {upper: upper + 32 for upper in range(ord("A"), ord("Z") + 1)}
 _BOXES: Final = ("\\boxed{", "\\fbox{")
+_PHRASE: Final = re.compile(r"answer[*_`]*(?: is|:)")
+MARKUP: Final = WHITE_SPACE + "*_`"
+FONT: Final = re.compile(
+    r"\\(?:text|textbf|textit|textrm|texttt|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname|mbox)\s*\{([^{}]*)\}",
+    re.ASCII,
+)
 
 
 def graded_text(completion: str) -> str | None:
@@ -49,9 +56,12 @@ def has_box(text: str) -> bool:
 
 
 def after_phrase(text: str) -> str | None:
-    """Return the rest of the line after the last `answer is` or `answer:`, in either case; None without one."""
-    folded = lower(text)
-    begin = max(at + len(phrase) if (at := folded.rfind(phrase)) >= 0 else -1 for phrase in ("answer is", "answer:"))
-    return (
-        None if begin < 0 else text[begin:].partition("\n")[0].strip(WHITE_SPACE).removeprefix(":").strip(WHITE_SPACE)
-    )
+    """Return the rest of the line after the last `answer is` or `answer:`, or the next line if that is empty.
+
+    In either case of letters, with markup behind `answer` or not; None without the phrase.
+    """
+    begin = max((found.end() for found in _PHRASE.finditer(lower(text))), default=None)
+    if begin is None:
+        return None
+    lines = (line.strip(WHITE_SPACE).removeprefix(":").strip(WHITE_SPACE) for line in text[begin:].split("\n"))
+    return next((line for line in lines if line.strip(MARKUP)), "")

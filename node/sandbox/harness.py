@@ -171,7 +171,7 @@ def provide(io: Any) -> dict[str, Any]:
         """Numbers that begin with seed 0 where none is given."""
 
         def __new__(cls, *_: object, **__: object) -> Self:
-            return super().__new__(cls, 0)
+            return super().__new__(cls, 0)  # type: ignore[call-arg]
 
         def seed(self, number: Any = None, /) -> None:
             super().seed(0 if number is None else number)
@@ -186,7 +186,8 @@ def provide(io: Any) -> dict[str, Any]:
         return files(file, mode, *more, **others)
 
     builtins.open = io.open = opened
-    builtins.exit = builtins.quit = sys.exit  # those of the module `site`, which is not imported
+    # Those of the module `site`, which is not imported.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     return {"time": still, "_random": seeded}
 
 
