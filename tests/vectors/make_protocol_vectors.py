@@ -1179,6 +1179,16 @@ GRADED: list[tuple[GraderSpec, str, tuple[str, ...]]] = [
         (r"[2,\infty) \cup (-\infty,1)", r"[2,\infty)", r"(-\infty,1]\cup[2,\infty)"),
     ),
     (MathGrader(), r"\{1,-1\}", (r"x=\pm 1", "1 and -1", "(1,-1)", "1")),
+    (MathGrader(), "100, 200", ("100,200", "200 and 100", "(100,200)", r"x\in\{100,200\}")),
+    (MathGrader(), "[100,200]", (r"x\in[100,200]", "100<=x<=200", "100,200")),
+    (
+        MathGrader(),
+        "5",
+        (
+            *(r"$5\text{ m}$", r"5\,\mathrm{m}^2", r"5~\text{cm}", "So\n\\[\n5\n\\]", "The answer is **5** meters."),
+            *("5 = x", r"$\approx 5$", r"\boldsymbol{5}", r"$\text{not } 5$", "5 not", r"5\text{ or more}"),
+        ),
+    ),
     (
         MathGrader(evaluated=True),
         "42",

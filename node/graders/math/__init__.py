@@ -8,11 +8,10 @@ from typing import Final
 from node.graders.errors import BadAnswer
 from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational, rational
 from node.graders.math.answers import AnswerReader, MathAnswer
-from node.graders.math.tokens import MAX_MATH_CHARS, MAX_TOKENS, has_long_words, is_words, tidy, tokenize
-from node.graders.text import WHITE_SPACE, after_phrase, boxed, has_box, lower
+from node.graders.math.tokens import BOLD, MAX_MATH_CHARS, MAX_TOKENS, has_long_words, is_words, tidy, tokenize
+from node.graders.text import MARKUP, after_phrase, boxed, has_box, lower
 from node.protocol.grading import MathGrader
 
-_MARKUP: Final = WHITE_SPACE + "*_`"
 _PLAIN: Final = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _ARGUMENT: Final = rf"(?:[0-9]|\{{ (?:[+-] )?{_PLAIN} \}})"
 _EVALUATED: Final = re.compile(
@@ -26,8 +25,12 @@ _PAIRS: Final = (["(", ")"], ["[", "]"], ["{", "}"], [r"\{", r"\}"])
 
 def grade_math(spec: MathGrader, answer: str, text: str) -> float:
     """Return 1 if the answer that the text states equals `answer`."""
-    expected, given = tidy(boxed(answer) or answer), tidy(_stated(text))
-    return float(bool(expected) and bool(given) and _equal(spec, expected or "", given or ""))
+    expected, stated = tidy(boxed(answer) or answer), _stated(text)
+    if not expected:
+        return 0.0
+    # "100,200" is a number, but may be two where two are expected.
+    readings = dict.fromkeys([tidy(stated), tidy(stated, listed=True) if "," in expected else None])
+    return float(any(_equal(spec, expected, given) for given in readings if given))
 
 
 def check_math(answer: str) -> None:
@@ -43,7 +46,8 @@ def _stated(text: str) -> str:
     """Return what a text says is its answer: in the last box, else after `answer is`, else in its last line."""
     if has_box(text):
         return boxed(text) or ""
-    line = (after_phrase(text) or text.rpartition("\n")[2]).strip(_MARKUP)
+    text = BOLD.sub(r"\1", _in_one_line(text))
+    line = (after_phrase(text) or text.rpartition("\n")[2]).strip(MARKUP)
     pieces = line.replace(r"\$", "").replace("$$", "$").split("$")
     if len(pieces) > 2:
         return pieces[len(pieces) - 2 - (len(pieces) + 1) % 2]
@@ -52,6 +56,17 @@ def _stated(text: str) -> str:
         if mark and closing in after:
             return after.partition(closing)[0]
     return line
+
+
+def _in_one_line(text: str) -> str:
+    r"""Return the text with `$$…$$` and `\[…\]` in one line each."""
+    pieces = text.split("$$")
+    pieces[1 : len(pieces) - 1 : 2] = [piece.replace("\n", " ") for piece in pieces[1 : len(pieces) - 1 : 2]]
+    first, *displays = "$$".join(pieces).split(r"\[")
+    for display in displays:
+        inside, closing, after = display.partition(r"\]")
+        first += r"\[" + (inside.replace("\n", " ") if closing else inside) + closing + after
+    return first
 
 
 def _equal(spec: MathGrader, expected: str, given: str) -> bool:  # noqa: PLR0911

@@ -57,6 +57,8 @@ class AnswerReader:
 
     def read(self, tokens: Sequence[str], depth: int = 0) -> MathAnswer:
         """Return what the tokens of a whole answer say; raises OutsideGrammarError."""
+        if tokens[:1] == ["="]:  # "\\approx 5" and "= 5" are 5
+            tokens = tokens[1:]
         if tokens[1:2] == [r"\in"] and is_name(tokens[0]):
             tokens = tokens[2:]
         if depth > MAX_DEPTH or not tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from node.graders.text import WHITE_SPACE, lower
+from node.graders.text import FONT, WHITE_SPACE, lower
 
 MAX_MATH_CHARS: Final = 1000
 MAX_TOKENS: Final = 400
@@ -23,6 +23,7 @@ _CHARACTERS: Final = {
     "\N{SUPERSCRIPT THREE}": "^{3}", "\N{VULGAR FRACTION ONE HALF}": r"\frac{1}{2}",
     "\N{VULGAR FRACTION ONE QUARTER}": r"\frac{1}{4}", "\N{VULGAR FRACTION THREE QUARTERS}": r"\frac{3}{4}",
     "\N{NO-BREAK SPACE}": " ", "\N{EURO SIGN}": " ", "\N{POUND SIGN}": " ",
+    "~": " ", "\N{ALMOST EQUAL TO}": "=",
 }  # fmt: skip
 _CHARACTERS_TABLE: Final = str.maketrans(_CHARACTERS)
 
@@ -50,6 +51,7 @@ _SHOWN: Final = frozenset(
 _SYNONYMS: Final = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\cdot": "*", r"\times": "*", r"\ast": "*",
     r"\div": "/", r"\leq": r"\le", r"\leqslant": r"\le", r"\geq": r"\ge", r"\geqslant": r"\ge", r"\neq": r"\ne",
+    r"\approx": "=",
     r"\lt": "<", r"\gt": ">", r"\%": "%", r"\varnothing": r"\emptyset", r"\lbrace": r"\{", r"\rbrace": r"\}",
     r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
 }  # fmt: skip
@@ -60,15 +62,36 @@ FUNCTIONS: Final = frozenset(
 _NAMES: Final = {"pi": r"\pi", "sqrt": r"\sqrt", "infinity": r"\infty", "oo": r"\infty"}
 _NAMES_AND_FUNCTIONS: Final = _NAMES | {name: "\\" + name for name in FUNCTIONS}
 
-_FONT: Final = re.compile(
-    r"\\(?:text|textbf|textit|textrm|texttt|mathrm|mathbf|mathit|mathsf|operatorname|mbox)\s*\{([^{}]*)\}", re.ASCII
-)
 _POWER_OF_UNIT: Final = re.compile(r"\s*\^\s*(?:[0-9]|\{\s*-?[0-9]\s*\})", re.ASCII)
 _DEGREES: Final = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", re.ASCII)
 _UNITS: Final = re.compile(
     r"(?<=[0-9}\)%])[ ]+(?:[A-Za-z]{2,}|[A-Za-z]{2,}(?:\^[0-9]|\^\{[0-9]\}))(?:[ /]+[A-Za-z]+)*\Z"
 )
 _AT_THE_END: Final = re.compile(r"(?:\\[,;:! ]|[.,; \t\n\r\f\v$])++\Z")
+BOLD: Final = re.compile(r"(?<![A-Za-z0-9)}\]])\*\*([^*]+)\*\*(?![A-Za-z0-9({\[\\])")
+_BRACKET: Final = re.compile(r"\\[{}]|[()\[\]]")
+_NO_UNITS: Final = frozenset(
+    {
+        "or",
+        "and",
+        "not",
+        "no",
+        "never",
+        "more",
+        "less",
+        "fewer",
+        "than",
+        "least",
+        "most",
+        "over",
+        "under",
+        "above",
+        "below",
+    }
+)
+"""Words that say something else than in what a number is counted."""
+
+_BEFORE_UNIT: Final = re.compile(r"[0-9})](?:[ ]|\\[,;: ])+\Z")
 _SEPARATOR: Final = re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _THOUSANDS: Final = re.compile(r"(?<![0-9.,}])[0-9]{1,3}(?:(?:,|\{,\}|\\,|\\!|,\\!)[0-9]{3})+(?!,?[0-9])")
 _BARE_WORDS: Final = re.compile(r"[A-Za-z]{2,}(?:[ '-]+[A-Za-z]+)*\Z")
@@ -78,17 +101,23 @@ _TOKEN: Final = re.compile(
 )
 
 
-def tidy(answer: str) -> str | None:
-    """Return an answer with fonts, units and the like taken away; None if it is too long."""
+def tidy(answer: str, *, listed: bool = False) -> str | None:
+    """Return an answer with fonts, units and the like taken away; None if it is too long.
+
+    Args:
+        answer: An answer in LaTeX or plain text.
+        listed: Whether a comma alone separates items everywhere, and never thousands.
+    """
     text = answer.strip(WHITE_SPACE)
     if len(text) > MAX_MATH_CHARS:
         return None
-    text = _DEGREES.sub(" ", text.translate(_CHARACTERS_TABLE))
+    text = _DEGREES.sub(" ", BOLD.sub(r"\1", text).translate(_CHARACTERS_TABLE)).replace("**", "^")
+    text = text.replace(">=", r"\ge ").replace("<=", r"\le ").replace(" !=", r" \ne ")
     text = _AT_THE_END.sub("", _without_fonts(text)).strip(WHITE_SPACE + "$")
-    text = _THOUSANDS.sub(_ungrouped, text) if not text.startswith(("(", "[", r"\{", r"\left")) else text
+    text = _THOUSANDS.sub(lambda found: _ungrouped(found, listed=listed), text)
     without_units = _UNITS.sub("", text)
     words = {lower(word) for word in re.findall(r"[A-Za-z]+", text[len(without_units) :])}
-    if not words & ({"or", "and"} | _NAMES_AND_FUNCTIONS.keys()):
+    if not words & (_NO_UNITS | _NAMES_AND_FUNCTIONS.keys()):
         text = without_units
     return text.strip(WHITE_SPACE)
 
@@ -127,23 +156,44 @@ def _without_fonts(text: str) -> str:
     """Unwrap text: a separator, a function's name, a letter or a whole answer stays; units go, with their powers."""
     pieces: list[str] = []
     at = 0
-    for found in _FONT.finditer(text):
+    for found in FONT.finditer(text):
         pieces.append(text[at : found.start()])
         at = found.end()
         inside = found[1].strip(WHITE_SPACE)
         alone = not (text[: found.start()] + text[at:]).strip(WHITE_SPACE + ".$")
+        spaced = text[: found.start()] + (" " if found[1][:1] == " " else "")
         if lower(inside).strip(" ,") in ("or", "and"):
             pieces.append(",")
+        elif (
+            len(inside) == 1
+            and inside.isascii()
+            and inside.isalpha()
+            and inside not in "ei"
+            and _BEFORE_UNIT.search(spaced)
+        ):
+            at = _end_of_power(text, at)
         elif alone or len(inside) <= 1 or any("0" <= letter <= "9" for letter in inside):
             pieces.append(inside)
+        elif {lower(word) for word in re.findall(r"[A-Za-z]+", inside)} & _NO_UNITS:
+            pieces.append(f" {inside} ")
         elif inside in _NAMES_AND_FUNCTIONS:
             pieces.append(_NAMES_AND_FUNCTIONS[inside] + " ")
         else:
             pieces.append(" ")
-            power = _POWER_OF_UNIT.match(text, at)
-            at = power.end() if power else at
+            at = _end_of_power(text, at)
     return "".join([*pieces, text[at:]])
 
 
-def _ungrouped(found: re.Match[str]) -> str:
+def _end_of_power(text: str, at: int) -> int:
+    """Return where the power of a unit that ends at `at` ends, or `at` if it has none."""
+    power = _POWER_OF_UNIT.match(text, at)
+    return power.end() if power else at
+
+
+def _ungrouped(found: re.Match[str], *, listed: bool) -> str:
+    """Return the digits of a number; within brackets, or if `listed`, a comma alone separates items."""
+    if re.fullmatch("[0-9,]+", found[0]):
+        brackets = [bracket[-1] in "([{" for bracket in _BRACKET.findall(found.string[: found.start()])]
+        if listed or 2 * sum(brackets) > len(brackets):
+            return found[0]
     return re.sub("[^0-9]", "", found[0])

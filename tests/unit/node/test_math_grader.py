@@ -65,6 +65,19 @@ def test_the_page_lists_every_form_in_which_math_verify_differs(verdicts: list[b
         ("10%", r"\frac{1}{10}"),
         ("11_2", "11_{2}"),
         ("5", "5 = x"),
+        (r"x\in[100,200]", "[100, 200]"),
+        (r"P=(100,200)", "(100,200)"),
+        (r"A=\{100,200\}", r"\{200,100\}"),
+        (r"\frac{1,000}{3}", r"\frac{1000}{3}"),
+        ("5", r"5\text{ m}"),
+        ("5", r"5\,\mathrm{m}^2"),
+        ("5", r"5~\text{cm}"),
+        ("3+2i", r"3+2\mathrm{i}"),
+        (r"x \ge 2", "x >= 2"),
+        (r"x \ne 2", "x != 2"),
+        ("2^{10}", "2**10"),
+        ("7", r"\boldsymbol{7}"),
+        ("5", r"\approx 5"),
     ],
 )
 def test_these_are_equal_in_both_directions(answer: str, given: str) -> None:
@@ -85,10 +98,37 @@ def test_these_are_equal_in_both_directions(answer: str, given: str) -> None:
         ("(0,1)", r"\{0,1\}"),
         ("x<1", "x>1"),
         ("0", r"\emptyset"),
+        ("5", r"\text{not } 5"),
+        ("5", "5 not"),
+        ("10", r"10\text{ or more}"),
+        ("10", r"\text{no more than } 10"),
+        ("100200", "(100,200)"),
+        ("100,200", "(100, 200)"),
     ],
 )
 def test_these_are_not(answer: str, given: str) -> None:
     assert reward(answer, given) == reward(given, answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "So\n\\[\n5\n\\]",
+        "The answer is:\n\n$$\n5\n$$",
+        "The answer is **5** meters.",
+        "**Answer**: $5$",
+        "**The answer is 5.**",
+    ],
+)
+def test_an_answer_without_a_box_is_read_from_its_display(completion: str) -> None:
+    assert grade(MathGrader(), "5", completion) == 1.0
+
+
+def test_where_a_list_is_expected_a_comma_may_separate_its_items() -> None:
+    for given in ("100,200", "200, 100", r"\{100,200\}"):
+        assert reward("100, 200", given) == 1.0
+    assert reward("1,000, 2,000", "2,000, 1,000") == reward("100200", "100,200") == 1.0
+    assert reward("100200", "100, 200") == 0.0
 
 
 LETTERS = " ".join("abcdfghjklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
