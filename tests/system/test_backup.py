@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -53,14 +54,18 @@ def no_wait(_seconds: float) -> None:
 
 
 def work(swarm: Swarm, peer: Peer, *, wrong: bool = False) -> Outcome:
-    """One slot, generated as it must be, or with log-probabilities that are not the policy's."""
+    """One slot, generated as it must be, or with log-probabilities that are not the policy's.
+
+    Wrong ones are never the same: a slot that was rejected goes to others, and a file is taken once.
+    """
     return finish(swarm, peer, peer.lease(), wrong=wrong)
 
 
 def finish(swarm: Swarm, peer: Peer, lease: Lease, *, wrong: bool = False) -> Outcome:
     rows = swarm.honest(lease)
     if wrong:
-        rows[0] = msgspec.structs.replace(rows[0], logprobs=[value - 0.5 for value in rows[0].logprobs])
+        shift = random.uniform(0.5, 1.0)
+        rows[0] = msgspec.structs.replace(rows[0], logprobs=[value - shift for value in rows[0].logprobs])
     return swarm.judge(peer, rows, lease).outcome
 
 

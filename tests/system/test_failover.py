@@ -125,8 +125,10 @@ class Gate:
             yield self
         finally:
             self._shut()
+            await asyncio.sleep(0.05)  # what was accepted last begins in the loop's next turns
+            self._shut()
             tasks = [task for task in self._tasks if task is not None]
-            for task in tasks:  # one that was accepted last is connecting still
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0.05)  # what is aborted is closed in the loop's next turns
