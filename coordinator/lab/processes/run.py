@@ -97,7 +97,9 @@ class SwarmRun:
         output, errors = (self.swarm.folder / "logs" / f"audit.{name}" for name in ("json", "log"))
         output.unlink(missing_ok=True)
         shown = self.swarm.coordinator_url if url is None else url
-        public = ("audit", shown, "--run-id", self.swarm.run_id, "--sample", str(sample))
+        # Relays keep the newest versions alone; the origin, which goes on serving, has them all.
+        where = ("audit", shown, "--run-id", self.swarm.run_id, "--source", self.swarm.origin_url)
+        public = (*where, "--sample", str(sample))
         own = ("--state", str(self.swarm.folder / "auditor"), "--json")
         with launched(("-m", "node.cli", *public, *own), output=output, errors=errors) as process:
             deadline = time.monotonic() + AUDIT_SECONDS
