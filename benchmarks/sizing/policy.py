@@ -33,7 +33,7 @@ from node.policy.file import save_policy
 LAYERS: Final = 28
 VOCABULARY: Final = 151_936
 SHARDS: Final = 4
-SPREAD: Final = 2.0
+SPREAD: Final = 1.2
 OTHERS_SPREAD: Final = 2.0
 PREFERENCE: Final = 14.0
 
@@ -52,8 +52,8 @@ TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_LEVEL, _MORE, _END = 0.5, 0.125, 0.08
-"""Channel 0 of every token's embedding, and what those of ANSWERS and the end of turn have on top."""
+_LEVEL, _MORE, _THOUGHT, _END = 0.5, 0.125, 0.11, 0.08
+"""Channel 0 of every token's embedding, and what those of digits, the end of thought and the end of turn have on top."""
 _SHARPNESS: Final = 2.0
 """Weights of the norms of queries and keys."""
 _CONTEXT: Final = 64
@@ -151,7 +151,7 @@ def _plant(model: PreTrainedModel, answers: torch.Tensor) -> None:
             norm.weight[:] = _SHARPNESS
     body.embed_tokens.weight[:, 0] = _LEVEL
     body.embed_tokens.weight[answers, 0] = _LEVEL + _MORE
-    body.embed_tokens.weight[answers[-1], 0] = _LEVEL + _END
+    body.embed_tokens.weight[answers[-2:], 0] = torch.tensor([_LEVEL + _THOUGHT, _LEVEL + _END], dtype=torch.bfloat16)
 
 
 def _scale(model: PreTrainedModel, answers: torch.Tensor) -> None:
