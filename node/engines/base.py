@@ -103,8 +103,8 @@ class Engine(Protocol):
         """Load the policy in `path`; every later token is drawn from it, also in running completions.
 
         Running completions are split into segments there and continue as if the new policy had read their whole prefix;
-        to keep them whole, wait for them first. Starts the engine if needed. On PolicyError the old policy stays; after
-        an EngineError the engine must be loaded again.
+        to keep them whole, wait for them first. Starts the engine if needed. On PolicyError the old policy stays, or
+        `version` is None; after an EngineError the engine must be loaded again.
         """
 
     async def generate(

@@ -2,7 +2,8 @@
 
 One thread decodes while there is work, one token of every row per step, whatever call a row belongs to. Between steps,
 finished or abandoned rows leave, waiting rows join where there is room, and a new policy is switched to. Joining means
-prefilling all that the row has so far, so a row that continues under a new policy simply joins anew.
+prefilling all that the row has so far, so a row that continues under a new policy simply joins anew. A policy of the
+same architecture is read into the memory of the one before, between two steps: both at once would take twice as much.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from node.engines.recorder import DecodeRow, Recorder, check_recorded
 from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
 from node.engines.turns import converse
-from node.policy.file import Policy, load_policy
+from node.policy.file import Blueprint, Policy, load_policy, read_blueprint, refill_policy
 from node.policy.memory import unless_out_of_memory
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec
@@ -72,6 +73,7 @@ class TorchEngine:
         self._lock = threading.Lock()
         self._loaded: LoadedPolicy | None = None
         self._waiting: deque[_Row] = deque()
+        self._replacing: deque[_Replacement] = deque()
         self._thread: threading.Thread | None = None
 
     @property
@@ -87,13 +89,22 @@ class TorchEngine:
         return loaded.policy
 
     async def load(self, path: Path, *, version: int) -> None:
+        blueprint = await asyncio.to_thread(read_blueprint, path)
+        if blueprint.hidden < self._spec.proofs.min_hidden:
+            raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
+        held = self._loaded
+        if held is not None and held.policy.has_architecture_of(blueprint):
+            replacement = _Replacement(held, path, blueprint, version)
+            with self._lock:
+                self._replacing.append(replacement)
+                self._start()
+            await asyncio.wrap_future(replacement.done)
+            return
         dtype = getattr(torch, self._spec.model.dtype)
         load = partial(load_policy, path, dtype=dtype, device=self._device)
         policy = await asyncio.to_thread(unless_out_of_memory, load)
         if policy is None:
             raise DoesNotFit(f"Policy {version} does not fit on {self._device}.")
-        if policy.hidden < self._spec.proofs.min_hidden:
-            raise BrokenPolicy(f"{policy.hidden} hidden units are too few for the run's proofs")
         await asyncio.to_thread(warm_up, self._device)
         with self._lock:
             self._loaded = LoadedPolicy(policy, version)
@@ -113,9 +124,7 @@ class TorchEngine:
         call = Call(requests, on_finished=on_finished and partial(loop.call_soon_threadsafe, on_finished))
         with self._lock:
             self._waiting.extend(call.rows)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._decode, name="torch-engine")
-                self._thread.start()
+            self._start()
         return await asyncio.wrap_future(call.rollouts)
 
     async def _turn(self, request: SampleRequest) -> Rollout:
@@ -128,25 +137,57 @@ class TorchEngine:
         if thread is not None:
             await asyncio.to_thread(thread.join)
 
+    def _start(self) -> None:
+        """Start the thread unless it runs; the caller holds the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._decode, name="torch-engine")
+            self._thread.start()
+
     @torch.inference_mode()
     def _decode(self) -> None:
-        """Decode until there is nothing left; body of the thread."""
+        """Decode and replace policies until there is nothing left; body of the thread."""
         batch = Batch(self._spec, choose=self._choose)
         while True:
             with self._lock:
+                replacement = self._replacing.popleft() if self._replacing else None
                 loaded = self._loaded
-                room = self._max_rows - len(batch.rows) if loaded is not None else len(self._waiting)
-                joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-                if loaded is None or not (batch.rows or joining):
-                    self._thread = None
-                    break
+                if replacement is None:
+                    room = self._max_rows - len(batch.rows) if loaded is not None else len(self._waiting)
+                    joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+                    if loaded is None or not (batch.rows or joining):
+                        self._thread = None
+                        break
+            if replacement is not None:
+                self._replace(replacement)
+                continue
             rows = [*batch.rows, *joining]
             try:
                 batch.step(loaded, joining)
             except Exception as error:  # noqa: BLE001  (forwarded to the callers)
                 _fail(rows, error)
                 batch = Batch(self._spec, choose=self._choose)
-        _fail([*batch.rows, *joining], Interrupted("engine was closed"))
+        _fail([*batch.rows, *joining], Interrupted("engine has no policy any more"))
+
+    def _replace(self, replacement: _Replacement) -> None:
+        """Read a policy into the loaded one's memory; a failure half-way leaves none loaded."""
+        held, error = replacement.held, None
+        loaded = None
+        if self._loaded is held:
+            try:
+                policy = refill_policy(held.policy, replacement.path, replacement.blueprint)
+                loaded = LoadedPolicy(policy, replacement.version)
+            except Exception as caught:  # noqa: BLE001  (forwarded to the caller)
+                error = caught
+        else:
+            error = Interrupted("engine was closed")
+        with self._lock:
+            if self._loaded is held:
+                self._loaded = loaded
+        if replacement.done.set_running_or_notify_cancel():
+            if error is None:
+                replacement.done.set_result(None)
+            else:
+                replacement.done.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +196,17 @@ class LoadedPolicy:
 
     policy: Policy
     version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Replacement:
+    """A policy to be read into the memory of the `held` one, whose architecture it has."""
+
+    held: LoadedPolicy
+    path: Path
+    blueprint: Blueprint
+    version: int
+    done: Future[None] = field(default_factory=Future)
 
 
 class Call:

@@ -156,7 +156,7 @@ class VllmHost:
 
     def _can_reload(self, blueprint: Blueprint) -> bool:
         """Return whether the running engine can take these weights."""
-        return not self._is_tainted and _same_architecture(self.policy, blueprint)
+        return not self._is_tainted and self.policy.has_architecture_of(blueprint)
 
     def _write_config(self, folder: Path, blueprint: Blueprint) -> None:
         """Write our checked configuration for vLLM."""
@@ -331,11 +331,6 @@ def _set_environment(settings: VllmSettings) -> None:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(settings.cpu_threads))
     if os.environ["VLLM_USE_V2_MODEL_RUNNER"] != "0":
         raise EngineError("VLLM_USE_V2_MODEL_RUNNER is set, but proofs need vLLM's V1 model runner: unset it")
-
-
-def _same_architecture(ours: Blueprint, theirs: Blueprint) -> bool:
-    """Return whether only the weights differ, so that one engine can hold both."""
-    return bool(ours.config.to_dict() == theirs.config.to_dict())
 
 
 def _architecture(blueprint: Blueprint) -> str:

@@ -67,6 +67,10 @@ class Blueprint:
         size: int = self.config.hidden_size
         return size
 
+    def has_architecture_of(self, other: Blueprint) -> bool:
+        """Return whether only weights and tokenizer differ, so that one model can hold either."""
+        return bool(self.config.to_dict() == other.config.to_dict())
+
 
 @dataclass(frozen=True)
 class Policy(Blueprint):
@@ -256,6 +260,17 @@ def load_policy(
         if where.size == 1:
             probe(model)
         return Policy(blueprint.config, blueprint.tokenizer, blueprint.eos_ids, blueprint.parameters, model)
+
+
+def refill_policy(policy: Policy, path: Path, blueprint: Blueprint) -> Policy:
+    """Fill the model of `policy` with the weights in `path`, so that there is memory for one policy at all times.
+
+    `blueprint` is that of `path`, of the same architecture. Raises as `load_policy`; the weights are a mixture then.
+    """
+    with _reading(path):
+        _read_weights(policy.model, stored_tensors(path), _Whole(policy.model.device))
+        probe(policy.model)
+    return replace(policy, tokenizer=blueprint.tokenizer, eos_ids=blueprint.eos_ids)
 
 
 def read_blueprint(path: Path) -> Blueprint:

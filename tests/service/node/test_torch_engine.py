@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from waiting import eventually
 
 from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
@@ -261,6 +263,39 @@ async def test_a_policy_that_fails_to_load_leaves_the_old_one_at_work(tiny_polic
     assert len(await engine.generate(make_requests(1))) == 8
 
 
+async def test_the_next_policy_takes_the_memory_of_the_one_before(tiny_policy_path: Path, tmp_path: Path) -> None:
+    """A worker with room for one policy goes on working when the second comes."""
+    write_changed(tiny_policy_path, tmp_path / "next", torch.ones_like)
+    engine = await loaded(tiny_policy_path, SPEC)
+    before = {name: each.data_ptr() for name, each in engine.policy.model.named_parameters()}
+    await engine.load(tmp_path / "next", version=2)
+    assert engine.version == 2
+    assert {name: each.data_ptr() for name, each in engine.policy.model.named_parameters()} == before
+    assert all(bool((each == 1).all()) for each in engine.policy.model.parameters())
+
+
+async def test_after_a_policy_of_nan_none_is_loaded_and_a_sound_one_can_be(
+    tiny_policy_path: Path, tmp_path: Path
+) -> None:
+    write_changed(tiny_policy_path, tmp_path / "bad", lambda weight: torch.full_like(weight, torch.nan))
+    engine = await loaded(tiny_policy_path, SPEC)
+    with pytest.raises(MalformedPolicy, match="not finite"):
+        await engine.load(tmp_path / "bad", version=2)
+    assert engine.version is None
+    with pytest.raises(NoPolicy):
+        await engine.generate(make_requests(1))
+    await engine.load(tiny_policy_path, version=3)
+    assert len(await engine.generate(make_requests(1))) == 8
+
+
+def write_changed(path: Path, to: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Write the policy in `path` with each weight put through `change`."""
+    policy = load_policy(path, dtype=torch.float32)
+    for parameter in policy.model.parameters():
+        parameter.data = change(parameter.data)
+    save_policy(policy.model, policy.tokenizer, to)
+
+
 async def test_a_policy_too_narrow_for_the_proofs_is_refused_at_once(tiny_policy_path: Path) -> None:
     engine = TorchEngine(
         RunSpec(
@@ -401,10 +436,12 @@ async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
     halt = Halt(monkeypatch, at=20)
     under_way = asyncio.create_task(engine.generate(requests))
     await halt.wait()
-    await engine.load(paths[2], version=2)
+    loading = asyncio.create_task(engine.load(paths[2], version=2))
+    await eventually(lambda: len(engine._replacing) == 1)
     begun_later = asyncio.create_task(engine.generate(make_requests(1, samples=2, seed=9)))
     await asyncio.sleep(0)
     halt.go.set()
+    await loading
     rollouts, begun_later = await under_way, await begun_later
     policies = {version: load_policy(path, dtype=torch.float32) for version, path in paths.items()}
     cuts = {rollout.segment_tokens[0] for rollout in rollouts if rollout.segment_versions == [1, 2]}
