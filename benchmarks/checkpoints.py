@@ -31,7 +31,6 @@ from benchmarks.workload import Size, save_random_policy
 from coordinator.training.background import Background
 from coordinator.training.distributed_learner import Team
 from coordinator.training.grpo import Execution
-from node.policy.file import save_policy
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec, run_id_of
 from shardcast import Origin
 
@@ -68,7 +67,7 @@ class Bench:
         """Begin checkpoint and publication of the step, after the publication before; return what was waited for."""
         started = time.perf_counter()
         self.publisher.wait()
-        save_policy(self.team.gather(), self.team.learner.tokenizer, self.file)
+        self.team.write_policy(self.file, torch.float32)
         stalled = time.perf_counter() - started
         self.team.save({})
         self.publisher.begin(lambda: self.origin.publish(self.file, version=self.team.learner.step))
