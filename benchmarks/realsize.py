@@ -7,9 +7,9 @@ parameters) is the short form; the whole takes some 15 minutes of two cores and 
 relay, a worker with torch, verification, one GRPO step, its delta, a group of the second policy, a newcomer with vLLM
 where that is installed, an audit. For each role `*_peak_over_policy` is the largest resident size (VmHWM, those of its
 children added) over the policy's bytes, a worker's KV cache left out, and `disk_copies_*` what its folder takes when
-all is done over the same. `delta_end_to_end_s` is from the end of the training step to when the worker begins to draw
-under the second policy. The floors of stages are bytes over the disk's or the memory's bandwidth and operations over
-the rate of matrix products, measured in the same run.
+all is done over the same; the verifier may hold one policy (`--policy-memory`). `delta_end_to_end_s` is from the end
+of the training step to when the worker begins to draw under the second policy. The floors of stages are bytes over the
+disk's or the memory's bandwidth and operations over the rate of matrix products, measured in the same run.
 
 **verify**: `verify_share_of_matmul_peak`, what the products of a prefill would take over what verification takes.
 
@@ -59,6 +59,8 @@ KEYS: Final = {
     **OTHERS,
 }
 STEP_LAYERS: Final = 8
+SHELF: Final = 1.1
+"""A verifier's `--policy-memory` in policies: it holds one, where by default it takes half of what is free."""
 OTHER_SECONDS: Final = 900
 
 Findings = tuple[dict[str, Any], dict[str, str], dict[str, Any]]
@@ -72,10 +74,16 @@ def swarm(options: argparse.Namespace, folder: Path) -> Findings:
     say("swarm: the model's folder is written")
     floors = bandwidth(folder), in_child(rates, options.threads)
     text = rules(RUN_TOML, model)
-    run = RealSwarm(folder / "run", text, threads=options.threads, patience_s=options.patience)
+    size = tables.Size.of(policy.architecture(layers=options.layers, vocabulary=options.vocabulary))
+    run = RealSwarm(
+        folder / "run",
+        text,
+        threads=options.threads,
+        patience_s=options.patience,
+        policy_memory_gib=SHELF * size.policy_bytes / 2**30,
+    )
     has_vllm = find_spec("vllm") is not None
     found = run.run(vllm=has_vllm)
-    size = tables.Size.of(policy.architecture(layers=options.layers, vocabulary=options.vocabulary))
     figures, notes = tables.figures(found, size, run.swarm.spec)
     if not has_vllm:
         notes["vllm"] = "is not installed: no worker of that engine"

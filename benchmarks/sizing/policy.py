@@ -5,9 +5,9 @@ and completions that a reward can tell apart:
 
 - logits have a standard deviation of OTHERS_SPREAD, and those of ANSWERS one of SPREAD: a few tokens share the mass;
 - the tokens of ANSWERS have larger values in channel 0, which no layer writes to, so that their logits are PREFERENCE
-  above all others', in every context, that of the end of turn a little less. So a completion is some dozens of digits
-  and ends of thought, in an order that the random layers choose by what was said before: attention is sharpened, as
-  training does, because a mean over the context would hardly change from token to token.
+  above all others', in every context, those of the end of thought and the end of turn a little less. So a completion is
+  some dozens of digits and ends of thought, in an order that the random layers choose by what was said before:
+  attention is sharpened, as training does, because a mean over the context would hardly change from token to token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TEMPLATE: Final = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LEVEL, _MORE, _THOUGHT, _END = 0.5, 0.125, 0.11, 0.08
-"""Channel 0 of every token's embedding, and what those of digits, the end of thought and the end of turn have on top."""
+"""Channel 0 of every token's embedding, and what digits, the end of thought and the end of turn have on top."""
 _SHARPNESS: Final = 2.0
 """Weights of the norms of queries and keys."""
 _CONTEXT: Final = 64

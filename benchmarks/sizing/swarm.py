@@ -73,10 +73,13 @@ class Observations:
 class RealSwarm:
     """A swarm of one policy in `folder`; `run_toml` are its rules, `patience_s` bounds each wait."""
 
-    def __init__(self, folder: Path, run_toml: str, *, threads: int, patience_s: float) -> None:
+    def __init__(
+        self, folder: Path, run_toml: str, *, threads: int, patience_s: float, policy_memory_gib: float
+    ) -> None:
         self.swarm = lay_out(folder, run_toml, honest=len(_ENGINES), hostile=(), leaves=0)
         self.found = Observations(RoleMeter())
         self._threads = threads
+        self._policy_memory_gib = policy_memory_gib
         self._patience_s = patience_s
         self._watcher = SwarmWatcher(self.swarm)
         self._supervisors: list[Supervisor] = []
@@ -135,6 +138,8 @@ class RealSwarm:
             options += "--threads", str(self._threads)
         if command.name in _ENGINES:
             options += "--engine", _ENGINES[command.name], "--slots", "1", "--json"
+        if command.name == VERIFIER:
+            options += "--policy-memory", f"{self._policy_memory_gib:.3f}"
         if command.name == VLLM:
             options += "--max-num-seqs", "8", "--kv-cache-gib", "0.25"
         arguments = (*module, "--log-format", "json", name, *command.arguments[3:], *options)
