@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, bindparam, or_, select
+from sqlalchemy import Connection, bindparam, func, not_, or_, select
 
 from coordinator.storage.progress import Progress
 from coordinator.storage.schema import (
@@ -25,6 +25,7 @@ from coordinator.storage.schema import (
     slots,
     submissions,
 )
+from coordinator.storage.standing import is_unproven
 from node.protocol.admission import Outcome
 from node.protocol.messages import Gap, MissedSlot
 from node.protocol.run import RunSpec
@@ -32,6 +33,8 @@ from node.protocol.run import RunSpec
 LATE_FACTOR: Final = 4.0
 """A lease is late after this multiple of the lower quartile of what recent admitted groups took: who delivers slowly on
 purpose would have to send three quarters of them to move it."""
+HOLDERS_SECONDS: Final = 60.0
+"""Who asked for work within a lease's length and this may ask again."""
 LEAST_TIMES: Final = 8
 CLOCK_STEP_SECONDS: Final = 5.0
 """A clock correction by less than this ends no lease and no wait."""
@@ -41,10 +44,11 @@ MOST_MISSED_OF_SLOT: Final = 8
 
 _UNDELIVERED = or_(slots.c.state == SlotState.OPEN, slots.c.state == SlotState.LEASED)
 _MISSING = (
-    select(slots.c.id, slots.c.version, slots.c.number)
+    select(slots.c.id, slots.c.version, slots.c.number, slots.c.state == SlotState.LEASED)
     .where(_UNDELIVERED, slots.c.version <= bindparam("last_chance"))
     .order_by(slots.c.version, slots.c.number)
 )
+_OLDEST_HELD = select(func.min(nodes.c.held_from)).where(nodes.c.seen_at > bindparam("seen_since"), not_(is_unproven()))
 _READY_AT = (
     select(submissions.c.decided_at)
     .join(groups, groups.c.submission == submissions.c.submission)
@@ -95,6 +99,7 @@ class MissingSlot:
     id: int
     version: int
     number: int
+    is_leased: bool
 
     @property
     def gap(self) -> Gap:
@@ -105,6 +110,20 @@ def missing_slots(connection: Connection, at: Progress, *, spec: RunSpec) -> lis
     """Return what the next step is the last chance of, and nobody has delivered."""
     rows = connection.execute(_MISSING, {"last_chance": at.last_chance(spec.batch)})
     return [MissingSlot(*row) for row in rows]
+
+
+def awaited_slots(connection: Connection, at: Progress, *, spec: RunSpec, now: float) -> int:
+    """Return how many of `missing_slots` somebody may still deliver.
+
+    Those are under a lease, or of a policy that a proven node had when it asked for work of late: a node that starts
+    again fetches the newest policy alone.
+    """
+    missing = missing_slots(connection, at, spec=spec)
+    if not missing:
+        return 0
+    seen_since = now - spec.batch.lease_seconds - HOLDERS_SECONDS
+    held_from = connection.execute(_OLDEST_HELD, {"seen_since": seen_since}).scalar()
+    return sum(held_from is None or slot.is_leased or slot.version >= held_from for slot in missing)
 
 
 def seconds_to_wait(connection: Connection, at: Progress, *, missing: int, spec: RunSpec, now: float) -> float:

@@ -104,6 +104,8 @@ nodes = Table(
     Column("instance", Text, nullable=False, server_default=""),
     Column("instance_name", Text, nullable=False, server_default=""),
     Column("instance_seen_at", Double, nullable=False, server_default="0"),
+    # The oldest policy on its disk when it last asked for work.
+    Column("held_from", Integer),
     Index(None, "tokens", "node"),
     Index(None, "rejected", "node"),
     Index(None, "seen_at", "node"),

@@ -40,9 +40,9 @@ def may_assign(connection: Connection, *, spec: RunSpec, now: float, trained: in
 def missing_for_next_step(connection: Connection, *, spec: RunSpec, now: float) -> tuple[int, float]:
     """Return how many slots a step that has its groups waits for, and for how many seconds at most; (0, 0) for none."""
     at = progress(connection)
-    missing = len(gaps.missing_slots(connection, at, spec=spec))
-    seconds = gaps.seconds_to_wait(connection, at, missing=missing, spec=spec, now=now)
-    return (missing, seconds) if seconds > 0 else (0, 0.0)
+    awaited = gaps.awaited_slots(connection, at, spec=spec, now=now)
+    seconds = gaps.seconds_to_wait(connection, at, missing=awaited, spec=spec, now=now)
+    return (awaited, seconds) if seconds > 0 else (0, 0.0)
 
 
 def assign_batch(connection: Connection, *, spec: RunSpec, now: float, trained: int = -1) -> int | None:

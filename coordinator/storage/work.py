@@ -72,7 +72,7 @@ def lease(
     expire_leases(connection, spec=spec, now=now)
     head, last_step, manifest, unfinished = connection.execute(statements.SITUATION, {"node": node}).one()
     at = Progress.of(head, last_step)
-    standing = _standing(connection, node=node, address=quota.address, now=now)
+    standing = _standing(connection, node=node, address=quota.address, held=request.held_versions, now=now)
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
@@ -110,8 +110,8 @@ def _usable_versions(
         return usable
     if _count(connection, statements.GROUPS_WAITING) < spec.batch.groups_per_step:
         return usable
-    missing = len(gaps.missing_slots(connection, at, spec=spec))
-    if gaps.seconds_to_wait(connection, at, missing=missing, spec=spec, now=now) > 0:
+    awaited = gaps.awaited_slots(connection, at, spec=spec, now=now)
+    if gaps.seconds_to_wait(connection, at, missing=awaited, spec=spec, now=now) > 0:
         return usable
     return [version for version in usable if version > last_chance]
 
@@ -263,10 +263,17 @@ class _Standing:
         return self.admitted > 0 and self.rejected_streak == 0
 
 
-def _standing(connection: Connection, *, node: str, address: str, now: float) -> _Standing:
-    """Read a node's standing and update when and where it was seen; raises Refusal for an unknown node."""
-    seen = {"of_node": node, "now": now, "from_address": address, "from_place": place_of(address)}
-    row = connection.execute(statements.NODE_SEEN, seen).first()
+def _standing(connection: Connection, *, node: str, address: str, held: Sequence[int], now: float) -> _Standing:
+    """Read a node's standing and update when, where and with which policies it was seen; raises Refusal for an unknown
+    node.
+    """
+    seen = {
+        "now": now,
+        "from_address": address,
+        "from_place": place_of(address),
+        "oldest_held": min(held, default=None),
+    }
+    row = connection.execute(statements.NODE_SEEN, {"of_node": node, **seen}).first()
     if row is None:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
     of_slots = Standing(verified=row.verified, strikes=row.strikes)

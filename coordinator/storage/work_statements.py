@@ -57,7 +57,12 @@ PROGRESS = select(_HEAD, _LAST_STEP)
 NODE_SEEN = (
     update(nodes)
     .where(nodes.c.node == bindparam("of_node"))
-    .values(seen_at=bindparam("now"), address=bindparam("from_address"), place=bindparam("from_place"))
+    .values(
+        seen_at=bindparam("now"),
+        address=bindparam("from_address"),
+        place=bindparam("from_place"),
+        held_from=bindparam("oldest_held"),
+    )
     .returning(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
 )
 

@@ -179,6 +179,36 @@ def test_each_share_of_missing_slots_costs_a_wait(start: Start) -> None:
     assert len(last_batch(actors).gaps) == 2
 
 
+def test_no_step_waits_for_slots_whose_policy_every_node_has_lost(start: Start) -> None:
+    """Workers that were killed come back with the newest policy alone: a step of 24 waited a quarter of an hour."""
+    actors = start(groups_per_step=2, max_async=1)
+    groups(actors, "a", 2, head=0)
+    (lost,) = actors.lease("a", held=(0,))
+    assert actors.assign() == 0
+    actors.publish(1)
+    actors.give_back("a", lost)
+    groups(actors, "b", 2, head=1)
+    assert actors.assign() is None, "a may still have policy 0"
+    assert not actors.lease("a", held=(1,), count=0)
+    assert actors.assign() == 1
+    assert last_batch(actors).gaps == (Gap(version=0, slot=lost.slot),)
+    assert actors.reading().problems == []
+
+
+def test_an_unproven_node_cannot_have_a_step_wait_for_its_policies(start: Start) -> None:
+    """Free keys say that they hold everything."""
+    actors = start(groups_per_step=2, max_async=1)
+    groups(actors, "a", 2, head=0)
+    (lost,) = actors.lease("a", held=(0,))
+    assert actors.assign() == 0
+    actors.publish(1)
+    actors.give_back("a", lost)
+    groups(actors, "a", 2, head=1)
+    actors.register("stranger", admitted=0)
+    assert not actors.lease("stranger", held=(0, 1), count=0)
+    assert actors.assign() == 1
+
+
 def test_junk_for_the_last_slots_cannot_hold_up_a_step_for_ever(start: Start) -> None:
     """Each rejection opens the slot again; past the wait, nobody gets it any more."""
     actors = start(groups_per_step=2, max_async=1)
