@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, and_, select, update
 
 from coordinator.errors import StorageFault
 from coordinator.storage import locks
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, log_entries, steps, submissions
-from coordinator.storage.verdicts import MAX_ATTEMPTS, QueueItem
+from coordinator.storage.verdicts import MAX_ATTEMPTS, QueueItem, is_held
 from node.protocol.admission import Outcome
 from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
 from shardcast.wire import decode
@@ -77,17 +77,19 @@ def admitted_group(connection: Connection, submission: str) -> AdmittedGroup:
 def finish(connection: Connection, claimed: QueueItem, *, blob: str | None, again: bool = False) -> bool:
     """Take a rebuild out of the queue, with the group's new `blob` if there is one; return False if it is too late.
 
-    `again`: a verifier could not tell, so it stays in the queue while it has attempts left.
+    `again`: a verifier could not tell, so it stays in the queue while it has attempts left. Without a blob only the
+    claim's holder ends it: the next verifier may succeed.
     """
     locks.deciding(connection)
     retried = again and claimed.attempts + 1 < MAX_ATTEMPTS
-    held = update(submissions).where(
+    queued = and_(
         submissions.c.submission == claimed.submission,
-        submissions.c.state == SubmissionState.VERIFYING,
+        submissions.c.state != SubmissionState.DONE,
         submissions.c.recheck.is_distinct_from(RECHECK_DUE),
     )
     state = SubmissionState.QUEUED if retried else SubmissionState.DONE
-    if not connection.execute(held.values(state=state, verifier=None)).rowcount:
+    mine = queued if blob is not None else and_(queued, is_held(claimed))
+    if not connection.execute(update(submissions).where(mine).values(state=state, verifier=None)).rowcount:
         return False
     if blob is not None:
         connection.execute(update(groups).where(groups.c.submission == claimed.submission).values(blob=blob))

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, false, insert, not_, or_, select, update
 
 from coordinator.storage import locks, log, pools, stakes, standing, tallies
 from coordinator.storage.progress import progress
@@ -40,10 +40,10 @@ MAX_DRIFT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class QueueItem:
-    """A submission claimed by a verifier; `full`: measure all rows. A `recheck` is retried until `recheck_by`.
+    """A submission claimed by `verifier`; `full`: measure all rows. A `recheck` is retried until `recheck_by`.
 
-    A `rebuild` has its verdict, and only its group is made again, from the rows that were measured then: all, or the
-    row `spot`.
+    `attempts` are those before this claim. A `rebuild` has its verdict, and only its group is made again, from the rows
+    that were measured then: all, or the row `spot`.
     """
 
     submission: str
@@ -55,6 +55,7 @@ class QueueItem:
     slot_id: int
     manifest_digest: str
     attempts: int
+    verifier: str
     full: bool = True
     recheck: bool = False
     recheck_by: float = 0.0
@@ -93,7 +94,7 @@ def claim(
     over = progress(connection).is_over(spec)
     rows = connection.execute(_oldest(free, most=most)).all()
     taken = [
-        _claimed(connection, row, spec=spec, over=over)
+        _claimed(connection, row, verifier=verifier, spec=spec, over=over)
         for row in takewhile(lambda row: row.version == rows[0].version, rows)
     ]
     connection.execute(
@@ -145,7 +146,7 @@ def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
     )
 
 
-def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool) -> QueueItem:
+def _claimed(connection: Connection, row: Row[Any], *, verifier: str, spec: RunSpec, over: bool) -> QueueItem:
     """Convert a row of `_oldest`; once the run is `over`, all rows are measured."""
     values = row._asdict()
     recheck = values.pop("recheck") == RECHECK_DUE
@@ -155,32 +156,37 @@ def _claimed(connection: Connection, row: Row[Any], *, spec: RunSpec, over: bool
     full = standing.is_measured_in_full(held, draw=values.pop("draw"), staked=staked, rules=spec.standing)
     values["recheck_by"] = values["recheck_by"] or 0.0
     full = row.spot is None if rebuild else full or recheck or over
-    return QueueItem(**values, full=full, recheck=recheck, rebuild=rebuild)
+    return QueueItem(**values, verifier=verifier, full=full, recheck=recheck, rebuild=rebuild)
 
 
-def renew(connection: Connection, claimed: Sequence[QueueItem], *, verifier: str, until: float) -> None:
-    """Make this verifier's claims last until `until`; those that it has no more stay as they are."""
-    held = and_(
-        submissions.c.submission.in_([one.submission for one in claimed]),
+def is_held(claimed: QueueItem) -> ColumnElement[bool]:
+    """Return the condition that the submission is still at the verifier that claimed it, by this very claim."""
+    return and_(
+        submissions.c.submission == claimed.submission,
         submissions.c.state == SubmissionState.VERIFYING,
-        submissions.c.verifier == verifier,
+        submissions.c.verifier == claimed.verifier,
+        submissions.c.attempts == claimed.attempts + 1,
     )
+
+
+def renew(connection: Connection, claimed: Sequence[QueueItem], *, until: float) -> None:
+    """Make these claims last until `until`; those that another verifier has by now stay as they are."""
+    held = or_(false(), *map(is_held, claimed))
     connection.execute(update(submissions).where(held).values(claimed_until=until))
 
 
-def defer(connection: Connection, claimed: QueueItem, *, verifier: str, until: float) -> None:
-    """Release a submission that `verifier` claimed, for any to claim after `until`; does not count as an attempt.
+def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:
+    """Release a claimed submission, for any verifier to claim after `until`; does not count as an attempt.
 
-    One that it has released already waits until then as well; one that was claimed again meanwhile stays claimed.
+    One that was released already waits until then as well; one that was claimed again meanwhile stays claimed.
     """
-    held = and_(
+    released = and_(
         submissions.c.submission == claimed.submission,
         submissions.c.state == SubmissionState.VERIFYING,
-        or_(
-            and_(submissions.c.verifier == verifier, submissions.c.attempts == claimed.attempts + 1),
-            and_(submissions.c.verifier.is_(None), submissions.c.attempts == claimed.attempts),
-        ),
+        submissions.c.verifier.is_(None),
+        submissions.c.attempts == claimed.attempts,
     )
+    held = or_(is_held(claimed), released)
     connection.execute(
         update(submissions).where(held).values(verifier=None, claimed_until=until, attempts=claimed.attempts)
     )
@@ -196,45 +202,53 @@ def record(
     group: str | None = None,
     evidence: str | None = None,
 ) -> bool:
-    """Store a verdict, or requeue an indeterminate one; return False if another verifier was faster.
+    """Store a verdict, or requeue an indeterminate one; return False if it comes too late to matter.
 
-    `group` and `evidence` name the blobs of the admitted group and of the measurements
+    The first verdict that decides counts, whoever has the claim by now; one that does not counts from the claim's
+    holder alone. `group` and `evidence` name the blobs of the admitted group and of the measurements
     (`coordinator.verifier.evidence`).
     """
     locks.deciding(connection)
-    query = select(submissions.c.state, submissions.c.recheck, submissions.c.received_at)
-    state, recheck, received_at = connection.execute(query.where(submissions.c.submission == claimed.submission)).one()
-    # A late first verdict may find its submission waiting for the second.
-    if state != SubmissionState.VERIFYING or (recheck == RECHECK_DUE) != claimed.recheck:
+    query = select(
+        submissions.c.outcome, submissions.c.recheck, submissions.c.received_at, is_held(claimed).label("held")
+    )
+    # Locked, for no other verifier to claim it meanwhile.
+    row = connection.execute(query.where(submissions.c.submission == claimed.submission).with_for_update()).one()
+    # A late first verdict may find its submission waiting for the second, or its group for being rebuilt.
+    if (row.recheck != RECHECK_DUE) if claimed.recheck else (row.outcome is not None):
         return False
-    if _requeue(connection, claimed, verdict, spec=spec, now=now):
-        return True
+    if not _settles(connection, claimed, verdict, spec=spec):
+        if not row.held:
+            return False
+        if verdict.outcome is not Outcome.INDETERMINATE or _has_attempts_left(claimed, now=now):
+            _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
+            return True
     if claimed.recheck:
         _record_recheck(connection, claimed, verdict, spec=spec, now=now, evidence=evidence)
     else:
         verdict = _after_drift(connection, claimed, verdict, limits=spec.limits)
         _record_first(connection, claimed, verdict, spec=spec, now=now, group=group, evidence=evidence)
         kind = VerdictKind.FULL if verdict.spot is None else VerdictKind.SPOT
-        tallies.count_verdict(connection, kind, verdict, waited_seconds=now - received_at, now=now)
+        tallies.count_verdict(connection, kind, verdict, waited_seconds=now - row.received_at, now=now)
     if verdict.outcome is Outcome.REJECTED:
         standing.penalise(connection, claimed.node, submission=claimed.submission, spec=spec, now=now)
     return True
 
 
-def _requeue(connection: Connection, claimed: QueueItem, verdict: Verdict, *, spec: RunSpec, now: float) -> bool:
-    """Requeue a submission that is undecided, or of which one row no longer suffices (node rejected, run over).
-
-    Return whether it was requeued.
+def _settles(connection: Connection, claimed: QueueItem, verdict: Verdict, *, spec: RunSpec) -> bool:
+    """Return whether a verdict decides: not `indeterminate`, nor of one row where all count now (node rejected, run
+    over).
     """
     if verdict.outcome is Outcome.INDETERMINATE:
-        again = claimed.attempts + 1 < MAX_ATTEMPTS and (not claimed.recheck or now < claimed.recheck_by)
-    else:
-        held = standing.standing_of(connection, claimed.node)
-        all_rows = held.full_rate(spec.standing) >= 1.0 or progress(connection).is_over(spec)
-        again = verdict.spot is not None and all_rows
-    if again:
-        _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
-    return again
+        return False
+    if verdict.spot is None:
+        return True
+    held = standing.standing_of(connection, claimed.node)
+    return held.full_rate(spec.standing) < 1.0 and not progress(connection).is_over(spec)
+
+
+def _has_attempts_left(claimed: QueueItem, *, now: float) -> bool:
+    return claimed.attempts + 1 < MAX_ATTEMPTS and (not claimed.recheck or now < claimed.recheck_by)
 
 
 def _record_first(

@@ -238,7 +238,7 @@ class Verifier:
 
     def _renew_once(self, claimed: Sequence[QueueItem]) -> None:
         with self._home.database.write(durable=False) as connection:
-            verdicts.renew(connection, claimed, verifier=self._settings.name, until=verdicts.clock() + CLAIM_SECONDS)
+            verdicts.renew(connection, claimed, until=verdicts.clock() + CLAIM_SECONDS)
 
     def _claim(self) -> list[QueueItem]:
         with self._home.database.write() as connection:
@@ -415,7 +415,7 @@ class Verifier:
         self._metrics.deferred.inc()
         with self._home.database.write() as connection:
             until = verdicts.clock() + RETRY_SECONDS
-            verdicts.defer(connection, claimed, verifier=self._settings.name, until=until)
+            verdicts.defer(connection, claimed, until=until)
 
     def _record(
         self, claimed: QueueItem, judgement: JudgedClaim, evidence: bytes | None, published: Mapping[int, str]
@@ -430,7 +430,7 @@ class Verifier:
                 # An auditor would count a policy logged meanwhile as published, and reach another verdict.
                 locks.deciding(connection)
                 if training.newest_version(connection) != max(published, default=None):
-                    verdicts.defer(connection, claimed, verifier=self._settings.name, until=now)
+                    verdicts.defer(connection, claimed, until=now)
                     return
             stored = verdicts.record(
                 connection, claimed, verdict, spec=self._home.spec, now=now, group=group, evidence=evidence_name

@@ -60,7 +60,7 @@ def test_a_submission_that_was_claimed_in_the_future_is_claimed_again(actors: Ac
     claimed = actors.claim("first")
     assert claimed is not None
     with actors.home.database.write() as connection:
-        verdicts.defer(connection, claimed, verifier="first", until=actors.now + 1)
+        verdicts.defer(connection, claimed, until=actors.now + 1)
     actors.now -= HOUR
     again = actors.claim("second")
     assert again is not None

@@ -18,7 +18,7 @@ from storm import STORMS
 
 from coordinator.errors import BadConfiguration, StorageFault
 from coordinator.run.home import Home, create_home, open_home
-from coordinator.storage import log, verdicts, work
+from coordinator.storage import log, rebuilds, verdicts, work
 from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
 from coordinator.storage.verdicts import QueueItem
@@ -245,10 +245,10 @@ def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attemp
         assert claimed is not None
         assert (claimed.submission, claimed.attempts) == (first, 0)
         with actors.home.database.write() as connection:
-            verdicts.defer(connection, claimed, verifier="first", until=actors.now + 5)
+            verdicts.defer(connection, claimed, until=actors.now + 5)
         actors.now += 5
     with actors.home.database.write() as connection:
-        verdicts.defer(connection, claimed, verifier="first", until=actors.now + 5)
+        verdicts.defer(connection, claimed, until=actors.now + 5)
     taken = actors.claim("first")
     assert taken is not None
     assert taken.submission == second
@@ -259,7 +259,7 @@ def test_a_deferred_submission_waits_its_time_for_anybody_and_has_all_its_attemp
     assert again is not None
     assert actors.decide(again, Outcome.ADMITTED)
     with actors.home.database.write() as connection:
-        verdicts.defer(connection, claimed, verifier="first", until=actors.now)
+        verdicts.defer(connection, claimed, until=actors.now)
     assert actors.claim("first") is None, "what is decided stays decided"
 
 
@@ -274,18 +274,18 @@ def test_a_verifier_that_defers_twice_takes_nothing_from_the_next_one(actors: Ac
         assert claimed is not None
         return claimed
 
-    def defer(claimed: QueueItem, verifier: str) -> None:
+    def defer(claimed: QueueItem) -> None:
         with actors.home.database.write() as connection:
-            verdicts.defer(connection, claimed, verifier=verifier, until=actors.now + 1)
+            verdicts.defer(connection, claimed, until=actors.now + 1)
 
     early = claim("first")
-    defer(early, "first")
+    defer(early)
     actors.now += 2
     held = claim("second")
     if is_over:
         actors.decide(held, Outcome.INDETERMINATE)
-        defer(claim("second"), "second")
-    defer(early, "first")
+        defer(claim("second"))
+    defer(early)
     actors.now += 2
     if is_over:
         assert claim("third").attempts == 1, "what the second could not decide stays counted"
@@ -307,6 +307,72 @@ def test_a_verifier_that_died_loses_nothing(actors: Actors) -> None:
     assert taken.submission == name
     assert actors.decide(taken, Outcome.ADMITTED)
     assert not actors.decide(again, Outcome.REJECTED), "the slower verdict is dropped"
+    assert sum(isinstance(entry, VerdictEntry) for entry in actors.entries()) == 1
+
+
+@pytest.mark.parametrize("failed", range(verdicts.MAX_ATTEMPTS))
+def test_a_late_doubt_takes_nothing_from_the_verifier_that_has_the_claim_by_now(actors: Actors, failed: int) -> None:
+    """A third one would measure the same once more, or the slot be given up while it is being judged."""
+    (lease,) = actors.lease("a", held=(0,))
+    actors.submit("a", lease.lease_id)
+    for _ in range(failed):
+        actors.decide(actors.claim(), Outcome.INDETERMINATE)
+    late = actors.claim("first")
+    actors.now += 31
+    held = actors.claim("second")
+    assert held is not None
+    assert not actors.decide(late, Outcome.INDETERMINATE)
+    assert actors.claim("third") is None
+    assert actors.decide(held, Outcome.ADMITTED)
+
+
+def test_a_doubt_of_a_verifiers_earlier_process_is_late_too(actors: Actors) -> None:
+    (lease,) = actors.lease("a", held=(0,))
+    actors.submit("a", lease.lease_id)
+    late, held = actors.claim("first"), actors.claim("first")
+    assert not actors.decide(late, Outcome.INDETERMINATE)
+    assert actors.claim("second") is None
+    assert actors.decide(held, Outcome.ADMITTED)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["at work", "deferred"])
+def test_a_late_verdict_that_decides_counts_once(actors: Actors, is_deferred: bool) -> None:
+    """What was measured need not be measured again, and the next verifier's verdict is dropped."""
+    (lease,) = actors.lease("a", held=(0,))
+    actors.submit("a", lease.lease_id)
+    late = actors.claim("first")
+    actors.now += 31
+    held = actors.claim("second")
+    if is_deferred:
+        with actors.home.database.write() as connection:
+            verdicts.defer(connection, held, until=actors.now)
+    assert actors.decide(late, Outcome.ADMITTED)
+    assert actors.claim("third") is None
+    assert not actors.decide(held, Outcome.ADMITTED)
+    assert sum(isinstance(entry, VerdictEntry) for entry in actors.entries()) == 1
+
+
+def test_late_verdicts_leave_a_group_that_is_being_rebuilt_alone(actors: Actors) -> None:
+    """A first verdict would admit it twice; a rebuild that failed would end the one that is about to succeed."""
+    (lease,) = actors.lease("a", held=(0,))
+    name = actors.submit("a", lease.lease_id)
+    late = actors.claim("first")
+    actors.now += 31
+    assert actors.decide(actors.claim("second"), Outcome.ADMITTED)
+    with actors.home.database.write() as connection:
+        rebuilds.request(connection, name)
+    early = actors.claim("first")
+    actors.now += 31
+    held = actors.claim("second")
+    assert held.rebuild
+    assert not actors.decide(late, Outcome.ADMITTED)
+    with actors.home.database.write() as connection:
+        for again in (True, False):
+            assert not rebuilds.finish(connection, early, blob=None, again=again)
+        assert rebuilds.is_queued(connection, name)
+        assert rebuilds.finish(connection, held, blob="new")
+        assert not rebuilds.finish(connection, early, blob="other")
+        assert rebuilds.blob_of(connection, name) == "new"
     assert sum(isinstance(entry, VerdictEntry) for entry in actors.entries()) == 1
 
 
@@ -336,6 +402,7 @@ def test_any_order_of_events_loses_and_repeats_nothing(
     actors.register(*names, admitted=0)
     actors.publish(0)
     head, training_now, held = 0, False, []
+    asleep: list[QueueItem] = []
     for _ in range(6000):
         actors.now += rng.random() * 5
         event = rng.choice(["lease", "submit", "submit", "verify", "verify", "assign", "publish"])
@@ -351,7 +418,10 @@ def test_any_order_of_events_loses_and_repeats_nothing(
                 except Refusal as refusal:
                     assert refusal.reason in (Reason.STALE_POLICY, Reason.EXPIRED_LEASE)
         elif event == "verify":
-            claimed = actors.claim()
+            claimed = actors.claim(f"v{rng.randrange(3)}")
+            if claimed is not None and rng.random() < 0.2:
+                asleep.append(claimed)
+                claimed = asleep.pop(0) if len(asleep) > 3 else None
             if claimed is not None and rng.random() < 0.9:  # else the verifier died
                 weights = [0.1] * 3 if claimed.node == who("n0") else [0.8, 0.1, 0.1]
                 actors.decide(claimed, rng.choices(list(Outcome), weights)[0])
@@ -516,20 +586,20 @@ def test_renewed_claims_are_nobody_elses_until_they_end_and_what_was_lost_is_not
                 connection, verifier=verifier, spec=home.spec, now=actors.now + at, seconds=30.0, most=8
             )
 
-    def renew(claimed: list[QueueItem], verifier: str, *, at: float) -> None:
+    def renew(claimed: list[QueueItem], *, at: float) -> None:
         with home.database.write() as connection:
-            verdicts.renew(connection, claimed, verifier=verifier, until=actors.now + at + 30.0)
+            verdicts.renew(connection, claimed, until=actors.now + at + 30.0)
 
     taken = claim("first", at=0)
-    renew(taken, "first", at=20)
+    renew(taken, at=20)
     assert claim("second", at=49) == []
     over = claim("second", at=51)
     assert [one.submission for one in over] == names
-    renew(taken, "first", at=60)
+    renew(taken, at=60)
     assert claim("third", at=82) != [], "the first has nothing to renew any more"
     with home.database.write() as connection:
         for one in over:
-            verdicts.defer(connection, one, verifier="second", until=actors.now)
+            verdicts.defer(connection, one, until=actors.now)
     assert claim("fourth", at=83) == [], "nor has the second anything to put back"
 
 
