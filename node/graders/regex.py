@@ -180,26 +180,34 @@ class _Parser:
         return part
 
     def _repeated(self, depth: int) -> Part:
-        begin = self.at
+        begin = len(self.classes)
         part = self._atom(depth)
         low, high = self._quantifier()
         if (low, high) == (1, 1):
             return part
-        end = self.at
         if self._next() in ("*", "+", "?", "{"):
-            raise BadPattern(f"character {end}: a quantifier of a quantifier")
+            raise BadPattern(f"character {self.at}: a quantifier of a quantifier")
 
+        # Each repetition has positions of its own. They are copied: to read it again costs time without a limit where
+        # it has many empty alternatives, which have no positions.
+        classes, follow, first = self.classes[begin:], self.follow[begin:], part
         whole = _NOTHING
         for number in range(max(low, 1) if high is None else high):
             if number:
-                # Each repetition has positions of its own; it is read from the pattern again.
-                self.at = begin
-                part = self._atom(depth)
+                shift = number * len(classes)
+                self._add(classes, [after << shift for after in follow])
+                part = Part(first.empty, first.first << shift, first.last << shift)
             if high is None and number == max(low, 1) - 1:
                 self._connect(part.last, part.first)
             whole = self._then(whole, part if number < low else Part(empty=True, first=part.first, last=part.last))
-        self.at = end
         return whole
+
+    def _add(self, classes: list[Ranges], follow: list[int]) -> None:
+        """Add positions and what follows them; raises BadPattern where they are too many."""
+        if len(self.classes) + len(classes) > MAX_POSITIONS:
+            raise BadPattern(f"more than {MAX_POSITIONS} characters, repetitions counted")
+        self.classes += classes
+        self.follow += follow
 
     def _then(self, left: Part, right: Part) -> Part:
         self._connect(left.last, right.first)
@@ -275,10 +283,7 @@ class _Parser:
         return part
 
     def _position(self, ranges: Ranges) -> Part:
-        if len(self.classes) >= MAX_POSITIONS:
-            raise BadPattern(f"more than {MAX_POSITIONS} characters, repetitions counted")
-        self.classes.append(ranges)
-        self.follow.append(0)
+        self._add([ranges], [0])
         bit = 1 << (len(self.classes) - 1)
         return Part(empty=False, first=bit, last=bit)
 

@@ -1154,6 +1154,7 @@ GRADED: list[tuple[GraderSpec, str, tuple[str, ...]]] = [
         ),
     ),
     (RegexGrader(), r"(?:\d{3}-){2}\d{4}", ("555-123-4567", "x555-123-4567", "555-123-45678", "\u0665" * 12)),
+    (RegexGrader(), "(" + "|" * 900 + "a(?:b|c){0,1}){64}", ("ab" * 64, "a" * 63, "a" * 65, "")),
     (RegexGrader(ignore_case=True), "[^A-Y]+|no", ("z9!", "NO", "a", "nope", "")),
     (
         MathGrader(),
@@ -1178,7 +1179,23 @@ GRADED: list[tuple[GraderSpec, str, tuple[str, ...]]] = [
         r"(-\infty,1)\cup[2,\infty)",
         (r"[2,\infty) \cup (-\infty,1)", r"[2,\infty)", r"(-\infty,1]\cup[2,\infty)"),
     ),
-    (MathGrader(), r"\{1,-1\}", (r"x=\pm 1", "1 and -1", "(1,-1)", "1")),
+    (MathGrader(), r"\{1,-1\}", (r"x=\pm 1", "1 and -1", "(1,-1)", "1", "So $1$, or $-1$.", r"So \(1\) and \(-1\)")),
+    (
+        MathGrader(),
+        "42",
+        (
+            *(
+                "$41$ or $42$",
+                "$41$, $42$",
+                r"\[41\] OR \[42\]",
+                "41 or $42$",
+                "$42$ or",
+                "$a$ $42$",
+                "$a$ and so $42$",
+            ),
+            *("$42$ for $41$", r"\(41\) \(42\)"),
+        ),
+    ),
     (MathGrader(), "100, 200", ("100,200", "200 and 100", "(100,200)", r"x\in\{100,200\}")),
     (MathGrader(), "[100,200]", (r"x\in[100,200]", "100<=x<=200", "100,200")),
     (
@@ -1192,7 +1209,10 @@ GRADED: list[tuple[GraderSpec, str, tuple[str, ...]]] = [
     (
         MathGrader(evaluated=True),
         "42",
-        ("42", "84/2", "x = 42", "6*7", r"\boxed{42.0}", "42!/41!", r"\boxed{6(7)}", "2{21}"),
+        (
+            *("42", "84/2", "x = 42", "6*7", r"\boxed{42.0}", "42!/41!", r"\boxed{6(7)}", "2{21}"),
+            *("2*21=42", "x = 2*21 = 42", "x_2*21 = 42", "x_{n+1} = 42", "f(x) = 42", "= 42"),
+        ),
     ),
     (
         MathGrader(evaluated=True),

@@ -9,7 +9,7 @@ from node.graders.errors import BadAnswer
 from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational, rational
 from node.graders.math.answers import AnswerReader, MathAnswer
 from node.graders.math.tokens import BOLD, MAX_MATH_CHARS, MAX_TOKENS, has_long_words, is_words, tidy, tokenize
-from node.graders.text import MARKUP, after_phrase, boxed, has_box, lower
+from node.graders.text import MARKUP, WHITE_SPACE, after_phrase, boxed, has_box, lower
 from node.protocol.grading import MathGrader
 
 _PLAIN: Final = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
@@ -19,6 +19,13 @@ _EVALUATED: Final = re.compile(
     rf"|(?:(?P<whole>[0-9]+) )?\\frac (?P<upper>{_ARGUMENT}) ?(?P<lower>{_ARGUMENT}))(?: %)?"
 )
 """Tokens, with spaces between them, of a number of which nothing is left to work out."""
+
+_NAME: Final = r"(?:[A-Za-z]|\\[A-Za-z]+)"
+_NAMED: Final = re.compile(rf"(?:{_NAME}(?: _(?: [A-Za-z0-9]+| \{{ [^{{}}]* \}})+)?(?: \( {_NAME} \))? )?=")
+"""Tokens of what may stand before a number: `=` alone, or behind a variable with an index or one argument."""
+
+_BETWEEN: Final = WHITE_SPACE + ","
+_JOINTS: Final = frozenset({"", "or", "and"})
 
 _PAIRS: Final = (["(", ")"], ["[", "]"], ["{", "}"], [r"\{", r"\}"])
 
@@ -48,14 +55,36 @@ def _stated(text: str) -> str:
         return boxed(text) or ""
     text = BOLD.sub(r"\1", _in_one_line(text))
     line = (after_phrase(text) or text.rpartition("\n")[2]).strip(MARKUP)
-    pieces = line.replace(r"\$", "").replace("$$", "$").split("$")
-    if len(pieces) > 2:
-        return pieces[len(pieces) - 2 - (len(pieces) + 1) % 2]
-    for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
-        _, mark, after = line.rpartition(opening)
-        if mark and closing in after:
-            return after.partition(closing)[0]
+    dollars = line.replace(r"\$", "").replace("$$", "$").split("$")
+    for pieces in (dollars, _pieces(line, r"\(", r"\)"), _pieces(line, r"\[", r"\]")):
+        if len(pieces) > 2:
+            return _last_of(pieces) or line
     return line
+
+
+def _pieces(line: str, opening: str, closing: str) -> list[str]:
+    """Split a line at its pairs of marks: what is outside, and at odd indexes what is inside."""
+    first, *others = line.split(opening)
+    pieces = [first]
+    for other in others:
+        inside, mark, after = other.partition(closing)
+        pieces += [inside, after] if mark else []
+    return pieces
+
+
+def _last_of(pieces: list[str]) -> str | None:
+    """Return what the last pair of marks holds, as a list with those that commas, `or` and `and` join to it.
+
+    None where an `or` stands beside them: then they are not all of the answer.
+    """
+    begin = end = len(pieces) - 2 - (len(pieces) + 1) % 2
+    while begin > 1 and lower(pieces[begin - 1]).strip(_BETWEEN) in _JOINTS and pieces[begin - 1].strip(WHITE_SPACE):
+        begin -= 2
+    before = lower(pieces[begin - 1]).rstrip(_BETWEEN)
+    after = lower(pieces[end + 1]).lstrip(_BETWEEN)
+    if before.endswith((" or", ",or")) or before == "or" or after.startswith(("or ", "or,")) or after == "or":
+        return None
+    return " , ".join(pieces[begin : end + 1 : 2])
 
 
 def _in_one_line(text: str) -> str:
@@ -117,7 +146,10 @@ def _is_rational(answer: MathAnswer) -> bool:
 
 def _is_evaluated(given: list[str]) -> bool:
     """Return whether nothing is left to work out in `given`: what stands side by side may be a product."""
-    written = given[len(given) - given[::-1].index("=") :] if "=" in given else given
+    begin = len(given) - given[::-1].index("=") if "=" in given else 0
+    if begin and not _NAMED.fullmatch(" ".join(given[:begin])):
+        return False
+    written = given[begin:]
     if (written[:1] + written[-1:]) in _PAIRS:
         written = written[1:-1]
     found = _EVALUATED.fullmatch(" ".join(written))

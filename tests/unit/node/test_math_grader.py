@@ -191,13 +191,43 @@ def test_the_question_is_no_answer_where_a_run_wants_it_worked_out() -> None:
     for given in (
         *("123*456", r"123 \times 456", r"\frac{112176}{4/2}", "50000+6088", "x = 123*456", "56088!/56087!"),
         *("123(456)", "(123)(456)", "(123(456))", "{123}{456}", r"\{123(456)\}", "x = 123(456)", "1(2) = 123(456)"),
-        *(r"2\frac{56088}{2}", r"2\frac{84132}3"),
+        *(r"2\frac{56088}{2}", r"2\frac{84132}3", "123*456 = 56088", "x = 123*456 = 56088", "x_2*28044 = 56088"),
     ):
         assert reward("56088", given, evaluated=True) == 0.0
-    for given in ("56088", "56,088", r"\frac{112176}{2}", "x = 56088", "56088.0", "(56088)", "{56088}"):
+    for given in (
+        "56088",
+        "56,088",
+        r"\frac{112176}{2}",
+        "x = 56088",
+        "56088.0",
+        "(56088)",
+        "{56088}",
+        "= 56088",
+        "f(x) = 56088",
+        r"x_{n+1} = 56088",
+    ):
         assert reward("56088", given, evaluated=True) == 1.0
     for given in (r"3\frac12", r"\frac{7}2", "3 1/2", r"350\%", r"\frac{-7}{-2}"):
         assert reward("7/2", given, evaluated=True) == 1.0
     assert reward("1/3", r"0.\overline{3}", evaluated=True) == 1.0
     assert reward(r"\{56088\}", r"\{123(456)\}", evaluated=True) == 0.0
     assert reward(r"2\sqrt2", r"\sqrt8", evaluated=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$41$ or $42$", "The answer is $41$, $42$.", r"Answer: \(41\) and \(42\)", "$41$, OR $42$", "41 or $42$",
+        "$42$ or 41", "$42$, or", "$40$, $41$ and $42$",
+    ],
+)  # fmt: skip
+def test_a_choice_of_answers_is_not_the_last_of_them(text: str) -> None:
+    """A policy would name all that may be right, and earn as if it knew."""
+    assert grade(MathGrader(), "42", text) == 0.0
+
+
+def test_pairs_of_marks_that_a_list_joins_are_a_list() -> None:
+    for text in ("$x=1$ or $x=2$", "The answer is $1$, $2$.", r"So \(1\) and \(2\)", "either $1$, or $2$"):
+        assert grade(MathGrader(), "1, 2", text) == 1.0
+    for text in ("From $a$ and $b$ we get $42$", "For $n = 2$ $42$", "for $n=1$ the floor is $42$ of them", r"\(42\)"):
+        assert grade(MathGrader(), "42", text) == 1.0

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.graders import grade
+from node.graders import grade, regex
 from node.graders.regex import MAX_POSITIONS, MAX_REGEX_TEXT_CHARS, BadPattern, compile_pattern
 from node.protocol.grading import RegexGrader
 
 PATTERNS = [
     "", "a*b", "(a|b)*a(a|b){3}", "a{0,2}b{2,}", "(?:ab|c)+d?", "[^a]b", r"[a-c\d]+", "x{0}y", "(a{2}){2}",
     r"\w+-\w+\.b", "(a?b?){3}", ".+", "(a*)+b", "a|b|", "(a|)b", r"[\]\-a]+", r"\D\S\W?", "(a+|b+){2,3}", r"a\.b",
+    "((a|b?){2}-){0,2}", "(a{1,2}b*){2,}", "(|a|b1){2}",
 ]  # fmt: skip
 
 
@@ -84,3 +85,18 @@ def test_a_nested_repetition_is_counted_before_it_is_built() -> None:
     assert len(compile_pattern(f"a{{{MAX_POSITIONS // 2}}}" * 2, ignore_case=False).classes) == MAX_POSITIONS
     with pytest.raises(BadPattern):
         compile_pattern("(((((a{250}){250}){250}){250}){250}){250}", ignore_case=False)
+
+
+def test_repetitions_of_empty_alternatives_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset of such patterns would hold up every verifier, a second for each."""
+    read = []
+    sequence = regex._Parser._sequence
+
+    def counted(parser: regex._Parser, depth: int) -> regex.Part:
+        read.append(depth)
+        return sequence(parser, depth)
+
+    monkeypatch.setattr(regex._Parser, "_sequence", counted)
+    pattern = "(" + "|" * 900 + "a){256}"
+    assert grade(RegexGrader(), pattern, "a" * 256) == 1.0
+    assert len(read) < len(pattern)
