@@ -43,14 +43,22 @@ class Turn:
 def read_messages(messages: Sequence[Message], *, splits_thoughts: bool) -> list[Turn]:
     """Read messages into turns; with `splits_thoughts`, what ends with </think> is an assistant's reasoning.
 
-    Raises NotText and Unrenderable.
+    They may be anything that an environment says; raises NotText and Unrenderable.
     """
+    if not _is_list(messages):
+        raise Unrenderable("a conversation is a list of messages")
     if len(messages) > MAX_MESSAGES:
         raise Unrenderable(f"a conversation has at most {MAX_MESSAGES} messages, and this one {len(messages)}")
     return [_read(message, splits_thoughts=splits_thoughts) for message in messages]
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
 def _read(message: Message, *, splits_thoughts: bool) -> Turn:
+    if not isinstance(message, Mapping):
+        raise Unrenderable("a message is an object with a role and a content")
     role, content = message.get("role"), text_of(message)
     if role in ("system", "user"):
         return Turn(str(role), content)
@@ -67,6 +75,8 @@ def _read(message: Message, *, splits_thoughts: bool) -> Turn:
     if splits_thoughts and not message.get("reasoning_content"):
         reasoning, content = split_thoughts(content)
     calls = message.get("tool_calls") or ()
+    if not _is_list(calls):
+        raise Unrenderable("a message's tool_calls are no list")
     if len(calls) > MAX_CALLS:
         raise Unrenderable(f"a message has at most {MAX_CALLS} calls, and this one {len(calls)}")
     return Turn("assistant", content, reasoning, tuple(map(_read_call, calls)))
@@ -83,21 +93,25 @@ def split_thoughts(content: str) -> tuple[str, str]:
 def text_of(message: Message) -> str:
     """Return the text of a message's content, parts of text joined; raises NotText."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(map(_part, content))
+    if isinstance(content, str):
+        return content
+    if not _is_list(content):
+        raise NotText("a message's content is no text, and no list of parts")
+    return "".join(map(_part, content))
 
 
 def _part(part: object) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        return str(part.get("text", ""))
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(text := part.get("text", ""), str):
+        return text
     raise NotText("message holds content other than text")
 
 
 def _read_call(call: Message) -> ToolCall:
     """Read one call; arguments may be an object, or JSON of one as OpenAI's API has them."""
-    function = call.get("function", call)
     try:
+        function = call.get("function", call)
         name, arguments, identity = str(function["name"]), function.get("arguments") or {}, str(call.get("id") or "")
         if isinstance(arguments, str):
             arguments = json.loads(arguments)

@@ -119,9 +119,12 @@ class VerifiersReplay:
         """Return the row as a rollout gets it, without the None that Arrow fills in for absent message keys."""
         found = dict(self._rows[row])
         if self._chat:
-            found["prompt"] = [
-                {key: value for key, value in message.items() if value is not None} for message in found["prompt"]
-            ]
+            try:
+                found["prompt"] = [
+                    {key: value for key, value in message.items() if value is not None} for message in found["prompt"]
+                ]
+            except (KeyError, TypeError, AttributeError) as error:
+                raise EnvironmentUnusable("refused_environment", f"row {row} has no list of messages") from error
         return found
 
     async def _replay(self, row: int, turns: Sequence[str]) -> tuple[Any, str | None]:

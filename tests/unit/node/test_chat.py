@@ -254,5 +254,23 @@ def test_a_hostile_format_that_is_accepted_raises_nothing_but_a_typed_error():
     assert rendered > 100
 
 
+ODD_MESSAGES: list[Any] = [
+    None, 5, "text", {"role": "user"}, ["text"], [None], [{"role": "user", "content": 5}],
+    [{"role": "user", "content": {"type": "text"}}], [{"role": "user", "content": [{"type": "text", "text": None}]}],
+    [{"role": "user", "content": [5]}], [{"role": ["user"], "content": ""}], [{"role": "assistant", "tool_calls": 5}],
+    [{"role": "assistant", "tool_calls": {"function": {}}}], [{"role": "assistant", "tool_calls": ["text"]}],
+    [{"role": "assistant", "tool_calls": [{"function": None}]}], [{"role": "assistant", "reasoning_content": [5]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", ODD_MESSAGES, ids=repr)
+def test_odd_messages_of_an_environment_are_a_typed_error(messages: Any):
+    """Any other error would be taken for a defect of the verifier, or for what a model wrote."""
+    with pytest.raises((NotText, Unrenderable)):
+        render(messages, CHAT_FORMATS["chatml"])
+    with pytest.raises((NotText, Unrenderable)):
+        render_reply(messages, CHAT_FORMATS["chatml"])
+
+
 def test_errors_are_of_one_tree():
     assert {NotText.code, Unrenderable.code, ChatError.code} == {"not_text", "unrenderable_chat", "bad_chat"}
