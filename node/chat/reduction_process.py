@@ -16,13 +16,15 @@ import torch
 
 from node.chat.conversation import Message
 from node.chat.errors import ChatError
+from node.chat.pieces import to_json
 from node.chat.reduce import reduce_template
 from node.chat.reduction import Reduced
-from node.chat.render import Tool
+from node.chat.render import Tool, folded
 from node.policy.errors import MalformedPolicy
 from node.policy.folder import open_folder
 from node.policy.inspection_process import limit_resources
 from node.policy.tokenizer import normalized_tokens
+from node.protocol.chat import ChatFormat
 
 _QUESTION: Final[list[Message]] = [{"role": "user", "content": "What day is it?"}]
 _LONG: Final = timedelta(days=400)
@@ -42,13 +44,21 @@ def reduce_tokenizer(tokenizer: Any, *, end_marks: Sequence[str], thinking: bool
         chat = reduce_template(rendering, end_marks=end_marks, added_tokens=added)
     except ChatError as error:
         return Reduced(refusal=str(error))
-    if forgeable := sorted({*chat.marks} & {*normalized_tokens(tokenizer)}):
+    if forgeable := _forgeable(chat, normalized_tokens(tokenizer)):
         return Reduced(refusal=f"its tokenizer makes the mark {forgeable[0]!r} of other characters, too (normalized)")
     written = rendering(_QUESTION, (), True)
     if not thinking and written == _Rendering(tokenizer, now, thinking=True)(_QUESTION, (), True):
         return Reduced(refusal="it has no thinking mode to turn off (enable_thinking)")
     earlier = _Rendering(tokenizer, now - _LONG, thinking=thinking)
     return Reduced(chat, is_dated=written != earlier(_QUESTION, (), True))
+
+
+def _forgeable(chat: ChatFormat, tokens: Sequence[str]) -> list[str]:
+    """Return those of the normalized tokens that the format writes, in whatever case or width."""
+    written = folded(msgspec.json.encode(chat).decode())
+    return [
+        token for token in tokens if len(token) > 1 and not token.isspace() and folded(to_json(token)[1:-1]) in written
+    ]
 
 
 class _Rendering:

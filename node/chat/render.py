@@ -7,6 +7,7 @@ an environment replies may be what a policy made it say, so marks in it are brok
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -54,6 +55,11 @@ def break_marks(text: str, marks: Sequence[str]) -> str:
         return text
     starts = re.compile(f"(?=(?:{'|'.join(map(re.escape, marks))}))(.)", re.DOTALL)
     return starts.sub(r"\1 ", text)
+
+
+def folded(text: str) -> str:
+    """Return what normalizers of tokenizers make of a text at most: its letters without case, width and form."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def list_tools(tools: Sequence[Tool], listed: ToolList) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from node.chat.render import folded
 from node.doctor.machine import free_memory
 from node.doctor.report import Check, fine, problem, size, warning
 from node.policy.errors import PolicyError
@@ -83,11 +84,12 @@ def _check_hidden(policy: FirstPolicy, spec: RunSpec) -> Check:
 def _check_marks(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
     """Report the marks of the run's chat format that the tokenizer makes of other characters, too.
 
-    Breaking marks in replies finds their own characters alone, so that full-width ones would forge a turn.
+    Breaking marks in replies finds their own characters alone, so that full-width or capital ones would forge a turn.
     """
     chat = spec.sampling.chat
     marks = chat.marks if isinstance(chat, ChatFormat) else ()
-    forgeable = ", ".join(sorted({*marks} & {*policy.normalized_tokens}))
+    normalized = set(map(folded, policy.normalized_tokens))
+    forgeable = ", ".join(mark for mark in sorted(marks) if folded(mark) in normalized)
     if not forgeable:
         return []
     said = f"The tokenizer makes marks of the chat format of other characters, too (normalized): {forgeable}."

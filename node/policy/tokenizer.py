@@ -33,13 +33,16 @@ def render_tokenizer(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
 
 
 def normalized_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Return the added tokens that are looked for in normalized text, where other characters can become them."""
+    """Return the added tokens that are looked for in normalized text, where other characters can become them.
+
+    Each as it is written and as the text has to be in which it is found, which may differ: `<|END|>`, `<|end|>`.
+    """
     backend = tokenizer.backend_tokenizer
     normalizer = backend.normalizer
     if normalizer is None or (isinstance(normalizer, normalizers.Sequence) and len(normalizer) == 0):
         return ()
-    added = backend.get_added_tokens_decoder().values()
-    return tuple(sorted(token.content for token in added if token.normalized))
+    written = {token.content for token in backend.get_added_tokens_decoder().values() if token.normalized}
+    return tuple(sorted(written | {normalizer.normalize_str(content) for content in written}))
 
 
 def parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:

@@ -57,6 +57,9 @@ def test_a_run_whose_marks_full_width_text_can_forge_is_refused() -> None:
         UnfitModel, match=r"other characters, too \(normalized\): <\|im_end\|>\. Set normalized to false"
     ):
         require_fit(forgeable, changed("sampling", chat=CHAT_FORMATS["chatml"]))
+    capital = msgspec.structs.replace(QWEN, normalized_tokens=("<|IM_END|>",))
+    with pytest.raises(UnfitModel, match=r"other characters, too \(normalized\): <\|im_end\|>"):
+        require_fit(capital, changed("sampling", chat=CHAT_FORMATS["chatml"]))
     require_fit(forgeable, changed("sampling", chat=CHAT_FORMATS["plain"]))
     require_fit(forgeable, SPEC)
 

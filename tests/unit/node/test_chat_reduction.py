@@ -22,6 +22,7 @@ from node.chat.reduction_process import reduce_tokenizer
 from node.chat.render import render_reply
 from node.chat.samples import conversations
 from node.policy.file import render_prompt
+from node.policy.tokenizer import normalized_tokens
 from node.protocol.chat import ChatFormat
 from node.protocol.chat_formats import CHAT_FORMATS
 from shardcast.wire import encode
@@ -124,6 +125,23 @@ def test_a_template_whose_marks_full_width_text_can_forge_is_refused() -> None:
     assert "makes the mark '<|im_end|>' of other characters" in refusal({"type": "NFKC"})
     assert refusal({"type": "Sequence", "normalizers": []}) == ""
     assert refusal(None) == ""
+
+
+def test_a_template_whose_marks_a_lowercasing_tokenizer_spells_in_capitals_is_refused() -> None:
+    """It finds <|IM_START|> in the template's <|im_start|> and in a reply's <|Im_Start|>, which breaking never sees."""
+    tokenizer = chat_tokenizer("qwen3")
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        if token["content"] == "<|im_start|>":
+            token |= {"content": "<|IM_START|>", "normalized": True}
+    state["normalizer"] = {"type": "Lowercase"}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("<|im_start|>", "<|Im_Start|>")]
+    assert len(ids[0]) == 1
+    assert ids[0] == ids[1]
+    found = reduce_tokenizer(tokenizer, end_marks=["<|im_end|>"], thinking=True)
+    assert "of other characters, too (normalized)" in found.refusal
+    assert normalized_tokens(tokenizer) == ("<|IM_START|>", "<|im_start|>")
 
 
 def template_of(text: str) -> Template:
