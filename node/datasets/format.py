@@ -7,7 +7,8 @@
     rows      canonical JSON of a `DatasetRow` each, nothing between them
 
 Rows that may be leased come first, held-out ones last. A file is verified as a whole before it is used, and read row by
-row: a row costs its own bytes. It is not mapped, since a mapped file that is cut short ends the process (SIGBUS).
+row: a row costs its own bytes, and 16 bytes of a digest stay in memory for it, since who can write to the file can
+replace a row after the start. It is not mapped, since a mapped file that is cut short ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ OFFSET_BYTES = 8
 MAX_HEADER_BYTES = 64 * 1024
 MAX_ROW_BYTES = 2**20
 _PIECE_BYTES = 2**22
+_ROW_DIGEST_BYTES = 16
+"""Of a row's BLAKE3: another row for a given digest takes 2^128 attempts."""
 MAX_MESSAGES = 256
 MAX_METADATA = 64
 
@@ -98,17 +101,23 @@ class Dataset:
     """An open, verified file. Thread-safe; the file is closed with the last reference."""
 
     def __init__(self, file: _OpenFile, digest: str) -> None:
-        """Parse all of `file`; raises DatasetFault "dataset_malformed"."""
+        """Parse all of `file`, whose digest this is; raises DatasetFault "dataset_malformed" or "dataset_changed"."""
         self.digest = digest
         self.bytes = file.size_bytes
         self._file = file
+        parsed = _HashedReads(file)
         try:
-            self.header, after = _header(file)
-            self._offsets, self._start = _offsets(file, after, rows=self.header.rows)
+            self.header, after = _header(parsed)
+            self._offsets, self._start = _offsets(parsed, after, rows=self.header.rows)
+            self._digests = np.empty((self.header.rows, _ROW_DIGEST_BYTES), np.uint8)
             for index in range(self.header.rows):
-                self._decode(index)
+                row = parsed.read(*self._place(index))
+                _decode(row, index)
+                self._digests[index] = np.frombuffer(_row_digest(row), np.uint8)
         except Malformed as error:
             raise DatasetFault(f"the dataset is malformed: {error}", code="dataset_malformed") from error
+        if parsed.digest() != digest:
+            raise DatasetFault("the dataset's file was changed while it was read", code="dataset_changed")
 
     @classmethod
     def open(cls, path: Path, spec: DatasetSpec | None = None) -> Self:
@@ -140,17 +149,27 @@ class Dataset:
         if not 0 <= index < self.header.rows:
             detail = f"there is no row {index} among the dataset's {self.header.rows}"
             raise DatasetFault(detail, code="dataset_malformed")
-        try:
-            return self._decode(index)
-        except Malformed as error:
-            raise DatasetFault(f"the dataset's file was changed: {error}", code="dataset_changed") from error
+        data = self._file.read(*self._place(index))
+        if _row_digest(data) != self._digests[index].tobytes():
+            detail = f"the dataset's file was changed: row {index} is not the one that was verified"
+            raise DatasetFault(detail, code="dataset_changed")
+        return _decode(data, index)
 
-    def _decode(self, index: int) -> DatasetRow:
-        begin, end = self._start + int(self._offsets[index]), self._start + int(self._offsets[index + 1])
-        try:
-            return decode(DatasetRow, self._file.read(begin, end), max_bytes=MAX_ROW_BYTES)
-        except Malformed as error:
-            raise Malformed(f"row {index}: {error}", code=error.code) from error
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return where row `index` begins and ends in the file."""
+        return self._start + int(self._offsets[index]), self._start + int(self._offsets[index + 1])
+
+
+def _row_digest(data: bytes) -> bytes:
+    return blake3(data).digest(length=_ROW_DIGEST_BYTES)
+
+
+def _decode(data: bytes, index: int) -> DatasetRow:
+    """Parse row `index`; raises Malformed."""
+    try:
+        return decode(DatasetRow, data, max_bytes=MAX_ROW_BYTES)
+    except Malformed as error:
+        raise Malformed(f"row {index}: {error}", code=error.code) from error
 
 
 class _OpenFile:
@@ -187,7 +206,25 @@ class _OpenFile:
         return hasher.hexdigest()
 
 
-def _header(file: _OpenFile) -> tuple[DatasetHeader, int]:
+class _HashedReads:
+    """Reads of a file from its beginning to its end, and the digest of what was read."""
+
+    def __init__(self, file: _OpenFile) -> None:
+        self._file, self._hasher = file, blake3()
+        self.size_bytes = file.size_bytes
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return these bytes, the next ones; raises DatasetFault as the file's `read` does."""
+        data = self._file.read(begin, end)
+        self._hasher.update(data)
+        return data
+
+    def digest(self) -> str:
+        """Return the BLAKE3 digest of all that was read."""
+        return self._hasher.hexdigest()
+
+
+def _header(file: _HashedReads) -> tuple[DatasetHeader, int]:
     """Return the header, and where it ends."""
     begin = len(MAGIC) + LENGTH_BYTES
     start = file.read(0, begin)
@@ -202,7 +239,7 @@ def _header(file: _OpenFile) -> tuple[DatasetHeader, int]:
     return decode(DatasetHeader, file.read(begin, end), max_bytes=MAX_HEADER_BYTES), end
 
 
-def _offsets(file: _OpenFile, begin: int, *, rows: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int]:
+def _offsets(file: _HashedReads, begin: int, *, rows: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int]:
     """Return where each row begins and the last ends, relative to the first, and where that is in the file."""
     start = begin + OFFSET_BYTES * (rows + 1)
     if start > file.size_bytes:

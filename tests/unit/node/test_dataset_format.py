@@ -14,11 +14,12 @@ import msgspec
 import pytest
 from dataset_files import environment_of, made, sums
 
+from node.datasets import format as format_module
 from node.datasets.format import MAGIC, MAX_HEADER_BYTES, MAX_ROW_BYTES, Dataset
 from node.environments import load_environment
 from node.environments.base import EnvironmentFault
 from node.errors import DatasetFault
-from node.protocol.run import MAX_PROBLEMS, EnvironmentSpec, LengthSpec, ProblemsSpec
+from node.protocol.run import MAX_PROBLEMS, DatasetSpec, EnvironmentSpec, LengthSpec, ProblemsSpec
 from shardcast.wire import digest
 
 ROW = b'{"prompt":"p","messages":null,"answer":"a","metadata":{}}'
@@ -134,6 +135,39 @@ def test_a_file_that_changes_while_it_is_open_gives_no_other_problem(tmp_path: P
         file.write(b"x" * 400)
     with pytest.raises(EnvironmentFault):
         source.problem(29)
+
+
+def test_a_row_that_is_replaced_by_another_one_in_place_is_not_given_out(tmp_path: Path) -> None:
+    """A worker would work on a problem that is not the run's, and a verifier judge honest work by another answer."""
+    path, other = tmp_path / "data", ROW.replace(b'"a"', b'"b"')
+    path.write_bytes(file_of(ROW, ROW))
+    opened = Dataset.open(path)
+    with path.open("r+b") as file:
+        file.seek(-len(ROW), os.SEEK_END)
+        file.write(other)
+    assert opened.row(0).answer == "a"
+    with pytest.raises(DatasetFault) as error:
+        opened.row(1)
+    assert error.value.code == "dataset_changed"
+
+
+def test_a_file_that_changes_between_its_hash_and_its_parsing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(file_of(ROW, ROW))
+    spec = Dataset.open(path)
+    verified = format_module._OpenFile.digest
+
+    def then_changed(file: format_module._OpenFile) -> str:
+        found = verified(file)
+        path.write_bytes(file_of(ROW, ROW.replace(b'"a"', b'"b"')))
+        return found
+
+    monkeypatch.setattr(format_module._OpenFile, "digest", then_changed)
+    with pytest.raises(DatasetFault) as error:
+        Dataset.open(path, DatasetSpec(digest=spec.digest, bytes=spec.bytes))
+    assert error.value.code == "dataset_changed"
 
 
 @pytest.mark.parametrize("left", [0, 100, -1])
