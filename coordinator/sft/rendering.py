@@ -12,14 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.sft.rows import ChatRow, PairRow, RowFault
+from node.chat.template import TemplateAnswer
 
-MAX_REASON = 300
-"""Characters of a template's own message that are shown."""
+
+class Template(Protocol):
+    """A folder's chat template, as `node.chat.template.FolderTemplate` runs it."""
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, opening: bool
+    ) -> TemplateAnswer:
+        """Render a conversation; with `opening`, up to the beginning of the assistant's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True, slots=True)
 class RowRenderer:
-    """Renders rows with a folder's tokenizer and chat template.
+    """Renders rows with a folder's tokenizer and chat template, None where it has none.
 
     `end_marks` are the model's; `end_mark` is put behind a completion that no template ends. With `each_turn`, each of
     the assistant's turns becomes an example of its own, behind the conversation as the template shows it at that turn.
@@ -41,6 +48,7 @@ class RowRenderer:
     tokenizer: PreTrainedTokenizerFast
     end_marks: frozenset[int]
     end_mark: int
+    template: Template | None
     each_turn: bool = False
 
     def examples(self, row: PairRow | ChatRow) -> Iterator[TokenizedExample]:
@@ -49,7 +57,7 @@ class RowRenderer:
             completion = [*self._encode(row.completion), self.end_mark]
             yield _example([(self._encode(row.prompt, begins=True), False), (completion, True)])
             return
-        if not self.tokenizer.chat_template:
+        if self.template is None:
             raise RowFault("is a conversation, and the model's folder has no chat template")
         pieces: list[tuple[list[int], bool]] = []
         shown = ""
@@ -91,12 +99,11 @@ class RowRenderer:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, opening: bool
     ) -> str:
-        render: Any = self.tokenizer.apply_chat_template
-        try:
-            text = render(list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening)
-        except Exception as error:  # a template is a program, and raises what it likes
-            raise RowFault(f"the chat template fails: {type(error).__name__}: {str(error)[:MAX_REASON]}") from error
-        return str(text)
+        assert self.template is not None
+        answer = self.template(messages, tools, opening=opening)
+        if answer.fault:
+            raise RowFault(f"the chat template fails: {answer.fault}")
+        return answer.text
 
     def _encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Encode text, with the marks that begin a prompt if it `begins`: a template writes its own."""

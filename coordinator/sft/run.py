@@ -32,7 +32,7 @@ from blake3 import blake3
 from coordinator.errors import BadConfiguration, CoordinatorError, UnfitModel
 from coordinator.sft.examples import Examples, write_examples
 from coordinator.sft.recipe import FORMAT, PreparedSft, SftRecipe
-from coordinator.sft.rendering import RowRenderer
+from coordinator.sft.rendering import RowRenderer, Template
 from coordinator.training.checkpoint import (
     CheckpointDamaged,
     TrainerState,
@@ -50,6 +50,7 @@ from coordinator.training.packing import PackedRow, pack
 from coordinator.training.supervised import CosineSchedule, SupervisedStep, packed_backward, packed_loss, supervise
 from coordinator.training.trackers import Tracker
 from coordinator.training.world import World
+from node.chat.template import FolderTemplate
 from node.policy.config import DTYPES
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Policy, load_policy, write_policy
@@ -177,9 +178,15 @@ def _prepare(job: SftJob, *, stop: Callable[[], bool]) -> PreparedSft:
     folder = job.state / DATA
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     folder.mkdir(parents=True)
-    renderer = _renderer(found, job.recipe)
     most = _max_tokens(found, job.recipe)
-    counts = write_examples(folder, job.data, job.recipe, renderer, max_tokens=most, on_row=on_row)
+    with contextlib.ExitStack() as held:
+        has_template = bool(found.tokenizer.chat_template)
+        template = held.enter_context(FolderTemplate(job.model)) if has_template else None
+        renderer = _renderer(found, job.recipe, template)
+        try:
+            counts = write_examples(folder, job.data, job.recipe, renderer, max_tokens=most, on_row=on_row)
+        except MalformedPolicy as error:
+            raise UnfitModel(f"--model: {error}") from error
     dtypes = {tensor.dtype for tensor in found.tensors.values()}
     dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else "float32"
     write_policy(found.source(), job.state / FIRST, dtype=getattr(torch, dtype))
@@ -204,7 +211,7 @@ def _same(index: Path, job: SftJob, *, model: str, data: str) -> PreparedSft:
     return known
 
 
-def _renderer(found: ModelFolder, recipe: SftRecipe) -> RowRenderer:
+def _renderer(found: ModelFolder, recipe: SftRecipe, template: Template | None) -> RowRenderer:
     """Return the renderer of the folder's rows, with the recipe's end mark made one of the model's."""
     marks, last = found.eos_ids, found.tokenizer.eos_token_id
     if recipe.end_mark is not None:
@@ -213,7 +220,7 @@ def _renderer(found: ModelFolder, recipe: SftRecipe) -> RowRenderer:
             raise BadConfiguration(f"--end-mark: {recipe.end_mark!r} is no token of {found.tokenizer.name_or_path}")
         marks |= {last}
         found.config.eos_token_id = sorted(marks)
-    return RowRenderer(found.tokenizer, marks, last, recipe.each_turn)
+    return RowRenderer(found.tokenizer, marks, last, template, recipe.each_turn)
 
 
 def _max_tokens(found: ModelFolder, recipe: SftRecipe) -> int:

@@ -18,7 +18,7 @@ from node.protocol.chat import ChatFormat
 
 REDUCTION_SECONDS: Final = 180.0
 
-_ENVIRONMENT: Final = {
+CHILD_ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -48,7 +48,7 @@ def reduce_folder(folder: Path, *, thinking: bool, seconds: float = REDUCTION_SE
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=seconds,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **CHILD_ENVIRONMENT},
         )
     except subprocess.TimeoutExpired as error:
         raise Irreducible(f"{folder}: its chat template could not be reduced within {seconds:.0f} s") from error

@@ -33,14 +33,16 @@ def inspect(folder: Path) -> Inspected:
     return Inspected(policy=policy)
 
 
-def limit_resources() -> None:
-    """Limit this process's memory and processor time for good."""
+def limit_resources(*, cpu_seconds: int | None = CPU_SECONDS) -> None:
+    """Limit this process's memory and, unless that is None, its processor time for good."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for kind, most in (
         (resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES),
-        (resource.RLIMIT_CPU, CPU_SECONDS),
+        (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_CORE, 0),
     ):
+        if most is None:
+            continue
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -7,6 +7,7 @@ a part of the data, without a word about it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from coordinator.sft.examples import Examples, write_examples
 from coordinator.sft.recipe import DataCounts, SftRecipe
 from coordinator.sft.rendering import RowRenderer
 from coordinator.sft.rows import MAX_LINE_BYTES, BadData, ChatRow, PairRow, RowColumns, RowFault, parse_row
+from node.chat.template import TemplateAnswer, TemplateQuery
+from node.chat.template_process import render_query
 from node.policy.models.tiny_llama import EOS, make_tokenizer
 
 NEWLINE = make_tokenizer()("\n")["input_ids"][0]
@@ -44,7 +47,11 @@ TWO_TURNS = [
 def renderer(template: str | None = CHATML, *, each_turn: bool = False) -> RowRenderer:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    return RowRenderer(tokenizer, frozenset({EOS}), EOS, each_turn)
+
+    def render(messages: Sequence[Any], tools: Sequence[Any], *, opening: bool) -> TemplateAnswer:
+        return render_query(tokenizer, TemplateQuery(tuple(messages), tuple(tools), opening))
+
+    return RowRenderer(tokenizer, frozenset({EOS}), EOS, render if template else None, each_turn)
 
 
 def learnt(row: PairRow | ChatRow, of: RowRenderer) -> list[tuple[str, str]]:
