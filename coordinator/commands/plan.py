@@ -104,6 +104,7 @@ def plan(
     from coordinator.planning.view import render_json, render_plan
     from coordinator.run.definition import read_run_file
     from coordinator.run.first_policy import require_fit
+    from node.policy.families import PROJECTIONS
     from node.policy.inspection import FirstPolicy
 
     cards = parse_cards(gpus)
@@ -124,7 +125,8 @@ def plan(
         spec = first_spec(shape, initial=str(folder.absolute()), context=context, group_size=group_size)
     else:
         _, spec = read_run_file(run_file)
-    require_fit(FirstPolicy(family=shape.family, hidden=shape.hidden, positions=shape.positions), spec)
+    policy = FirstPolicy(family=shape.family, hidden=shape.hidden, positions=shape.positions, projections=PROJECTIONS)
+    require_fit(policy, spec)
     found = make_plan(shape, spec, machines, is_given=run_file is not None)
     if written is not None:
         if not shape.runs_here:

@@ -4,7 +4,8 @@ A checkpoint is a folder that gets its name when it is complete, so no crash lea
 
     checkpoint-00000012/
         shard-00000.safetensors    the rows that process 0 holds (`coordinator.training.shards`) of
-                                     model/<name>              each parameter and persistent buffer; shared weights once
+                                     model/<name>              each parameter and persistent buffer; shared weights
+                                                               once, frozen ones not at all
                                      optimizer/<slot>/<name>   each tensor kept for that parameter
         checkpoint.json            "format", the TrainerState, each file's size, each tensor's dtype, shape and pieces,
                                    and the BLAKE3 of all this
@@ -305,9 +306,10 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizers) -> dict[str, Tensor]
     """Return everything a checkpoint holds, by name; sharded tensors are this process's parts."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    weights = {_MODEL + name: tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = {_MODEL + name: tensor.detach() for name, tensor in (trained | buffers).items()}
     return weights | {
         f"{_OPTIMIZER}{slot}/{name}": tensor
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained.items()
         for slot, tensor in optimizer.state_of(parameter).items()
     }

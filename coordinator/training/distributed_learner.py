@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration
@@ -34,11 +35,11 @@ from coordinator.training.checkpoint import (
 )
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
+from coordinator.training.lora import add_adapters, begin_adapters, policy_shapes, policy_tensors
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.world import World, free_gathered
 from node.policy.file import Policy, PolicySource, load_policy, write_policy
-from node.policy.skeleton import unique_tensors
-from node.protocol.run import RunSpec
+from node.protocol.run import LoraSpec, RunSpec
 from shardcast.wire import encode
 
 log = logging.getLogger(__name__)
@@ -191,10 +192,10 @@ class Team:
 
     def _restore(self, spec: RunSpec, checkpoint: str) -> Learner:
         # Read back even when just written, so that a restart begins with the same bits.
-        policy = self._read_first(spec)
+        policy = self._read_first(spec, lora=spec.training.lora)
+        begin_adapters(policy.model, seed=spec.seed, world=self.world)
         optimizer = make_optimizer(policy.model, spec.training)
-        reference = self._read_first(spec).model.requires_grad_(False) if spec.training.kl_coefficient else None
-        learner = Learner(0, policy.model, policy.tokenizer, optimizer, reference, {})
+        learner = Learner(0, policy.model, policy.tokenizer, optimizer, self._reference(policy, spec), {})
         if checkpoint:
             path = self._checkpoints / checkpoint
             state = load_checkpoint(path, model=policy.model, optimizer=optimizer, world=self.world)
@@ -203,8 +204,18 @@ class Team:
         self.saving, self.saved = None, learner.step
         return learner
 
-    def _read_first(self, spec: RunSpec) -> Policy:
-        policy = load_policy(self.first_policy, dtype=torch.float32, shards=self.world)
+    def _reference(self, policy: Policy, spec: RunSpec) -> PreTrainedModel | None:
+        """Return the policy of the KL penalty: the first one, which a model with adapters still has in it."""
+        if not spec.training.kl_coefficient:
+            return None
+        return policy.model if spec.training.lora else self._read_first(spec).model.requires_grad_(False)
+
+    def _read_first(self, spec: RunSpec, *, lora: LoraSpec | UnsetType = UNSET) -> Policy:
+        def prepare(model: PreTrainedModel) -> None:
+            if lora:
+                add_adapters(model, lora)
+
+        policy = load_policy(self.first_policy, dtype=torch.float32, shards=self.world, prepare=prepare)
         min_hidden = spec.proofs.min_hidden
         if policy.hidden < min_hidden:
             raise BadConfiguration(f"proofs need {min_hidden} hidden units, but the model has only {policy.hidden}")
@@ -255,13 +266,12 @@ class Team:
 def write_gathered(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path, *, dtype: torch.dtype, world: World
 ) -> None:
-    """Write a model that the processes of a world share to `path` in the first one, tensor by tensor.
+    """Write a model that the processes of a world share to `path` in the first one, tensor by tensor, adapters merged.
 
     Every process calls it. Raises OSError, in the first alone.
     """
-    tensors = dict(sorted(unique_tensors(model).items()))
-    numbers = (part for tensor in tensors.values() for part in world.gather_parts(tensor, dtype))
-    source = PolicySource.of_model(model, tokenizer, numbers=numbers)
+    numbers = (part for tensor in policy_tensors(model) for part in world.gather_parts(tensor, dtype))
+    source = PolicySource(model.config, tokenizer, policy_shapes(model), numbers)
     try:
         if world.is_first:
             write_policy(source, path, dtype=dtype)

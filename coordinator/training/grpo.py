@@ -22,6 +22,7 @@ from coordinator.training import recipe
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Group, Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
+from coordinator.training.lora import without_adapters
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
@@ -59,9 +60,10 @@ def train_step(
     """Train on `groups` in `training.minibatches` sequential updates; return statistics, means over tokens.
 
     `step` counts finished steps from 0, sets the learning rate, and is the version that staleness refers to.
-    `reference` is the policy of the KL penalty. Groups without advantages are dropped; if none is left, the weights
-    stay unchanged. `before_update` is called before weights or optimizer state change. A minibatch with a non-finite
-    gradient is skipped and counted. Deterministic for a fixed number of threads and processes.
+    `reference` is the policy of the KL penalty, without its adapters: it may be `model`. Groups without advantages are
+    dropped; if none is left, the weights stay unchanged. `before_update` is called before weights or optimizer state
+    change. A minibatch with a non-finite gradient is skipped and counted. Deterministic for a fixed number of threads
+    and processes.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
@@ -202,7 +204,7 @@ class Updates:
             states_ND = final_states(self.model, row)
             if self.reference is None:
                 return states_ND, None
-            with torch.no_grad():
+            with torch.no_grad(), without_adapters(self.reference):
                 reference_ND = final_states(self.reference, row)
         temperature = self.spec.sampling.temperature
         weight_VD = head_weight(self.reference)

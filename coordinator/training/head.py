@@ -89,14 +89,14 @@ def head_backward(
 ) -> tuple[Tensor, Tensor]:
     """Run the head forward and backward, and the backward pass of what computed `states_ND`.
 
-    The gradient of the sum of all processes' losses is added to `weight_VD.grad`, in place, and to the gradients of
-    `states_ND`'s graph. Every process must call it. Return log-probabilities of `targets_N` [N] and entropies in nats
-    [N].
+    The gradient of the sum of all processes' losses is added to `weight_VD.grad`, in place, unless that weight is
+    frozen, and to the gradients of `states_ND`'s graph. Every process must call it. Return log-probabilities of
+    `targets_N` [N] and entropies in nats [N].
     """
     shard = VocabularyShard.of(weight_VD)
     with torch.no_grad(), _in_float32(states_ND):
         wide_vD, wide_ND = own_rows(weight_VD).float(), states_ND.float()
-        grad_vD = torch.zeros_like(wide_vD) if weight_VD.grad is None else own_rows(weight_VD.grad).float()
+        grad_vD = _gradient_so_far(weight_VD)
         grad_ND = torch.empty_like(wide_ND)
         logp_N, entropy_N = wide_ND.new_empty(2, len(targets_N))
         for part in shard.chunks(targets_N, token_bytes=4 * len(weight_VD), chunk_bytes=chunk_bytes):
@@ -115,12 +115,23 @@ def head_backward(
             places_m, is_here_m = shard.places(targets_m)
             grad_mv.scatter_add_(1, places_m[:, None], (by_logp_m * is_here_m)[:, None]).div_(temperature)
             shard.sum_own(torch.mm(grad_mv, wide_vD), out_n=grad_ND[part])
-            grad_vD.addmm_(grad_mv.t(), states_mD)
+            if grad_vD is not None:
+                grad_vD.addmm_(grad_mv.t(), states_mD)
             del logprobs_mv, probs_mv, grad_mv  # before the next chunk's
-        weight_VD.grad = like_weight(grad_vD.to(weight_VD.dtype), weight_VD)
+        if grad_vD is not None:
+            weight_VD.grad = like_weight(grad_vD.to(weight_VD.dtype), weight_VD)
         del grad_vD, wide_vD  # copies, of weights in 16 bits
     states_ND.backward(grad_ND.to(states_ND.dtype))  # type: ignore[no-untyped-call]
     return logp_N, entropy_N
+
+
+def _gradient_so_far(weight_VD: Tensor) -> Tensor | None:
+    """Return this process's rows [v, D] of the gradient until now, in float32; None for a frozen weight."""
+    if not weight_VD.requires_grad:
+        return None
+    if weight_VD.grad is None:
+        return torch.zeros_like(own_rows(weight_VD), dtype=torch.float32)
+    return own_rows(weight_VD.grad).float()
 
 
 def _logit_gradients(

@@ -49,8 +49,8 @@ class Optimizers:
 
 
 def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
-    """Make the run's optimizer over all of the model's parameters."""
-    named = list(model.named_parameters())
+    """Make the run's optimizer over all of the model's parameters that are trained."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if training.optimizer == "adamw":
         return Optimizers([_adamw([parameter for _, parameter in named], training)])
     matrices = [parameter for name, parameter in named if is_layer_matrix(name, parameter)]

@@ -153,7 +153,7 @@ def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> set[nn.Paramet
     shared: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         if module.weight not in shared:
-            shared[module.weight] = nn.Parameter(_shard(module.weight, mesh))
+            shared[module.weight] = nn.Parameter(_shard(module.weight, mesh), module.weight.requires_grad)
         module.weight = shared[module.weight]
     if embedding is not None:
         embedding.forward = partial(_look_up, embedding)

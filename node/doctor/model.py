@@ -11,11 +11,13 @@ from node.doctor.report import Check, fine, problem, size, warning
 from node.policy.errors import PolicyError
 from node.policy.inspection import FirstPolicy, inspect_folder, tiny_policy
 from node.protocol.chat import ChatFormat
-from node.protocol.run import RunSpec
+from node.protocol.run import LoraSpec, RunSpec
 from node.submission.writer import full_group_bytes
 
 TRAINER_BYTES: Final = 16
 """Of a parameter: weight, gradient and AdamW's two moments, in float32."""
+_FROZEN_BYTES: Final = 4
+"""Of a parameter that only adapters change."""
 _REFERENCE_BYTES: Final = 4
 """Of a parameter: the first policy, kept where `kl_coefficient` is not 0."""
 
@@ -46,6 +48,7 @@ def check_folder(folder: Path, spec: RunSpec | None) -> list[Check]:
 def check_fit(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
     """Check run.toml and this machine's memory against `policy`."""
     checks = [_check_positions(policy, spec), _check_hidden(policy, spec), *_check_marks(policy, spec)]
+    checks += _check_adapters(policy, spec)
     return [*checks, _check_trainer_memory(policy, spec)] if policy.parameters else checks
 
 
@@ -96,9 +99,22 @@ def _check_marks(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
     return [problem("chat_marks", said, advice="Set normalized to false for them in tokenizer.json.")]
 
 
+def _check_adapters(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
+    lora = spec.training.lora
+    if not isinstance(lora, LoraSpec):
+        return []
+    missing = [target for target in lora.targets if target not in policy.projections]
+    if not missing:
+        return [fine("adapters", f"The policy has the layers of training.lora.targets: {', '.join(lora.targets)}.")]
+    said = f"training.lora.targets names layers that a {policy.family} policy does not have: {', '.join(missing)}."
+    return [problem("adapters", said, advice="Leave [training.lora] out, or take a policy with attention.")]
+
+
 def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec) -> Check:
     """Compare what a trainer of one process holds at least; activations and logits come on top."""
-    each = TRAINER_BYTES + (_REFERENCE_BYTES if spec.training.kl_coefficient else 0)
+    # Adapters, of which a trainer has all four, are a few in a hundred; their reference is the frozen weights.
+    all_weights = TRAINER_BYTES + (_REFERENCE_BYTES if spec.training.kl_coefficient else 0)
+    each = _FROZEN_BYTES if spec.training.lora else all_weights
     need, free = each * policy.parameters + 4 * policy.largest_layer, free_memory()
     said = (
         f"A trainer in one process takes {size(need)} of memory at least ({each} bytes for each of "

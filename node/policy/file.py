@@ -18,7 +18,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,13 +156,11 @@ class PolicySource:
     numbers: Iterable[Tensor]
 
     @staticmethod
-    def of_model(
-        model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, numbers: Iterable[Tensor] | None = None
-    ) -> PolicySource:
-        """Describe a model; its own weights are the numbers if no others are given."""
+    def of_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PolicySource:
+        """Describe a model and its own weights."""
         tensors = dict(sorted(unique_tensors(model).items()))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return PolicySource(model.config, tokenizer, shapes, tensors.values() if numbers is None else numbers)
+        return PolicySource(model.config, tokenizer, shapes, tensors.values())
 
 
 class Shards(Protocol):
@@ -240,13 +238,19 @@ def write_policy(source: PolicySource, path: Path, *, dtype: torch.dtype) -> Non
 
 
 def load_policy(
-    path: Path, *, dtype: torch.dtype | None, device: torch.device | str = "cpu", shards: Shards | None = None
+    path: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str = "cpu",
+    shards: Shards | None = None,
+    prepare: Callable[[PreTrainedModel], object] = lambda _: None,
 ) -> Policy:
     """Build the policy in `path` on `device`, in `dtype` (None: the file's own), in evaluation mode.
 
     With `shards`, it is shared out as these say, to their devices. Then every process must call this, reads its own
     part alone, and raises MalformedPolicy if any does; several do not try a forward pass, which takes more memory than
-    the parts. Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
+    the parts. `prepare` may add parameters to the model while that is on the meta device and whole; they are arbitrary
+    afterwards. Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
     """
     where: Shards = shards or _Whole(torch.device(device))
     with _reading(path):
@@ -254,6 +258,7 @@ def load_policy(
         model: Any = skeleton if dtype is None else skeleton.to(dtype)  # type: ignore[arg-type]  # its stub
         if where.size > 1:
             probe_shapes(model)
+        prepare(model)
         where.shard(model)
         materialise(model, where.device)
         _read_weights(model, stored, where)

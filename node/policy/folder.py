@@ -27,8 +27,9 @@ from transformers import (
     __version__,
 )
 
-from node.policy.config import FAMILIES, config_fields, parse_config, render_config
+from node.policy.config import ATTENTION, FAMILIES, config_fields, parse_config, render_config
 from node.policy.errors import MalformedPolicy
+from node.policy.families import PROJECTIONS
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
 from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
@@ -131,6 +132,7 @@ class ModelFolder:
             end_marks=tuple(sorted(self.eos_ids)),
             has_chat_template=bool(self.tokenizer.chat_template),
             normalized_tokens=normalized_tokens(self.tokenizer),
+            projections=PROJECTIONS if self.config.model_type in ATTENTION else (),
         )
 
     def source(self) -> PolicySource:

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
-from node.policy.families import TINY_FAMILIES, TINY_HIDDEN, TINY_POSITIONS
+from node.policy.families import PROJECTIONS, TINY_FAMILIES, TINY_HIDDEN, TINY_POSITIONS
 
 RANDOM: Final = "random-"
 """Prefix of `model.initial` for a tiny policy that is not warm-started."""
@@ -34,7 +34,8 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     `positions` is the longest sequence (None: any), `largest_layer` the parameters of the largest one, and
     `weight_bytes` the length of the folder's weights. `normalized_tokens` are the added tokens that the tokenizer looks
-    for in normalized text. Of a tiny policy, only `hidden` and `positions` are known.
+    for in normalized text, and `projections` the linear layers that can have adapters. Of a tiny policy, only these,
+    `hidden` and `positions` are known.
     """
 
     family: str
@@ -47,6 +48,7 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
     end_marks: tuple[int, ...] = ()
     has_chat_template: bool = False
     normalized_tokens: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
 
 
 class Inspected(msgspec.Struct, frozen=True):
@@ -62,7 +64,9 @@ def tiny_policy(initial: str) -> FirstPolicy | None:
     family = initial.removeprefix(RANDOM)
     if family not in TINY_FAMILIES:
         return None
-    return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=TINY_POSITIONS if family == "tiny" else None)
+    if family == "tiny":
+        return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=TINY_POSITIONS, projections=PROJECTIONS)
+    return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=None)
 
 
 def inspect_folder(folder: Path, *, seconds: float = INSPECTION_SECONDS) -> FirstPolicy:

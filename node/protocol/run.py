@@ -295,6 +295,25 @@ class StandingSpec(Wire, frozen=True):
     stake: Count = 0
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The linear layers of a family with attention, by PEFT's names."""
+
+
+class LoraSpec(Wire, frozen=True):
+    """Low-rank adapters (arXiv 2106.09685): of weight + alpha / rank * B A, only A and B are trained.
+
+    They are merged before a policy is published, so that others see an ordinary one.
+    """
+
+    rank: Annotated[int, Meta(ge=1, le=1024)]
+    alpha: PositiveFloat
+    targets: Annotated[tuple[Projection, ...], Meta(min_length=1, max_length=7)] = get_args(Projection)
+
+    def __post_init__(self) -> None:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError("lora.targets names a layer twice")
+
+
 class TrainingSpec(Wire, frozen=True):
     """GRPO as in INTELLECT-2 (arXiv 2505.07291), with the choices of docs/training.md.
 
@@ -305,6 +324,7 @@ class TrainingSpec(Wire, frozen=True):
     over completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `sampling.max_new_tokens`, in
     which a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy,
     `entropy_coefficient` away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
+    `lora`: what is trained in place of all weights.
     """
 
     steps: Positive = 30
@@ -329,6 +349,11 @@ class TrainingSpec(Wire, frozen=True):
     aggregation: Literal["tokens", "completions", "length"] | UnsetType = UNSET
     clip_epsilon_high: PositiveFloat | UnsetType = UNSET
     overlong_share: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    lora: LoraSpec | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lora, LoraSpec) and self.optimizer == "muon":
+            raise ValueError("training.lora needs the optimizer adamw: Muon is for whole matrices, not factors")
 
 
 class BroadcastSpec(Wire, frozen=True):
@@ -463,6 +488,7 @@ __all__ = [
     "LengthSpec",
     "LevelSpec",
     "LimitsSpec",
+    "LoraSpec",
     "ModelChat",
     "ModelSpec",
     "PeerAddress",

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
+from msgspec import UNSET, UnsetType
 from sqlalchemy import insert, select
 
 from coordinator.run.home import Home, create_home
@@ -33,7 +34,7 @@ from coordinator.training.world import open_world
 from node.policy.errors import MalformedPolicy
 from node.policy.file import load_policy
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
-from node.protocol.run import EnvironmentSpec, RunSpec
+from node.protocol.run import EnvironmentSpec, LoraSpec, RunSpec
 from shardcast import OriginServer
 from shardcast.wire import decode, digest
 
@@ -154,9 +155,10 @@ def groups_of(step: int) -> list[Group]:
     return [Group(step, (1.0, 0.0, 0.25, 1.0), tuple(sample() for _ in range(4))) for _ in range(3)]
 
 
-def spec_with(**recipe: object) -> RunSpec:
-    spec = spec_of()
-    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, **recipe))
+def spec_with(*, lora: Mapping[str, object] | LoraSpec | UnsetType = UNSET, **recipe: object) -> RunSpec:
+    """The rules with another recipe; adapters may be as run.toml has them, for a script of another process."""
+    spec, adapters = spec_of(), msgspec.convert(lora, LoraSpec) if isinstance(lora, Mapping) else lora
+    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, lora=adapters, **recipe))
 
 
 def refuse(state: Path) -> None:
@@ -181,6 +183,22 @@ def publish(state: Path) -> None:
         except FileNotFoundError:
             for dtype in (torch.bfloat16, torch.float32):
                 team.write_policy(state / f"published-{str(dtype)[6:]}", dtype)
+        team.end()
+
+
+def publish_newest(state: Path, *, steps: int = 0, **recipe: object) -> None:
+    """The newest checkpoint's policy as all processes publish it, after `steps` more."""
+    torch.set_num_threads(1)
+    with open_world(device="cpu") as world:
+        team = Team(state, Execution(world=world, row_tokens=64))
+        if not world.is_first:
+            team.follow()
+            return
+        learner = team.restore(spec_with(**recipe))
+        for _ in range(steps):
+            team.save(team.train(groups_of(learner.step)))
+        for dtype in (torch.bfloat16, torch.float32):
+            team.write_policy(state / f"published-{str(dtype)[6:]}", dtype)
         team.end()
 
 

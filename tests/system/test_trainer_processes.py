@@ -35,6 +35,7 @@ LAUNCH = (
     "--rdzv-endpoint",
     "127.0.0.1:0",
 )
+LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
@@ -84,12 +85,13 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
         ({**TERMS, "recompute": True}, (2,), 1e-5, "goldfinch"),
         ({}, (2,), 1e-5, "frame-action"),
+        ({**TERMS, **LORA, "recompute": True}, (2,), 1e-5, "tiny"),
         pytest.param(
             {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny", marks=pytest.mark.nightly
         ),
         pytest.param({}, (2,), 1e-5, "finch", marks=pytest.mark.nightly),
     ],
-    ids=["plain", "muon", "recurrent", "frames", "terms", "finch"],
+    ids=["plain", "muon", "recurrent", "frames", "lora", "terms", "finch"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
     tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str
@@ -237,6 +239,23 @@ def test_any_number_of_processes_publishes_the_bytes_of_one_even_after_a_full_di
         published.append([(state / f"published-{dtype}").read_bytes() for dtype in ("bfloat16", "float32")])
     assert published[0] == published[1]
     assert published[0][1] == (state / "policy-0.safetensors").read_bytes()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_any_number_of_processes_merges_adapters_to_the_bytes_of_one(tmp_path: Path, rank: int) -> None:
+    """Whoever goes on with a checkpoint on other machines must publish what the log would have named.
+
+    Of a rank of 3 or less, the last of several processes hold no row of A; two train here, and four and one go on.
+    """
+    recipe, published = {"lora": {"rank": rank, "alpha": 2.0 * rank}, "learning_rate": 1e-2}, []
+    state = beginning(tmp_path / "state")
+    first = (state / "policy-0.safetensors").read_bytes()
+    for processes, steps in ((2, 1), (4, 0), (1, 0)):
+        launch("publish_newest", state, processes, steps=steps, **recipe)
+        published.append([(state / f"published-{dtype}").read_bytes() for dtype in ("bfloat16", "float32")])
+    assert published[0] == published[1] == published[2]
+    assert published[0][1] != first
 
 
 @pytest.mark.timeout(300)

@@ -79,6 +79,13 @@ POOLS = Record(
         "hard_to": number(0.0, 1.0),
     }
 )
+LORA = Record(
+    {
+        "rank": integer(1, 1024),
+        "alpha": number(above=0.0, most=1e9),
+        "targets": ArrayOf(one_of("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 7, 1),
+    }
+)
 WIDTH = number(0.0, 1e9)
 RUN_SPEC = Record(
     {
@@ -173,8 +180,9 @@ RUN_SPEC = Record(
                 "aggregation": one_of("tokens", "completions", "length"),
                 "clip_epsilon_high": number(above=0.0, most=1e9),
                 "overlong_share": number(0.0, 1.0),
+                "lora": LORA,
             },
-            frozenset({"ratio", "aggregation", "clip_epsilon_high", "overlong_share"}),
+            frozenset({"ratio", "aggregation", "clip_epsilon_high", "overlong_share", "lora"}),
         ),
         "broadcast": Record({"keep_versions": integer(1, INT31)}),
         "membership": Record(

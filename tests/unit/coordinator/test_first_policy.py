@@ -21,7 +21,7 @@ from node.doctor import model as doctor_model
 from node.keys.identity import create_key
 from node.policy.inspection import FirstPolicy
 from node.protocol.chat_formats import CHAT_FORMATS
-from node.protocol.run import EnvironmentSpec, RunSpec
+from node.protocol.run import EnvironmentSpec, LoraSpec, RunSpec
 from node.protocol.submission import Rollout, chunk_sizes, proof_bytes
 from node.submission.writer import full_group_bytes, write_rollouts
 
@@ -48,6 +48,16 @@ def test_a_run_that_its_policy_cannot_serve_is_refused(case: str) -> None:
     spec, said = UNFIT[case]
     with pytest.raises(UnfitModel, match=said):
         require_fit(QWEN, spec)
+
+
+@pytest.mark.parametrize("initial", ["finch", "random-goldfinch"])
+def test_adapters_of_layers_that_the_family_lacks_are_refused_before_the_rules_are_fixed(initial: str) -> None:
+    """The trainer alone would find it, with the run's id given to everybody."""
+    spec = changed("training", lora=LoraSpec(rank=8, alpha=16.0, targets=("q_proj", "up_proj")))
+    fixed = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, initial=initial))
+    with pytest.raises(UnfitModel, match=r"finch policy does not have: q_proj, up_proj\. Leave \[training\.lora\] out"):
+        startable(fixed, model_elsewhere=False)
+    startable(spec, model_elsewhere=False)
 
 
 def test_a_run_whose_marks_full_width_text_can_forge_is_refused() -> None:

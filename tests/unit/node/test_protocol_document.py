@@ -31,6 +31,7 @@ from node.protocol.run import (
     LengthSpec,
     LevelSpec,
     LimitsSpec,
+    LoraSpec,
     PolicyHead,
     PoolsSpec,
     ProblemsSpec,
@@ -300,6 +301,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
     yield from _fields("[environments.dataset]", DatasetSpec)
     yield from _fields("[batch.pools]", PoolsSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
+    yield from _fields("[training.lora]", LoraSpec)
 
 
 def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:

@@ -15,6 +15,7 @@ from node.protocol.run import (
     MAX_DESCRIPTOR_BYTES,
     Descriptor,
     EnvironmentSpec,
+    LoraSpec,
     ProblemsSpec,
     RunSpec,
     open_descriptor,
@@ -69,6 +70,17 @@ def test_a_run_without_finite_sets_and_pools_is_spelt_as_before_there_were_any()
     finite = parse_run_toml(FINITE + "[batch.pools]\nhard = 2\n")
     assert decode(RunSpec, encode(finite), max_bytes=10_000) == finite
     assert len({SPEC.digest, parse_run_toml(FINITE).digest, finite.digest}) == 3
+
+
+def test_a_run_without_adapters_is_spelt_as_before_there_were_any() -> None:
+    assert b"lora" not in encode(SPEC)
+    adapted = parse_run_toml(SMALLEST + "[training.lora]\nrank = 8\nalpha = 16\n")
+    assert decode(RunSpec, encode(adapted), max_bytes=10_000) == adapted
+    assert adapted.training.lora == LoraSpec(rank=8, alpha=16.0)
+    assert (
+        len({SPEC.digest, adapted.digest, parse_run_toml(SMALLEST + "[training.lora]\nrank = 4\nalpha = 16\n").digest})
+        == 3
+    )
 
 
 def test_the_bitmaps_of_a_run_fit_its_descriptor() -> None:
@@ -156,6 +168,15 @@ def test_every_setting_is_part_of_the_digest() -> None:
         (FINITE + "[batch.pools]\neasy = 0\nnormal = 0\nhard = 0\n", "must have a share"),
         (FINITE + "[batch.pools]\neasy_from = 0.5\nhard_to = 0.5\n", "below easy_from"),
         (FINITE + "[batch.pools]\nhard = -1\n", "batch.pools.hard"),
+        (SMALLEST + "[training.lora]\nalpha = 16\n", "rank"),
+        (SMALLEST + "[training.lora]\nrank = 8\n", "alpha"),
+        (SMALLEST + "[training.lora]\nrank = 0\nalpha = 16\n", "training.lora.rank"),
+        (SMALLEST + "[training.lora]\nrank = 1025\nalpha = 16\n", "training.lora.rank"),
+        (SMALLEST + "[training.lora]\nrank = 8\nalpha = 0\n", "training.lora.alpha"),
+        (SMALLEST + "[training.lora]\nrank = 8\nalpha = 16\ntargets = []\n", "training.lora.targets"),
+        (SMALLEST + "[training.lora]\nrank = 8\nalpha = 16\ntargets = ['lm_head']\n", "training.lora.targets"),
+        (SMALLEST + "[training.lora]\nrank = 8\nalpha = 16\ntargets = ['q_proj', 'q_proj']\n", "twice"),
+        (SMALLEST + "[training]\noptimizer = 'muon'\nlora = { rank = 8, alpha = 16 }\n", "needs the optimizer adamw"),
         ("sampling = 3\n" + SMALLEST, "sampling"),
         (SMALLEST + "[extra]\n", "extra"),
         (SMALLEST + "[batch]\nmax_async = 7\n", "keep_versions"),
