@@ -41,13 +41,20 @@ def export() -> None:
     help="Where chat template and generation settings come from, such as the run's model.initial.  [default: what the "
     "trainer kept in --state]",
 )
-def policy(*, what: str, to: Path, state: Path | None, model: Path | None) -> None:
+@click.option(
+    "--adapter",
+    is_flag=True,
+    help="Of a run with [training.lora], its adapters alone, as a folder that PEFT loads. They are in the trainer's "
+    "checkpoints, and latest is the newest of these.",
+)
+def policy(*, what: str, to: Path, state: Path | None, model: Path | None, adapter: bool) -> None:
     """Write a policy as a folder that transformers and vLLM load.
 
     \b
     Examples:
       swarmproof export policy latest --state trainer/ --to policy/
       swarmproof export policy policy.safetensors --to policy/
+      swarmproof export policy latest --adapter --state trainer/ --to adapter/
 
     Weights are the policy's, bit for bit. A trainer's folder has every version, those of others the last few. A file
     whose name is a number is ./NUMBER.
@@ -57,6 +64,12 @@ def policy(*, what: str, to: Path, state: Path | None, model: Path | None) -> No
         raise click.UsageError("A version is taken from a folder: name it with --state.")
     if state is not None and not by_number:
         raise click.UsageError("--state is for a version's number, or latest; a file needs none.")
+    version = None if what == _LATEST or not by_number else int(what)
+    if adapter:
+        if state is None or model is not None:
+            raise click.UsageError("--adapter takes a version from --state, and nothing of --model.")
+        _adapter(version, state, to)
+        return
     from coordinator.training.companion import read_companion
     from coordinator.training.export import export_file, export_version
 
@@ -64,9 +77,18 @@ def policy(*, what: str, to: Path, state: Path | None, model: Path | None) -> No
     if state is None:
         done = export_file(Path(what), to, companion=companion)
     else:
-        done = export_version(state, None if what == _LATEST else int(what), to, companion=companion)
+        done = export_version(state, version, to, companion=companion)
     named = "the policy" if done.version is None else f"policy {done.version}"
     click.echo(f"{named}, {done.parameters:,} parameters in {str(done.dtype).removeprefix('torch.')}, is in {to}")
+
+
+def _adapter(version: int | None, state: Path, to: Path) -> None:
+    from coordinator.training.adapter_export import export_adapter
+
+    done = export_adapter(state, version, to)
+    click.echo(
+        f"the adapters of policy {done.version}, {done.parameters:,} parameters of rank {done.lora.rank}, are in {to}"
+    )
 
 
 @export.command()

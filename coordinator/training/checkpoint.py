@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from coordinator.errors import CoordinatorError
 from coordinator.training.optimizers import Optimizers
-from coordinator.training.shards import Piece, Rows, read_rows, write_rows
+from coordinator.training.shards import Piece, Rows, dtype_named, read_rows, write_rows
 from coordinator.training.world import SINGLE_PROCESS, World
 from shardcast.files import sync_folder
 from shardcast.wire import digest
@@ -248,6 +248,18 @@ def load_checkpoint(
     if wrong:
         raise CheckpointDamaged(f"{path} is damaged: {len(wrong)} tensors are not as written, such as {wrong[0]}")
     return index.state
+
+
+def read_checkpoint(path: Path) -> tuple[TrainerState, dict[str, Tensor]]:
+    """Read a checkpoint's state and its model's tensors, whole, by name; raises as `load_checkpoint`."""
+    index, tensors = _read_index(path), dict[str, Tensor]()
+    for name, stored in index.tensors.items():
+        if name.startswith(_MODEL):
+            whole = Rows.of(torch.empty(stored.shape, dtype=dtype_named(stored.dtype)))
+            if not read_rows(path, whole, stored.pieces):
+                raise CheckpointDamaged(f"{path} is damaged: {name} is not as written")
+            tensors[name.removeprefix(_MODEL)] = whole.local
+    return index.state, tensors
 
 
 def set_aside(path: Path) -> Path:

@@ -245,11 +245,15 @@ class Team:
         learner = self.learner
         learner.stats = stats
         self._wait_for_checkpoint()
+        counters: dict[str, int | str] = {"stats": json.dumps(stats)}
+        if self._spec is not None and self._spec.training.lora:  # for exports, which see no run
+            lora = encode(self._spec.training.lora).decode()
+            counters |= {"lora": lora, "initial": self._spec.model.initial}
         write = functools.partial(
             write_checkpoint,
             self._checkpoints,
             held_rows(learner.model, learner.optimizer),
-            state=TrainerState(step=learner.step, counters={"stats": json.dumps(stats)}),
+            state=TrainerState(step=learner.step, counters=counters),
             keep=CHECKPOINTS_KEPT,
             world=self.world,
         )

@@ -33,6 +33,11 @@ _DTYPES = {
 }
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that safetensors calls `name`."""
+    return next(dtype for dtype, its in _DTYPES.items() if its == name)
+
+
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows [start, end) of a tensor's dimension 0 at byte `offset` of `file`, and their BLAKE3; a scalar is one row."""
 

@@ -6,12 +6,15 @@ and an operator who chose LoRA for its memory must not pay for all weights.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 from torch import Tensor
 from trainers import groups_of, spec_with
 
@@ -21,6 +24,7 @@ from coordinator.training.distributed_learner import Learner, Team
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution
 from coordinator.training.lora import adapted_layers, add_adapters, merge
+from node.cli import main
 from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import make_tokenizer
@@ -28,7 +32,6 @@ from node.policy.skeleton import build_skeleton
 from node.protocol.run import LoraSpec, RunSpec
 
 LORA = LoraSpec(rank=4, alpha=8.0)
-ADAPTERS = ("lora_A", "lora_B")
 
 
 def lora_run(lora: LoraSpec = LORA, **recipe: Any) -> RunSpec:
@@ -196,3 +199,77 @@ def test_a_family_without_these_layers_is_refused_by_the_learner_too() -> None:
     config = MAKERS["finch"](1).config
     with pytest.raises(BadConfiguration, match="a finch policy has no down_proj, gate_proj, k_proj"):
         add_adapters(build_skeleton(config, dtype=torch.float32), LORA)
+
+
+# Exports.
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export", "policy", *map(str, arguments)])
+
+
+def test_an_exported_adapter_merged_by_hand_is_the_published_policy(tmp_path: Path) -> None:
+    """Names, shapes and settings are those that PEFT writes and reads itself."""
+    lora = LoraSpec(rank=3, alpha=6.0, targets=("q_proj", "k_proj", "down_proj"))
+    team, _ = trained(tmp_path / "state", lora_run(lora))
+    team.save({})
+    team.end()
+    done = export("latest", "--adapter", "--state", tmp_path / "state", "--to", tmp_path / "adapter")
+    assert done.exit_code == 0, done.output
+    assert "adapters of policy 2" in done.output
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["task_type"]) == ("LORA", "CAUSAL_LM")
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 6, list(lora.targets))
+    assert config["base_model_name_or_path"] == "random-tiny"
+    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    first, after = load_policy(team.first_policy, dtype=None).model.state_dict(), published(team)
+    for name, weight in first.items():
+        if name.split(".")[-2] not in lora.targets:
+            assert torch.equal(after[name], weight)
+            continue
+        a, b = (adapters.pop(f"base_model.model.{name.removesuffix('.weight')}.lora_{each}.weight") for each in "AB")
+        assert (a.shape, b.shape) == ((3, weight.shape[1]), (weight.shape[0], 3))
+        assert torch.equal(after[name], by_hand(weight, a, b, config["lora_alpha"] / config["r"]))
+    assert adapters == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("1", "--adapter"), "no checkpoint of policy 1; of these there are some: 2"),
+        (("latest", "--adapter", "--model", "."), "--adapter takes a version from --state"),
+    ],
+)
+def test_adapters_that_are_not_there_are_said_to_be_missing(tmp_path: Path, given: tuple[str, ...], said: str) -> None:
+    team, _ = trained(tmp_path / "state", lora_run())
+    team.save({})
+    team.end()
+    done = export(*given, "--state", tmp_path / "state", "--to", tmp_path / "adapter")
+    assert done.exit_code != 0
+    assert said in f"{done.output} {done.exception}"
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_run_that_trains_all_weights_has_no_adapters_to_export(tmp_path: Path) -> None:
+    team, _ = trained(tmp_path / "state", spec_with(), steps=1)
+    team.save({})
+    team.end()
+    done = export("1", "--adapter", "--state", tmp_path / "state", "--to", tmp_path / "adapter")
+    assert "without [training.lora]" in f"{done.output} {done.exception}"
+
+
+@pytest.mark.parametrize("damaged", ["flipped", "short"])
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, damaged: str) -> None:
+    """Else an adapter that nobody trained would go around under the run's name."""
+    team, _ = trained(tmp_path / "state", lora_run(), steps=1)
+    team.save({})
+    team.end()
+    (shard,) = (tmp_path / "state" / "checkpoints" / "checkpoint-00000001").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    head = 8 + int.from_bytes(data[:8], "little")
+    place = next(each for name, each in json.loads(data[8:head]).items() if name.startswith("model/"))
+    data[head + place["data_offsets"][0]] ^= 1
+    shard.write_bytes(data if damaged == "flipped" else data[:-1])
+    done = export("1", "--adapter", "--state", tmp_path / "state", "--to", tmp_path / "adapter")
+    assert "is damaged" in f"{done.output} {done.exception}"
+    assert not (tmp_path / "adapter").exists()
