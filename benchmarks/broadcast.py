@@ -84,6 +84,11 @@ MEANINGS = {
         "trace_lr_1e6_changed": "share of its words that changed; also at 1e5, 5e5 and 2e4, for 1e-5, 5e-5 and 2e-4",
         "trace_lr_1e6_over_entropy": "bytes of the delta over the entropy that independent changes would have",
     },
+    "lora": {
+        "lora_8_lr_1e5_changed": "share of a policy's words that a step of rank 8 changes at this rate; also rank 32, "
+        "1e6 and 1e4, and lora_full: of all weights",
+        "lora_8_lr_1e5_delta_share": "bytes of that step's delta over those of the policy",
+    },
 }
 
 
@@ -109,6 +114,7 @@ def parts(given: argparse.Namespace, folder: Path, environment: Path | None) -> 
         "hops": lambda: hops.measure(versions=given.heads, **waiting),
         "delta": lambda: delta_figures(given.delta_mib * MIB, given.repeats),
         "trace": lambda: trace.measure(folder),
+        "lora": lambda: trace.measure_adapters(folder),
     }
 
 

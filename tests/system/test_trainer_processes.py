@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from locations import ROOT
-from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_in, train_to_the_end
+from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_in, spec_with, train_to_the_end
 
 from coordinator.run.home import Home
 from coordinator.training.checkpoint import checkpoints
@@ -202,17 +202,27 @@ def wait_for_steps(home: Home, steps: int, process: subprocess.Popen[bytes], fol
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("processes", "recipe"),
+    [
+        (1, {}),
+        (1, {**LORA, "kl_coefficient": 0.1}),
+        pytest.param(2, {}, marks=pytest.mark.nightly),
+        pytest.param(2, LORA, marks=pytest.mark.nightly),
+    ],
+    ids=["one", "one-lora", "two", "two-lora"],
+)
 def test_killed_between_checkpoints_it_goes_on_to_the_policies_of_an_undisturbed_run(
-    tmp_path: Path, processes: int
+    tmp_path: Path, processes: int, recipe: dict[str, object]
 ) -> None:
     """Two policies are out and in no checkpoint: others in their place would be a second history, which is fraud."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    with run_in(undisturbed) as home, command(undisturbed, processes=processes) as process:
+    spec = spec_with(**recipe)
+    with run_in(undisturbed, spec) as home, command(undisturbed, processes=processes) as process:
         wait_for_steps(home, STEPS, process, undisturbed)
         wanted = outcome_of(home)
     rarely = ("--checkpoint-every", str(STEPS))
-    with run_in(killed, steps=range(STEPS - 1)) as home:
+    with run_in(killed, spec, steps=range(STEPS - 1)) as home:
         with command(killed, processes=processes, options=rarely) as process:
             wait_for_steps(home, STEPS - 1, process, killed)
             kill(process)
