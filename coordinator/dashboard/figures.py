@@ -92,6 +92,7 @@ class RunPage:
     total_steps: int
     finished_steps: int
     ready_groups: int
+    environments: Sequence[str]
     steps: Sequence[Step]
     policies: Sequence[PublishedPolicy]
     admitted: int
@@ -138,6 +139,7 @@ def read_figures(
         total_steps=spec.training.steps,
         finished_steps=finished_steps(connection),
         ready_groups=slots["admitted"],
+        environments=[one.name for one in spec.environments],
         steps=history.steps(connection),
         policies=history.policies(connection),
         admitted=_count(first, Outcome.ADMITTED),

@@ -10,14 +10,14 @@ from typing import Any, Final
 from coordinator.dashboard.figures import RunPage
 from coordinator.dashboard.formatting import minute, name_of, number, seconds
 from coordinator.dashboard.history import Step
-from coordinator.metrics.curves import KINDS, Curve, CurveKind, curves, mean_stats, round_up
+from coordinator.metrics.curves import KINDS, Curve, CurveKind, curves, environment_kinds, mean_stats, round_up
 from coordinator.storage.tallies import DAY, MINUTE, Tally
 from node.protocol.admission import Outcome
 
 MOST_POINTS: Final = 300
 MOST_REASONS: Final = 5
-APART: Final = frozenset({"reward"})
-"""Training curves that have a plot of their own."""
+TRAINED: Final = tuple(kind for kind in KINDS if kind.key != "reward")
+"""Training curves that share a section: the reward has a plot of its own."""
 
 LEAST_PART: Final = 20.0
 """Seconds after which the current bucket gets a rate."""
@@ -41,7 +41,8 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Plots:
-    """All plots; `data` is the script's input, `training` has a picture for each of KINDS but those in APART."""
+    """All plots; `data` is the script's input, `training` has a picture for each of TRAINED and
+    each environment."""
 
     data: dict[str, Any]
     reward: Picture | None
@@ -54,7 +55,8 @@ class Plots:
 def plots_of(figures: RunPage) -> Plots:
     """Compute the plots; those without a value are None."""
     rewards = _rewards(figures.steps)
-    trained = curves([mean_stats([step.stats for step in part]) for part in _parts(figures.steps)], but=APART)
+    kinds = (*environment_kinds(figures.environments), *TRAINED)
+    trained = curves([mean_stats([step.stats for step in part]) for part in _parts(figures.steps)], kinds=kinds)
     starts, verdicts = _verdicts(figures)
     rates, slots, means, longest = _rates(figures, starts)
     data = {
@@ -68,7 +70,7 @@ def plots_of(figures: RunPage) -> Plots:
     return Plots(
         data=data,
         reward=_reward_picture(rewards),
-        training=_training_pictures(trained, rewards["step"]),
+        training=_training_pictures(kinds, trained, rewards["step"]),
         verdicts=_bars(verdicts, along) if starts else None,
         tokens=_area(rates, along, said="tokens a minute", shown=number),
         wait=_area(means, along, said="time from arrival to verdict", shown=seconds, other=longest),
@@ -184,10 +186,12 @@ def _along_steps(steps: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"step {steps[at]:g}" if at == 0 else f"{steps[at]:g}" for at in shown)
 
 
-def _training_pictures(drawn: Sequence[Curve], steps: Sequence[float]) -> tuple[tuple[CurveKind, Picture | None], ...]:
-    """Return a plot or None for each of KINDS: a statistic may come with a later step."""
+def _training_pictures(
+    kinds: Sequence[CurveKind], drawn: Sequence[Curve], steps: Sequence[float]
+) -> tuple[tuple[CurveKind, Picture | None], ...]:
+    """Return a plot or None for each of `kinds`: a statistic may come with a later step."""
     found = {curve.kind: curve for curve in drawn}
-    return tuple((kind, _curve_picture(found.get(kind), steps)) for kind in KINDS if kind.key not in APART)
+    return tuple((kind, _curve_picture(found.get(kind), steps)) for kind in kinds)
 
 
 def _curve_picture(curve: Curve | None, steps: Sequence[float]) -> Picture | None:

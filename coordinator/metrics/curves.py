@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,11 @@ KINDS: Final = (
     CurveKind("staleness", "Staleness", "steps between drawing and training"),
 )
 KEYS: Final = frozenset(kind.key for kind in KINDS)
+REWARD_OF: Final = "reward/"
+"""Begins the key of the mean reward of one environment, of which a step has one for each in a run of several."""
+
+MOST_ENVIRONMENTS: Final = 16
+"""Environments with a curve of their own; a run may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +57,26 @@ class Curve:
         return f"{self.kind.name}: from {known[0]:.3g} to {known[-1]:.3g}, at most {max(known):.3g}."
 
 
+def environment_kinds(names: Iterable[str]) -> tuple[CurveKind, ...]:
+    """Return the statistic of each environment of a run, of the first MOST_ENVIRONMENTS; none where there is one."""
+    different = list(dict.fromkeys(names))
+    if len(different) == 1:
+        return ()
+    return tuple(CurveKind(REWARD_OF + name, name, "mean reward of its completions") for name in different)[
+        :MOST_ENVIRONMENTS
+    ]
+
+
 def curve_stats(text: str | None) -> dict[str, float]:
-    """Return the finite statistics among KINDS in a step's stats, a JSON object or None."""
+    """Return the finite statistics among KINDS, and environments' rewards, in a step's stats, JSON or None."""
     found = json.loads(text) if text else {}
-    return {key: float(found[key]) for key in KEYS & found.keys() if _is_finite(found[key])}
+    return {key: float(value) for key, value in found.items() if _is_curve(key) and _is_finite(value)}
 
 
-def curves(stats: Sequence[Mapping[str, float]], *, but: frozenset[str] = frozenset()) -> list[Curve]:
-    """Return the curves with any value, one value per element of `stats`, except the keys in `but`."""
+def curves(stats: Sequence[Mapping[str, float]], *, kinds: Iterable[CurveKind] = KINDS) -> list[Curve]:
+    """Return those curves of `kinds` that have any value, one value per element of `stats`."""
     found = []
-    for kind in (kind for kind in KINDS if kind.key not in but):
+    for kind in kinds:
         values = tuple(value if _is_finite(value := each.get(kind.key)) else None for each in stats)
         if known := [value for value in values if value is not None]:
             top = round_up(max(known))
@@ -72,8 +87,12 @@ def curves(stats: Sequence[Mapping[str, float]], *, but: frozenset[str] = frozen
 
 def mean_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each statistic over the steps that have it."""
-    known = {key: [each[key] for each in stats if key in each] for key in sorted(KEYS)}
-    return {key: math.fsum(values) / len(values) for key, values in known.items() if values}
+    known: dict[str, list[float]] = {}
+    for each in stats:
+        for key, value in each.items():
+            if _is_curve(key):
+                known.setdefault(key, []).append(value)
+    return {key: math.fsum(values) / len(values) for key, values in known.items()}
 
 
 def line(values: Sequence[float | None], *, bottom: float, top: float) -> str:
@@ -94,6 +113,10 @@ def round_up(value: float, *, least: float = 1e-6) -> float:
     while size * 10 < value:
         size *= 10
     return next((step * size for step in (1, 2, 2.5, 5, 10) if step * size >= value), 10 * size)
+
+
+def _is_curve(key: str) -> bool:
+    return key in KEYS or key.startswith(REWARD_OF)
 
 
 def _is_finite(value: object) -> bool:

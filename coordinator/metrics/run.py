@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coordinator.metrics.curves import REWARD_OF
 from coordinator.run.home import Home
 from coordinator.run.leader import last_leader
 from coordinator.run.status import ACTIVE_SECONDS
@@ -221,6 +222,9 @@ def _newest_step(connection: Connection) -> Iterator[Metric]:
     )
     for key, (name, said) in _STEP_FIGURES.items():
         yield family("gauge", name, said, stats.get(key))
+    said = "Mean reward of that step's completions of each environment, in a run of several (at most 100)."
+    apart = {key.removeprefix(REWARD_OF): value for key, value in stats.items() if key.startswith(REWARD_OF)}
+    yield family("gauge", "swarmproof_step_environment_reward", said, apart, label="environment")
 
 
 def _gauge(name: str, said: str, value: float) -> Metric:

@@ -17,11 +17,12 @@ from node.protocol.run import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """An admitted group that a step trains on."""
+    """An admitted group that a step trains on, and the slot of which policy it is."""
 
     submission: str
     blob: str
-    version: int
+    manifest_digest: str
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,9 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float, 
 def batch(connection: Connection, step: int) -> list[BatchRow]:
     """Return the groups of `step` in training order."""
     query = (
-        select(groups.c.submission, groups.c.blob, slots.c.version)
+        select(groups.c.submission, groups.c.blob, policies.c.manifest_digest, slots.c.number)
         .join(slots, slots.c.id == groups.c.slot_id)
+        .join(policies, policies.c.version == slots.c.version)
         .where(groups.c.step == step)
         .order_by(slots.c.version, slots.c.id)
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 
+import msgspec
+
 from coordinator.errors import StorageFault
 from coordinator.run.home import Home
 from coordinator.storage import rebuilds, training
 from coordinator.training.group_size import max_group_bytes
 from coordinator.training.groups import Group, decode_group
+from node.protocol.slots import slot_problem
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +38,15 @@ def read_batch(home: Home, step: int, *, stop: threading.Event) -> list[Group] |
                 if not waits:
                     _request(home, submission, step=step, error=error, requested=requested)
         if len(read) == len(rows):
-            return [read[row.submission] for row in rows]
+            return [_of_environment(read[row.submission], home, row) for row in rows]
         if stop.wait(REBUILD_POLL_SECONDS):
             return None
+
+
+def _of_environment(group: Group, home: Home, row: training.BatchRow) -> Group:
+    """Return the group with the environment that its slot drew, whichever candidate the problem was."""
+    drawn = slot_problem(home.spec, run_id=home.run_id, manifest_digest=row.manifest_digest, slot=row.slot)
+    return msgspec.structs.replace(group, environment=drawn.environment)
 
 
 def _read(home: Home, submission: str) -> Group:

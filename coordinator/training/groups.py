@@ -28,13 +28,17 @@ class Sample:
     replies: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The completions of one problem, leased from policy `version`, with one reward each."""
+class Group(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The completions of one problem, leased from policy `version`, with one reward each.
+
+    `environment`: the number of the run's environment that the problem is of. It follows from the slot, so that blobs
+    do not have it: None until a batch is read (`coordinator.training.batches`).
+    """
 
     version: int
     rewards: tuple[float, ...]
     rollouts: tuple[Sample, ...]
+    environment: int | None = None
 
     @property
     def has_signal(self) -> bool:

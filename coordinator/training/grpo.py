@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coordinator.metrics.curves import REWARD_OF
 from coordinator.training import recipe
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Group, Sample
@@ -30,6 +31,9 @@ from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
+
+MOST_TOLD = 8
+"""Environments whose rewards the line of a step in the log has; the statistics have all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +84,42 @@ def train_step(
             rows = pack(samples, row_tokens=execution.row_tokens, recurrent=recurrent)
             updates.update(optimizer, rows, divisor=divisor)
     means = stats.means(execution.world)
-    if execution.world.is_first:
-        log.info("step %d trained on %.0f tokens in %d updates", step, means["tokens"], stats.updates)
     rewards = [reward for group in groups for reward in group.rewards]
+    reward, apart = math.fsum(rewards) / max(1, len(rewards)), environment_rewards(groups, spec)
+    if execution.world.is_first:
+        done = (step, means["tokens"], stats.updates, reward, told_rewards(apart))
+        log.info("step %d trained on %.0f tokens in %d updates, reward %.3f%s", *done)
     return {
         **means,
-        "reward": math.fsum(rewards) / max(1, len(rewards)),
+        "reward": reward,
+        **apart,
         "learning_rate": recipe.learning_rate(training, step),
         "groups_kept": float(kept),
         "groups_dropped": float(len(groups) - kept),
         "samples": float(len(scored)),
     }
+
+
+def environment_rewards(groups: Sequence[Group], spec: RunSpec) -> dict[str, float]:
+    """Return the mean reward of each environment's completions, by REWARD_OF and its name, where the run has several.
+
+    Environments of one name, with other arguments, are one. One of which no group came has no mean.
+    """
+    if len({one.name for one in spec.environments}) == 1:
+        return {}
+    earned: dict[str, list[float]] = {}
+    for group in groups:
+        if group.environment is not None:
+            earned.setdefault(REWARD_OF + spec.environments[group.environment].name, []).extend(group.rewards)
+    return {key: math.fsum(rewards) / len(rewards) for key, rewards in sorted(earned.items()) if rewards}
+
+
+def told_rewards(apart: Mapping[str, float]) -> str:
+    """Return the rewards of the first environments for a line of the log, "" without any."""
+    first = [f"{key.removeprefix(REWARD_OF)} {apart[key]:.3f}" for key in list(apart)[:MOST_TOLD]]
+    if len(apart) > MOST_TOLD:
+        first.append(f"{len(apart) - MOST_TOLD} more")
+    return f" ({', '.join(first)})" if first else ""
 
 
 def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:

@@ -19,8 +19,9 @@ import psycopg
 import pytest
 import torch
 from safetensors import safe_open
-from sqlalchemy import delete, update
+from sqlalchemy import delete, select, update
 from trainers import (
+    GROUPS,
     STEPS,
     finished_steps,
     outcome_of,
@@ -38,6 +39,7 @@ from coordinator.storage import log, training
 from coordinator.storage.schema import groups, policies, steps
 from coordinator.storage.training import PolicyRecord
 from coordinator.training import distributed_learner, initial
+from coordinator.training.batches import read_batch
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.evaluation import EvaluationSettings
 from coordinator.training.groups import Group, Sample, encode_group
@@ -45,6 +47,8 @@ from coordinator.training.optimizers import Optimizers
 from coordinator.training.trainer import ReplayDiffers, Trainer
 from node.policy.file import load_policy, write_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
+from node.protocol.run import EnvironmentSpec
+from node.protocol.slots import slot_problem
 
 
 class Killed(BaseException):
@@ -118,6 +122,28 @@ def test_killed_between_checkpoints_it_trains_the_logged_batches_to_the_same_pol
         assert outcome_of(home) == undisturbed
     assert "training 2 steps again" in caplog.text
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == [f"checkpoint-{STEPS:08d}"]
+
+
+def test_groups_carry_the_environment_of_their_slot_to_whoever_watches_the_rewards(tmp_path: Path) -> None:
+    """Blobs do not say it, and one that a verifier wrote could not be believed: it follows from the log's slots."""
+    told, names = Told(), ("arithmetic", "reverse")
+    spec = msgspec.structs.replace(spec_of(), environments=tuple(EnvironmentSpec(name=name) for name in names))
+    with run_in(tmp_path, spec) as home:
+        train_to_the_end(home, tmp_path, tracker=told)
+        with home.database.read() as connection:
+            manifest = connection.execute(select(policies.c.manifest_digest).where(policies.c.version == 0)).scalar()
+        where, seen = {"run_id": home.run_id, "manifest_digest": manifest}, set[int]()
+        for step, stats in told.steps:
+            if step == 0:
+                continue
+            slots = range(GROUPS * (step - 1), GROUPS * step)
+            drawn = [slot_problem(spec, **where, slot=slot).environment for slot in slots]
+            batch = read_batch(home, step - 1, stop=threading.Event())
+            assert [group.environment for group in batch or ()] == drawn
+            keys = {key for key in stats if key.startswith("reward/")}
+            assert keys == {f"reward/{names[environment]}" for environment in drawn}
+            seen |= set(drawn)
+    assert seen == {0, 1}
 
 
 def test_a_trainer_that_is_stopped_keeps_what_it_has_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from sqlalchemy import select, update
 from swarm import Swarm, running
@@ -92,7 +92,7 @@ def test_a_group_that_was_exchanged_for_another_is_named(swarm: Swarm) -> None:
 def test_a_group_with_other_rewards_is_named(swarm: Swarm) -> None:
     first, second = column(swarm, groups, "blob")
     group = decode_group(swarm.home.blobs.get(first, max_bytes=2**24))
-    forged = replace(group, rewards=tuple(1.0 - reward / 2 for reward in group.rewards))
+    forged = msgspec.structs.replace(group, rewards=tuple(1.0 - reward / 2 for reward in group.rewards))
     with rows_set(swarm, groups, "blob", [swarm.home.blobs.put(encode_group(forged)), second]):
         (one,) = check(swarm)
     assert one.stored == "another policy or other rewards than were logged"

@@ -8,7 +8,16 @@ import re
 
 import pytest
 
-from coordinator.metrics.curves import KINDS, curve_stats, curves, line, mean_stats, round_up
+from coordinator.metrics.curves import (
+    KINDS,
+    MOST_ENVIRONMENTS,
+    curve_stats,
+    curves,
+    environment_kinds,
+    line,
+    mean_stats,
+    round_up,
+)
 
 
 def points(path: str) -> list[tuple[float, float]]:
@@ -25,7 +34,7 @@ def test_only_what_some_step_has_is_drawn_and_what_nobody_knows_is_left_out() ->
     found = curves([{"grad_norm": 1.0, "tomorrows": 3.0}, {"staleness": 2.0}, {}])
     assert [curve.kind.key for curve in found] == ["grad_norm", "staleness"]
     assert curves([]) == []
-    assert curves([{"reward": 1.0}], but=frozenset({"reward"})) == []
+    assert curves([{"reward": 1.0}], kinds=KINDS[1:]) == []
 
 
 def test_a_gap_is_no_line_through_it() -> None:
@@ -50,11 +59,26 @@ def test_the_axis_ends_above_the_largest_value_and_not_far_above(value: float) -
 
 def test_what_a_page_keeps_of_a_step_is_finite_and_known() -> None:
     said = {"entropy": 0.2, "grad_norm": math.nan, "logprob_gap": math.inf, "train_seconds": 2.0, "staleness": None}
-    assert curve_stats(json.dumps(said)) == {"entropy": 0.2}
+    said |= {"reward/code": 0.5, "reward/math": math.nan}
+    assert curve_stats(json.dumps(said)) == {"entropy": 0.2, "reward/code": 0.5}
     assert curve_stats(None) == {}
     assert mean_stats([{"entropy": 0.2}, {"entropy": 0.4, "grad_norm": 3.0}]) == pytest.approx(
         {"entropy": 0.3, "grad_norm": 3.0}
     )
+
+
+def test_each_environment_of_several_has_a_curve_and_a_step_without_its_groups_a_gap() -> None:
+    """An operator who mixes two tasks would see one mean, in which the one that collapses hides."""
+    kinds = environment_kinds(["math", "code", "math"])
+    assert [kind.name for kind in kinds] == ["math", "code"]
+    found = curves([{"reward/math": 0.5, "reward/code": 0.25}, {"reward/math": 0.75}], kinds=kinds)
+    assert {curve.kind.name: curve.values for curve in found} == {"math": (0.5, 0.75), "code": (0.25, None)}
+    assert mean_stats([{"reward/math": 0.5}, {"reward/math": 0.75}]) == {"reward/math": 0.625}
+
+
+def test_a_run_of_one_environment_has_no_second_reward_and_one_of_many_not_a_page_of_them() -> None:
+    assert environment_kinds(["math"]) == environment_kinds(["math", "math"]) == ()
+    assert len(environment_kinds(map(str, range(100)))) == MOST_ENVIRONMENTS
 
 
 def test_each_kind_has_its_own_key_and_name() -> None:

@@ -38,7 +38,7 @@ from coordinator.storage.totals import partly_measured, reason_totals, slot_coun
 from coordinator.verifier.evidence import Evidence, RowEvidence, encode_evidence
 from node.protocol import merkle
 from node.protocol.reasons import Refusal
-from node.protocol.run import StandingSpec
+from node.protocol.run import EnvironmentSpec, RunSpec, StandingSpec
 from node.protocol.submission import Rollout
 
 SPEC = spec_of(steps=1000, groups_per_step=16, standing=StandingSpec())
@@ -76,10 +76,12 @@ class Run:
 
 
 @contextmanager
-def run_with(folder: Path, what: Stock | None, *, database_url: str | None = None) -> Iterator[Run]:
+def run_with(
+    folder: Path, what: Stock | None, *, database_url: str | None = None, spec: RunSpec = SPEC
+) -> Iterator[Run]:
     key = Ed25519PrivateKey.generate()
     public_key = key.public_key().public_bytes_raw()
-    home = create_home(folder, public_key=public_key, spec=SPEC, database_url=database_url)
+    home = create_home(folder, public_key=public_key, spec=spec, database_url=database_url)
     found = [] if what is None else stock(home, what, now=time.time())
     contacts = Contacts(endpoints=("http://192.0.2.1:8700",))
     coordinator = Coordinator(home, key=key, relay_urls=("http://192.0.2.1:8710",), contacts=contacts)
@@ -170,6 +172,22 @@ def test_a_statistic_that_no_step_has_takes_no_room(tmp_path: Path) -> None:
         assert re.findall(r'<div class="panel">\s*<h3>(.*?)</h3>', page) == ["Entropy", "Staleness"]
         entropy = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])["training"]["entropy"]
         assert entropy[:3] == [0.25, None, 0.25]
+
+
+def test_each_environment_of_several_has_its_reward_on_the_page_whatever_its_name(tmp_path: Path) -> None:
+    names = ("arithmetic", HOSTILE[:200], "reverse")
+    spec = msgspec.structs.replace(SPEC, environments=tuple(EnvironmentSpec(name=name) for name in names))
+    with run_with(tmp_path, Stock(workers=4, submissions=60, relays=1), spec=spec) as run:
+        with run.home.database.write() as connection:
+            stats = {"entropy": 0.25, **{f"reward/{name}": 0.5 for name in names[:2]}}
+            connection.execute(update(steps).values(stats=json.dumps(stats)))
+        page = run.get("/").text
+        shown = re.findall(r'<div class="panel">\s*<h3>(.*?)</h3>', page)
+        assert (shown[0], len(shown), shown[2:]) == ("arithmetic", 4, ["Entropy", "Staleness"])
+        assert re.search(r'<div class="panel" hidden>\s*<h3>reverse</h3>', page), "an open page can show it later"
+        assert "<script>document" not in page
+        plots = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])
+        assert set(plots["training"]["reward/" + names[1]]) == {0.5}
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_runs_inline(run: Run) -> None:

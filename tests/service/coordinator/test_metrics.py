@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import CollectorRegistry
-from sqlalchemy import text
+from sqlalchemy import insert, text
 from swarm import Peer, serve, small_spec
 from waiting import until
 
@@ -21,6 +21,8 @@ from coordinator.metrics.roles import VerifierMetrics, leader_registry, role_reg
 from coordinator.run.home import Home, create_home
 from coordinator.run.leader import Leader
 from coordinator.run.service import Coordinator
+from coordinator.storage import training
+from coordinator.storage.schema import steps
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
 
@@ -50,6 +52,17 @@ def test_a_new_run_has_every_verdict_at_zero(home: Home) -> None:
     assert value(registry, "swarmproof_policy_version") == -1
     assert value(registry, "swarmproof_steps_finished_total") == 0
     assert value(registry, "swarmproof_step_reward") is None
+
+
+def test_the_newest_steps_rewards_of_each_environment_are_figures(home: Home) -> None:
+    registry = leader_registry(home, leads=lambda: False)
+    stats = {"reward": 0.5, "reward/arithmetic": 0.25, "reward/dataset:math": 0.75}
+    with home.database.write() as connection:
+        row = {"step": 0, "assigned_at": 0.0, "reward_mean": 0.5, "staleness_mean": 0.0}
+        connection.execute(insert(steps).values(**row))
+        training.finish_step(connection, 0, stats=stats, now=1.0)
+    for name, reward in (("arithmetic", 0.25), ("dataset:math", 0.75), ("reverse", None)):
+        assert value(registry, "swarmproof_step_environment_reward", environment=name) == reward
 
 
 def test_a_database_that_is_gone_is_a_figure_and_no_failed_scrape(home: Home, tmp_path: Path) -> None:

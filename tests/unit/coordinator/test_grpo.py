@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coordinator.training.groups import Group, Sample
-from coordinator.training.grpo import Execution, split, train_step
+from coordinator.training.grpo import MOST_TOLD, Execution, environment_rewards, split, told_rewards, train_step
 from coordinator.training.head import head_backward
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.packing import Scored
@@ -306,6 +306,33 @@ def test_a_batch_without_signal_is_a_step_that_changes_nothing(model):
     assert same(before, weights(model))
     assert (stats["groups_kept"], stats["groups_dropped"], stats["tokens"], stats["loss"]) == (0, 3, 0, 0)
     assert all(state["step"] == 1 for state in optimizer.parts[0].state.values())
+
+
+def test_each_environments_reward_is_the_mean_of_its_own_completions(model, caplog):
+    """Else the one of two tasks that collapses hides behind the other's gain."""
+    names = ("arithmetic", "reverse", "reverse", "code")
+    spec = msgspec.structs.replace(run_spec(), environments=tuple(EnvironmentSpec(name=name) for name in names))
+    rewards = {0: (1.0, 0.0, 0.0, 0.0), 1: (1.0, 1.0, 1.0, 0.0), 2: (0.0, 0.0, 1.0, 0.0)}
+    groups = [
+        Group(0, rewards[at], group.rollouts, environment=at) for at, group in enumerate(batch(model)) if at in rewards
+    ]
+    caplog.set_level("INFO")
+    stats = train_step(model, make_optimizer(model, spec.training), groups, spec=spec, step=0)
+    apart = {key: value for key, value in stats.items() if key.startswith("reward/")}
+    assert apart == {"reward/arithmetic": 0.25, "reward/reverse": 0.5}, "of one name are one, and none has no mean"
+    assert "reward 0.417 (arithmetic 0.250, reverse 0.500)" in caplog.text
+
+
+def test_a_run_of_one_environment_has_one_reward_and_the_log_not_a_hundred(model):
+    one = [Group(0, (1.0, 0.0), (), environment=0)]
+    assert environment_rewards(one, run_spec()) == {}
+    many = msgspec.structs.replace(
+        run_spec(), environments=tuple(EnvironmentSpec(name=f"e{at:03}") for at in range(100))
+    )
+    found = environment_rewards([Group(0, (at / 100,), (), environment=at) for at in range(100)], many)
+    assert len(found) == 100
+    assert told_rewards(found).count("e0") == MOST_TOLD
+    assert told_rewards(found).endswith(f"{100 - MOST_TOLD} more)")
 
 
 def test_groups_without_signal_do_not_dilute_the_others(model):
