@@ -79,6 +79,9 @@ def problems(
 
     It measures the pass rate of each environment's first problems, and writes a copy of run.toml, comments included,
     whose slots use the kept ones only. Start the run with that copy: problems cannot change later.
+
+    What is measured is kept beside --out, with .measured behind it. The same command goes on after a kill, and a larger
+    --count or other bounds measure only what is new.
     """
     if find_spec("tomlkit") is None:
         raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
@@ -86,7 +89,8 @@ def problems(
     check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
-    from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec
+    from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec, measured_digest
+    from coordinator.training.measured import MeasuredFile
     from node.datasets.folder import find_datasets
 
     with tempfile.TemporaryDirectory(prefix="problems-") as folder:
@@ -103,7 +107,10 @@ def problems(
         _check_result(text, spec, count=count, out=out)
         first = policy_file(spec, policy, Path(folder))
         files = find_datasets(folder_of_datasets, spec.datasets)
-        found = filter_problems(first, spec=resolve_chat(spec), settings=settings, datasets=files)
+        drawn = resolve_chat(spec)
+        belongs = measured_digest(first, spec=drawn, settings=settings, engine=engine)
+        with MeasuredFile(out.with_name(f"{out.name}.measured"), of=belongs) as measured:
+            found = filter_problems(first, spec=drawn, settings=settings, datasets=files, measurements=measured)
     if not as_json:
         _show(found)
     if empty := [one.name for one in found if not one.kept]:

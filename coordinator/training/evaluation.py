@@ -18,6 +18,7 @@ from statistics import fmean, median
 
 import msgspec
 
+from coordinator.training.measured import NOTHING_MEASURED, CompletionOutcome, Measurements
 from node.engines.base import Engine, Interrupted, MakeEngine, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
 from node.environments import (
@@ -43,7 +44,9 @@ MAX_COMPLETIONS = 1_000_000
 GREEDY_TEMPERATURE = 1e-6
 """No noise reaches logits that differ by more than 3e-5: the likeliest token wins, with any engine."""
 
-_IN_FLIGHT = 2 * MAX_ROWS
+IN_FLIGHT = 2 * MAX_ROWS
+"""Completions that are drawn at once."""
+
 _Z_95 = 1.959964
 """97.5 % quantile of the standard normal distribution."""
 
@@ -137,14 +140,20 @@ def judge_tasks(
     datasets: Mapping[str, Path] = NO_DATASETS,
     indexes: Sequence[int] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    measurements: Measurements = NOTHING_MEASURED,
 ) -> list[TaskSet]:
     """Judge completions of the problems `indexes` of each environment, those that it has, or of held-out ones; raises
     as `evaluate_policy`.
+
+    What `measurements` know is not drawn again, and they are told of all else.
     """
     environments = load_environments(spec, datasets)
     check_rewards(environments)
     drawing = _drawing(spec, settings)
-    return asyncio.run(_evaluate(policy, drawing, environments, settings=settings, indexes=indexes, stop=stop))
+    work = _evaluate(
+        policy, drawing, environments, settings=settings, indexes=indexes, stop=stop, measurements=measurements
+    )
+    return asyncio.run(work)
 
 
 def held_out(*, seed: int, environment: int, count: int) -> list[int]:
@@ -205,6 +214,7 @@ async def _evaluate(
     settings: EvaluationSettings,
     indexes: Sequence[int] | None,
     stop: Callable[[], bool],
+    measurements: Measurements,
 ) -> list[TaskSet]:
     engine = settings.make_engine(spec)
     try:
@@ -212,20 +222,26 @@ async def _evaluate(
         found = []
         for environment_index, environment in enumerate(environments):
             tasks = TaskSet(environment, engine.policy, settings, environment_index, indexes)
-            await _draw(engine, tasks, spec.sampling, stop)
+            await _draw(engine, tasks, spec.sampling, stop, measurements)
             found.append(tasks)
     finally:
         await engine.close()
     return found
 
 
-async def _draw(engine: Engine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool]) -> None:
+async def _draw(
+    engine: Engine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool], measurements: Measurements
+) -> None:
     requests = list(tasks.requests(sampling))
-    for start in range(0, len(requests), _IN_FLIGHT):
+    for start in range(0, len(requests), IN_FLIGHT):
         if stop():
             raise Interrupted("the evaluation was stopped")
-        rollouts = await engine.generate(requests[start : start + _IN_FLIGHT])
-        await asyncio.to_thread(tasks.judge, rollouts)
+        batch = requests[start : start + IN_FLIGHT]
+        outcomes = measurements.known(tasks.place, start, count=len(batch))
+        if outcomes is None:
+            outcomes = await asyncio.to_thread(tasks.judge, await engine.generate(batch))
+            measurements.add(tasks.place, start, outcomes)
+        tasks.note(outcomes)
         log.info("%s: %d of %d completions", tasks.environment.name, len(tasks.lengths), len(requests))
 
 
@@ -245,7 +261,8 @@ class TaskSet:
     ) -> None:
         self.environment = environment
         self.lengths: list[int] = []
-        self._policy, self._settings, self._place = policy, settings, environment_index
+        self.place = environment_index
+        self._policy, self._settings = policy, settings
         indexes = _indexes(environment, settings, environment_index, indexes)
         self._problems: list[Problem] = [environment.problem(index) for index in indexes]
         self.rewards: list[list[float]] = [[] for _ in indexes]
@@ -264,21 +281,35 @@ class TaskSet:
                 continue
             ask = asking(self._policy, self.environment, problem, sampling=sampling)
             for sample in range(self._settings.samples):
-                seed = _derive(self._settings.seed, self._place, number, sample)[:SEED_BYTES]
+                seed = _derive(self._settings.seed, self.place, number, sample)[:SEED_BYTES]
                 yield SampleRequest(prompt, seed, ask=ask)
 
-    def judge(self, rollouts: Sequence[Rollout]) -> None:
+    def judge(self, rollouts: Sequence[Rollout]) -> list[CompletionOutcome]:
         """Judge the next completions, in the order of the requests."""
-        for rollout in rollouts:
-            number = self._drawn[len(self.lengths) // self._settings.samples]
-            self.lengths.append(len(rollout.completion_ids))
-            self._cut_off += rollout.completion_ids[-1] not in self._policy.eos_ids
+        outcomes = []
+        for at, rollout in enumerate(rollouts, len(self.lengths)):
+            reward: float | None = None
             try:
-                reward = graded(self._policy, self.environment, self._problems[number], rollout.completion_ids)
+                problem = self._problems[self._number(at)]
+                reward = graded(self._policy, self.environment, problem, rollout.completion_ids)
             except NodeError as error:
                 log.warning("completion of %s cannot be judged here: %s", self.environment.name, error)
-                continue
-            self.rewards[number].append(reward)
+            is_cut_off = rollout.completion_ids[-1] not in self._policy.eos_ids
+            outcomes.append(CompletionOutcome(len(rollout.completion_ids), is_cut_off, reward))
+        return outcomes
+
+    def note(self, outcomes: Sequence[CompletionOutcome]) -> None:
+        """Count the next completions, in the order of the requests."""
+        for outcome in outcomes:
+            number = self._number(len(self.lengths))
+            self.lengths.append(outcome.tokens)
+            self._cut_off += outcome.is_cut_off
+            if outcome.reward is not None:
+                self.rewards[number].append(outcome.reward)
+
+    def _number(self, completion: int) -> int:
+        """Return which problem a completion is of."""
+        return self._drawn[completion // self._settings.samples]
 
     def measured(self, spec: RunSpec) -> EnvironmentScore:
         """Summarise, once every completion was judged."""
@@ -287,7 +318,7 @@ class TaskSet:
         low, high = (None, None) if reward is None else confidence(reward, len(means))
         return EnvironmentScore(
             name=self.environment.name,
-            weight=spec.environments[self._place].weight,
+            weight=spec.environments[self.place].weight,
             problems=len(means),
             completions=len(self.lengths),
             unjudged=len(self.lengths) - sum(map(len, self.rewards)),

@@ -13,11 +13,14 @@ from statistics import fmean
 
 import msgspec
 
-from coordinator.training.evaluation import EvaluationSettings, judge_tasks
+from coordinator.training.evaluation import IN_FLIGHT, EvaluationSettings, judge_tasks
+from coordinator.training.measured import NOTHING_MEASURED, Measurements
 from node.engines.base import MakeEngine
 from node.engines.torch import TorchEngine
 from node.environments import NO_DATASETS
 from node.protocol.run import EnvironmentSpec, ProblemsSpec, RunSpec
+from shardcast.content import file_digest
+from shardcast.wire import derive, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +71,30 @@ def filter_problems(
     settings: FilterSettings,
     datasets: Mapping[str, Path] = NO_DATASETS,
     stop: Callable[[], bool] = lambda: False,
+    measurements: Measurements = NOTHING_MEASURED,
 ) -> list[Filtered]:
     """Filter the first problems of each environment by the policy file `policy`; blocks and raises as
     `evaluate_policy`. Of a dataset, rows that are held out are no problems to be kept.
     """
-    indexes = range(settings.count)
-    drawn = judge_tasks(policy, spec=spec, settings=settings.drawing(), datasets=datasets, indexes=indexes, stop=stop)
+    drawn = judge_tasks(
+        policy,
+        spec=spec,
+        settings=settings.drawing(),
+        datasets=datasets,
+        indexes=range(settings.count),
+        stop=stop,
+        measurements=measurements,
+    )
     rates = [[fmean(rewards) if rewards else None for rewards in tasks.rewards] for tasks in drawn]
     return [
         _filtered(environment, found, settings) for environment, found in zip(spec.environments, rates, strict=True)
     ]
+
+
+def measured_digest(policy: Path, *, spec: RunSpec, settings: FilterSettings, engine: str) -> str:
+    """Return the digest of what decides the outcomes of a measurement: all but how many problems, and the bounds."""
+    decisive = (settings.samples, settings.seed, IN_FLIGHT, engine, file_digest(policy))
+    return derive("swarmproof/1 measured problems", encode(spec), msgspec.json.encode(decisive)).hex()
 
 
 def bitmap_of(kept: Sequence[bool]) -> bytes:

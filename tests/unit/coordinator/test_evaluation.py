@@ -129,7 +129,9 @@ def test_rewards_and_lengths_are_the_means_of_what_was_drawn(policy):
     right = [f"</think>{problem.data['answer']}" for problem in (first, second)]
     assert [len(request.prompt_ids) for request in work.requests(SPEC.sampling)] == [len("Q:12+34=?\nA:")] * 4
     assert len({request.seed for request in work.requests(SPEC.sampling)}) == 4
-    work.judge([completion(right[0]), completion("wrong", ends=False), completion(right[1]), completion(right[1])])
+    work.note(
+        work.judge([completion(right[0]), completion("wrong", ends=False), completion(right[1]), completion(right[1])])
+    )
     found = work.measured(SPEC)
     assert (found.reward, found.problems, found.completions, found.unjudged) == (0.75, 2, 4, 0)
     assert (found.low, found.high) == confidence(0.75, 2)
@@ -145,7 +147,7 @@ def test_length_targets_count_in_an_evaluation_as_in_the_run(policy):
     source = load_environment(EnvironmentSpec(name="arithmetic", length=length))
     work = tasks(source, policy, problems=1, samples=1)
     (index,) = held_out(seed=0, environment=0, count=1)
-    work.judge([completion(f"</think>{source.problem(index).data['asked'].data['answer']}")])
+    work.note(work.judge([completion(f"</think>{source.problem(index).data['asked'].data['answer']}")]))
     assert work.measured(SPEC).reward == pytest.approx(1 - 0.01 * (20 - work.lengths[0]))
 
 
@@ -166,7 +168,7 @@ class Doubtful:
 
 def test_what_cannot_be_judged_here_is_counted_apart_and_not_as_wrong(policy):
     work = tasks(Doubtful(), policy, problems=2, samples=2)
-    work.judge([completion("slow"), completion("x"), completion("slow"), completion("slow")])
+    work.note(work.judge([completion("slow"), completion("x"), completion("slow"), completion("slow")]))
     found = work.measured(SPEC)
     assert (found.reward, found.problems, found.completions, found.unjudged) == (1.0, 1, 4, 3)
     nothing = tasks(Doubtful(), policy, problems=1, samples=1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from coordinator.commands.problems import filtered_text
 from coordinator.errors import BadConfiguration
-from coordinator.training import filtering
+from coordinator.training import evaluation, filtering
 from coordinator.training.evaluation import EvaluationSettings, judge_tasks
 from coordinator.training.filtering import (
     Filtered,
@@ -20,13 +24,16 @@ from coordinator.training.filtering import (
     bitmap_of,
     filter_problems,
     filtered_spec,
+    measured_digest,
 )
+from coordinator.training.measured import CompletionOutcome, MeasuredFile, Measurements, NothingMeasured
 from node.cli import main
 from node.environments import load_environment
 from node.policy.file import save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
-from node.protocol.run import EnvironmentSpec, ProblemsSpec, parse_run_toml
+from node.protocol.run import EnvironmentSpec, ProblemsSpec, RunSpec, parse_run_toml
 from node.protocol.slots import kept_problems
+from shardcast.errors import LocalFault
 
 RUN_TOML = """
 name = "t"  # a run
@@ -201,6 +208,99 @@ def test_environments_that_take_no_tables_are_named_before_anything_is_measured(
     result = CliRunner().invoke(main, given)
     assert result.exit_code != 0
     assert "cannot be written into this run.toml" in result.output.replace("\n", " ")
+
+
+class Counting(NothingMeasured):
+    """Counts the batches that were drawn."""
+
+    def __init__(self, inner: Measurements) -> None:
+        self.inner, self.drawn = inner, 0
+
+    def known(self, environment: int, first: int, *, count: int) -> Sequence[CompletionOutcome] | None:
+        return self.inner.known(environment, first, count=count)
+
+    def add(self, environment: int, first: int, outcomes: Sequence[CompletionOutcome]) -> None:
+        self.drawn += 1
+        self.inner.add(environment, first, outcomes)
+
+
+def measure(policy: Path, file: Path, *, of: str = "run", **settings: Any) -> tuple[list[Filtered], int]:
+    """What is kept, and how many batches were drawn for that."""
+    with MeasuredFile(file, of=of) as measured:
+        counting = Counting(measured)
+        found = filter_problems(policy, spec=SPEC, settings=replace(SETTINGS, **settings), measurements=counting)
+    return found, counting.drawn
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "IN_FLIGHT", 6)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_what_was_measured_before_a_kill_is_not_measured_again(tmp_path: Path, policy: Path) -> None:
+    """Two environments of 10 problems with 2 completions each are 4 batches each; the kill comes within the fifth."""
+    whole, file = measure(policy, tmp_path / "whole")[0], tmp_path / "killed"
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 8
+    file.write_bytes(b"".join(lines[:5]) + lines[5][:-9])
+    assert measure(policy, file) == (whole, 4)
+    assert file.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert measure(policy, file) == (whole, 0)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_more_problems_or_other_bounds_measure_only_what_is_new(tmp_path: Path, policy: Path) -> None:
+    measure(policy, tmp_path / "file")
+    assert measure(policy, tmp_path / "file", lowest=0.0, highest=1.0)[1] == 0
+    more, drawn = measure(policy, tmp_path / "file", count=16)
+    assert drawn == 6, "three whole batches of each are known; the fourth was not whole"
+    assert more == measure(policy, tmp_path / "other", count=16)[0]
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_what_was_measured_of_something_else_is_not_believed(
+    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator who edits run.toml would else filter by the pass rates of another run."""
+    whole, drawn = measure(policy, tmp_path / "file")
+    assert measure(policy, tmp_path / "file", of="another") == (whole, drawn)
+    assert "measuring anew" in caplog.text
+
+
+def test_the_digest_of_a_measurement_tells_all_apart_that_decides_it(tmp_path: Path, policy: Path) -> None:
+    def digest(*, spec: RunSpec = SPEC, engine: str = "torch", file: Path = policy, **settings: Any) -> str:
+        return measured_digest(file, spec=spec, settings=replace(SETTINGS, **settings), engine=engine)
+
+    (tmp_path / "other").write_bytes(b"another policy")
+    longer = msgspec.structs.replace(SPEC.sampling, max_new_tokens=25)
+    different = [
+        digest(spec=msgspec.structs.replace(SPEC, sampling=longer)),
+        digest(engine="vllm"),
+        digest(file=tmp_path / "other"),
+        digest(seed=1),
+        digest(samples=3),
+    ]
+    assert len({digest(), *different}) == 6
+    assert digest() == digest(count=11) == digest(lowest=0.25, highest=0.75)
+
+
+def test_a_completion_that_could_not_be_judged_is_tried_again(tmp_path: Path) -> None:
+    """Bubblewrap was missing: the operator installs it, and starts the command again."""
+    outcomes = [CompletionOutcome(3, False, 1.0), CompletionOutcome(4, True, None)]
+    with MeasuredFile(tmp_path / "file", of="run") as measured:
+        measured.add(0, 0, outcomes)
+        measured.add(0, 2, outcomes[:1])
+    with MeasuredFile(tmp_path / "file", of="run") as measured:
+        assert measured.known(0, 0, count=2) is None
+        assert measured.known(0, 2, count=1) == (outcomes[0],)
+        assert measured.known(0, 2, count=2) is None
+
+
+def test_two_processes_do_not_measure_into_one_file(tmp_path: Path) -> None:
+    with MeasuredFile(tmp_path / "file", of="run"), pytest.raises(LocalFault) as error:
+        MeasuredFile(tmp_path / "file", of="run")
+    assert error.value.code == "in_use"
 
 
 def test_the_command_says_so_where_nothing_is_left_and_writes_no_file(tmp_path: Path, policy: Path) -> None:

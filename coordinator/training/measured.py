@@ -1,0 +1,136 @@
+"""What was measured of problems, kept in a file, so that measuring that was killed goes on where it was.
+
+JSON lines: first what the file belongs to (`MeasuredHeader`), then a `MeasuredBatch` for each batch of completions,
+durable before the next one is drawn. Batches are the same ones after a kill, so that all rounds as it would have.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Literal, Protocol, Self
+
+import msgspec
+
+from shardcast.errors import LocalFault
+from shardcast.files import as_local_fault
+
+log = logging.getLogger(__name__)
+
+
+class CompletionOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """A completion: its length in tokens, whether the limit ended it, and its reward, None where nobody can tell."""
+
+    tokens: int
+    is_cut_off: bool
+    reward: float | None
+
+
+class MeasuredHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file belongs to: `of` is the digest of all that decides what is drawn, and what it earns."""
+
+    format: Literal["measured/1"] = "measured/1"
+    of: str
+
+
+class MeasuredBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outcomes of the completions from number `first` on of environment number `environment`."""
+
+    environment: int
+    first: int
+    outcomes: tuple[CompletionOutcome, ...]
+
+
+class Measurements(Protocol):
+    """Remembers batches of completions."""
+
+    def known(self, environment: int, first: int, *, count: int) -> Sequence[CompletionOutcome] | None:
+        """Return the outcomes of `count` completions from number `first` on, None if they are not known."""
+
+    def add(self, environment: int, first: int, outcomes: Sequence[CompletionOutcome]) -> None:
+        """Remember a batch."""
+
+
+class NothingMeasured:
+    """Remembers nothing."""
+
+    def known(self, environment: int, first: int, *, count: int) -> Sequence[CompletionOutcome] | None:  # noqa: ARG002
+        return None
+
+    def add(self, environment: int, first: int, outcomes: Sequence[CompletionOutcome]) -> None:
+        """Do nothing."""
+
+
+NOTHING_MEASURED: Measurements = NothingMeasured()
+
+
+class MeasuredFile:
+    """Remembers batches in a file; a context manager, which has the file for itself."""
+
+    def __init__(self, path: Path, *, of: str) -> None:
+        """Open or make `path`; what it holds of something else than `of` is dropped, with a warning.
+
+        Raises LocalFault, with code "in_use" while another process has it.
+        """
+        self._path, self._batches = path, dict[tuple[int, int], tuple[CompletionOutcome, ...]]()
+        try:
+            self._file: IO[bytes] = path.open("a+b")
+        except OSError as error:
+            raise as_local_fault(error, path) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise LocalFault(f"{path} is in use by another process", code="in_use") from error
+        self._begin(MeasuredHeader(of=of))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def known(self, environment: int, first: int, *, count: int) -> Sequence[CompletionOutcome] | None:
+        found = self._batches.get((environment, first), ())
+        return found if len(found) == count else None
+
+    def add(self, environment: int, first: int, outcomes: Sequence[CompletionOutcome]) -> None:
+        """Append a batch durably, unless a completion could not be judged: that is tried again; raises LocalFault."""
+        if any(one.reward is None for one in outcomes):
+            return
+        self._write(MeasuredBatch(environment=environment, first=first, outcomes=tuple(outcomes)))
+
+    def _begin(self, header: MeasuredHeader) -> None:
+        """Read the batches, and cut off what a kill left behind them."""
+        self._file.seek(0)
+        lines, end = self._file.read().splitlines(keepends=True), 0
+        for at, line in enumerate(lines):
+            try:
+                whole = line.endswith(b"\n")
+                if at == 0 and (not whole or msgspec.json.decode(line, type=MeasuredHeader) != header):
+                    break
+                batch = msgspec.json.decode(line, type=MeasuredBatch) if at and whole else None
+            except msgspec.MsgspecError:
+                break
+            if batch is not None:
+                self._batches[batch.environment, batch.first] = batch.outcomes
+            if whole:
+                end += len(line)
+        if lines and not end:
+            log.warning("%s is of another run, policy, seed or number of samples: measuring anew", self._path)
+        self._file.truncate(end)
+        if not end:
+            self._write(header)
+        elif self._batches:
+            log.info("%s: %d completions are measured", self._path, sum(map(len, self._batches.values())))
+
+    def _write(self, line: MeasuredHeader | MeasuredBatch) -> None:
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise as_local_fault(error, self._path) from error
