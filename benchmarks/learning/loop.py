@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from coordinator.training.grpo import train_step
 from coordinator.training.optimizers import make_optimizer
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.environments import Environment, Problem, load_environment
+from node.environments import NO_DATASETS, Environment, Problem, load_environments
 from node.environments.grading import grade
 from node.policy.file import load_policy, render_completion, render_prompt, save_policy
 from node.protocol.pools import PoolHistory, first_candidate, group_mean
@@ -135,21 +136,36 @@ ROUNDS = 4
 
 
 def learn(
-    first: Path, task: LearningTask, spec: RunSpec, *, lag: int = 0, threads: int = 1, keep: Path | None = None
+    first: Path,
+    task: LearningTask,
+    spec: RunSpec,
+    *,
+    lag: int = 0,
+    threads: int = 1,
+    keep: Path | None = None,
+    datasets: Mapping[str, Path] = NO_DATASETS,
 ) -> LearningCurve:
     """Train from the policy file `first`; completions are of the policy `lag` steps before, as in a busy swarm.
 
-    The last policy becomes the file `keep`.
+    The last policy becomes the file `keep`. `datasets` are the files of the run's own, by digest.
     """
+    environments = load_environments(spec, datasets)
     with tempfile.TemporaryDirectory() as folder:
-        curve = asyncio.run(_learn(first, task, spec, lag=lag, threads=threads, folder=Path(folder)))
+        curve = asyncio.run(_learn(first, task, spec, environments, lag=lag, threads=threads, folder=Path(folder)))
         if keep is not None:
             shutil.copyfile(Path(folder) / f"{task.steps}.safetensors", keep)
     return curve
 
 
 async def _learn(
-    first: Path, task: LearningTask, spec: RunSpec, *, lag: int, threads: int, folder: Path
+    first: Path,
+    task: LearningTask,
+    spec: RunSpec,
+    environments: Sequence[Environment],
+    *,
+    lag: int,
+    threads: int,
+    folder: Path,
 ) -> LearningCurve:
     engine = TorchEngine(spec, threads=threads, max_rows=task.prompts * task.samples)
     policy = load_policy(first, dtype=torch.float32)
@@ -161,13 +177,13 @@ async def _learn(
         version = max(0, step - lag)
         await engine.load(files[version], version=version)
         asked = problems.draw(step, version=version)
-        groups = await _generate(engine, spec, task, step, asked)
+        groups = await _generate(engine, spec, task, step, _drawn(environments, asked))
         problems.note(asked, groups, step=step)
         drawn = groups
         while spec.batch.only_signal and len(drawn) < ROUNDS * task.prompts and _useful(drawn) < task.prompts:
             extra = step + task.steps * len(drawn) // task.prompts
             others = problems.draw(extra, version=version)
-            drawn = [*drawn, *await _generate(engine, spec, task, extra, others)]
+            drawn = [*drawn, *await _generate(engine, spec, task, extra, _drawn(environments, others))]
             problems.note(others, drawn[-len(others) :], step=step)
         if drawn is not groups:
             groups = [group for group in drawn if group.has_signal][: task.prompts]
@@ -183,7 +199,7 @@ async def _learn(
         curve.signal.append(_useful(drawn) / len(drawn))
         curve.stats.append(stats)
         if spec.environments[0].length is not None:
-            curve.missed.append(_missed(spec, asked, groups))
+            curve.missed.append(_missed(_drawn(environments, asked), groups))
     await engine.close()
     return curve
 
@@ -192,35 +208,39 @@ def _useful(groups: Sequence[Group]) -> int:
     return sum(group.has_signal for group in groups)
 
 
-def _drawn(spec: RunSpec, asked: Sequence[SlotProblem]) -> list[tuple[Environment, Problem]]:
-    environments = [load_environment(each) for each in spec.environments]
+def _drawn(environments: Sequence[Environment], asked: Sequence[SlotProblem]) -> list[tuple[Environment, Problem]]:
     return [(environments[one.environment], environments[one.environment].problem(one.problem)) for one in asked]
 
 
-def _missed(spec: RunSpec, asked: Sequence[SlotProblem], groups: Sequence[Group]) -> float:
+def _missed(drawn: Sequence[tuple[Environment, Problem]], groups: Sequence[Group]) -> float:
     """Return the mean number of tokens between a completion's length and its target."""
     return statistics.fmean(
         abs(len(sample.completion_ids) - problem.data["target_tokens"])
-        for (_, problem), group in zip(_drawn(spec, asked), groups, strict=True)
+        for (_, problem), group in zip(drawn, groups, strict=True)
         for sample in group.rollouts
     )
 
 
 async def _generate(
-    engine: TorchEngine, spec: RunSpec, task: LearningTask, step: int, asked: Sequence[SlotProblem]
+    engine: TorchEngine, spec: RunSpec, task: LearningTask, step: int, drawn: Sequence[tuple[Environment, Problem]]
 ) -> list[Group]:
-    drawn = _drawn(spec, asked)
     requests = [
-        SampleRequest(tuple(render_prompt(engine.policy, problem.prompt)), task.sample_seed(step, at, sample))
+        SampleRequest(
+            tuple(render_prompt(engine.policy, problem.prompt, special_tokens=spec.sampling.special_tokens)),
+            task.sample_seed(step, at, sample),
+        )
         for at, (_, problem) in enumerate(drawn)
         for sample in range(task.samples)
     ]
     rollouts = await engine.generate(requests)
 
-    def reward(at: int, rollout: Rollout) -> float:
+    @functools.cache  # completions of one problem are often equal, and a program takes a sandbox to run
+    def earned(at: int, text: str, tokens: int) -> float:
         environment, problem = drawn[at]
-        text = render_completion(engine.policy, rollout.completion_ids)
-        return grade(environment, problem, [text], tokens=len(rollout.completion_ids))
+        return grade(environment, problem, [text], tokens=tokens)
+
+    def reward(at: int, rollout: Rollout) -> float:
+        return earned(at, render_completion(engine.policy, rollout.completion_ids), len(rollout.completion_ids))
 
     return grouped(rollouts, task.samples, version=engine.version or 0, reward=reward)
 

@@ -54,6 +54,11 @@ CASES = {
         """step_seconds step_seconds_beside checkpoint_stall_share publish_stall_share checkpoint_seconds
         publish_seconds checkpoint_extra_bytes_per_parameter""",
     ),
+    "curves": Case(
+        "--seeds 1 --steps 1 --problems 4 --samples 1 --warm-start 0.01",
+        "heldout_gain_math heldout_gain_math_mean heldout_gain_code heldout_gain_code_mean heldout_before_code seconds",
+        sections=["rows"],
+    ),
     "dashboard": Case(
         "--workers 20 --submissions 200 --log-entries 1000 --times 1 --loads 1",
         "first_paint_ms page_ms page_again_ms page_ms_small append_growth inclusion_growth",
