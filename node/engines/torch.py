@@ -160,6 +160,7 @@ class TorchEngine:
             if replacement is not None:
                 self._replace(replacement)
                 continue
+            assert loaded is not None
             rows = [*batch.rows, *joining]
             try:
                 batch.step(loaded, joining)
