@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numba import njit, types  # type: ignore[import-untyped]
+from numba.extending import intrinsic  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,10 +57,30 @@ _ONE = np.float32(1.0)
 _SMALLEST_POWER = np.float32(-87.0)
 _EXPONENT_SHIFT, _EXPONENT_BIAS = np.int32(23), np.int32(127)
 
-_jit = njit(nogil=True, error_model="numpy")
+# Every process that samples compiles this file. A third of that time went to wrappers through which Python and C could
+# call each function, and to numba's own `view` and `empty`, which are compiled for each type that they are used with.
+_OUTER = {"nogil": True, "error_model": "numpy"}
+_INNER = {**_OUTER, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_jit = njit(**_INNER)
 
 
-@_jit  # type: ignore[untyped-decorator]
+def _reinterpreted(given: types.Type, result: types.Type) -> Callable[..., Any]:
+    """Make the function of compiled code that returns the bits of a `given` as a `result` of the same size."""
+
+    def typed(_: Any, value: types.Type) -> tuple[Any, Callable[..., Any]] | None:
+        def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], context.get_value_type(result))
+
+        return (result(given), generate) if value == given else None
+
+    return cast("Callable[..., Any]", intrinsic(typed))
+
+
+_float_bits = _reinterpreted(types.float32, types.int32)
+_float_of_bits = _reinterpreted(types.int32, types.float32)
+
+
+@njit(**_OUTER)  # type: ignore[untyped-decorator]
 def table_entry(word: np.uint32) -> np.uint32:
     """Return the noise table entry of a 32-bit word, like `table_index`.
 
@@ -65,7 +88,7 @@ def table_entry(word: np.uint32) -> np.uint32:
     conversion rounds to 24 bits; `word >> 12` has its leading one below the 12 bits that count, and clearing that bit
     keeps a carry out of them.
     """
-    bits = np.float32(word & ~(word >> _KEPT_BITS)).view(np.uint32)
+    bits = np.uint32(_float_bits(np.float32(word & ~(word >> _KEPT_BITS))))
     return word if word < _LINEAR_WORDS else (bits >> _INDEX_SHIFT) - _INDEX_BIAS
 
 
@@ -75,14 +98,14 @@ def _sortable(value: np.float32) -> np.int32:
 
     It orders -0.0 below 0.0, which are equal as scores; but no noise is zero, so no score is -0.0.
     """
-    bits = np.float32(value).view(np.int32)
-    return bits ^ ((bits >> _SIGN_SHIFT) & _MAGNITUDE)
+    bits = _float_bits(value)
+    return np.int32(bits ^ ((bits >> _SIGN_SHIFT) & _MAGNITUDE))
 
 
 @_jit  # type: ignore[untyped-decorator]
 def _unsortable(order: np.int32) -> np.float32:
     """Invert `_sortable`."""
-    return np.int32(order ^ ((order >> _SIGN_SHIFT) & _MAGNITUDE)).view(np.float32)
+    return np.float32(_float_of_bits(np.int32(order ^ ((order >> _SIGN_SHIFT) & _MAGNITUDE))))
 
 
 @_jit  # type: ignore[untyped-decorator]
@@ -135,7 +158,7 @@ def _first_token_with(
     return 0
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@njit(**_INNER, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def _exponentials(out: NDArray[np.float32], scaled: NDArray[np.float32], shift: np.float32) -> None:
     """Compute exp(scaled - shift) to within 2 units in the last place, at least exp(-87); NaN is preserved."""
     for token in range(scaled.size):
@@ -147,12 +170,12 @@ def _exponentials(out: NDArray[np.float32], scaled: NDArray[np.float32], shift: 
         remainder = power - whole * _LN2_HIGH
         remainder = remainder - whole * _LN2_LOW
         series = ((((_E7 * remainder + _E6) * remainder + _E5) * remainder + _E4) * remainder + _E3) * remainder + _E2
-        exponent = np.float32(rounded).view(np.int32) - _ROUNDING_BITS + _EXPONENT_BIAS
-        scale = np.int32(exponent << _EXPONENT_SHIFT).view(np.float32)
+        exponent = _float_bits(rounded) - _ROUNDING_BITS + _EXPONENT_BIAS
+        scale = _float_of_bits(np.int32(exponent << _EXPONENT_SHIFT))
         out[token] = (series * remainder * remainder + remainder + _ONE) * scale
 
 
-@njit(nogil=True, fastmath={"reassoc"})  # type: ignore[untyped-decorator]
+@njit(**_INNER, fastmath={"reassoc"})  # type: ignore[untyped-decorator]
 def _sum_fast(values: NDArray[np.float32]) -> np.float32:
     """Sum in any order; used for log-probabilities, which are compared with a tolerance."""
     total = np.float32(0.0)
@@ -174,9 +197,11 @@ def _sum_fast(values: NDArray[np.float32]) -> np.float32:
         types.float32[::1],
         types.float32[::1],
         types.float64[::1],
+        types.uint32[::1],
+        types.float32[::1],
+        types.float32[::1],
     ),
-    nogil=True,
-    error_model="numpy",
+    **_OUTER,
 )
 def _rows(  # noqa: PLR0917
     logits: NDArray[np.float32],
@@ -190,10 +215,12 @@ def _rows(  # noqa: PLR0917
     scores: NDArray[np.float32],
     maxima: NDArray[np.float32],
     sums: NDArray[np.float64],
+    entries: NDArray[np.uint32],
+    scaled_block: NDArray[np.float32],
+    powers_block: NDArray[np.float32],
 ) -> None:
+    """Fill rows `start` to `end` of `tokens` to `sums`; the last three are scratch memory for BLOCK tokens."""
     vocabulary = logits.shape[1]
-    entries = np.empty(BLOCK, np.uint32)
-    scaled_block, powers_block = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for row in range(start, end):
         best, token, largest, total = _LOWEST, 0, _LOWEST, 0.0
         for first in range(0, vocabulary, BLOCK):
@@ -237,7 +264,8 @@ def peaks(logits: Tensor, words: NDArray[np.uint32], positions: NDArray[np.uint3
 
     def part(index: int) -> None:
         start, end = rows * index // threads, rows * (index + 1) // threads
-        _rows(values, words, positions, np.float32(temperature), gumbel_table(), start, end, *out)
+        blocks = (np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32))
+        _rows(values, words, positions, np.float32(temperature), gumbel_table(), start, end, *out, *blocks)
 
     if threads == 1:
         part(0)
