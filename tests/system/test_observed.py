@@ -33,6 +33,7 @@ ON_EVERY_SERIES = {"job", "instance"}
 LABELS_UNSEEN = {
     "swarmproof_second_verdicts_total": {"outcome"},
     "swarmproof_partly_measured_groups": {"second_verdict"},
+    "swarmproof_step_environment_reward": {"environment"},
     "shardcast_source_quarantined": {"source", "reason"},
     "shardcast_fetch_done_bytes": {"version"},
     "shardcast_fetch_total_bytes": {"version"},
@@ -40,7 +41,9 @@ LABELS_UNSEEN = {
     "shardcast_fetch_sources": {"version"},
     "shardcast_fetch_seconds_left": {"version"},
 }
-"""Of metrics without a sample where nobody is caught, nothing is in quarantine and no fetch is under way."""
+"""Of metrics without a sample where nobody is caught, the run has one environment, nothing is in quarantine and no
+fetch is under way.
+"""
 
 pytestmark = pytest.mark.timeout(900)
 
