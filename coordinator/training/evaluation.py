@@ -18,7 +18,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from coordinator.training.measured import NOTHING_MEASURED, CompletionOutcome, Measurements
+from coordinator.training.measured import NOTHING_MEASURED, CompletionOutcome, MeasuredBefore
 from node.engines.base import Engine, Interrupted, MakeEngine, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
 from node.environments import (
@@ -140,7 +140,7 @@ def judge_tasks(
     datasets: Mapping[str, Path] = NO_DATASETS,
     indexes: Sequence[int] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    measurements: Measurements = NOTHING_MEASURED,
+    measurements: MeasuredBefore = NOTHING_MEASURED,
 ) -> list[TaskSet]:
     """Judge completions of the problems `indexes` of each environment, those that it has, or of held-out ones; raises
     as `evaluate_policy`.
@@ -214,7 +214,7 @@ async def _evaluate(
     settings: EvaluationSettings,
     indexes: Sequence[int] | None,
     stop: Callable[[], bool],
-    measurements: Measurements,
+    measurements: MeasuredBefore,
 ) -> list[TaskSet]:
     engine = settings.make_engine(spec)
     try:
@@ -230,7 +230,7 @@ async def _evaluate(
 
 
 async def _draw(
-    engine: Engine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool], measurements: Measurements
+    engine: Engine, tasks: TaskSet, sampling: SamplingSpec, stop: Callable[[], bool], measurements: MeasuredBefore
 ) -> None:
     requests = list(tasks.requests(sampling))
     for start in range(0, len(requests), IN_FLIGHT):

@@ -14,7 +14,7 @@ from statistics import fmean
 import msgspec
 
 from coordinator.training.evaluation import IN_FLIGHT, EvaluationSettings, judge_tasks
-from coordinator.training.measured import NOTHING_MEASURED, Measurements
+from coordinator.training.measured import NOTHING_MEASURED, MeasuredBefore
 from node.engines.base import MakeEngine
 from node.engines.torch import TorchEngine
 from node.environments import NO_DATASETS
@@ -71,7 +71,7 @@ def filter_problems(
     settings: FilterSettings,
     datasets: Mapping[str, Path] = NO_DATASETS,
     stop: Callable[[], bool] = lambda: False,
-    measurements: Measurements = NOTHING_MEASURED,
+    measurements: MeasuredBefore = NOTHING_MEASURED,
 ) -> list[Filtered]:
     """Filter the first problems of each environment by the policy file `policy`; blocks and raises as
     `evaluate_policy`. Of a dataset, rows that are held out are no problems to be kept.

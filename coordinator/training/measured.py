@@ -44,7 +44,7 @@ class MeasuredBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     outcomes: tuple[CompletionOutcome, ...]
 
 
-class Measurements(Protocol):
+class MeasuredBefore(Protocol):
     """Remembers batches of completions."""
 
     def known(self, environment: int, first: int, *, count: int) -> Sequence[CompletionOutcome] | None:
@@ -64,7 +64,7 @@ class NothingMeasured:
         """Do nothing."""
 
 
-NOTHING_MEASURED: Measurements = NothingMeasured()
+NOTHING_MEASURED: MeasuredBefore = NothingMeasured()
 
 
 class MeasuredFile:

@@ -26,7 +26,7 @@ from coordinator.training.filtering import (
     filtered_spec,
     measured_digest,
 )
-from coordinator.training.measured import CompletionOutcome, MeasuredFile, Measurements, NothingMeasured
+from coordinator.training.measured import CompletionOutcome, MeasuredBefore, MeasuredFile, NothingMeasured
 from node.cli import main
 from node.environments import load_environment
 from node.policy.file import save_policy
@@ -213,7 +213,7 @@ def test_environments_that_take_no_tables_are_named_before_anything_is_measured(
 class Counting(NothingMeasured):
     """Counts the batches that were drawn."""
 
-    def __init__(self, inner: Measurements) -> None:
+    def __init__(self, inner: MeasuredBefore) -> None:
         self.inner, self.drawn = inner, 0
 
     def known(self, environment: int, first: int, *, count: int) -> Sequence[CompletionOutcome] | None:
