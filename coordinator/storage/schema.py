@@ -104,7 +104,7 @@ nodes = Table(
     Column("instance", Text, nullable=False, server_default=""),
     Column("instance_name", Text, nullable=False, server_default=""),
     Column("instance_seen_at", Double, nullable=False, server_default="0"),
-    # The oldest policy on its disk when it last asked for work.
+    # The oldest policy on its disk when it last asked for work, and since then while it has some.
     Column("held_from", Integer),
     Index(None, "tokens", "node"),
     Index(None, "rejected", "node"),

@@ -72,7 +72,9 @@ def lease(
     expire_leases(connection, spec=spec, now=now)
     head, last_step, manifest, unfinished = connection.execute(statements.SITUATION, {"node": node}).one()
     at = Progress.of(head, last_step)
-    standing = _standing(connection, node=node, address=quota.address, held=request.held_versions, now=now)
+    oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
+    seen = {"oldest_held": oldest_held, "is_busy": unfinished > 0}
+    standing = _standing(connection, seen, node=node, address=quota.address, now=now)
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
@@ -263,17 +265,12 @@ class _Standing:
         return self.admitted > 0 and self.rejected_streak == 0
 
 
-def _standing(connection: Connection, *, node: str, address: str, held: Sequence[int], now: float) -> _Standing:
-    """Read a node's standing and update when, where and with which policies it was seen; raises Refusal for an unknown
-    node.
+def _standing(connection: Connection, seen: Mapping[str, Any], *, node: str, address: str, now: float) -> _Standing:
+    """Read a node's standing and update when, where and with which policies (`seen`) it was there; raises Refusal for
+    an unknown node.
     """
-    seen = {
-        "now": now,
-        "from_address": address,
-        "from_place": place_of(address),
-        "oldest_held": min(held, default=None),
-    }
-    row = connection.execute(statements.NODE_SEEN, {"of_node": node, **seen}).first()
+    there = {"of_node": node, "now": now, "from_address": address, "from_place": place_of(address)}
+    row = connection.execute(statements.NODE_SEEN, {**there, **seen}).first()
     if row is None:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
     of_slots = Standing(verified=row.verified, strikes=row.strikes)

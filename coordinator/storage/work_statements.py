@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import (
+    Boolean,
     Column,
     ColumnElement,
+    Integer,
     Select,
     and_,
     bindparam,
+    case,
     func,
     insert,
     not_,
@@ -54,6 +57,9 @@ _HEAD = select(func.max(policies.c.version)).scalar_subquery()
 _LAST_STEP = select(func.max(steps.c.step)).scalar_subquery()
 PROGRESS = select(_HEAD, _LAST_STEP)
 
+_OLDEST_HELD = bindparam("oldest_held", type_=Integer)
+_KEEPS_HELD = and_(bindparam("is_busy", type_=Boolean), or_(_OLDEST_HELD.is_(None), nodes.c.held_from < _OLDEST_HELD))
+"""Whether a node may have older policies than it says: with work under way it names those that it would begin with."""
 NODE_SEEN = (
     update(nodes)
     .where(nodes.c.node == bindparam("of_node"))
@@ -61,7 +67,7 @@ NODE_SEEN = (
         seen_at=bindparam("now"),
         address=bindparam("from_address"),
         place=bindparam("from_place"),
-        held_from=bindparam("oldest_held"),
+        held_from=case((_KEEPS_HELD, nodes.c.held_from), else_=_OLDEST_HELD),
     )
     .returning(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
 )

@@ -195,6 +195,25 @@ def test_no_step_waits_for_slots_whose_policy_every_node_has_lost(start: Start) 
     assert actors.reading().problems == []
 
 
+def test_a_step_waits_for_nodes_that_are_busy_with_a_newer_policy(start: Start) -> None:
+    """They name the policy that they would begin with, and have the older ones on disk."""
+    actors = start(groups_per_step=2, max_async=1)
+    groups(actors, "a", 2, head=0)
+    (returned,) = actors.lease("b", held=(0,))
+    assert actors.assign() == 0
+    actors.publish(1)
+    assert len(actors.lease("a", held=(0, 1))) == 1
+    actors.give_back("b", returned)
+    for node in ("a", "b"):
+        groups(actors, node, 1, head=1)
+    assert actors.assign() is None
+
+
+def test_a_policy_of_a_version_that_no_database_holds_is_no_fault(start: Start) -> None:
+    actors = start(groups_per_step=2, max_async=1)
+    assert not actors.lease("a", held=(2**53 - 1,))
+
+
 def test_an_unproven_node_cannot_have_a_step_wait_for_its_policies(start: Start) -> None:
     """Free keys say that they hold everything."""
     actors = start(groups_per_step=2, max_async=1)
