@@ -9,9 +9,10 @@ same architecture is read into the memory of the one before, between two steps: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +35,9 @@ from node.engines.recorder import DecodeRow, Recorder, check_recorded
 from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
 from node.engines.turns import converse
+from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint, Policy, load_policy, read_blueprint, refill_policy
-from node.policy.memory import unless_out_of_memory
+from node.policy.memory import free_memory, unless_out_of_memory
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
@@ -89,17 +91,32 @@ class TorchEngine:
         return loaded.policy
 
     async def load(self, path: Path, *, version: int) -> None:
-        blueprint = await asyncio.to_thread(read_blueprint, path)
-        if blueprint.hidden < self._spec.proofs.min_hidden:
-            raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
-        held = self._loaded
-        if held is not None and held.policy.has_architecture_of(blueprint):
-            replacement = _Replacement(held, path, blueprint, version)
-            with self._lock:
-                self._replacing.append(replacement)
-                self._start()
-            await asyncio.wrap_future(replacement.done)
-            return
+        # Open until its weights are read: its owner deletes it when the next policy is there.
+        with _opened(path) as opened:
+            blueprint = await asyncio.to_thread(read_blueprint, opened)
+            if blueprint.hidden < self._spec.proofs.min_hidden:
+                raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
+            held = self._loaded
+            if held is not None and held.policy.has_architecture_of(blueprint):
+                await self._replace(_Replacement(opened, blueprint, version))
+            else:
+                await self._load_beside(opened, version)
+
+    async def _replace(self, wanted: _Replacement) -> None:
+        """Have the thread read a policy into the memory of the loaded one."""
+        with self._lock:
+            self._replacing.append(wanted)
+            self._start()
+        try:
+            await asyncio.shield(asyncio.wrap_future(wanted.done))
+        except asyncio.CancelledError:
+            # The file has to stay open as long as it is read.
+            if not wanted.done.cancel():
+                await asyncio.gather(asyncio.wrap_future(wanted.done), return_exceptions=True)
+            raise
+
+    async def _load_beside(self, path: Path, version: int) -> None:
+        """Load a policy into memory of its own."""
         dtype = getattr(torch, self._spec.model.dtype)
         load = partial(load_policy, path, dtype=dtype, device=self._device)
         policy = await asyncio.to_thread(unless_out_of_memory, load)
@@ -158,7 +175,7 @@ class TorchEngine:
                         self._thread = None
                         break
             if replacement is not None:
-                self._replace(replacement)
+                self._refill(replacement)
                 continue
             assert loaded is not None
             rows = [*batch.rows, *joining]
@@ -169,26 +186,42 @@ class TorchEngine:
                 batch = Batch(self._spec, choose=self._choose)
         _fail([*batch.rows, *joining], Interrupted("engine has no policy any more"))
 
-    def _replace(self, replacement: _Replacement) -> None:
+    def _refill(self, wanted: _Replacement) -> None:
         """Read a policy into the loaded one's memory; a failure half-way leaves none loaded."""
-        held, error = replacement.held, None
-        loaded = None
-        if self._loaded is held:
-            try:
-                policy = refill_policy(held.policy, replacement.path, replacement.blueprint)
-                loaded = LoadedPolicy(policy, replacement.version)
-            except Exception as caught:  # noqa: BLE001  (forwarded to the caller)
-                error = caught
-        else:
-            error = Interrupted("engine was closed")
+        if not wanted.done.set_running_or_notify_cancel():
+            return
+        loaded = self._loaded
+        if loaded is None or not loaded.policy.has_architecture_of(wanted.blueprint):
+            wanted.done.set_exception(Interrupted("engine was closed, or has another policy by now"))
+            return
+        policy, failure = None, None
+        try:
+            policy = unless_out_of_memory(partial(refill_policy, loaded.policy, wanted.path, wanted.blueprint))
+        except Exception as error:  # noqa: BLE001  (forwarded to the caller)
+            # Its frames hold the model, for which there has to be room again.
+            failure = error.with_traceback(None)
+            failure.__cause__ = failure.__context__ = None
         with self._lock:
-            if self._loaded is held:
-                self._loaded = loaded
-        if replacement.done.set_running_or_notify_cancel():
-            if error is None:
-                replacement.done.set_result(None)
-            else:
-                replacement.done.set_exception(error)
+            if self._loaded is loaded:
+                self._loaded = None if policy is None else LoadedPolicy(policy, wanted.version)
+        if policy is not None:
+            wanted.done.set_result(None)
+            return
+        del loaded
+        free_memory()
+        wanted.done.set_exception(failure or DoesNotFit(f"Policy {wanted.version} does not fit on {self._device}."))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Path]:
+    """Yield a name that a file has as long as the block takes, whoever deletes `path`; raises UnreadablePolicy."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UnreadablePolicy(f"cannot read {path}: {error}") from error
+    with file:
+        pinned = Path(f"/proc/self/fd/{file.fileno()}")
+        yield pinned if pinned.exists() else path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,9 +234,8 @@ class LoadedPolicy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Replacement:
-    """A policy to be read into the memory of the `held` one, whose architecture it has."""
+    """A policy to be read into the memory of the loaded one, whose architecture it has."""
 
-    held: LoadedPolicy
     path: Path
     blueprint: Blueprint
     version: int

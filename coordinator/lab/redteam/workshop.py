@@ -18,7 +18,7 @@ from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environments
 from node.episodes.conversation import asking, graded
-from node.policy.file import Policy, render_prompt
+from node.policy.file import Blueprint, Policy, render_prompt
 from node.protocol.messages import Lease, candidate_of
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
@@ -106,16 +106,19 @@ class Workshop:
             rollouts = await bench.engine.generate(requests)
         return [msgspec.structs.replace(rollout, segment_versions=[version]) for rollout in rollouts]
 
-    async def policy(self, version: int) -> Policy:
-        """Return the file of a policy of the run; raises FileNotFoundError."""
+    async def policy(self, version: int) -> Blueprint:
+        """Return a policy of the run, whose weights the next one overwrites; raises FileNotFoundError."""
         bench = self._bench(HONEST.engine)
         async with bench.drawing(version, HONEST.choose, partial(self._load, bench, version, HONEST)):
             return bench.engine.policy
 
     async def prove(self, version: int, rollouts: Sequence[Rollout], replies: Sequence[Replies]) -> list[Rollout]:
         """Any tokens, with the policy's true log-probabilities and proofs; `replies` stand between those of each."""
-        prover = Prover(await self.policy(version), self.spec)
-        return await asyncio.to_thread(prover.prove, rollouts, replies)
+        bench = self._bench(HONEST.engine)
+        # The next policy takes this one's memory.
+        async with bench.drawing(version, HONEST.choose, partial(self._load, bench, version, HONEST)):
+            prover = Prover(bench.engine.policy, self.spec)
+            return await asyncio.to_thread(prover.prove, rollouts, replies)
 
     async def work(self, lease: Lease) -> Work:
         """What a lease asks for; raises FileNotFoundError."""
@@ -171,7 +174,7 @@ class Work:
 
     workshop: Workshop
     lease: Lease
-    policy: Policy
+    policy: Blueprint
     environment: Environment
     problem: Problem
     requests: list[SampleRequest]

@@ -288,6 +288,45 @@ async def test_after_a_policy_of_nan_none_is_loaded_and_a_sound_one_can_be(
     assert len(await engine.generate(make_requests(1))) == 8
 
 
+async def test_a_policy_that_is_deleted_while_it_waits_to_be_read_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's store deletes a policy as soon as the next one is there."""
+    save_family("llama", tmp_path / "policy", eos=[1])
+    save_family("llama", tmp_path / "next", eos=[1], seed=2)
+    engine = await loaded(tmp_path / "policy", make_spec(max_new_tokens=50))
+    halt = Halt(monkeypatch, at=5)
+    under_way = asyncio.create_task(engine.generate(make_requests(1, samples=2)))
+    await halt.wait()
+    loading = asyncio.create_task(engine.load(tmp_path / "next", version=2))
+    await eventually(lambda: len(engine._replacing) == 1)
+    (tmp_path / "next").unlink()
+    halt.go.set()
+    await loading
+    assert engine.version == 2
+    assert len(await under_way) == 2
+
+
+async def test_a_load_that_is_cancelled_while_it_waits_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_family("llama", tmp_path / "policy", eos=[1])
+    engine = await loaded(tmp_path / "policy", make_spec(max_new_tokens=50))
+    halt = Halt(monkeypatch, at=5)
+    under_way = asyncio.create_task(engine.generate(make_requests(1, samples=2)))
+    await halt.wait()
+    loading = asyncio.create_task(engine.load(tmp_path / "policy", version=2))
+    await eventually(lambda: len(engine._replacing) == 1)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    again = asyncio.create_task(engine.load(tmp_path / "policy", version=3))
+    halt.go.set()
+    await again
+    assert engine.version == 3
+    assert len(await under_way) == 2
+
+
 def write_changed(path: Path, to: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Write the policy in `path` with each weight put through `change`."""
     policy = load_policy(path, dtype=torch.float32)
