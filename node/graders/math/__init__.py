@@ -25,6 +25,8 @@ _NAMED: Final = re.compile(rf"(?:{_NAME}(?: _(?: [A-Za-z0-9]+| \{{ [^{{}}]* \}})
 """Tokens of what may stand before a number: `=` alone, or behind a variable with an index or one argument."""
 
 _BETWEEN: Final = WHITE_SPACE + ","
+_ENDS_WITH_OR: Final = re.compile(r"(?<![a-z\\])or\Z")
+_BEGINS_WITH_OR: Final = re.compile(r"or(?![a-z])")
 _JOINTS: Final = frozenset({"", "or", "and"})
 
 _PAIRS: Final = (["(", ")"], ["[", "]"], ["{", "}"], [r"\{", r"\}"])
@@ -58,7 +60,8 @@ def _stated(text: str) -> str:
     dollars = line.replace(r"\$", "").replace("$$", "$").split("$")
     for pieces in (dollars, _pieces(line, r"\(", r"\)"), _pieces(line, r"\[", r"\]")):
         if len(pieces) > 2:
-            return _last_of(pieces) or line
+            listed = _last_of(pieces)
+            return line if listed is None else listed
     return line
 
 
@@ -68,7 +71,10 @@ def _pieces(line: str, opening: str, closing: str) -> list[str]:
     pieces = [first]
     for other in others:
         inside, mark, after = other.partition(closing)
-        pieces += [inside, after] if mark else []
+        if mark:
+            pieces += [inside, after]
+        else:
+            pieces[-1] += opening + other
     return pieces
 
 
@@ -80,9 +86,8 @@ def _last_of(pieces: list[str]) -> str | None:
     begin = end = len(pieces) - 2 - (len(pieces) + 1) % 2
     while begin > 1 and lower(pieces[begin - 1]).strip(_BETWEEN) in _JOINTS and pieces[begin - 1].strip(WHITE_SPACE):
         begin -= 2
-    before = lower(pieces[begin - 1]).rstrip(_BETWEEN)
-    after = lower(pieces[end + 1]).lstrip(_BETWEEN)
-    if before.endswith((" or", ",or")) or before == "or" or after.startswith(("or ", "or,")) or after == "or":
+    before, after = (lower(pieces[at]).strip(_BETWEEN) for at in (begin - 1, end + 1))
+    if _ENDS_WITH_OR.search(before) or _BEGINS_WITH_OR.match(after):
         return None
     return " , ".join(pieces[begin : end + 1 : 2])
 
