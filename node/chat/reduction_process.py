@@ -54,10 +54,15 @@ def reduce_tokenizer(tokenizer: Any, *, end_marks: Sequence[str], thinking: bool
 
 
 def _forgeable(chat: ChatFormat, tokens: Sequence[str]) -> list[str]:
-    """Return those of the normalized tokens that the format writes, in whatever case or width."""
-    written = folded(msgspec.json.encode(chat).decode())
+    """Return those of the normalized tokens that are marks of the format, or are no word and in what it writes, in
+    whatever case or width.
+    """
+    marks, written = set(map(folded, chat.marks)), folded(msgspec.json.encode(chat).decode())
     return [
-        token for token in tokens if len(token) > 1 and not token.isspace() and folded(to_json(token)[1:-1]) in written
+        token
+        for token in tokens
+        if folded(token) in marks
+        or (len(token) > 1 and not (token.isspace() or token.isalnum()) and folded(to_json(token)[1:-1]) in written)
     ]
 
 
