@@ -108,7 +108,7 @@ def problems(
         first = policy_file(spec, policy, Path(folder))
         files = find_datasets(folder_of_datasets, spec.datasets)
         drawn = resolve_chat(spec)
-        belongs = measured_digest(first, spec=drawn, settings=settings, engine=engine)
+        belongs = measured_digest(first, spec=drawn, settings=settings, engine=f"{engine} {sorted(compute.items())}")
         with MeasuredFile(out.with_name(f"{out.name}.measured"), of=belongs) as measured:
             found = filter_problems(first, spec=drawn, settings=settings, datasets=files, measurements=measured)
     if not as_json:

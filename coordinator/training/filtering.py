@@ -92,7 +92,10 @@ def filter_problems(
 
 
 def measured_digest(policy: Path, *, spec: RunSpec, settings: FilterSettings, engine: str) -> str:
-    """Return the digest of what decides the outcomes of a measurement: all but how many problems, and the bounds."""
+    """Return the digest of what decides the outcomes of a measurement: all but how many problems, and the bounds.
+
+    `engine` is its name with its settings, which change how numbers are rounded.
+    """
     decisive = (settings.samples, settings.seed, IN_FLIGHT, engine, file_digest(policy))
     return derive("swarmproof/1 measured problems", encode(spec), msgspec.json.encode(decisive)).hex()
 

@@ -71,20 +71,12 @@ class MeasuredFile:
     """Remembers batches in a file; a context manager, which has the file for itself."""
 
     def __init__(self, path: Path, *, of: str) -> None:
-        """Open or make `path`; what it holds of something else than `of` is dropped, with a warning.
+        """Open or make `path`; one of something else than `of` is kept beside it as `.old`, with a warning.
 
         Raises LocalFault, with code "in_use" while another process has it.
         """
         self._path, self._batches = path, dict[tuple[int, int], tuple[CompletionOutcome, ...]]()
-        try:
-            self._file: IO[bytes] = path.open("a+b")
-        except OSError as error:
-            raise as_local_fault(error, path) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            raise LocalFault(f"{path} is in use by another process", code="in_use") from error
+        self._file = self._open()
         self._begin(MeasuredHeader(of=of))
 
     def __enter__(self) -> Self:
@@ -103,6 +95,32 @@ class MeasuredFile:
             return
         self._write(MeasuredBatch(environment=environment, first=first, outcomes=tuple(outcomes)))
 
+    def _open(self) -> IO[bytes]:
+        """Open or make the file for this process alone; raises LocalFault."""
+        try:
+            file = self._path.open("a+b")
+        except OSError as error:
+            raise as_local_fault(error, self._path) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise LocalFault(f"{self._path} is in use by another process", code="in_use") from error
+        return file
+
+    def _set_aside(self) -> None:
+        """Keep the file under another name, and begin an empty one; raises LocalFault."""
+        old = self._path.with_name(f"{self._path.name}.old")
+        log.warning(
+            "%s is of another run, policy, seed or number of samples: kept as %s, measuring anew", self._path, old
+        )
+        try:
+            self._path.rename(old)
+        except OSError as error:
+            raise as_local_fault(error, self._path) from error
+        self._file.close()
+        self._file = self._open()
+
     def _begin(self, header: MeasuredHeader) -> None:
         """Read the batches, and cut off what a kill left behind them."""
         self._file.seek(0)
@@ -120,7 +138,7 @@ class MeasuredFile:
             if whole:
                 end += len(line)
         if lines and not end:
-            log.warning("%s is of another run, policy, seed or number of samples: measuring anew", self._path)
+            self._set_aside()
         self._file.truncate(end)
         if not end:
             self._write(header)
