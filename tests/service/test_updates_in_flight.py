@@ -17,7 +17,7 @@ from swarm import Swarm, running, small_spec, worker_thread
 from waiting import until
 
 from coordinator.storage.schema import slots, submissions
-from node.engines.torch import Batch
+from node.engines.torch import Batch, TorchEngine
 from node.policy.file import save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Outcome
@@ -79,11 +79,18 @@ def test_a_policy_that_arrives_in_flight_is_gone_on_with_and_admitted(
     tmp_path: Path, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, tiny_policy_path, spec=spec_with(lead=1)) as swarm:
-        halted = Halted(monkeypatch)
-        with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status:
+        halted, queued, start = Halted(monkeypatch), threading.Event(), TorchEngine._start
+
+        def starting(engine: TorchEngine) -> None:
+            start(engine)
+            if engine._replacing:
+                queued.set()
+
+        monkeypatch.setattr(TorchEngine, "_start", starting)
+        with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker"):
             assert halted.reached.wait(SECONDS)
             swarm.publish(later_policy(tmp_path), version=1)
-            until(lambda: status().get("version") == 1)
+            assert queued.wait(SECONDS)
             halted.go.set()
             until(lambda: len(judged(swarm)) >= 4)
         found = judged(swarm)
