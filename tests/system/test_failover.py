@@ -114,33 +114,41 @@ class Gate:
         self._mute = False
         self._armed: Moment | None = None
         self._process, self._upstream = process, upstream
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._open: list[list[asyncio.StreamWriter]] = []
-        self._tasks: set[asyncio.Task[None] | None] = set()
+        self._tasks: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
     async def open(self, port: int) -> AsyncIterator[Gate]:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        # Not asyncio's server: one that is closed in the turn in which it accepts a connection loses its socket.
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
         try:
             yield self
         finally:
             self._shut()
             await asyncio.sleep(0.05)  # what was accepted last begins in the loop's next turns
-            self._shut()
-            tasks = [task for task in self._tasks if task is not None]
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0.05)  # what is aborted is closed in the loop's next turns
 
     def arm(self, moment: Moment) -> None:
         self._armed = moment
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            self._tasks.append(asyncio.create_task(self._serve(connection)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
         ends = [writer]
         self._open.append(ends)
-        self._tasks.add(asyncio.current_task())
         try:
+            if self._listener is None:
+                return
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self._upstream)
             ends.append(to_server)
             asked = [""]
@@ -188,8 +196,10 @@ class Gate:
         self._shut()
 
     def _shut(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
         for ends in self._open:
             _abort(ends)
 
