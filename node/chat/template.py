@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
 
-from node.chat.reduction import CHILD_ENVIRONMENT
+from node.policy.child import CHILD_ENVIRONMENT
 from node.policy.errors import MalformedPolicy
 
 START_SECONDS: Final = 180.0
@@ -88,9 +87,7 @@ class FolderTemplate:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, data: bytes) -> None:

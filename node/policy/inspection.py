@@ -6,27 +6,17 @@ template stay out of whoever asks. This module imports none of them.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from node.policy.child import ANSWER_SECONDS, NoAnswer, ask_child
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
 from node.policy.families import PROJECTIONS, TINY_FAMILIES, TINY_HIDDEN, TINY_POSITIONS
 
 RANDOM: Final = "random-"
 """Prefix of `model.initial` for a tiny policy that is not warm-started."""
-INSPECTION_SECONDS: Final = 180.0
-
-_ENVIRONMENT: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 
 
 class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,28 +59,15 @@ def tiny_policy(initial: str) -> FirstPolicy | None:
     return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=None)
 
 
-def inspect_folder(folder: Path, *, seconds: float = INSPECTION_SECONDS) -> FirstPolicy:
+def inspect_folder(folder: Path, *, seconds: float = ANSWER_SECONDS) -> FirstPolicy:
     """Validate a model's folder in Hugging Face's layout, its chat template too, by reading headers alone.
 
     Raises MalformedPolicy, whose message names the file and what to do, and UnreadablePolicy.
     """
-    command = [sys.executable, "-P", "-m", "node.policy.inspection_process", str(folder.absolute())]
     try:
-        done = subprocess.run(  # noqa: S603  (this interpreter, a module of ours, and a path as one argument)
-            command,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            env={**os.environ, **_ENVIRONMENT},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UnreadablePolicy(f"{folder} could not be inspected within {seconds:.0f} s") from error
-    try:
-        found = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Inspected)
-    except msgspec.MsgspecError as error:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300] or f"exit code {done.returncode}"
-        raise UnreadablePolicy(f"{folder} could not be inspected: its inspection ended with: {said}") from error
+        found = ask_child("node.policy.inspection_process", str(folder.absolute()), answer=Inspected, seconds=seconds)
+    except NoAnswer as error:
+        raise UnreadablePolicy(f"{folder} could not be inspected: its inspection {error}") from error
     if found.policy is None:
         raise MalformedPolicy(found.message, code=found.code)
     return found.policy
