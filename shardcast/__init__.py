@@ -20,7 +20,7 @@ from shardcast.client import Client
 from shardcast.content import ContentClient, publish_content
 from shardcast.fetch.download import DownloadLimits
 from shardcast.fetch.fetcher import Fetched, Report, VersionProgress, Watch, no_watch
-from shardcast.fetch.sources import SourceLimits
+from shardcast.fetch.source import SourceLimits
 from shardcast.fetch.transport import TransportLimits
 from shardcast.manifest import Delta, Head, Limits, Manifest, Payload, SignedManifest
 from shardcast.origin import DeltaSettings, Origin, OriginServer

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from shardcast.errors import (
@@ -30,7 +29,8 @@ from shardcast.fetch.fetcher import Fetched, Fetcher, VersionProgress
 from shardcast.fetch.head_poll import HeadPoll
 from shardcast.fetch.hedging import first_accepted
 from shardcast.fetch.raw_http import MayConnect, anywhere
-from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
+from shardcast.fetch.source import DEFAULT_SOURCE_LIMITS, SourceLimits
+from shardcast.fetch.sources import Sources
 from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen
@@ -111,9 +111,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -20,7 +20,8 @@ from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS, DownloadLimits
 from shardcast.fetch.fetcher import Fetcher, Watch, no_watch
 from shardcast.fetch.hedging import first_accepted
 from shardcast.fetch.raw_http import MayConnect, anywhere
-from shardcast.fetch.sources import DEFAULT_SOURCE_LIMITS, SourceLimits, Sources
+from shardcast.fetch.source import DEFAULT_SOURCE_LIMITS, SourceLimits
+from shardcast.fetch.sources import Sources
 from shardcast.fetch.transport import DEFAULT_TRANSPORT_LIMITS, Transport, TransportLimits
 from shardcast.manifest import DEFAULT_LIMITS, Head, Limits, SignedManifest, open_head
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, Listener, ServerLimits, listen

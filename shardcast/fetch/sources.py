@@ -15,94 +15,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardcast.errors import NetworkFault, NotServed, PeerFault, ShardcastError, Unreachable
+from shardcast.fetch.source import DEFAULT_SOURCE_LIMITS, Source, SourceLimits
 from shardcast.urls import normalise_url
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLimits:
-    """Parameters of source selection. `smoothing` is the weight of the newest sample.
-
-    The chunks in flight from a source share its link, so a hop takes as long as `per_source` of them: with 3 it costs a
-    fifth less than with 4. But a link whose round trip is 2.4 times a chunk's time is filled to 95 % by 4, 86 % by 3
-    and 60 % by 2, and with 3 the origin of striped trees sends 1.24 versions in place of 1.15.
-    """
-
-    per_source: int = 4
-    unproven_in_flight: int = 2
-    smoothing: float = 0.25
-    healing_half_life_s: float = 30.0
-    min_share: float = 0.02
-    first_backoff_s: float = 0.1
-    max_backoff_s: float = 10.0
-    first_quarantine_s: float = 10.0
-    max_quarantine_s: float = 3600.0
-    lag_s: float = 4.0
-    """How long a stripe's parent may answer that it has no chunk yet before the next candidate is asked."""
-
-
-DEFAULT_SOURCE_LIMITS = SourceLimits()
 MAX_REMEMBERED = 1024
 """Dropped sources whose quarantine is remembered; each has cost somebody an address and a lie."""
-
-
-@dataclass(slots=True)
-class Source:
-    """Measurements of one URL. Times are monotonic seconds."""
-
-    url: str
-    bytes_per_s: float | None = None
-    in_flight: int = 0
-    bytes_received: int = 0
-    failures: int = 0
-    offences: int = 0
-    usable_at: float = 0.0
-    quarantined_until: float = 0.0
-    last_error: ShardcastError | None = None
-    quarantine_reason: ShardcastError | None = None
-    is_proven: bool = False
-    has_answered: bool = False
-    is_late: bool = False
-    failed_chunks: int = 0
-    lags_since: float | None = None
-    _consecutive: int = 0
-    _distrust: float = 0.0
-    _distrust_at: float = field(default=0.0)
-
-    def success(self, now: float, half_life_s: float) -> float:
-        """Return the moving average of success in 0..1, recovering to 1 with the half-life."""
-        healed: float = 0.5 ** ((now - self._distrust_at) / half_life_s)
-        return 1.0 - self._distrust * healed
-
-    def sample_success(self, outcome: float, now: float, limits: SourceLimits) -> None:
-        current = self.success(now, limits.healing_half_life_s)
-        self._distrust = 1.0 - (current + limits.smoothing * (outcome - current))
-        self._distrust_at = now
-
-    def sample_bandwidth(self, bytes_per_s: float, limits: SourceLimits) -> None:
-        if self.bytes_per_s is None:
-            self.bytes_per_s = bytes_per_s
-        else:
-            self.bytes_per_s += limits.smoothing * (bytes_per_s - self.bytes_per_s)
-
-    def back_off(self, now: float, limits: SourceLimits, rng: random.Random, *, refusals: int | None = None) -> None:
-        """Pause for twice as long as after the failure before, or as `refusals` before this one say."""
-        failures = self._consecutive if refusals is None else refusals
-        if refusals is None:
-            self._consecutive = min(self._consecutive + 1, 32)
-        delay_s = min(limits.max_backoff_s, limits.first_backoff_s * 2.0 ** min(failures, 32))
-        self.usable_at = now + delay_s * rng.uniform(0.5, 1.5)
-
-    def served(self) -> None:
-        self._consecutive = 0
-
-    @property
-    def ready_at(self) -> float:
-        """When backoff and quarantine are over."""
-        return max(self.usable_at, self.quarantined_until)
 
 
 class Sources:
@@ -168,7 +88,7 @@ class Sources:
         """List URLs neither quarantined nor backing off, most promising first: the proven, then those that answered,
         and those of last resort at the end.
         """
-        ready = [source for source in self._sources.values() if self._is_ready(source, now)]
+        ready = [source for source in self._sources.values() if source.is_ready(now)]
 
         def rank(source: Source) -> tuple[bool, bool, bool, float]:
             reserve = source.url in self._last_resort
@@ -192,8 +112,8 @@ class Sources:
 
         Without stripes or such candidates, draws any usable source.
         """
-        usable = [source for source in self._candidates(stripe) if self._is_ready(source, now)]
-        prompt = [source for source in usable if not self._lags(source, now)]
+        usable = [source for source in self._candidates(stripe) if source.is_ready(now)]
+        prompt = [source for source in usable if not source.lags(now, self.limits)]
         for source in prompt:
             if source.is_proven or not any(other.is_proven for other in prompt):
                 if self._has_room(source):
@@ -212,13 +132,11 @@ class Sources:
         free = [
             source
             for source in self._candidates(stripe)
-            if source.url not in exclude and self._has_room(source) and self._is_ready(source, now)
+            if source.url not in exclude and self._has_room(source) and source.is_ready(now)
         ]
         proven = next((source.url for source in free if source.is_proven), None)
-        return proven or self.draw(now, exclude=exclude, among="proven") or self._any_helper(free, now, exclude)
-
-    def _any_helper(self, free: list[Source], now: float, exclude: Collection[str]) -> str | None:
-        return free[0].url if free else self.draw(now, exclude=exclude, among="all")
+        drawn = proven or self.draw(now, exclude=exclude, among="proven")
+        return drawn or (free[0].url if free else self.draw(now, exclude=exclude, among="all"))
 
     def draw(
         self, now: float, *, exclude: Collection[str] = (), among: Literal["proven", "probed", "all"] = "probed"
@@ -233,12 +151,12 @@ class Sources:
             if source.url not in exclude
             and source.url not in self._last_resort
             and self._has_room(source)
-            and self._is_ready(source, now)
+            and source.is_ready(now)
             and (source.is_proven or among == "all" or (among == "probed" and self._may_probe(source)))
         ]
         if not ready:
             return None
-        ready = [source for source in ready if not self._lags(source, now)] or ready
+        ready = [source for source in ready if not source.lags(now, self.limits)] or ready
         if not any(source.is_proven for source in ready):  # each gets its turn
             fewest = min(source.failed_chunks for source in ready)
             ready = [source for source in ready if source.failed_chunks == fewest]
@@ -250,7 +168,7 @@ class Sources:
         """Choose a free source of last resort; None if there is none."""
         for url in self._last_resort:
             source = self._sources[url]
-            if url not in exclude and not source.in_flight and self._is_ready(source, now):
+            if url not in exclude and not source.in_flight and source.is_ready(now):
                 return url
         return None
 
@@ -344,19 +262,11 @@ class Sources:
         if isinstance(error, NetworkFault):
             source.back_off(now, self.limits, self._rng, refusals=refusals)
         else:
-            self._quarantine(source, error, now)
+            source.quarantine(error, now, self.limits)
 
     def status(self, now: float) -> list[dict[str, Any]]:
         """Describe each source as a JSON-ready row."""
-        return [self._describe(source, now) for source in self._sources.values()]
-
-    def _quarantine(self, source: Source, error: ShardcastError, now: float) -> None:
-        if now < source.quarantined_until:
-            return  # requests in flight at the time count as one offence
-        seconds = min(self.limits.max_quarantine_s, self.limits.first_quarantine_s * 2.0**source.offences)
-        source.offences = min(source.offences + 1, 32)
-        source.quarantined_until = now + seconds
-        source.quarantine_reason = error
+        return [source.describe(now, self.limits) for source in self._sources.values()]
 
     def _remember(self, dropped: Iterable[Source]) -> None:
         """Keep the offences of dropped sources, of at most MAX_REMEMBERED: the latest to be quarantined."""
@@ -369,18 +279,11 @@ class Sources:
         """Return a new source, in quarantine where an earlier one with its URL is."""
         source = Source(url)
         if (before := self._offenders.pop(url, None)) is not None:
-            source.offences, source.quarantined_until = before.offences, before.quarantined_until
-            source.quarantine_reason = before.quarantine_reason
+            source.inherit_quarantine(before)
         return source
 
     def _candidates(self, stripe: int) -> list[Source]:
         return [self._sources[url] for url in self._stripes[stripe % len(self._stripes)]] if self._stripes else []
-
-    def _is_ready(self, source: Source, now: float) -> bool:
-        return now >= source.ready_at
-
-    def _lags(self, source: Source, now: float) -> bool:
-        return source.lags_since is not None and now - source.lags_since > self.limits.lag_s
 
     def _has_room(self, source: Source) -> bool:
         if source.url in self._last_resort or not source.is_proven:
@@ -399,20 +302,3 @@ class Sources:
         # Optimistic start: an unknown source is weighted like the best, or it would never be measured.
         bandwidth = source.bytes_per_s if source.bytes_per_s is not None else max(known, default=1.0)
         return bandwidth * max(source.success(now, self.limits.healing_half_life_s), 1e-3)
-
-    def _describe(self, source: Source, now: float) -> dict[str, Any]:
-        quarantined = now < source.quarantined_until
-        state = "quarantined" if quarantined else "ok" if now >= source.usable_at else "backing_off"
-        error = source.quarantine_reason if quarantined else source.last_error
-        return {
-            "url": source.url,
-            "state": state,
-            "code": None if error is None else error.code,
-            "reason": None if error is None else str(error),
-            "success": round(source.success(now, self.limits.healing_half_life_s), 4),
-            "bytes_per_s": None if source.bytes_per_s is None else round(source.bytes_per_s),
-            "bytes_received": source.bytes_received,
-            "failures": source.failures,
-            "offences": source.offences,
-            "in_flight": source.in_flight,
-        }

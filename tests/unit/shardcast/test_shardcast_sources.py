@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from shardcast.errors import CorruptChunk, LocalFault, NotServed, TooSlow, Unreachable
-from shardcast.fetch.sources import MAX_REMEMBERED, SourceLimits, Sources
+from shardcast.fetch.source import SourceLimits
+from shardcast.fetch.sources import MAX_REMEMBERED, Sources
 
 FAST, SLOW, BAD = "http://fast:1", "http://slow:1", "http://bad:1"
 
