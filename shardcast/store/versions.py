@@ -1,10 +1,4 @@
-"""Versions on disk: the folder of an origin, a relay or a client, and its retention.
-
-    <root>/manifests/<version>                  the envelope as it was received
-    <root>/versions/<version>-<digest16>.bin    complete and verified; <digest16> begins the manifest digest
-    <root>/deltas/<version>-<digest16>.delta    likewise a delta; <digest16> begins its payload's digest
-    <root>/downloads/                           incomplete files with their journals
-    <root>/incoming/                            temporary files, emptied at the start
+"""Versions on disk: what the folder of an origin, a relay or a client holds (`shardcast.store.folder`), and retains.
 
 Safe against kill -9 at any instruction: a file that no manifest names is deleted at the start, and what a manifest
 names is hashed again before it is used (`shardcast.store.payload_file`). Thread-safe.
@@ -12,24 +6,19 @@ names is hashed again before it is used (`shardcast.store.payload_file`). Thread
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from shardcast.errors import LocalFault, PeerFault
+from shardcast.errors import LocalFault
 from shardcast.files import FolderLock, as_local_fault, write_atomically
 from shardcast.manifest import DEFAULT_LIMITS, Limits, Payload, SignedManifest
+from shardcast.store.folder import StoreFolder
 from shardcast.store.held import Held
 from shardcast.store.payload_file import ChunkData, PayloadFile
-from shardcast.store.reading import DELTAS, MANIFESTS, VERSIONS, load_manifest, payload_path
 from shardcast.store.retention import excess_results
-
-logger = logging.getLogger(__name__)
 
 KEPT_DELTAS = 16
 """Versions whose deltas are kept by default: how far behind a worker may be and still catch up by deltas."""
@@ -73,10 +62,9 @@ class Store:
         if keep is not None and keep < 1:
             raise LocalFault("a store must keep at least one version", code="bad_setting")
         self._lock_file = FolderLock(root)
-        self.root, self._run_id, self._limits = root, run_id, limits
+        self._folder, self.root = StoreFolder(root), root
+        self.incoming = self._folder.incoming
         self._keep, self.keep_deltas, self._keep_base, self._quota_bytes = keep, keep_deltas, keep_base, quota_bytes
-        self._manifests, self._versions, self._deltas = root / MANIFESTS, root / VERSIONS, root / DELTAS
-        self._downloads, self.incoming = root / "downloads", root / "incoming"
         self._lock = threading.RLock()
         self._held: dict[int, Held] = {}
         self._owner: dict[str, int] = {}
@@ -85,7 +73,7 @@ class Store:
         self.arrived: Arrived = lambda _name, _index: None
         self.reader: ResultReader | None = None
         try:
-            self._recover()
+            self._recover(run_id, limits)
         except OSError as error:
             self._lock_file.release()
             raise as_local_fault(error, root) from error
@@ -116,10 +104,6 @@ class Store:
         """Return the manifest with this digest; None if not held."""
         return next((signed for signed in self.versions() if signed.digest == digest), None)
 
-    def manifest_path(self, version: int) -> Path:
-        """Return the path of a held version's envelope."""
-        return self._manifests / f"{version:016d}"
-
     def add_manifest(self, signed: SignedManifest, *, only_manifest: bool = False) -> None:
         """Hold a verified version: make room within the quota, then persist its manifest. With `only_manifest` no
         payload is wanted yet.
@@ -131,7 +115,7 @@ class Store:
             if held is None:
                 if not only_manifest:
                     self._make_room(signed, signed.manifest.payloads)
-                write_atomically(self.manifest_path(signed.manifest.version), signed.envelope)
+                write_atomically(self._folder.manifest(signed.manifest.version), signed.envelope)
                 self._hold(signed, wanted=not only_manifest)
                 # One version beyond the limit may be incomplete, however fast versions follow each other.
                 self._trim(extra=1)
@@ -150,9 +134,9 @@ class Store:
             if version not in self._held:
                 self._make_room(signed, signed.manifest.payloads)
             for path, payload in zip(files, signed.manifest.payloads, strict=True):
-                path.rename(self._final(signed, payload))
+                path.rename(self._folder.final(signed, payload))
             self._forget(version)
-            write_atomically(self.manifest_path(version), signed.envelope)
+            write_atomically(self._folder.manifest(version), signed.envelope)
             held = self._hold(signed, wanted=True)
             for name in held.names:
                 self._open_payload(held, name).trust()
@@ -163,7 +147,7 @@ class Store:
             held = self._held.get(version)
             if held is not None:
                 # The manifest goes first: a crash in between leaves orphans, which the next start deletes.
-                self.manifest_path(version).unlink(missing_ok=True)
+                self._folder.manifest(version).unlink(missing_ok=True)
                 for name in list(held.wanted):
                     self._discard(held, name)
                 self._forget(version)
@@ -207,7 +191,7 @@ class Store:
         """Return the file of a held version's result if that is complete."""
         with self._lock:
             held = self._held.get(version)
-            is_there = held is not None and self._final(held.signed, held.signed.manifest.full).exists()
+            is_there = held is not None and self._folder.final(held.signed, held.signed.manifest.full).exists()
             return self._open_payload(held, held.full) if held is not None and is_there else None
 
     def is_whole(self, version: int) -> bool:
@@ -265,20 +249,15 @@ class Store:
     def _open_payload(self, held: Held, name: str) -> PayloadFile:
         if name not in held.files:
             payload = held.payload(name)
-            final = self._final(held.signed, payload)
-            part = self._downloads / f"{final.name}.part"
             reader = self.reader if name == held.full else None
             held.files[name] = PayloadFile(
                 payload,
-                final=final,
-                part=part,
+                final=self._folder.final(held.signed, payload),
+                part=self._folder.part(held.signed, payload),
                 arrived=lambda index: self.arrived(name, index),
                 written=partial(reader.chunk, name, payload) if reader is not None else lambda _index, _data: None,
             )
         return held.files[name]
-
-    def _final(self, signed: SignedManifest, payload: Payload) -> Path:
-        return payload_path(self.root, signed, payload)
 
     def _require(self, signed: SignedManifest) -> Held:
         held = self._held.get(signed.manifest.version)
@@ -330,17 +309,12 @@ class Store:
         self._reassign_payload(held, name)
         if (file := held.files.pop(name, None)) is not None:
             file.delete()
-        for path in self._paths(held.signed, held.payload(name)):
-            path.unlink(missing_ok=True)
-            path.with_suffix(".journal").unlink(missing_ok=True)
+        self._folder.delete(held.signed, held.payload(name))
 
     def _touch(self, held: Held) -> None:
         self._clock += 1
         held.used = self._clock
-        path = self._final(held.signed, held.signed.manifest.full)
-        if path.exists():
-            # Last use is the time of access: that of modification tells readers that the file is still the same.
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        self._folder.note_use(held.signed)
 
     def _make_room(self, signed: SignedManifest, payloads: Iterable[Payload]) -> None:
         """Drop older versions until these payloads fit. Raises LocalFault "quota"."""
@@ -369,58 +343,17 @@ class Store:
 
     # -- start
 
-    def _recover(self) -> None:
-        for folder in (self._manifests, self._versions, self._deltas, self._downloads, self.incoming):
-            folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.incoming.iterdir():
-            leftover.unlink()
-        found = [
-            signed for path in sorted(self._manifests.iterdir()) if (signed := self._load_manifest(path)) is not None
-        ]
-        for signed in sorted(found, key=self._last_used):
+    def _recover(self, run_id: str, limits: Limits) -> None:
+        self._folder.prepare()
+        for signed in self._folder.manifests(run_id=run_id, limits=limits):
             self._restore(signed)
-        for path in self._orphans():
-            path.unlink()
-
-    def _load_manifest(self, path: Path) -> SignedManifest | None:
-        try:
-            signed = load_manifest(path, run_id=self._run_id, limits=self._limits)
-        except PeerFault as error:
-            if error.code == "wrong_run":
-                raise LocalFault(f"{path.parent} holds another run; use another folder", code="wrong_run") from error
-            logger.warning("dropping invalid manifest %s: %s", path, error)
-            path.unlink()
-            return None
-        if path != self.manifest_path(signed.manifest.version):  # left by a crash between writing and renaming
-            path.unlink()
-            return None
-        return signed
-
-    def _last_used(self, signed: SignedManifest) -> tuple[int, int]:
-        path = self._final(signed, signed.manifest.full)
-        return path.stat().st_atime_ns if path.exists() else 0, signed.manifest.version
+        self._folder.delete_orphans(held.signed for held in self._held.values())
 
     def _restore(self, signed: SignedManifest) -> None:
         """Restore a held version; payloads without any file are not wanted until requested."""
         self._clock += 1
         names = tuple(payload.digest for payload in signed.manifest.payloads)
         held = Held(signed, names, set(), used=self._clock)
-        for name, payload in zip(names, signed.manifest.payloads, strict=True):
-            if any(path.exists() for path in self._paths(signed, payload)):
-                held.wanted.add(name)
+        held.wanted |= {each.digest for each in signed.manifest.payloads if self._folder.has(signed, each)}
         self._held[signed.manifest.version] = held
         self._claim_payloads(held)
-
-    def _paths(self, signed: SignedManifest, payload: Payload) -> tuple[Path, Path]:
-        final = self._final(signed, payload)
-        return final, self._downloads / f"{final.name}.part"
-
-    def _orphans(self) -> Iterator[Path]:
-        """Yield files that no held version names."""
-        known = set[Path]()
-        for held in self._held.values():
-            for payload in held.signed.manifest.payloads:
-                final, part = self._paths(held.signed, payload)
-                known |= {final, part, part.with_suffix(".journal")}
-        for folder in (self._versions, self._deltas, self._downloads):
-            yield from (path for path in folder.iterdir() if path not in known)

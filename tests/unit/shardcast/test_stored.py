@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardcast import Origin, wire
 from shardcast.errors import LocalFault
+from shardcast.store.folder import StoreFolder
 from shardcast.store.reading import StoredVersions
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -96,7 +97,7 @@ def test_damage_on_the_disk_is_no_policy(tmp_path: Path, folder: str) -> None:
 
 
 def test_what_is_no_manifest_is_passed_over(origin: Origin, tmp_path: Path) -> None:
-    path = origin.store.manifest_path(3)
+    path = StoreFolder(origin.store.root).manifest(3)
     path.write_bytes(path.read_bytes()[:-7])
     path.with_name("x.tmp").write_bytes(b"half")
     assert StoredVersions(tmp_path / "origin").versions() == [0, 1, 2]
