@@ -13,35 +13,31 @@ Whether a loaded policy is the run's is up to the manifest.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from node.policy.config import DTYPES, FAMILIES, parse_config, render_config
-from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.errors import MalformedPolicy
+from node.policy.header import read_header, reading_errors, render_header, stored_tensors
 from node.policy.products import multiply_exactly
 from node.policy.skeleton import build_skeleton, materialise, probe, probe_shapes, unique_tensors
 from node.policy.streaming import SeenChunks, are_finite, read_into, read_numbers, write_numbers
 from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
-from node.policy.weights import ITEM_BYTES, MAX_HEADER_BYTES, StoredTensor
+from node.policy.weights import StoredTensor
+from shardcast.files import sync_folder
 
-FORMAT = "policy/1"
 MAX_CHARACTER_TOKENS = 16
 """A character has at most four bytes, each of which may be a token."""
-
-_METADATA = frozenset({"format", "swarmproof", "config", "tokenizer", "tokenizer_config"})
 
 
 @dataclass(frozen=True)
@@ -221,11 +217,13 @@ def write_policy(source: PolicySource, path: Path, *, dtype: torch.dtype) -> Non
     if str(dtype)[6:] not in DTYPES.values():
         raise ValueError(f"a policy's dtype is float32, bfloat16 or float16, not {dtype}")
     shapes = dict(sorted(source.shapes.items()))
-    header = _header(shapes, dtype, _metadata(source, dtype))
+    tokenizer, marks = render_tokenizer(source.tokenizer)
+    config = render_config(source.config, dtype=str(dtype)[6:])
+    header = render_header(shapes, dtype, config=config, tokenizer=tokenizer, tokenizer_config=marks)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(header)
             written = write_numbers(file, source.numbers, dtype=dtype)
             if written != (declared := sum(map(math.prod, shapes.values()))):
                 raise ValueError(f"tensors of {declared} numbers cannot be made of {written}")
@@ -234,7 +232,7 @@ def write_policy(source: PolicySource, path: Path, *, dtype: torch.dtype) -> Non
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def load_policy(
@@ -253,7 +251,7 @@ def load_policy(
     afterwards. Raises MalformedPolicy for a faulty file, and UnreadablePolicy for a faulty disk.
     """
     where: Shards = shards or _Whole(torch.device(device))
-    with _reading(path):
+    with reading_errors(path):
         blueprint, skeleton, stored = _read_blueprint(path)
         model: Any = skeleton if dtype is None else skeleton.to(dtype)  # type: ignore[arg-type]  # its stub
         if where.size > 1:
@@ -272,7 +270,7 @@ def refill_policy(policy: Policy, path: Path, blueprint: Blueprint) -> Policy:
 
     `blueprint` is that of `path`, of the same architecture. Raises as `load_policy`; the weights are a mixture then.
     """
-    with _reading(path):
+    with reading_errors(path):
         _read_weights(policy.model, stored_tensors(path), _Whole(policy.model.device))
         probe(policy.model)
     return replace(policy, tokenizer=blueprint.tokenizer, eos_ids=blueprint.eos_ids)
@@ -280,18 +278,10 @@ def refill_policy(policy: Policy, path: Path, blueprint: Blueprint) -> Policy:
 
 def read_blueprint(path: Path) -> Blueprint:
     """Validate all but the numbers of `path`, by its header alone; raises as `load_policy`."""
-    with _reading(path):
+    with reading_errors(path):
         blueprint, skeleton, _ = _read_blueprint(path)
         probe_shapes(skeleton)
         return blueprint
-
-
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return where a policy has its tensors, as `load_policy` finds them; raises as that."""
-    with _reading(path):
-        data_start = _check_file(path)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return _declared_tensors(file, path, data_start)
 
 
 def inspect_policy(path: Path, *, seen: SeenChunks | None = None) -> Blueprint:
@@ -300,7 +290,7 @@ def inspect_policy(path: Path, *, seen: SeenChunks | None = None) -> Blueprint:
     There is no forward pass; non-finite weights are `broken_model` here too. Those that were `seen` are not read again.
     Raises as `load_policy`.
     """
-    with _reading(path):
+    with reading_errors(path):
         blueprint, skeleton, stored = _read_blueprint(path)
         probe_shapes(skeleton)
         for name, tensor in sorted(stored.items()):
@@ -332,27 +322,12 @@ def _not_finite(name: str) -> MalformedPolicy:
     return MalformedPolicy(f"{name} has values that are not finite", code="broken_model")
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise MalformedPolicy(f"is not a safetensors file: {error}", code="not_safetensors") from error
-    except OSError as error:
-        raise UnreadablePolicy(f"cannot read {path}: {error}") from error
-
-
 def _read_blueprint(path: Path) -> tuple[Blueprint, PreTrainedModel, dict[str, StoredTensor]]:
     """Read and validate all but the weights.
 
     Also return the model without memory for them, in the file's dtype, and where the file has them.
     """
-    data_start = _check_file(path)
-    with safe_open(path, framework="pt", device="cpu") as file:
-        metadata = file.metadata() or {}
-        if set(metadata) != _METADATA or metadata["swarmproof"] != FORMAT:
-            raise MalformedPolicy(f"its metadata is not that of {FORMAT}", code="wrong_metadata")
-        stored = _declared_tensors(file, path, data_start)
+    metadata, stored = read_header(path)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     config = parse_config(metadata["config"], tensors=len(shapes))
     dtype = getattr(torch, DTYPES[next(iter(stored.values())).dtype])
@@ -363,65 +338,6 @@ def _read_blueprint(path: Path) -> tuple[Blueprint, PreTrainedModel, dict[str, S
     _check_shapes({name: tuple(tensor.shape) for name, tensor in unique_tensors(skeleton).items()}, shapes)
     parameters = sum(map(math.prod, shapes.values()))
     return Blueprint(config, tokenizer, eos_ids_of(config, tokenizer), parameters), skeleton, stored
-
-
-def _metadata(source: PolicySource, dtype: torch.dtype) -> dict[str, str]:
-    text, marks = render_tokenizer(source.tokenizer)
-    return {
-        "config": render_config(source.config, dtype=str(dtype)[6:]),
-        "format": "pt",
-        "tokenizer": text,
-        "tokenizer_config": marks,
-        "swarmproof": FORMAT,
-    }
-
-
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    """Build the safetensors header; that package's own metadata order varies between calls."""
-    (name_of_dtype,) = (name for name, torch_name in DTYPES.items() if torch_name == str(dtype)[6:])
-    entries: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": name_of_dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_file(path: Path) -> int:
-    """Check the length of the header, and return the offset of the first tensor."""
-    if not path.is_file():
-        raise UnreadablePolicy(f"{path} is not a file")
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > MAX_HEADER_BYTES:
-        raise MalformedPolicy(
-            f"its header declares {size} bytes, the limit is {MAX_HEADER_BYTES}", code="oversized_header"
-        )
-    return 8 + size
-
-
-def _declared_tensors(file: Any, path: Path, data_start: int) -> dict[str, StoredTensor]:
-    """Return the tensors that the header declares, which have one dtype; the parser has refused gaps between them."""
-    stored, start = {}, data_start
-    for name in file.offset_keys():
-        part = file.get_slice(name)
-        stored[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()), start)
-        start += stored[name].count * ITEM_BYTES.get(stored[name].dtype, 0)
-    dtypes = {tensor.dtype for tensor in stored.values()}
-    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
-        raise MalformedPolicy(
-            f"tensors must have one dtype of {sorted(DTYPES)}, not {sorted(dtypes)}", code="wrong_tensors"
-        )
-    return stored
 
 
 def _check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

@@ -35,9 +35,8 @@ from node.policy.inspection import FirstPolicy
 from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
 from node.policy.streaming import read_numbers
 from node.policy.tokenizer import eos_ids_of, normalized_tokens, parse_tokenizer, render_tokenizer, tokenizer_errors
-from node.policy.weights import ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, read_weights, same_numbers
+from node.policy.weights import AGAIN, CONFIG, ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, check_tensors, read_weights
 
-CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -57,9 +56,7 @@ MAX_BYTES: Final = {
 """Limits of the files that are parsed, by swarmproof or transformers, checked before."""
 MAX_END_MARKS: Final = 64
 
-_AGAIN: Final = "copy or download it again"
 _OTHER_TOKENIZER: Final = "bring the tokenizer of this model"
-_OTHER_CONFIG: Final = f"take the {CONFIG} of these weights"
 
 _GENERIC_TOKENIZERS = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Tokenizers fully described by tokenizer.json; AutoTokenizer would substitute the model family's for some."""
@@ -163,7 +160,9 @@ def open_folder(folder: Path) -> ModelFolder:
             folder / CONFIG, f"cannot become a policy: {error}; correct eos_token_id", code=error.code
         ) from error
     skeleton = _build(folder, config)
-    _check_tensors(folder, skeleton, tensors)
+    state = skeleton.state_dict(keep_vars=True)
+    required = unique_tensors(skeleton).keys()
+    check_tensors(folder, tensors, family=config.model_type, state=state, required=required)
     return ModelFolder(config, tokenizer, skeleton, tensors, ends)
 
 
@@ -178,7 +177,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         with tokenizer_errors():
             tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except MalformedPolicy as error:
-        raise _bad(folder / TOKENIZER, f"cannot be loaded: {error}; {_AGAIN}", code=error.code) from error
+        raise _bad(folder / TOKENIZER, f"cannot be loaded: {error}; {AGAIN}", code=error.code) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise _bad(path, f"names {type(tokenizer).__name__}, which is no fast tokenizer", code="bad_tokenizer")
     return tokenizer
@@ -237,7 +236,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(path, f"is not a JSON object ({error}): {_AGAIN}", code="bad_config") from error
+        raise _bad(path, f"is not a JSON object ({error}): {AGAIN}", code="bad_config") from error
 
 
 def _check_fields(path: Path, values: Mapping[str, Any]) -> None:
@@ -324,7 +323,7 @@ def _check_added_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Non
                 declared += [(token.content, token.id) for token in found.added_tokens]
                 declared += [(token.content, number) for number, token in found.added_tokens_decoder.items()]
     except (OSError, msgspec.MsgspecError) as error:
-        raise _bad(folder / TOKENIZER, f"lists no added tokens ({error}): {_AGAIN}", code="bad_tokenizer") from error
+        raise _bad(folder / TOKENIZER, f"lists no added tokens ({error}): {AGAIN}", code="bad_tokenizer") from error
     for content, number in declared:
         loaded = tokenizer.backend_tokenizer.token_to_id(content)
         if loaded != number:
@@ -343,54 +342,6 @@ def _build(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     except MalformedPolicy as error:
         raise _bad(folder / CONFIG, f"makes no model: {error}; correct it", code=error.code) from error
     return skeleton
-
-
-def _check_tensors(folder: Path, skeleton: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None:
-    """Compare the stored tensors with the model's; a shared one may be stored under each of its names."""
-    family, state = skeleton.config.model_type, skeleton.state_dict(keep_vars=True)
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for name in sorted(unique_tensors(skeleton).keys() - tensors.keys()):
-        raise _bad(
-            folder,
-            f"lacks tensor {name!r} of a {family} model: bring all of its weights",
-            code="wrong_tensors",
-        )
-    for name, tensor in sorted(tensors.items()):
-        if name not in expected and _is_derived(name):
-            continue
-        if name not in expected:
-            raise _bad(
-                tensor.file,
-                f"has tensor {name[:200]!r}, which no {family} model of this {CONFIG} has: {_OTHER_CONFIG}",
-                code="wrong_tensors",
-            )
-        if tensor.shape != expected[name]:
-            raise _bad(
-                tensor.file,
-                f"has tensor {name!r} of shape {list(tensor.shape)}, where {CONFIG} says {list(expected[name])}: "
-                + _OTHER_CONFIG,
-                code="wrong_tensors",
-            )
-    _check_shared(folder, state, tensors)
-
-
-def _check_shared(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse two different tensors where the model has one: transformers would untie them, and no reader does."""
-    first: dict[int, str] = {}
-    for name, tensor in state.items():
-        known = first.setdefault(id(tensor), name)
-        if known != name and name in tensors and not same_numbers(tensors[known], tensors[name]):
-            raise _bad(
-                folder / CONFIG,
-                f"ties {name!r} to {known!r}, and the weights have two different ones: set tie_word_embeddings to "
-                "false",
-                code="wrong_tensors",
-            )
-
-
-def _is_derived(name: str) -> bool:
-    """Tell whether a tensor follows from the configuration; early Llama checkpoints have rotary frequencies."""
-    return name.endswith(".rotary_emb.inv_freq")
 
 
 def _layer_sizes(skeleton: PreTrainedModel) -> Counter[str]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from node.policy.config import DTYPES
 from node.policy.errors import UnreadablePolicy
-from node.policy.file import Blueprint, Policy, inspect_policy, load_policy, read_blueprint, stored_tensors
+from node.policy.file import Blueprint, Policy, inspect_policy, load_policy, read_blueprint
+from node.policy.header import stored_tensors
 from node.policy.streaming import SeenChunks
 from node.policy.weights import ITEM_BYTES
 

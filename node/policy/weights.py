@@ -6,16 +6,18 @@ Nothing is unpickled, and no weight is read but by `same_numbers`. Every header 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from node.policy.errors import MalformedPolicy
 
+CONFIG: Final = "config.json"
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MAX_CONFIG_BYTES: Final = 64 * 1024
@@ -25,9 +27,10 @@ MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
 MAX_SHARDS: Final = 4096
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number, by safetensors' name of the dtype: those that a policy may have."""
+AGAIN: Final = "copy or download it again"
 
 _PIECE_BYTES: Final = 2**20
-_AGAIN: Final = "copy or download it again"
+_OTHER_CONFIG: Final = f"take the {CONFIG} of these weights"
 _EXPORTED: Final = "export the model again with save_pretrained"
 
 _Size = Annotated[int, Meta(ge=0, le=2**40)]
@@ -101,7 +104,7 @@ def _read_indexed_shard(path: Path, named: set[str]) -> dict[str, StoredTensor]:
     found = read_shard(path)
     for name in sorted(found.keys() ^ named):
         fault = "lacks tensor {!r}, though {} places it there" if name in named else "has tensor {!r}, unlike {}"
-        raise _bad(path, fault.format(name[:200], INDEX), advice=f"{_AGAIN}, together with {INDEX}")
+        raise _bad(path, fault.format(name[:200], INDEX), advice=f"{AGAIN}, together with {INDEX}")
     return found
 
 
@@ -111,9 +114,9 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map: dict[str, str] = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(path, f"is not an index of weights ({error})", advice=_AGAIN) from error
+        raise _bad(path, f"is not an index of weights ({error})", advice=AGAIN) from error
     if not weight_map:
-        raise _bad(path, "names no tensor", advice=_AGAIN)
+        raise _bad(path, "names no tensor", advice=AGAIN)
     return weight_map
 
 
@@ -123,16 +126,16 @@ def read_shard(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise _bad(path, "is not a safetensors file", advice=_AGAIN)
+            raise _bad(path, "is not a safetensors file", advice=AGAIN)
         if length + 8 > size:
-            raise _bad(path, f"is cut off in its header, after {size} bytes", advice=_AGAIN)
+            raise _bad(path, f"is cut off in its header, after {size} bytes", advice=AGAIN)
         raw = file.read(length)
     try:
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(path, f"is not a safetensors file ({error})", advice=_AGAIN) from error
+        raise _bad(path, f"is not a safetensors file ({error})", advice=AGAIN) from error
     _check_layout(path, entries, data_bytes=size - 8 - length)
     return {
         name: StoredTensor(path, entry.dtype, entry.shape, start=8 + length + entry.data_offsets[0])
@@ -151,15 +154,15 @@ def _check_layout(path: Path, entries: dict[str, _Entry], *, data_bytes: int) ->
             )
         begin, end = entry.data_offsets
         if end - begin != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
-            raise _bad(path, f"gives tensor {name[:200]!r} another length than its shape has", advice=_AGAIN)
+            raise _bad(path, f"gives tensor {name[:200]!r} another length than its shape has", advice=AGAIN)
     spans = [(0, 0), *sorted(entry.data_offsets for entry in entries.values())]
     if any(begin != before for (_, before), (begin, _) in pairwise(spans)):
-        raise _bad(path, "has tensors that overlap, or gaps between them", advice=_AGAIN)
+        raise _bad(path, "has tensors that overlap, or gaps between them", advice=AGAIN)
     missing = spans[-1][1] - data_bytes
     if missing > 0:
-        raise _bad(path, f"is cut off: {missing} bytes of its tensors are missing", advice=_AGAIN)
+        raise _bad(path, f"is cut off: {missing} bytes of its tensors are missing", advice=AGAIN)
     if missing < 0:
-        raise _bad(path, f"has {-missing} bytes after its last tensor", advice=_AGAIN)
+        raise _bad(path, f"has {-missing} bytes after its last tensor", advice=AGAIN)
 
 
 def _advice_without_weights(folder: Path) -> str:
@@ -168,5 +171,51 @@ def _advice_without_weights(folder: Path) -> str:
     return "copy or download the model's safetensors files into the folder"
 
 
+def check_tensors(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    *,
+    family: str,
+    state: Mapping[str, Any],
+    required: Collection[str],
+) -> None:
+    """Compare the stored tensors with a model's `state` dict, whose `required` names are each another tensor.
+
+    A shared one may be stored under each of its names. Raises MalformedPolicy (`wrong_tensors`).
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for name in sorted(set(required) - tensors.keys()):
+        raise _wrong(folder, f"lacks tensor {name!r} of a {family} model", advice="bring all of its weights")
+    for name, stored in sorted(tensors.items()):
+        if name not in expected and _is_derived(name):
+            continue
+        fault = f"has tensor {name[:200]!r}"
+        if name not in expected:
+            raise _wrong(stored.file, f"{fault}, which no {family} model of this {CONFIG} has", advice=_OTHER_CONFIG)
+        if stored.shape != expected[name]:
+            fault += f" of shape {list(stored.shape)}, where {CONFIG} says {list(expected[name])}"
+            raise _wrong(stored.file, fault, advice=_OTHER_CONFIG)
+    _check_shared(folder, state, tensors)
+
+
+def _check_shared(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse two different tensors where the model has one: transformers would untie them, and no reader does."""
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        known = first.setdefault(id(tensor), name)
+        if known != name and name in tensors and not same_numbers(tensors[known], tensors[name]):
+            fault = f"ties {name!r} to {known!r}, and the weights have two different ones"
+            raise _wrong(folder / CONFIG, fault, advice="set tie_word_embeddings to false")
+
+
+def _is_derived(name: str) -> bool:
+    """Tell whether a tensor follows from the configuration; early Llama checkpoints have rotary frequencies."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
 def _bad(path: Path, fault: str, *, advice: str) -> MalformedPolicy:
     return MalformedPolicy(f"{path} {fault}: {advice}", code="bad_weights")
+
+
+def _wrong(path: Path, fault: str, *, advice: str) -> MalformedPolicy:
+    return MalformedPolicy(f"{path} {fault}: {advice}", code="wrong_tensors")

@@ -21,7 +21,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
 from node.policy.file import (
-    MAX_HEADER_BYTES,
     Policy,
     inspect_policy,
     load_policy,
@@ -31,6 +30,7 @@ from node.policy.file import (
 )
 from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
 from node.policy.products import use_blocks
+from node.policy.weights import MAX_HEADER_BYTES
 
 Metadata = dict[str, str]
 Tensors = dict[str, Tensor]
