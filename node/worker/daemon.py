@@ -15,36 +15,32 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.client.api import DEFAULT_BACKOFF, FOREVER
+from node.client.api import DEFAULT_BACKOFF
 from node.client.http import Backoff
 from node.client.ssrf import not_nearer
 from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
-from node.errors import BadReply, EngineFailed, Refused
+from node.errors import EngineFailed
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
 from node.policy.arrival import ArrivingPolicies
 from node.protocol.control import FREE_PURPOSES, Purpose
-from node.protocol.messages import Lease, RelayList
-from node.protocol.pools import has_candidate
-from node.relay.advice import Announcer, Serving, announcement
+from node.protocol.messages import Lease
+from node.relay.advice import Serving
 from node.runtime.signals import Stopped, race, root_failure
-from node.worker.complaints import WarnOnce
 from node.worker.control import WorkerControl
 from node.worker.datasets import fetch_datasets, worker_datasets
 from node.worker.delivery import Delivery
 from node.worker.engine import EngineHost, UnusablePolicy
 from node.worker.events import NO_OBSERVER, EventKind, Observer
-from node.worker.instance import load_instance
-from node.worker.leases import HAND_BACK_SECONDS, REFUSED_PAUSE_SECONDS, UNSOUND_PAUSE_SECONDS, LeaseClient
+from node.worker.leases import HAND_BACK_SECONDS, UNSOUND_PAUSE_SECONDS, LeaseClient
 from node.worker.policies import PolicyFeed
-from node.worker.proof_of_work import PuzzleSolver
-from node.worker.registration import Registrar, invite_for, software
+from node.worker.registration import Registrar, software
+from node.worker.relays import RelayFollower
 from node.worker.slots import ActiveSlots
 from node.worker.standing import StandingPoller
 from node.worker.state import WorkerState
@@ -55,11 +51,8 @@ from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
 
-REFRESH_SECONDS: Final = 15.0
 STATUS_SECONDS: Final = 1.0
 MAX_ENGINE_FAILURES: Final = 5
-MOST_OPEN: Final = 2
-"""Active slots per --slots at most, where most completions of each have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,33 +146,27 @@ class Worker:
         contents: Mapping[str, ServedState],
         observer: Observer = NO_OBSERVER,
     ) -> None:
-        self._contents = contents
         self._settings, self._session, self._state, self._observer = settings, session, state, observer
         self._client, self._spec = client, spec = session.client, session.descriptor.spec
-        self._known_relays = valid_sources(session.descriptor.relays)
         self._changed = changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
         backoff, run_id = settings.backoff, settings.join.run_id
         self._feed = PolicyFeed(broadcast, backoff=backoff, arrived=changed, observer=observer)
         self._host = EngineHost(engine, self._feed, spec=spec, run_id=run_id, datasets=datasets, observer=observer)
-        instance = load_instance(state.folder)
+        self._relays = RelayFollower(
+            session, self._feed, serving=settings.serving, limits=settings.server_limits, contents=contents
+        )
         self._registrar = Registrar(
-            client,
+            session,
+            key=key,
             engine=engine.name,
-            instance=instance,
-            solver=PuzzleSolver(client, node=node_id(key), rules=spec.membership),
-            invite=invite_for(spec, settings.invite),
+            folder=state.folder,
+            invite=settings.invite,
             backoff=backoff,
             changed=changed,
         )
         self._leases = LeaseClient(
-            client,
-            self._feed,
-            registrar=self._registrar,
-            last_step=spec.training.steps,
-            has_candidate=partial(has_candidate, spec, run_id=run_id),
-            evidence=state.folder,
-            observer=observer,
+            session, self._feed, registrar=self._registrar, evidence=state.folder, observer=observer
         )
         self._delivery = Delivery(client, state, register=self._registrar.register, backoff=backoff, observer=observer)
         self._slots = ActiveSlots(
@@ -205,11 +192,8 @@ class Worker:
             room=self._room,
             changed=changed,
         )
-        self._started_at = time.time()
-        self._doing = "joining"
-        self._warn_once = WarnOnce()
-        self._failures = 0
-        self._finished_before = 0
+        self._started_at, self._doing = time.time(), "joining"
+        self._failures = self._finished_before = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, then return unfinished leases; raises Refused if the coordinator dismissed it."""
@@ -220,7 +204,7 @@ class Worker:
                 self._observer.attach(self.status)
                 tasks = (
                     self._feed.follow(),
-                    self._refresh(),
+                    self._relays.follow(),
                     self._write_status(),
                     self._registrar.keep_registered(),
                     self._session.follow(),
@@ -318,17 +302,10 @@ class Worker:
                 await self._leases.give_back(leases)
 
     def _room(self) -> int:
-        """Return how many more slots may be leased now.
-
-        Finished completions make room, not finished slots: a slot's last completion may take many times as long as
-        its first, and the engine's batch is to stay full.
-        """
+        """Return how many more slots may be leased now."""
         if self._settings.once and (self._slots or self._slots.finished):
             return 0
-        most = self._slots.speed.slots_in_time(self._settings.slots, lease_seconds=self._spec.batch.lease_seconds)
-        if most == 1:  # as long as the speed is unknown, too
-            return most - len(self._slots)
-        return min(most - self._slots.load, MOST_OPEN * most - len(self._slots))
+        return self._slots.room(self._settings.slots, lease_seconds=self._spec.batch.lease_seconds)
 
     async def _wait_for_change(self, stop: asyncio.Event) -> None:
         """Wait until a slot ends, a policy arrives, or the next lease request is due."""
@@ -376,29 +353,6 @@ class Worker:
         )
         self._observer.notify(EventKind.ENGINE_FAILED, why=str(error), slots=slots)
         await race(asyncio.sleep(self._settings.backoff.delay(self._failures)), stop)
-
-    # -- the coordinator
-
-    async def _refresh(self) -> None:
-        """Keep the list of relays current; the descriptor's are used until the coordinator names others."""
-        serving = self._settings.serving
-        own = None if serving is None else await self._feed.serve(serving, self._settings.server_limits, self._contents)
-        announcer = Announcer(self._client)
-        while True:
-            try:
-                if own is None:
-                    advice = await self._client.relays(patience_seconds=FOREVER)
-                else:
-                    said = announcement(own, self._feed.sources(), version=max(self._feed.versions(), default=None))
-                    advice = await announcer.announce(said)
-                others = any(url != own for url in advice.relays)
-                self._feed.use_relays(
-                    advice if others else RelayList(relays=self._known_relays), own=own, last_resort=self._known_relays
-                )
-            except (Refused, BadReply) as error:
-                self._warn_once.note("no list of relays", error)
-            pause_s = REFRESH_SECONDS if self._feed.versions() else REFUSED_PAUSE_SECONDS
-            await asyncio.sleep(max(pause_s, announcer.pause_seconds))
 
     # -- status
 

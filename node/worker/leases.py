@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from node.client.api import FOREVER, CoordinatorClient
+from node.client.api import FOREVER
 from node.errors import BadReply, CoordinatorFault, Refused
+from node.joining.session import RunSession
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
+from node.protocol.pools import has_candidate
 from node.protocol.reasons import Reason
 from node.worker.complaints import WarnOnce
 from node.worker.events import NO_OBSERVER, EventKind, Observer
@@ -41,27 +43,23 @@ IDLE_SECONDS: Final = 15.0
 class LeaseClient:
     """One worker's lease requests. `is_over` is set once the run's last policy is published.
 
-    `last_step` is the run's number of steps; `has_candidate` checks a lease's problem (`node.protocol.pools`).
+    `evidence` is the folder that a person is to keep when the coordinator equivocates.
     """
 
     def __init__(
         self,
-        client: CoordinatorClient,
+        session: RunSession,
         feed: PolicyFeed,
         *,
         registrar: Registrar,
-        last_step: int,
-        has_candidate: Callable[[Lease], bool],
         evidence: Path,
         observer: Observer = NO_OBSERVER,
     ) -> None:
         self.is_over = False
         self.came_empty = False
-        self._client = client
+        self._client, self._spec = session.client, session.descriptor.spec
         self._feed = feed
         self._registrar = registrar
-        self._last_step = last_step
-        self._has_candidate = has_candidate
         self._evidence = evidence
         self._observer = observer
         self._warn_once = WarnOnce()
@@ -116,7 +114,7 @@ class LeaseClient:
 
     def _is_sound(self, lease: Lease, version: int) -> bool:
         """Return whether a lease fits its reply's version, the manifest verified here, and the problems of its slot."""
-        if not self._has_candidate(lease):
+        if not has_candidate(self._spec, lease, run_id=self._client.run_id):
             log.error("not working on slot %d: its lease is on a problem that the run's rules do not know", lease.slot)
             return False
         held = self._feed.get(lease.version)
@@ -138,7 +136,7 @@ class LeaseClient:
             self.pause(UNSOUND_PAUSE_SECONDS)
         elif sound < wanted:
             self.pause(min(max(reply.retry_after_seconds, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS))
-        if reply.head_version >= self._last_step and not self.is_over:
+        if reply.head_version >= self._spec.training.steps and not self.is_over:
             self.is_over = True
             log.info("the run is over: policy %d was its last. This worker may be stopped", reply.head_version)
         if sound:

@@ -12,19 +12,23 @@ import itertools
 import logging
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import UNSET, UnsetType
 
-from node.client.api import FOREVER, CoordinatorClient
+from node.client.api import FOREVER
 from node.client.http import Backoff
 from node.errors import BadReply, Refused
+from node.joining.session import RunSession
+from node.keys.identity import node_id
 from node.protocol.membership import MAX_BITS, ProofOfWork
 from node.protocol.messages import Registration
 from node.protocol.reasons import Reason
 from node.protocol.run import RunSpec
 from node.worker.complaints import WarnOnce
-from node.worker.instance import Instance
+from node.worker.instance import load_instance
 from node.worker.proof_of_work import PuzzleSolver
 
 log = logging.getLogger(__name__)
@@ -47,7 +51,7 @@ FINAL: Final = (
 
 
 class Registrar:
-    """Registers one instance of a node.
+    """Registers one instance of a node: that of the state `folder`.
 
     `dismissal` is the final refusal: the node is banned, its key is in use elsewhere, or its invite does not let it in.
     `changed` is set with it. `invite` is shown to a run that takes new keys by invite, and to no other.
@@ -55,21 +59,21 @@ class Registrar:
 
     def __init__(
         self,
-        client: CoordinatorClient,
+        session: RunSession,
         *,
+        key: Ed25519PrivateKey,
         engine: str,
-        instance: Instance,
-        solver: PuzzleSolver,
-        invite: bytes | UnsetType,
+        folder: Path,
+        invite: bytes | None,
         backoff: Backoff,
         changed: asyncio.Event,
     ) -> None:
         self.dismissal: Refused | None = None
-        self.instance = instance
-        self._client = client
+        self.instance = load_instance(folder)
+        self._client, spec = session.client, session.descriptor.spec
         self._engine = engine
-        self._solver = solver
-        self._invite = invite
+        self._solver = PuzzleSolver(session.client, node=node_id(key), rules=spec.membership)
+        self._invite = _invite_for(spec, invite)
         self._backoff = backoff
         self._warn_once = WarnOnce()
         self._changed = changed
@@ -140,7 +144,7 @@ class Registrar:
                 await self.register_until_known()
 
 
-def invite_for(spec: RunSpec, invite: bytes | None) -> bytes | UnsetType:
+def _invite_for(spec: RunSpec, invite: bytes | None) -> bytes | UnsetType:
     """Return `invite` where the run takes new keys by invite; to another it would be given away."""
     asked = not isinstance(spec.membership, UnsetType) and spec.membership.policy == "invite"
     if invite is not None and not asked:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from node.environments.base import EnvironmentFault
 from node.errors import EngineFailed
@@ -27,6 +27,9 @@ from node.worker.speed import Mark, Speed
 from node.worker.state import PendingDelivery, WorkerState
 
 log = logging.getLogger(__name__)
+
+MOST_OPEN: Final = 2
+"""Active slots for each of the engine's batch at most, where most completions of each have ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +83,17 @@ class ActiveSlots:
         """The leased policy of each active slot."""
         return [slot.lease.version for slot in self._slots.values()]
 
-    @property
-    def load(self) -> int:
-        """The unfinished completions in units of slots, rounded up."""
-        return -(-sum(slot.left for slot in self._slots.values()) // self._group_size)
+    def room(self, most: int, *, lease_seconds: float) -> int:
+        """Return how many more slots may be leased, where `most` fill the engine's batch.
+
+        Finished completions make room, not finished slots: a slot's last completion may take many times as long as
+        its first, and the batch is to stay full.
+        """
+        most = self.speed.slots_in_time(most, lease_seconds=lease_seconds)
+        if most == 1:  # as long as the speed is unknown, too
+            return most - len(self)
+        load = -(-sum(slot.left for slot in self._slots.values()) // self._group_size)
+        return min(most - load, MOST_OPEN * most - len(self))
 
     def status(self) -> list[dict[str, Any]]:
         """Return each active slot, ready for JSON."""

@@ -46,7 +46,7 @@ from node.protocol.run import (
     SamplingSpec,
     run_id_of,
 )
-from node.worker import daemon, leases
+from node.worker import daemon, leases, relays
 from node.worker.daemon import WorkerSettings, run_worker
 from shardcast import OriginServer
 from shardcast.envelope import seal
@@ -299,6 +299,7 @@ async def swarm(tmp_path, tiny_policy_path, monkeypatch):
     """Serve a run, whose workers' pauses are a tenth as long as elsewhere."""
     for module in (daemon, leases):
         monkeypatch.setattr(module, "UNSOUND_PAUSE_SECONDS", 0.5)
+    for module in (leases, relays):
         monkeypatch.setattr(module, "REFUSED_PAUSE_SECONDS", 0.2)
     monkeypatch.setattr(daemon, "STATUS_SECONDS", 0.1)
     origin = DatedOrigin(tmp_path / "origin", RUN_KEY, RUN_ID)
