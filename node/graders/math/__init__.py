@@ -6,8 +6,9 @@ import re
 from typing import Final
 
 from node.graders.errors import BadAnswer
-from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational, rational
+from node.graders.math.algebra import Algebra, Value, as_rational, rational
 from node.graders.math.answers import AnswerReader, MathAnswer
+from node.graders.math.numbers import OutsideGrammarError
 from node.graders.math.tokens import BOLD, MAX_MATH_CHARS, MAX_TOKENS, has_long_words, is_words, tidy, tokenize
 from node.graders.text import MARKUP, WHITE_SPACE, after_phrase, boxed, has_box, lower
 from node.protocol.grading import MathGrader

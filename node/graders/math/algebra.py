@@ -6,7 +6,7 @@ of sums; powers with variables in the exponent; and functions of a value, of whi
 arguments give equal values. Roots of different primes are linearly independent over the rationals (Besicovitch, 1940),
 so numbers with square roots, cube roots and so on are told apart exactly, without floating point.
 
-Everything is counted, so that no expression costs much: see the limits below.
+Everything is counted, so that no expression costs much: see the limits here and in `node.graders.math.numbers`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from fractions import Fraction
 from math import gcd
 from typing import Final, NamedTuple
 
+from node.graders.math.numbers import OutsideGrammarError, check_size, factors_of, rational_power
+
 MAX_PRODUCTS: Final = 10_000
 """Products of two terms, over all of one comparison."""
 
@@ -24,15 +26,8 @@ MAX_TERMS: Final = 256
 MAX_GENERATORS: Final = 16
 """In one term: without a limit, 10,000 products of terms of 75 variables take seconds."""
 
-MAX_BITS: Final = 2048
-"""Of a coefficient's numerator and denominator each."""
-
 MAX_SUM_POWER: Final = 32
-MAX_DIVISOR: Final = 1000
-"""Divisors that are tried to take a number apart under a root; what is left counts as a prime."""
-
 MAX_FACTORIAL: Final = 200
-_MAX_ROOT: Final = 64
 
 Generator = tuple[str, int, int]
 Monomial = tuple[tuple[Generator, Fraction], ...]
@@ -50,10 +45,6 @@ _SQUARES_OF_SINES: Final = {
 }
 
 
-class OutsideGrammarError(ValueError):
-    """An expression beyond the grammar or its limits; its text is compared instead."""
-
-
 class Value(NamedTuple):
     """A quotient of sums; the lower one is not zero."""
 
@@ -64,7 +55,7 @@ class Value(NamedTuple):
 def rational(number: Fraction | int) -> Value:
     """Return a number as a value."""
     exact = Fraction(number)
-    _check_size(exact)
+    check_size(exact)
     return Value({(): exact} if exact else {}, _ONE)
 
 
@@ -136,7 +127,7 @@ class Algebra:
             return rational(1) if self.equal(value, self.variable("e")) else self.function("ln", value)
         total = rational(0)
         for whole, sign in ((number.numerator, 1), (number.denominator, -1)):
-            for prime, count in _factors(whole):
+            for prime, count in factors_of(whole):
                 total = self.add(total, self.multiply(rational(sign * count), self.function("ln", rational(prime))))
         return total
 
@@ -182,7 +173,7 @@ class Algebra:
         for generator, exponent in exponents.items():
             whole = exponent.numerator // exponent.denominator
             if generator[0] == "p":
-                number *= _rational_power(Fraction(generator[1]), whole)
+                number *= rational_power(Fraction(generator[1]), whole)
                 exponents[generator] = exponent - whole
             elif generator == IMAGINARY:
                 number *= -1 if whole // 2 % 2 else 1
@@ -190,7 +181,7 @@ class Algebra:
             elif generator[0] == "r" and whole:
                 exponents[generator] = exponent - whole
                 roots.append((self.bases[generator[1]], whole))
-        _check_size(number)
+        check_size(number)
         monomial = tuple(sorted((generator, exponent) for generator, exponent in exponents.items() if exponent))
         if len(monomial) > MAX_GENERATORS:
             raise OutsideGrammarError("a term of too many factors")
@@ -203,7 +194,7 @@ class Algebra:
         if len(base) == 1:
             ((monomial, number),) = base.items()
             raised = tuple((generator, count * exponent) for generator, count in monomial)
-            return self._reduced(_rational_power(number, exponent), raised)
+            return self._reduced(rational_power(number, exponent), raised)
         if exponent > MAX_SUM_POWER:
             raise OutsideGrammarError("a sum to a high power")
         result = _ONE
@@ -259,7 +250,9 @@ class Algebra:
             return None
         square = self._reduced(base[others[0]] ** 2, others[0] + others[0])
         inner = number**2 - square[()] if square.keys() == {()} else Fraction(-1)
-        if inner < 0 or any(count % 2 for part in (inner.numerator, inner.denominator) for _, count in _factors(part)):
+        if inner < 0 or any(
+            count % 2 for part in (inner.numerator, inner.denominator) for _, count in factors_of(part)
+        ):
             return None
         root = self._number_root(inner, Fraction(1, 2)).upper.get((), Fraction(0)) if inner else Fraction(0)
         first, second = (
@@ -280,8 +273,8 @@ class Algebra:
                 sign = self._reduced(Fraction(1), ((IMAGINARY, Fraction(exponent.numerator)),))
             else:
                 raise OutsideGrammarError("an even root of a negative number")
-        factors = [(prime, count) for prime, count in _factors(abs(number.numerator))]
-        factors += [(prime, -count) for prime, count in _factors(number.denominator)]
+        factors = [(prime, count) for prime, count in factors_of(abs(number.numerator))]
+        factors += [(prime, -count) for prime, count in factors_of(number.denominator)]
         primes = tuple((("p", prime, 0), count * exponent) for prime, count in factors)
         return Value(self._times(sign, self._reduced(Fraction(1), primes)), _ONE)
 
@@ -302,8 +295,8 @@ class Algebra:
             return self._reduced(Fraction(1), ((("E", self._number_of(frozenset(base.items())), term), times),))
         ((monomial, number),) = base.items()
         bases: list[tuple[Hashable, Fraction]] = [(generator, many) for generator, many in monomial]
-        bases += [(prime, Fraction(count)) for prime, count in _factors(abs(number.numerator))]
-        bases += [(prime, Fraction(-count)) for prime, count in _factors(number.denominator)]
+        bases += [(prime, Fraction(count)) for prime, count in factors_of(abs(number.numerator))]
+        bases += [(prime, Fraction(-count)) for prime, count in factors_of(number.denominator)]
         bases += [(-1, Fraction(1))] * (number < 0)
         factors = tuple((("E", self._number_of(("base", one)), term), many * times) for one, many in bases)
         return self._reduced(Fraction(1), factors)
@@ -338,28 +331,13 @@ def _accumulate(result: Sum, other: Sum) -> None:
     """Add `other` to `result`, in place."""
     for monomial, number in other.items():
         total = result.get(monomial, Fraction(0)) + number
-        _check_size(total)
+        check_size(total)
         if total:
             result[monomial] = total
         else:
             result.pop(monomial, None)
     if len(result) > MAX_TERMS:
         raise OutsideGrammarError("a sum of too many terms")
-
-
-def _check_size(number: Fraction) -> None:
-    if max(number.numerator.bit_length(), number.denominator.bit_length()) > MAX_BITS:
-        raise OutsideGrammarError("a number of too many digits")
-
-
-def _rational_power(number: Fraction, exponent: int) -> Fraction:
-    """Return a power; the size is estimated first, so that 9^387420489 costs nothing."""
-    bits = max(abs(number.numerator), number.denominator).bit_length() - 1
-    if bits * abs(exponent) > MAX_BITS:
-        raise OutsideGrammarError("a number of too many digits")
-    if abs(number) == 1:
-        exponent %= 2
-    return number**exponent
 
 
 def _content(base: Sum) -> Fraction:
@@ -369,44 +347,5 @@ def _content(base: Sum) -> Fraction:
         upper = gcd(upper, number.numerator)
         lower = lower * number.denominator // gcd(lower, number.denominator)
     content = Fraction(upper, lower)
-    _check_size(content)
+    check_size(content)
     return content
-
-
-def _factors(number: int) -> list[tuple[int, int]]:
-    """Take a positive number apart into (prime, count), as far as small divisors and perfect powers go."""
-    found: list[tuple[int, int]] = []
-    divisor = 2
-    while divisor <= MAX_DIVISOR and divisor * divisor <= number:
-        count = 0
-        while number % divisor == 0:
-            number //= divisor
-            count += 1
-        if count:
-            found.append((divisor, count))
-        divisor += 1 if divisor == 2 else 2
-    if number > 1:
-        found.append(_perfect_power(number))
-    return found
-
-
-def _perfect_power(number: int) -> tuple[int, int]:
-    """Return (b, k) with b^k = number, for the highest k."""
-    if number <= MAX_DIVISOR**2:
-        return number, 1  # a prime: no divisor up to its square root was found
-    for exponent in range(_MAX_ROOT, 1, -1):
-        root = _floor_root(number, exponent)
-        if root**exponent == number:
-            return root, exponent
-    return number, 1
-
-
-def _floor_root(number: int, exponent: int) -> int:
-    low, high = 1, 1 << (number.bit_length() // exponent + 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle**exponent <= number:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeGuard
 
-from node.graders.math.algebra import Algebra, OutsideGrammarError, Value, as_rational
+from node.graders.math.algebra import Algebra, Value, as_rational
+from node.graders.math.numbers import OutsideGrammarError
 from node.graders.math.parser import MAX_DEPTH, ExpressionParser, is_name
 
 MAX_ITEMS: Final = 64

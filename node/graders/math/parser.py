@@ -7,7 +7,8 @@ from fractions import Fraction
 from math import comb, factorial
 from typing import Final
 
-from node.graders.math.algebra import MAX_FACTORIAL, Algebra, OutsideGrammarError, Value, as_rational, rational
+from node.graders.math.algebra import MAX_FACTORIAL, Algebra, Value, as_rational, rational
+from node.graders.math.numbers import OutsideGrammarError
 from node.graders.math.tokens import FUNCTIONS
 
 MAX_DEPTH: Final = 32
