@@ -11,7 +11,7 @@ from actors import PUBLIC_KEY, Actors, spec_of, who
 from coordinator.run.home import create_home
 from coordinator.storage.deliveries import read_withheld
 from node.protocol.admission import Outcome
-from node.protocol.messages import BatchEntry, Gap, MissedSlot, VerdictEntry
+from node.protocol.messages import BatchEntry, Gap, Lease, MissedSlot, VerdictEntry
 from node.protocol.reasons import Reason, Refusal
 
 Start = Callable[..., Actors]
@@ -52,13 +52,30 @@ def last_batch(actors: Actors) -> BatchEntry:
     return [entry for entry in actors.entries() if isinstance(entry, BatchEntry)][-1]
 
 
-def test_a_step_waits_for_a_withheld_slot_and_then_logs_who_had_it(start: Start) -> None:
+def overtake(start: Start, node: str, *, count: int = 1, **leasing: str) -> tuple[Actors, list[Lease]]:
+    """A run of two groups a step at policy 1, while `node` still holds slots of policy 0, which the next step needs."""
     actors = start(groups_per_step=2, max_async=1)
     groups(actors, "a", 2, head=0)
-    (withheld,) = actors.lease("b", held=(0,))
+    leases = actors.lease(node, held=(0,), count=count, **leasing)
     assert actors.assign() == 0
-    assert last_batch(actors).gaps == (), "the next step may still use it"
     actors.publish(1)
+    return actors, leases
+
+
+def hold_one_of_step_2(start: Start) -> tuple[Actors, Lease]:
+    """A run of four groups a step, each of which took a second, and a slot of the third step that b holds."""
+    actors = start(groups_per_step=4, max_async=0, steps=3)
+    for step in (0, 1):
+        groups(actors, "a", 4, head=step, seconds=1.0)
+        assert actors.assign() == step
+        actors.publish(step + 1)
+    (lease,) = actors.lease("b", held=(2,), address="203.0.113.7")
+    return actors, lease
+
+
+def test_a_step_waits_for_a_withheld_slot_and_then_logs_who_had_it(start: Start) -> None:
+    actors, (withheld,) = overtake(start, "b")
+    assert last_batch(actors).gaps == (), "the next step may still use it"
     groups(actors, "a", 2, head=1)
     for _ in range(3):
         assert actors.assign() is None, "the slot's last chance"
@@ -96,11 +113,7 @@ def test_a_step_does_not_begin_before_its_policy_is_out_where_that_would_cost_a_
 
 
 def test_what_others_deliver_in_time_is_no_gap(start: Start) -> None:
-    actors = start(groups_per_step=2, max_async=1)
-    groups(actors, "a", 2, head=0)
-    (withheld,) = actors.lease("b", held=(0,), address="203.0.113.7")
-    assert actors.assign() == 0
-    actors.publish(1)
+    actors, (withheld,) = overtake(start, "b", address="203.0.113.7")
     groups(actors, "a", 2, head=1)
     actors.give_back("b", withheld)
     assert actors.assign() is None
@@ -115,12 +128,7 @@ def test_what_others_deliver_in_time_is_no_gap(start: Start) -> None:
 
 def test_a_slot_that_a_step_is_about_to_need_goes_from_a_late_node_to_a_proven_one(start: Start) -> None:
     """Whoever holds what it does not want until the lease runs out would stop the run for a lease's time."""
-    actors = start(groups_per_step=4, max_async=0, steps=3)
-    for step in (0, 1):
-        groups(actors, "a", 4, head=step, seconds=1.0)
-        assert actors.assign() == step
-        actors.publish(step + 1)
-    (withheld,) = actors.lease("b", held=(2,), address="203.0.113.7")
+    actors, withheld = hold_one_of_step_2(start)
     groups(actors, "a", 3, head=2, seconds=1.0)
     assert actors.lease("c", held=(2,), address="198.51.100.1") == [], "three seconds are not late"
     actors.now += 1.5
@@ -139,12 +147,7 @@ def test_a_slot_that_a_step_is_about_to_need_goes_from_a_late_node_to_a_proven_o
 
 def test_junk_that_is_sent_at_once_makes_no_honest_lease_late(start: Start) -> None:
     """Else free keys could have a proven accomplice take over what honest nodes are at work on."""
-    actors = start(groups_per_step=4, max_async=0, steps=3)
-    for step in (0, 1):
-        groups(actors, "a", 4, head=step, seconds=1.0)
-        assert actors.assign() == step
-        actors.publish(step + 1)
-    (honest,) = actors.lease("b", held=(2,), address="203.0.113.7")
+    actors, honest = hold_one_of_step_2(start)
     for number in range(70):
         name, address = f"key{number}", f"192.0.{number}.1"
         actors.register(name, admitted=0)
@@ -166,11 +169,8 @@ def test_a_slow_node_keeps_a_slot_that_no_step_needs_yet(start: Start) -> None:
 
 def test_each_share_of_missing_slots_costs_a_wait(start: Start) -> None:
     """With one wait for any number, holding all slots at once would leave out any number of them."""
-    actors = start(groups_per_step=2, max_async=1)
-    groups(actors, "a", 2, head=0)
-    assert len(actors.lease("b", held=(0,), count=2)) == 2
-    assert actors.assign() == 0
-    actors.publish(1)
+    actors, held = overtake(start, "b", count=2)
+    assert len(held) == 2
     groups(actors, "a", 2, head=1)
     actors.now += 49
     assert actors.assign() is None, "two waits of 30 s, as one slot of two is more than a twentieth"
@@ -181,11 +181,7 @@ def test_each_share_of_missing_slots_costs_a_wait(start: Start) -> None:
 
 def test_no_step_waits_for_slots_whose_policy_every_node_has_lost(start: Start) -> None:
     """Workers that were killed come back with the newest policy alone: a step of 24 waited a quarter of an hour."""
-    actors = start(groups_per_step=2, max_async=1)
-    groups(actors, "a", 2, head=0)
-    (lost,) = actors.lease("a", held=(0,))
-    assert actors.assign() == 0
-    actors.publish(1)
+    actors, (lost,) = overtake(start, "a")
     actors.give_back("a", lost)
     groups(actors, "b", 2, head=1)
     assert actors.assign() is None, "a may still have policy 0"
@@ -197,11 +193,7 @@ def test_no_step_waits_for_slots_whose_policy_every_node_has_lost(start: Start) 
 
 def test_a_step_waits_for_nodes_that_are_busy_with_a_newer_policy(start: Start) -> None:
     """They name the policy that they would begin with, and have the older ones on disk."""
-    actors = start(groups_per_step=2, max_async=1)
-    groups(actors, "a", 2, head=0)
-    (returned,) = actors.lease("b", held=(0,))
-    assert actors.assign() == 0
-    actors.publish(1)
+    actors, (returned,) = overtake(start, "b")
     assert len(actors.lease("a", held=(0, 1))) == 1
     actors.give_back("b", returned)
     for node in ("a", "b"):
@@ -216,11 +208,7 @@ def test_a_policy_of_a_version_that_no_database_holds_is_no_fault(start: Start) 
 
 def test_an_unproven_node_cannot_have_a_step_wait_for_its_policies(start: Start) -> None:
     """Free keys say that they hold everything."""
-    actors = start(groups_per_step=2, max_async=1)
-    groups(actors, "a", 2, head=0)
-    (lost,) = actors.lease("a", held=(0,))
-    assert actors.assign() == 0
-    actors.publish(1)
+    actors, (lost,) = overtake(start, "a")
     actors.give_back("a", lost)
     groups(actors, "a", 2, head=1)
     actors.register("stranger", admitted=0)
@@ -230,11 +218,7 @@ def test_an_unproven_node_cannot_have_a_step_wait_for_its_policies(start: Start)
 
 def test_junk_for_the_last_slots_cannot_hold_up_a_step_for_ever(start: Start) -> None:
     """Each rejection opens the slot again; past the wait, nobody gets it any more."""
-    actors = start(groups_per_step=2, max_async=1)
-    groups(actors, "a", 2, head=0)
-    (late,) = actors.lease("b", held=(0,))
-    assert actors.assign() == 0
-    actors.publish(1)
+    actors, (late,) = overtake(start, "b")
     groups(actors, "a", 2, head=1)
     actors.now += 29
     actors.submit("b", late.lease_id)
