@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 import threading
 from functools import partial
@@ -14,8 +15,8 @@ from typing import Any
 
 import click
 
-from coordinator.calibration.command import calibrate
 from coordinator.commands.backup import backup, restore
+from coordinator.commands.calibrate import calibrate
 from coordinator.commands.check import check
 from coordinator.commands.dataset import dataset
 from coordinator.commands.evaluate import evaluate
@@ -26,6 +27,7 @@ from coordinator.commands.options import (
     data_options,
     limit_options,
     own_state_option,
+    run_file_option,
     run_key_option,
 )
 from coordinator.commands.plan import plan
@@ -35,11 +37,11 @@ from coordinator.commands.sft import sft
 from coordinator.commands.stakes import stakes
 from coordinator.commands.trainer import trainer
 from coordinator.run.definition import read_run_file
-from coordinator.run.home import create_home, open_home
+from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
 from node.commands.engine_options import check_engine, engine_options, prefills_maker, refuse_vllm_options
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
-from node.commands.options import EXISTING_FILE, listen_options, metrics_options
+from node.commands.options import listen_options, metrics_options, number_option
 from node.datasets.folder import DATASETS
 from node.keys.identity import load_key
 from node.protocol.run import HonestSpec, RunSpec
@@ -94,13 +96,11 @@ def leader(
 @click.option(
     "--source", "sources", multiple=True, required=True, metavar="URL", help="An origin or relay; repeatable."
 )
-@click.option(
+@number_option(
     "--evidence-tokens",
-    type=click.IntRange(0),
-    metavar="COUNT",
+    "Most tokens of a submission whose measurements are kept for its page; 0 keeps none.",
+    least=0,
     default=16_384,
-    show_default=True,
-    help="Most tokens of a submission whose measurements are kept for its page; 0 keeps none.",
 )
 @engine_options
 @policy_memory_option
@@ -166,13 +166,7 @@ def verifier(
 
 @click.command(cls=RoleCommand)
 @role_option
-@click.option(
-    "--run",
-    "run_file",
-    type=EXISTING_FILE,
-    required=True,
-    help="run.toml: the model, the problems, the batch and the limits of the run.",
-)
+@run_file_option("run.toml: the model, the problems, the batch and the limits of the run.")
 @click.option(
     "--check", is_flag=True, help="Look at run.toml, key, data and first policy, create nothing, and end with 0 or 2."
 )
@@ -228,8 +222,6 @@ def coordinator(
     Then start `swarmproof verifier` and `swarmproof trainer` on the same --data. For more than one machine, start
     each --role by itself, any number of each, with --database-url postgresql://...
     """
-    from coordinator.run.first_policy import startable
-
     if check:
         from coordinator.commands.preflight import preflight_checks, show_checks
 
@@ -239,7 +231,6 @@ def coordinator(
     from coordinator.http.connections import ConnectionLimits, allow_connections, listening_socket, server_config
     from coordinator.http.service import RequestLimits
     from coordinator.http.shutdown import Server
-    from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import watch_leadership
     from coordinator.run.leader import Leader, leader_thread
     from coordinator.run.service import Coordinator
@@ -251,21 +242,15 @@ def coordinator(
         ConnectionLimits(connections=max_connections, connections_per_address=connections_per_address, proxies=proxies)
     )
     listening = listening_socket(host, port)
-    public_key = run_key.public_key().public_bytes_raw()
-    with contextlib.ExitStack() as refused:
-        refused.callback(listening.close)
-        home = create_home(
-            data,
-            public_key=public_key,
-            spec=spec,
-            database_url=database_url,
-            blobs_url=blobs_url,
-            wait_seconds=HOME_WAIT_SECONDS,
-            before_first=partial(startable, model_elsewhere=model_elsewhere),
-        )
-        check_start(home)
-        refused.pop_all()
-    home.blobs.clear_leftovers()
+    home = _open_or_create(
+        data,
+        listening,
+        public_key=run_key.public_key().public_bytes_raw(),
+        spec=spec,
+        database_url=database_url,
+        blobs_url=blobs_url,
+        model_elsewhere=model_elsewhere,
+    )
     name_process(run=home.run_id, name=role)
     _warn_of_defaults(home.spec)
     bound = listening.getsockname()[1]
@@ -280,14 +265,28 @@ def coordinator(
     )
     request_limits = RequestLimits(per_address=requests_per_minute, per_node=node_requests_per_minute)
     app = create_app(service, limits=request_limits)
-    config = server_config(app, limits)
     offering = Leader(home)
     if role == "all":
         watch_leadership(app.state.service.metrics.registry, leads=lambda: offering.leading)
     # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
     sys.setswitchinterval(SWITCH_SECONDS)
     with opened.peer, leader_thread(offering) if role == "all" else contextlib.nullcontext():
-        Server(config, app.state.service.shutdown).serve_on(listening)
+        Server(server_config(app, limits), app.state.service.shutdown).serve_on(listening)
+
+
+def _open_or_create(data: Path, listening: socket.socket, *, model_elsewhere: bool, **run: Any) -> Home:
+    """Return the home of `run`, what `create_home` takes; closes the socket where it is refused."""
+    from coordinator.integrity.start import check_start
+    from coordinator.run.first_policy import startable
+
+    with contextlib.ExitStack() as refused:
+        refused.callback(listening.close)
+        looked_at = partial(startable, model_elsewhere=model_elsewhere)
+        home = create_home(data, wait_seconds=HOME_WAIT_SECONDS, before_first=looked_at, **run)
+        check_start(home)
+        refused.pop_all()
+    home.blobs.clear_leftovers()
+    return home
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from coordinator.commands.options import number_option
 from coordinator.errors import BadConfiguration
-from node.commands.options import EXISTING_FILE, FILE, json_option
+from node.commands.options import EXISTING_FILE, FILE, json_option, number_option
 from node.protocol.run import DATASET, DatasetSpec, parse_run_toml
 from shardcast.errors import Malformed
 from shardcast.files import write_atomically

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
+from coordinator.commands.options import policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import check_engine, engine_maker, engine_options, refuse_vllm_options
-from node.commands.options import EXISTING_FOLDER, json_option
+from node.commands.options import EXISTING_FOLDER, json_option, number_option
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
     from coordinator.training.evaluation import Evaluation

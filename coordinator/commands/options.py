@@ -7,7 +7,16 @@ from pathlib import Path
 
 import click
 
-from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, FOLDER, Option, all_of, key_option, state_option
+from node.commands.options import (
+    EXISTING_FILE,
+    EXISTING_FOLDER,
+    FOLDER,
+    Option,
+    all_of,
+    key_option,
+    number_option,
+    state_option,
+)
 from shardcast.wire import is_digest
 
 HOME_WAIT_SECONDS = 60.0
@@ -53,20 +62,6 @@ policy_option = click.option(
 def run_file_option(text: str) -> Option:
     """Return `--run`, an existing run.toml, passed as `run_file`; `text` is its help."""
     return click.option("--run", "run_file", type=EXISTING_FILE, required=True, help=text)
-
-
-def number_option(
-    name: str,
-    text: str,
-    *,
-    least: int = 1,
-    most: int | None = None,
-    default: int | None = None,
-    metavar: str = "COUNT",
-) -> Option:
-    """Return an integer option from `least` to `most`; `text` is its help."""
-    kind = click.IntRange(least, most)
-    return click.option(name, type=kind, metavar=metavar, default=default, show_default=default is not None, help=text)
 
 
 def seed_option(text: str) -> Option:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from node.commands.options import EXISTING_FILE, FILE, json_option
+from node.commands.options import EXISTING_FILE, FILE, json_option, number_option
 
 _READABLE = click.Path(path_type=Path, exists=True)
 
@@ -21,46 +21,31 @@ _READABLE = click.Path(path_type=Path, exists=True)
     help="The model, of which only sizes are read.",
 )
 @click.option("--gpus", metavar="4x80GB", required=True, help="The operator's: how many, and the memory of each.")
-@click.option(
+@number_option(
     "--verifier-gpus",
-    type=click.IntRange(0, 64),
-    metavar="COUNT",
-    help="How many of them a verifier has; with 0 it has a CPU.  [default: the fewest that hold it]",
+    "How many of them a verifier has; with 0 it has a CPU.  [default: the fewest that hold it]",
+    least=0,
+    most=64,
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(1, 100_000),
-    metavar="COUNT",
-    default=4,
-    show_default=True,
-    help="How many machines generate.",
-)
+@number_option("--workers", "How many machines generate.", most=100_000, default=4)
 @click.option(
     "--worker-gpus",
     metavar="1x24GB",
     help="Those of one worker, over which it splits the model.  [default: one like the operator's]",
 )
-@click.option(
-    "--relays",
-    type=click.IntRange(1, 10_000),
-    metavar="COUNT",
-    default=2,
-    show_default=True,
-    help="How many pass policies on to them.",
-)
+@number_option("--relays", "How many pass policies on to them.", most=10_000, default=2)
 @click.option(
     "--uplink", metavar="1Gbit", default="1Gbit", show_default=True, help="Of the trainer and of each relay, a second."
 )
 @click.option("--downlink", metavar="1Gbit", default="1Gbit", show_default=True, help="Of each relay and worker.")
-@click.option(
+@number_option(
     "--context",
-    type=click.IntRange(2, 2**24),
+    "The longest prompt with its completion.  [default: 4096, or the model's positions]",
+    least=2,
+    most=2**24,
     metavar="TOKENS",
-    help="The longest prompt with its completion.  [default: 4096, or the model's positions]",
 )
-@click.option(
-    "--group-size", type=click.IntRange(2, 1024), metavar="COUNT", help="Completions of each problem.  [default: 8]"
-)
+@number_option("--group-size", "Completions of each problem.  [default: 8]", least=2, most=1024)
 @click.option("--run", "run_file", type=EXISTING_FILE, help="Plan for the rules of this run.toml.")
 @click.option("--write", "written", type=FILE, help="Write the proposed run.toml here; no file may be there.")
 @json_option()

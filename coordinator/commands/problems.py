@@ -12,11 +12,11 @@ import click
 import msgspec
 
 from coordinator.commands.evaluate import policy_file, print_table
-from coordinator.commands.options import number_option, policy_option, run_file_option, seed_option
+from coordinator.commands.options import policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import check_engine, engine_maker, engine_options, refuse_vllm_options
-from node.commands.options import FILE, json_option
+from node.commands.options import FILE, json_option, number_option
 from shardcast.files import write_atomically
 
 if TYPE_CHECKING:  # imports torch, too slow for --help

@@ -11,13 +11,14 @@ from typing import Any
 
 import click
 
-from coordinator.commands.options import execution_options, number_option, seed_option, tracker_options
+from coordinator.commands.options import execution_options, seed_option, tracker_options
 from node.commands.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
     FOLDER,
     all_of,
     json_option,
+    number_option,
     state_option,
     threads_option,
 )

@@ -15,14 +15,13 @@ from coordinator.commands.options import (
     data_options,
     evaluation_options,
     execution_options,
-    number_option,
     own_state_option,
     run_key_option,
     tracker_options,
 )
 from coordinator.errors import BadConfiguration
 from coordinator.run.home import Home, open_home
-from node.commands.options import listen_options, metrics_options, threads_option
+from node.commands.options import listen_options, metrics_options, number_option, threads_option
 from node.commands.serving_options import server_limits, serving_options
 from node.keys.identity import load_key
 from node.protocol.run import run_id_of
@@ -49,12 +48,7 @@ if TYPE_CHECKING:
 )
 @tracker_options
 @evaluation_options
-@click.option(
-    "--keep-versions",
-    type=click.IntRange(min=1),
-    metavar="COUNT",
-    help="Newest policies that stay on disk whole; older ones as deltas.  [default: all]",
-)
+@number_option("--keep-versions", "Newest policies that stay on disk whole; older ones as deltas.  [default: all]")
 @serving_options
 @metrics_options
 def trainer(

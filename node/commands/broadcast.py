@@ -12,7 +12,15 @@ import click
 
 from node.client.http import printable
 from node.commands.click_ext import CouldNotRun, reported
-from node.commands.options import EXISTING_FILE, FILE, json_option, key_option, listen_options, state_option
+from node.commands.options import (
+    EXISTING_FILE,
+    FILE,
+    json_option,
+    key_option,
+    listen_options,
+    number_option,
+    state_option,
+)
 from node.commands.serving_options import server_limits, serving_options
 from node.keys.identity import load_or_create_key
 from node.protocol.run import run_id_of
@@ -22,11 +30,11 @@ from shardcast.wire import is_digest
 
 @click.command()
 @click.argument("file", type=EXISTING_FILE)
-@click.option(
+@number_option(
     "--version",
-    type=click.IntRange(min=0),
+    "The version's number, for one that must go on elsewhere.  [default: the next]",
+    least=0,
     metavar="NUMBER",
-    help="The version's number, for one that must go on elsewhere.  [default: the next]",
 )
 @state_option(
     "The versions and the key; name it to publish another file as the next version.  "
@@ -34,17 +42,10 @@ from shardcast.wire import is_digest
 )
 @key_option("The publisher's key file, made if missing.  [default: key in the state folder]")
 @listen_options(8710)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    metavar="COUNT",
-    help="Versions that stay on disk whole; older ones can no longer be fetched.  [default: 3]",
-)
-@click.option(
+@number_option("--keep", "Versions that stay on disk whole; older ones can no longer be fetched.  [default: 3]")
+@number_option(
     "--keep-versions",
-    type=click.IntRange(min=1),
-    metavar="COUNT",
-    help="Instead of --keep: versions that stay on disk whole; older ones stay as deltas, and can be fetched.",
+    "Instead of --keep: versions that stay on disk whole; older ones stay as deltas, and can be fetched.",
 )
 @click.option("--watch", is_flag=True, help="Publish the file again whenever it is replaced.")
 @serving_options

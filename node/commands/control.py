@@ -19,7 +19,7 @@ import msgspec
 
 from node.client.http import checked_url
 from node.commands.joining_options import calling_options
-from node.commands.options import EXISTING_FOLDER, FILE, F, all_of, json_option, key_option, state_option
+from node.commands.options import EXISTING_FOLDER, FILE, F, all_of, json_option, key_option, number_option, state_option
 from node.control.report import challenge_lines, lines_of
 from node.errors import ConfigError, NodeError
 from node.joining.options import JoinOptions
@@ -226,26 +226,19 @@ def ask_restart(*, target: _Target) -> None:
 
 
 @_purpose("logs")
-@click.option("--lines", type=click.IntRange(1, MAX_LOG_LINES), default=50, show_default=True, help="How many.")
+@number_option("--lines", "How many.", most=MAX_LOG_LINES, default=50)
 def ask_logs(*, target: _Target, lines: int) -> None:
     """Print the last lines of a worker's log, if its owner allows it."""
     _show(target, AskLogs(lines=lines))
 
 
 @_purpose("challenge")
-@click.option(
-    "--samples",
-    type=click.IntRange(1, MAX_SAMPLES),
-    default=MAX_SAMPLES,
-    show_default=True,
-    help="How many completions it draws.",
-)
-@click.option(
+@number_option("--samples", "How many completions it draws.", most=MAX_SAMPLES, default=MAX_SAMPLES)
+@number_option(
     "--tokens",
-    type=click.IntRange(1, MAX_SAMPLE_TOKENS),
+    "The most tokens of each; the run's own limit holds, too.",
+    most=MAX_SAMPLE_TOKENS,
     default=MAX_SAMPLE_TOKENS,
-    show_default=True,
-    help="The most tokens of each; the run's own limit holds, too.",
 )
 @click.option(
     "--policy",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from node.commands.options import all_of, threads_option
+from node.commands.options import all_of, number_option, threads_option
 from node.errors import ConfigError
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -40,22 +40,13 @@ compute_options = all_of(
         "CPU threads. Without it torch takes one, and vLLM without a GPU binds itself to every core: give it where "
         "anything else works on the machine."
     ),
-    click.option(
+    number_option(
         "--max-model-len",
-        cls=_VllmOption,
-        type=click.IntRange(min=1),
+        "vLLM: most tokens of a prompt with its completion.  [default: what the run needs]",
         metavar="TOKENS",
-        help="vLLM: most tokens of a prompt with its completion.  [default: what the run needs]",
-    ),
-    click.option(
-        "--tensor-parallel-size",
         cls=_VllmOption,
-        type=click.IntRange(1, 64),
-        metavar="COUNT",
-        default=1,
-        show_default=True,
-        help="vLLM: GPUs that share one model.",
     ),
+    number_option("--tensor-parallel-size", "vLLM: GPUs that share one model.", most=64, default=1, cls=_VllmOption),
     click.option(
         "--gpu-memory-utilization",
         cls=_VllmOption,
@@ -73,14 +64,8 @@ compute_options = all_of(
         help="vLLM: size of the cache of keys and values.  [default: what is left; without a GPU no more than "
         "--max-num-seqs fill]",
     ),
-    click.option(
-        "--max-num-seqs",
-        cls=_VllmOption,
-        type=click.IntRange(1, 65536),
-        metavar="COUNT",
-        default=256,
-        show_default=True,
-        help="vLLM: most completions decoded together.",
+    number_option(
+        "--max-num-seqs", "vLLM: most completions decoded together.", most=65536, default=256, cls=_VllmOption
     ),
     click.option(
         "--enforce-eager/--no-enforce-eager",

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from node.commands.control import parse_node
-from node.commands.options import key_option
+from node.commands.options import key_option, number_option
 from node.keys.identity import load_key
 from node.protocol.membership import (
     MAX_INVITE_SECONDS,
@@ -25,14 +25,7 @@ from shardcast.errors import Malformed
 
 @click.command()
 @key_option("The run's key file: only the run invites.", required=True)
-@click.option(
-    "--keys",
-    type=click.IntRange(1, MAX_INVITED_KEYS),
-    metavar="COUNT",
-    default=1,
-    show_default=True,
-    help="How many new nodes it lets in.",
-)
+@number_option("--keys", "How many new nodes it lets in.", most=MAX_INVITED_KEYS, default=1)
 @click.option(
     "--days",
     type=click.FloatRange(min=0, min_open=True, max=MAX_INVITE_SECONDS / 86_400),

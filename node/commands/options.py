@@ -38,6 +38,21 @@ def all_of(*options: Option) -> Option:
     return add
 
 
+def number_option(
+    name: str,
+    said: str,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    default: int | None = None,
+    metavar: str = "COUNT",
+    cls: type[click.Option] | None = None,
+) -> Option:
+    """Return an integer option from `least` to `most`; `said` is its help."""
+    kind, shown = click.IntRange(least, most), default is not None
+    return click.option(name, cls=cls, type=kind, metavar=metavar, default=default, show_default=shown, help=said)
+
+
 def json_option(said: str = "One JSON object instead of text.") -> Option:
     """Return `--json`, passed as `as_json`; `said` is its help."""
     return click.option("--json", "as_json", is_flag=True, help=said)
@@ -62,35 +77,26 @@ def key_option(
 
 def threads_option(said: str, *, default: int | None = None) -> Option:
     """Return `--threads`; `said` is its help."""
-    kind = click.IntRange(1, 1024)
-    return click.option(
-        "--threads", type=kind, metavar="COUNT", default=default, show_default=default is not None, help=said
-    )
+    return number_option("--threads", said, most=1024, default=default)
 
 
 def listen_options(port: int) -> Option:
     """Return `--host` and `--port`: where a process listens, by default on `port`."""
     return all_of(
         click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."),
-        click.option(
-            "--port",
-            type=click.IntRange(0, 65535),
-            metavar="PORT",
-            default=port,
-            show_default=True,
-            help="0 takes a free one.",
-        ),
+        number_option("--port", "0 takes a free one.", least=0, most=65535, default=port, metavar="PORT"),
     )
 
 
 def metrics_options(command: F) -> F:
     """Add `--metrics-port` and `--metrics-host`, which `node.runtime.metrics.serving_metrics` takes."""
     return all_of(
-        click.option(
+        number_option(
             "--metrics-port",
-            type=click.IntRange(0, 65535),
+            "Serve Prometheus metrics here; 0 takes a free one.  [default: nowhere]",
+            least=0,
+            most=65535,
             metavar="PORT",
-            help="Serve Prometheus metrics here; 0 takes a free one.  [default: nowhere]",
         ),
         click.option(
             "--metrics-host",

@@ -6,7 +6,7 @@ import math
 
 import click
 
-from node.commands.options import all_of
+from node.commands.options import all_of, number_option
 from node.relay.advice import Serving, serving_url
 from shardcast import ServerLimits
 
@@ -28,13 +28,11 @@ serving_options = all_of(
         metavar="MB/S",
         help="Most that is served, to all together, in megabytes per second.  [default: what the line carries]",
     ),
-    click.option(
+    number_option(
         "--connections-per-address",
-        type=click.IntRange(min=0),
-        metavar="COUNT",
+        "Most connections that one address may have; 0 for any number, behind a proxy.",
+        least=0,
         default=ServerLimits().max_connections_per_address,
-        show_default=True,
-        help="Most connections that one address may have; 0 for any number, behind a proxy.",
     ),
 )
 """The options that `server_limits` takes."""

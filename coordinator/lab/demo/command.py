@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from node.commands.options import FOLDER, json_option
+from node.commands.options import FOLDER, json_option, number_option
 from node.errors import ConfigError
 from node.policy.families import TINY_FAMILIES
 
@@ -14,14 +14,7 @@ EXIT_INTERRUPTED = 130
 
 
 @click.command()
-@click.option(
-    "--steps",
-    type=click.IntRange(1, 10_000),
-    metavar="COUNT",
-    default=30,
-    show_default=True,
-    help="Training steps; 30 show the gain.",
-)
+@number_option("--steps", "Training steps; 30 show the gain.", most=10_000, default=30)
 @click.option(
     "--out",
     type=FOLDER,
@@ -31,14 +24,7 @@ EXIT_INTERRUPTED = 130
 )
 @click.option("--headless", is_flag=True, help="A line for each step instead of the live view.")
 @json_option("End with the summary as one line of JSON on stdout.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**31 - 1),
-    metavar="NUMBER",
-    default=2,
-    show_default=True,
-    help="Of the warm start.",
-)
+@number_option("--seed", "Of the warm start.", least=0, most=2**31 - 1, default=2, metavar="NUMBER")
 @click.option(
     "--engine",
     type=click.Choice(["torch", "vllm"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from node.commands.options import EXISTING_FILE, FOLDER, json_option
+from node.commands.options import EXISTING_FILE, FOLDER, json_option, number_option
 
 EXIT_SOMETHING_PASSED = 1
 EXIT_INTERRUPTED = 130
@@ -22,13 +22,9 @@ EXIT_INTERRUPTED = 130
     show_default=True,
     help="Of all submitted slots, that attackers send; 0 for a run without any.",
 )
-@click.option("--steps", type=click.IntRange(1, 10_000), metavar="COUNT", default=30, show_default=True)
-@click.option(
-    "--workers", type=click.IntRange(1, 64), metavar="COUNT", default=2, show_default=True, help="Honest workers."
-)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 1), metavar="NUMBER", default=2, show_default=True, help="Of the start."
-)
+@number_option("--steps", "Training steps.", most=10_000, default=30)
+@number_option("--workers", "Honest workers.", most=64, default=2)
+@number_option("--seed", "Of the start.", least=0, most=2**31 - 1, default=2, metavar="NUMBER")
 @click.option("--attacks", metavar="NAME,NAME", help="Only these; `--attacks help` lists them.")
 @click.option(
     "--run",
@@ -43,14 +39,7 @@ EXIT_INTERRUPTED = 130
     show_default=True,
     help="Where the run's folder is made, named by the time.",
 )
-@click.option(
-    "--tolerance",
-    type=click.IntRange(0),
-    metavar="COUNT",
-    default=0,
-    show_default=True,
-    help="Honest slots that may be rejected.",
-)
+@number_option("--tolerance", "Honest slots that may be rejected.", least=0, default=0)
 @click.option("--headless", is_flag=True, help="A line for each step instead of the live view.")
 @json_option("End with the result as one line of JSON on stdout.")
 def redteam(

@@ -1,4 +1,4 @@
-"""Command line of a calibration. Heavy modules are imported on use: every other command loads this one."""
+"""`swarmproof calibrate`: the limits that fit a run (`coordinator.calibration`)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import asyncio
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from coordinator.commands.options import run_file_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import ENGINES, check_engine, compute_options, refuse_vllm_options
-from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
+from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, number_option
+
+if TYPE_CHECKING:  # imports torch, too slow for --help
+    from coordinator.calibration.result import CalibrationResult
 
 
 @click.command()
-@click.option(
-    "--run",
-    "run_file",
-    type=EXISTING_FILE,
-    required=True,
-    help="The run.toml whose limits are sought.",
-)
+@run_file_option("The run.toml whose limits are sought.")
 @click.option(
     "--policy",
     type=EXISTING_FILE,
@@ -46,22 +44,14 @@ from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option
     show_default=True,
     help="The --engine of the run's verifiers, which the limits are fitted to.",
 )
-@click.option(
+@number_option(
     "--groups",
-    type=click.IntRange(12, 1_000_000),
-    metavar="COUNT",
+    "Honest groups of each engine and attention kernel; half of them check what the others say.",
+    least=12,
+    most=1_000_000,
     default=128,
-    show_default=True,
-    help="Honest groups of each engine and attention kernel; half of them check what the others say.",
 )
-@click.option(
-    "--cheat-groups",
-    type=click.IntRange(0, 1_000_000),
-    metavar="COUNT",
-    default=32,
-    show_default=True,
-    help="Groups of each cheat; 0 tries none.",
-)
+@number_option("--cheat-groups", "Groups of each cheat; 0 tries none.", least=0, most=1_000_000, default=32)
 @click.option(
     "--false-rejections",
     type=click.FloatRange(1e-100, 0.1),
@@ -142,20 +132,23 @@ def calibrate(
         datasets=find_datasets(folder, spec.datasets),
     )
     found = asyncio.run(run(resolve_chat(spec), settings))
-    written = [out]
     result = msgspec.structs.replace(found.spec, sampling=spec.sampling)  # a chat template stays a name in the file
     _write(out, calibrated_text(text, result, remarks=found.remarks))
     line = found.render_json(out=str(out))
-    if report is not None:
-        from coordinator.calibration.chart import draw_chart
-
-        written += [report / "calibration.json", report / "calibration.png"]
-        _write(written[1], line + "\n")
-        draw_chart(found, written[2])
+    written = [out, *(() if report is None else _write_report(report, found, line))]
     if as_json:
         click.echo(line)
     else:
         show(found, Console(width=None if os.isatty(1) else WIDTH), written=written)
+
+
+def _write_report(folder: Path, found: CalibrationResult, line: str) -> tuple[Path, Path]:
+    from coordinator.calibration.chart import draw_chart
+
+    numbers, chart = folder / "calibration.json", folder / "calibration.png"
+    _write(numbers, line + "\n")
+    draw_chart(found, chart)
+    return numbers, chart
 
 
 def _require(*packages: str) -> None:
