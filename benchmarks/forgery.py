@@ -145,6 +145,23 @@ def peer_figures(
     return found, {"peer": ", ".join(f"{name} {version}" for name, version in versions.items())}
 
 
+def attack_figures(counted: Sequence[Counted]) -> dict[str, float]:
+    """Return how many forgeries were made, and how many of a chunk or more were accepted."""
+    main_rows = [one for one in counted if one.tokens == FULL]
+    long = [one for one in counted if one.tokens >= FULL]
+    accepted = {rung: sum(one.taken["calibrated", RECOMMENDED] for one in long if one.rung == rung) for rung in RUNGS}
+    return {
+        "forgeries_per_rung": min(one.forgeries["calibrated"] for one in main_rows),
+        "rungs": len({one.rung for one in main_rows}),
+        "architectures": len({one.family for one in main_rows}),
+        "accepted": sum(accepted.values()),
+        "accepted_both_schemes": sum(one.taken["calibrated", judging.BOTH] for one in long),
+        **{f"accepted_{rung}": count for rung, count in accepted.items()},
+        "same_states": sum(one.same["calibrated", RECOMMENDED] for one in long),
+        "forgeries_at_least_one_chunk": sum(one.forgeries["calibrated"] for one in long),
+    }
+
+
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]]]:
     """Measure; return figures, notes, and the rows of the table."""
     settings = Settings(
@@ -171,21 +188,11 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
         counted, busy = attack_all(pool, prepared, settings)
         forged = time.perf_counter()
         peer, notes = peer_figures(pool, prepared, settings, options)
-    main_rows = [one for one in counted if one.tokens == FULL]
     every = sum(one.forgeries["calibrated"] for one in counted)
-    long = [one for one in counted if one.tokens >= FULL]
-    accepted = {rung: sum(one.taken["calibrated", RECOMMENDED] for one in long if one.rung == rung) for rung in RUNGS}
     figures = {
-        "forgeries_per_rung": min(one.forgeries["calibrated"] for one in main_rows),
-        "rungs": len({one.rung for one in main_rows}),
-        "architectures": len({one.family for one in main_rows}),
-        "accepted": sum(accepted.values()),
+        **attack_figures(counted),
         **peer,
-        "accepted_both_schemes": sum(one.taken["calibrated", judging.BOTH] for one in long),
-        **{f"accepted_{rung}": count for rung, count in accepted.items()},
-        "same_states": sum(one.same["calibrated", RECOMMENDED] for one in long),
         "forgeries": every,
-        "forgeries_at_least_one_chunk": sum(one.forgeries["calibrated"] for one in long),
         "forgeries_per_s": every / (forged - ready),
         "forgeries_per_process_s": every / busy,
         "prepare_s": ready - started,
