@@ -71,10 +71,8 @@ class Member:
     place: str | None = None
 
 
-def median_reports(
-    reports: Mapping[str, float], *, subject: str, flows: int = 1, least: int = MIN_REPORTERS
-) -> float | None:
-    """Estimate the uplink of `subject` in bytes/s from what others received; None with fewer than `least` reports.
+def median_reports(reports: Mapping[str, float], *, subject: str, flows: int = 1) -> float | None:
+    """Estimate the uplink of `subject` in bytes/s from what MIN_REPORTERS others or more received; else None.
 
     `reports` has one figure per reporter, over the same time span. A child sees one of several flows, so the median is
     multiplied by `flows`, the number of children the registry assigned to `subject`. The subject's own report is
@@ -84,7 +82,7 @@ def median_reports(
     figures = sorted(
         figure for reporter, figure in reports.items() if reporter != subject and math.isfinite(figure) and figure >= 0
     )
-    return statistics.median_low(figures) * flows if len(figures) >= least else None
+    return statistics.median_low(figures) * flows if len(figures) >= MIN_REPORTERS else None
 
 
 def plan(

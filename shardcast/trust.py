@@ -156,27 +156,27 @@ class TrustedState:
         self.seen = Seen(run_id=head.run_id, version=head.version, manifest_digest=head.manifest_digest, head=envelope)
 
 
-def check_fraud_proof(proof: FraudProof, *, run_id: str, publisher_key: bytes, limits: Limits = DEFAULT_LIMITS) -> int:
+def check_fraud_proof(proof: FraudProof, *, run_id: str, publisher_key: bytes) -> int:
     """Return the version whose history the publisher signed twice; raises Malformed if `proof` proves nothing.
 
     A head or manifest states the digest of its version. A manifest of version v also states that v - 1, if it was ever
     published, has the digest `previous`.
     """
-    first = _statements(proof.first, run_id, publisher_key, limits)
-    second = _statements(proof.second, run_id, publisher_key, limits)
+    first = _statements(proof.first, run_id, publisher_key)
+    second = _statements(proof.second, run_id, publisher_key)
     for version in sorted(first.keys() & second.keys(), reverse=True):
         if first[version] != second[version]:
             return version
     raise Malformed("envelopes do not contradict each other", code="no_fraud")
 
 
-def _statements(data: bytes, run_id: str, publisher_key: bytes, limits: Limits) -> dict[int, str]:
+def _statements(data: bytes, run_id: str, publisher_key: bytes) -> dict[int, str]:
     """Return the digest per version that an envelope states."""
     try:
-        head = open_head(data, run_id=run_id, publisher_key=publisher_key, limits=limits)
+        head = open_head(data, run_id=run_id, publisher_key=publisher_key)
         return {head.version: head.manifest_digest}
     except PeerFault:
-        signed = open_manifest(data, run_id=run_id, publisher_key=publisher_key, limits=limits)
+        signed = open_manifest(data, run_id=run_id, publisher_key=publisher_key)
     return _manifest_statements(signed.manifest, signed.digest)
 
 

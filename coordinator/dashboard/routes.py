@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from coordinator.dashboard.assets import IMMUTABLE, PREFIX, Asset, Assets
 from coordinator.dashboard.audits import read_audit
-from coordinator.dashboard.events import DEFAULT_STREAM_LIMITS, EventHub, StreamLimits, Subscription
+from coordinator.dashboard.events import EventHub, Subscription
 from coordinator.dashboard.pages import Pages
 from coordinator.dashboard.submissions import read_record, view_of
 from coordinator.dashboard.workers import parse_query
@@ -54,9 +54,7 @@ _LEAST_COMPRESSED: Final = 1024
 _Text = Annotated[str, Query(max_length=100)]
 
 
-def add_dashboard(
-    app: FastAPI, coordinator: Coordinator, *, shutdown: Shutdown, limits: StreamLimits = DEFAULT_STREAM_LIMITS
-) -> None:
+def add_dashboard(app: FastAPI, coordinator: Coordinator, *, shutdown: Shutdown) -> None:
     """Add the dashboard's routes to `app`."""
     assets = Assets()
     pages = Pages(coordinator, assets)
@@ -64,7 +62,7 @@ def add_dashboard(
     async def read_sections() -> dict[str, str]:
         return await run_in_threadpool(pages.sections)
 
-    hub = EventHub(read_sections, limits=limits, shutdown=shutdown)
+    hub = EventHub(read_sections, shutdown=shutdown)
     _page_routes(app, coordinator, pages)
     _live_routes(app, hub)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,8 +89,8 @@ _STEP_FIGURES = {
 class RunCollector(Collector):
     """Reads the database at each scrape; while it is unavailable, exports `swarmproof_database_up 0` alone."""
 
-    def __init__(self, home: Home, *, clock: Callable[[], float] = time.time) -> None:
-        self._home, self._clock = home, clock
+    def __init__(self, home: Home) -> None:
+        self._home = home
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -105,7 +105,7 @@ class RunCollector(Collector):
 
     def _read(self, connection: Connection) -> Iterator[Metric]:
         yield from _progress(connection, total_steps=self._home.spec.training.steps)
-        yield from _queue(connection, now=self._clock())
+        yield from _queue(connection, now=time.time())
         yield from _verdicts(connection)
         yield from _leases(connection)
         yield from self._nodes(connection)
@@ -115,7 +115,7 @@ class RunCollector(Collector):
         yield family("gauge", "swarmproof_problems", said, sizes, label="pool")
 
     def _nodes(self, connection: Connection) -> Iterator[Metric]:
-        since = self._clock() - ACTIVE_SECONDS
+        since = time.time() - ACTIVE_SECONDS
         active, serving = nodes.count_seen_since(connection, since), len(relays_seen_since(connection, since))
         yield _gauge("swarmproof_nodes", "Registered nodes.", nodes.count_registered(connection))
         yield _gauge("swarmproof_active_nodes", "Nodes that asked for work in the last 10 minutes.", active)

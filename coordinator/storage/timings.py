@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
-from types import TracebackType
 from typing import Final, Literal, ParamSpec, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -74,9 +73,7 @@ class TransactionTimer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._begun:
             self._transaction_metric.observe(time.perf_counter() - self._begun)
 

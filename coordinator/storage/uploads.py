@@ -72,8 +72,8 @@ def forget_all(connection: Connection) -> None:
     connection.execute(delete(uploads))
 
 
-def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWEPT_AT_ONCE) -> int:
-    """Remove at most `most` abandoned or judged uploads and return how many; safe to run concurrently.
+def sweep(database: Database, store: UploadStore, *, now: float) -> int:
+    """Remove at most SWEPT_AT_ONCE abandoned or judged uploads and return how many; safe to run concurrently.
 
     Uploads waiting for a verdict stay. One that completes after its removal is left to the bucket's lifecycle rule
     (docs/operating.md).
@@ -89,7 +89,7 @@ def sweep(database: Database, store: UploadStore, *, now: float, most: int = SWE
             uploads.c.asked_at <= now - SWEPT_AFTER_SECONDS,
             or_(abandoned, submissions.c.state == SubmissionState.DONE),
         )
-        .limit(most)
+        .limit(SWEPT_AT_ONCE)
     )
     with database.read() as connection:
         found = [Upload(*row) for row in connection.execute(query)]

@@ -52,9 +52,7 @@ _SAID_END: Final = "the end of an assistant's message"
 _OPENING: Final = {"system": "system", "tools": "tools", "u1": "content", "u2": "content", "u3": "content"}
 
 
-def reduce_template(
-    template: Template, *, end_marks: Sequence[str], added_tokens: Sequence[str], compared: int = COMPARED
-) -> ChatFormat:
+def reduce_template(template: Template, *, end_marks: Sequence[str], added_tokens: Sequence[str]) -> ChatFormat:
     """Return the format that writes what `template` writes; raise Irreducible with the reason.
 
     `end_marks` are the texts of the tokens that end the policy's turn, `added_tokens` those of all that its tokenizer
@@ -64,7 +62,7 @@ def reduce_template(
         chat = _Reduction(template).reduce(end_marks=end_marks, added_tokens=added_tokens)
     except (msgspec.ValidationError, ValueError) as error:
         raise Irreducible(f"what it writes is no format: {error}") from error
-    for messages, tools, text in conversations(chat, compared):
+    for messages, tools, text in conversations(chat, COMPARED):
         written = _attempt(template, messages, tools)
         if written != text:
             raise Irreducible(_difference(written, text, messages))

@@ -48,14 +48,14 @@ class DoctorSettings:
     port: int | None = None
 
 
-def run_doctor(settings: DoctorSettings, *, as_json: bool, console: Console | None = None) -> int:
+def run_doctor(settings: DoctorSettings, *, as_json: bool) -> int:
     """Run and print all checks; return the exit code: 1 if there is a problem, else 0."""
     spec = None if settings.run_file is None else _read_run(settings.run_file)
     if as_json:
         checks = list(examine(settings, spec))
         click.echo(render_json(checks))
         return exit_code(checks)
-    console = console or Console()
+    console = Console()
     checks = []
     with console.status("looking at Python and torch…") as status:
         for check in examine(settings, spec):

@@ -42,18 +42,18 @@ def check_coordinator(url: str, *, seconds: float = HEALTH_SECONDS) -> list[Chec
     return [fine("coordinator", f"{url} answers."), check_clock(answer.skew_seconds)]
 
 
-def check_clock(skew_seconds: float | None, *, limit: float = MAX_CLOCK_SKEW_SECONDS) -> Check:
+def check_clock(skew_seconds: float | None) -> Check:
     """Check that this clock is within the limit for signed requests; `skew_seconds` is how far it is ahead."""
     if skew_seconds is None:
         said = "The coordinator did not say what time it is."
         return warning("clock", said, advice="See that this machine sets its clock by NTP: timedatectl.")
     off = abs(skew_seconds)
     way = "ahead of" if skew_seconds > 0 else "behind"
-    said = f"This clock is {off:.0f} s {way} the coordinator's; {limit:.0f} s are allowed."
+    said = f"This clock is {off:.0f} s {way} the coordinator's; {MAX_CLOCK_SKEW_SECONDS} s are allowed."
     advice = "Set this machine's clock by NTP (timedatectl set-ntp true); if it is right, tell the operator."
-    if off > limit:
+    if off > MAX_CLOCK_SKEW_SECONDS:
         return problem("clock", said, advice=advice)
-    if off > limit / 2:
+    if off > MAX_CLOCK_SKEW_SECONDS / 2:
         return warning("clock", said, advice=advice)
     return fine("clock", said)
 

@@ -70,9 +70,9 @@ def check_gpu_memory(need: int, *, free: int) -> Check:
     return fine("gpu_memory", said)
 
 
-def check_swap(used: int, *, limit: int = SWAP_BYTES) -> Check:
+def check_swap(used: int) -> Check:
     """Check that little swap is in use: a swapping worker misses its leases."""
-    if used > limit:
+    if used > SWAP_BYTES:
         said = f"{size(used)} of swap are in use: this machine is short of memory, and slow."
         return warning("swap", said, advice="Close other programs, or lease fewer slots (--slots).")
     return fine("swap", f"{size(used)} of swap are in use.")
@@ -91,8 +91,9 @@ def check_shared_memory(free: int | None, *, need: int, certain: bool) -> Check:
     return fine("shared_memory", said)
 
 
-def free_shared_memory(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: S108  (looked at, not written to)
-    """Return the bytes free in `folder`, None if there is none."""
+def free_shared_memory() -> int | None:
+    """Return the bytes free in /dev/shm, None if there is none."""
+    folder = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
     return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 

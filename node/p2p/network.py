@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import trio
@@ -45,6 +44,7 @@ RENEW_SECONDS: Final = MAX_VALID_SECONDS / 2
 GOSSIP_SECONDS: Final = 30.0
 GOSSIP_RECORDS: Final = 8
 PROBE_SECONDS: Final = 3.0
+READY_SECONDS: Final = 20.0
 MAX_PROBES: Final = 8
 MAX_REMEMBERED: Final = 16
 """Peers with expired records that are dialled after a restart all the same."""
@@ -103,16 +103,14 @@ class PeerNetwork:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._thread.stop()
         if len(self.book):  # keep the previous peers if none was met
             await asyncio.to_thread(save_peers, self._settings.state, self.book.envelopes())
 
-    async def ready(self, *, timeout_seconds: float = 20.0) -> tuple[Address, ...]:
+    async def ready(self) -> tuple[Address, ...]:
         """Wait until this node listens and return its addresses; raises TimeoutError."""
-        await self._thread.wait_up(timeout_seconds)
+        await self._thread.wait_up(READY_SECONDS)
         return self.addresses()
 
     def addresses(self) -> tuple[Address, ...]:

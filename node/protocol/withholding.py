@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 EVEN = 0.05
@@ -79,13 +78,3 @@ def at_least(count: int, *, of_kind: int, drawn: int, of: int) -> float:
 
 def _log_choose(n: int, k: int) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-
-def most_uneven(by_node: Mapping[str, Deliveries]) -> tuple[str, Unevenness] | None:
-    """Return the node whose deliveries are the least likely to be chance, corrected for the number of nodes."""
-    found = {node: deliveries.unevenness() for node, deliveries in by_node.items()}
-    if not found:
-        return None
-    node = min(found, key=lambda name: found[name].probability)
-    worst = found[node]
-    return node, Unevenness(worst.kind, min(1.0, worst.probability * len(found)))

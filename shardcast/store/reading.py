@@ -47,7 +47,7 @@ def rewind_files(root: Path) -> Iterator[tuple[int, int, Path]]:
 class StoredVersions:
     """Versions found in the folder `root` at construction."""
 
-    def __init__(self, root: Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
         self._signed: dict[int, SignedManifest] = {}
         self._rewinds = {version: (base, path) for version, base, path in rewind_files(root)}
@@ -55,7 +55,7 @@ class StoredVersions:
             for path in sorted((root / MANIFESTS).iterdir()):
                 # Unreadable files are being written, or are the owner's to drop.
                 with contextlib.suppress(PeerFault, FileNotFoundError):
-                    signed = load_manifest(path, run_id=None, limits=limits)
+                    signed = load_manifest(path, run_id=None, limits=DEFAULT_LIMITS)
                     self._signed[signed.manifest.version] = signed
         except OSError as error:
             raise as_local_fault(error, root) from error

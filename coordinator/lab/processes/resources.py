@@ -22,10 +22,9 @@ class Meter(threading.Thread):
     than when it was last asked. CPU time of a process is lost between its last sample and its end.
     """
 
-    def __init__(self, *, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(self) -> None:
         super().__init__(name="meter", daemon=True)
         self.peak_bytes = 0
-        self._interval = interval_seconds
         self._resident = 0.0
         self._ending = threading.Event()
         self._pids: Mapping[str, int | None] = {}
@@ -36,7 +35,7 @@ class Meter(threading.Thread):
         self._pids = dict(pids)
 
     def run(self) -> None:
-        while not self._ending.wait(self._interval):
+        while not self._ending.wait(INTERVAL_SECONDS):
             self.sample()
 
     def end(self) -> None:
