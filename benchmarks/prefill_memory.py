@@ -11,8 +11,8 @@ bfloat16) draws one group, and each way of judging it does so in a process of it
 `*_over_policy` is the largest resident size while it does so, beyond what the process had before (after a verdict under
 a tiny policy: Python, torch and its threads), over the bytes of the policy's file. The first look through a file for
 faults is part of it. `*_seconds` is processor time, with the file in the page cache. `streamed_floor_over_policy` is
-the largest part of the model alone: a layer, or the output head; `look_floor_over_policy` a layer in float32, or the
-embedding. A streamed way that measures other bits than the loaded one ends the benchmark.
+the largest part of the model alone: a layer, or the output head; `look_floor_over_policy` a layer in float32. A
+streamed way that measures other bits than the loaded one ends the benchmark.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def floors(policy: Policy) -> dict[str, int]:
     table, item = policy.vocabulary * policy.hidden, model.dtype.itemsize
     return {
         "streamed_floor": max(layer, table) * item,
-        "look_floor": max(layer * 4, table * item),
+        "look_floor": layer * 4,
     }
 
 

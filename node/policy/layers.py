@@ -40,6 +40,7 @@ class LayeredModel:
         self._file, self._rounded, self._dtype, self._alter = file, rounded, dtype, alter
         self._names = {id(tensor): name for name, tensor in unique_tensors(model).items()}
         self._embedding, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
+        self._embedding.padding_idx = None  # for gradients alone, and no row of the table that is read here
         self._head: nn.Module = model.get_output_embeddings()
         base.rotary_emb = type(base.rotary_emb)(config=model.config).to(file.device)
         base.norm, self._entry = nn.Identity(), _Entry()
@@ -54,8 +55,8 @@ class LayeredModel:
     def hidden_states(self, batches: Sequence[Tensor]) -> list[Tensor]:
         """Return the final hidden states [B, T, hidden] of each batch of token ids [B, T], reading each layer once.
 
-        In memory at a time: those states, the weights of the largest layer or the embedding, and a layer's
-        activations for one batch. Raises UnreadablePolicy.
+        In memory at a time: those states, the weights of the largest layer, and a layer's activations for one batch;
+        of the embedding only the rows of these tokens. Raises UnreadablePolicy.
         """
         states, arguments = self._enter(batches)
         for layer in self._layers:
@@ -74,9 +75,12 @@ class LayeredModel:
     def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return what the first layer is given for each batch: its input, and the other arguments of all layers."""
         states, arguments = [], []
-        table = self._weights(self._embedding, dtype=self._rounded)
+        rows = torch.cat([ids.flatten() for ids in batches]).unique()
+        (name,) = (self._names[id(parameter)] for parameter in self._embedding.parameters())
+        table = self._file.read_rows(name, rows.tolist(), dtype=self._rounded)
         for ids in batches:
-            embedded = functional_call(self._embedding, table, (ids.to(self._file.device),)).to(self._dtype)
+            places = torch.searchsorted(rows, ids).to(self._file.device)
+            embedded = functional_call(self._embedding, {"weight": table}, (places,)).to(self._dtype)
             states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
             arguments.append(self._entry.arguments)
         return states, arguments

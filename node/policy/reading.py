@@ -9,7 +9,7 @@ import secrets
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -144,6 +144,22 @@ class OpenPolicy:
             flat[at : at + len(numbers)].copy_(numbers)
             at += len(numbers)
         return weight
+
+    def read_rows(self, name: str, rows: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Read these rows of a tensor as [rows, ...], cast to `dtype`.
+
+        Raises UnreadablePolicy, and IndexError for a row that the tensor has not.
+        """
+        stored = self._stored[name]
+        if rows and not 0 <= min(rows) <= max(rows) < stored.shape[0]:
+            raise IndexError(f"{name} has {stored.shape[0]} rows")
+        found = torch.empty((len(rows), *stored.shape[1:]), dtype=dtype)
+        row_bytes = stored.count // stored.shape[0] * ITEM_BYTES[stored.dtype]
+        buffer = torch.empty(row_bytes, dtype=torch.uint8)
+        for at, row in enumerate(rows):
+            self._fill(buffer, stored.start + row * row_bytes)
+            found[at].view(-1).copy_(buffer.view(getattr(torch, DTYPES[stored.dtype])))
+        return found.to(self.device)
 
     def _fill(self, piece: Tensor, start: int) -> None:
         data, done = piece.numpy().data, 0

@@ -144,3 +144,19 @@ def test_a_header_that_loads_is_read_piece_by_piece_as_well(tiny_policy_path: Pa
     assert policy.parameters == file.blueprint.parameters
     for name, weight in stored.items():
         assert torch.equal(file.read(name, dtype=torch.float32), weight)
+
+
+def test_rows_of_a_weight_are_read_in_the_order_asked_for(tiny_policy_path: Path) -> None:
+    """A second look holds the rows of its own tokens, not an embedding of gigabytes."""
+    name = "model.embed_tokens.weight"
+    whole = load_file(tiny_policy_path)[name]
+    rows = [len(whole) - 1, 0, 7, 7]
+    found = OpenPolicy(tiny_policy_path).read_rows(name, rows, dtype=torch.bfloat16)
+    assert torch.equal(found, whole[rows].bfloat16())
+
+
+@pytest.mark.parametrize("row", [-1, 10**9])
+def test_a_row_that_a_weight_has_not_is_refused(tiny_policy_path: Path, row: int) -> None:
+    """What lies there in the file is another weight."""
+    with pytest.raises(IndexError):
+        OpenPolicy(tiny_policy_path).read_rows("model.embed_tokens.weight", [0, row], dtype=torch.float32)
