@@ -35,6 +35,7 @@ from node.errors import EngineFailed
 from node.policy.arrival import ArrivingPolicies
 from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_completion, render_tokens
+from node.policy.memory import share_heaps
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
 from node.protocol.submission import Rollout
@@ -94,6 +95,7 @@ class Verifier:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
+        share_heaps()
         torch.set_num_threads(self._settings.threads)
         with contextlib.suppress(Stopped):
             datasets = await race(self._datasets(), stop)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import logging
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_M_ARENA_MAX: Final = -8
+"""mallopt(3)'s name of the most heaps."""
+HEAPS: Final = 2
+"""Of a process that holds a policy: one for each of few threads that allocate at the same time."""
+
+
+def share_heaps() -> None:
+    """Have this process's threads share `HEAPS` heaps; to be called before they start, and a no-op but with glibc.
+
+    Otherwise each thread has a heap of its own, up to eight for each core, and keeps what it freed there: threads that
+    fetch, check and load policies one after another held what none of them used any more.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, HEAPS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,7 +54,12 @@ def unless_out_of_memory(load: Callable[[], T]) -> T | None:
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to any more; not for a block that handles an error, whose frames still refer."""
+    """Give back what nothing refers to any more; not for a block that handles an error, whose frames still refer.
+
+    On the CPU glibc keeps freed weights in its heaps, of which this returns whole pages.
+    """
     gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

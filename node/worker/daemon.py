@@ -28,6 +28,7 @@ from node.errors import EngineFailed
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
 from node.policy.arrival import ArrivingPolicies
+from node.policy.memory import share_heaps
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease
 from node.relay.advice import Serving
@@ -87,6 +88,7 @@ async def run_worker(
     observer: Observer = NO_OBSERVER,
 ) -> None:
     """Work for a run until `stop` is set; raises NodeError or ShardcastError for permanent failures."""
+    share_heaps()
     observer.notify(EventKind.STARTED, software=software(), coordinators=list(settings.join.coordinators))
     with WorkerState(settings.state) as state:
         log.info("node %s joins run %s…", node_id(key), settings.join.run_id[:16])
