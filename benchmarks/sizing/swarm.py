@@ -3,7 +3,7 @@
     coordinator, trainer (with the origin), verifier  <-  relay  <-  worker
 
 The worker draws a policy's slots, the trainer makes the next policy of them, the worker fetches that as a delta and
-draws its first slot. Then it ends, and where vLLM is installed a worker with it does a slot of the newest policy, as a
+draws its first slot. Then it ends, and where vLLM is installed a worker with it does a slot of the third policy, as a
 newcomer. At last an auditor derives verdicts anew. Processes have all cores: with `max_async = 0` they take turns.
 """
 
@@ -101,7 +101,7 @@ class RealSwarm:
         self.found.disk[TORCH] = disk_bytes(self.swarm.folder / TORCH)
         if vllm:
             with self._started(VLLM):
-                self._until(lambda: self._admitted(VLLM, version=1), "a group by vLLM")
+                self._until(lambda: self._admitted(VLLM, version=2), "a group by vLLM")
             self.found.disk[VLLM] = disk_bytes(self.swarm.folder / VLLM)
         self._audit()
         self._read()
