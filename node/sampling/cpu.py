@@ -1,4 +1,4 @@
-"""Forced sampling on a CPU: one pass over each row's logits, compiled by numba on import.
+"""Forced sampling on a CPU: one pass over each row's logits, compiled by numba on the first import.
 
 A row is processed in blocks that fit the first-level cache: the block's largest logit and exponentials, its Philox
 words as indices of the noise table, and the largest score. Every loop is written to be vectorised by LLVM (no branch,
@@ -10,6 +10,7 @@ A block whose largest logit could not win even with the largest noise needs no n
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from node.protocol.sampling import gumbel_table
 from node.sampling.types import Peaks
+
+log = logging.getLogger(__name__)
 
 BLOCK = 1024
 """Tokens per block; a multiple of 4."""
@@ -57,8 +60,8 @@ _ONE = np.float32(1.0)
 _SMALLEST_POWER = np.float32(-87.0)
 _EXPONENT_SHIFT, _EXPONENT_BIAS = np.int32(23), np.int32(127)
 
-# Every process that samples compiles this file. A third of that time went to wrappers through which Python and C could
-# call each function, and to numba's own `view` and `empty`, which are compiled for each type that they are used with.
+# A third of the time to compile went to wrappers through which Python and C could call each function, and to numba's
+# own `view` and `empty`, which are compiled for each type that they are used with.
 _OUTER = {"nogil": True, "error_model": "numpy"}
 _INNER = {**_OUTER, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _jit = njit(**_INNER)
@@ -184,25 +187,38 @@ def _sum_fast(values: NDArray[np.float32]) -> np.float32:
     return total
 
 
-@njit(  # type: ignore[untyped-decorator]
-    types.void(
-        types.Array(types.float32, 2, "C", readonly=True),
-        types.Array(types.uint32, 2, "C", readonly=True),
-        types.Array(types.uint32, 1, "C", readonly=True),
-        types.float32,
-        types.Array(types.float32, 1, "C", readonly=True),
-        types.int64,
-        types.int64,
-        types.int64[::1],
-        types.float32[::1],
-        types.float32[::1],
-        types.float64[::1],
-        types.uint32[::1],
-        types.float32[::1],
-        types.float32[::1],
-    ),
-    **_OUTER,
+_SIGNATURE = types.void(
+    types.Array(types.float32, 2, "C", readonly=True),
+    types.Array(types.uint32, 2, "C", readonly=True),
+    types.Array(types.uint32, 1, "C", readonly=True),
+    types.float32,
+    types.Array(types.float32, 1, "C", readonly=True),
+    types.int64,
+    types.int64,
+    types.int64[::1],
+    types.float32[::1],
+    types.float32[::1],
+    types.float64[::1],
+    types.uint32[::1],
+    types.float32[::1],
+    types.float32[::1],
 )
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile `function` for `_SIGNATURE` on this machine, or load what an earlier process compiled.
+
+    numba keeps it beside Python's own compiled files, by the processor's features and this file's time and size. That
+    may fail in many ways (nothing to write to, a full disk, a file cut short by a crash): then it is compiled anew.
+    """
+    try:
+        return cast("Callable[..., None]", njit(_SIGNATURE, cache=True, **_OUTER)(function))
+    except Exception:
+        log.debug("what numba compiles is not kept", exc_info=True)
+        return cast("Callable[..., None]", njit(_SIGNATURE, **_OUTER)(function))
+
+
+@_compiled
 def _rows(  # noqa: PLR0917
     logits: NDArray[np.float32],
     words: NDArray[np.uint32],
