@@ -39,7 +39,13 @@ from coordinator.commands.trainer import trainer
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
-from node.commands.engine_options import check_engine, engine_options, prefills_maker, refuse_vllm_options
+from node.commands.engine_options import (
+    check_engine,
+    engine_options,
+    import_models,
+    prefills_maker,
+    refuse_vllm_options,
+)
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import listen_options, metrics_options, number_option
 from node.datasets.folder import DATASETS
@@ -132,7 +138,8 @@ def verifier(
     transformers, the reference; vllm is for policies that only vLLM can hold.
     """
     refuse_vllm_options(engine)
-    check_engine(engine, device)  # before torch is imported, which takes seconds
+    check_engine(engine, device)
+    import_models()
     from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry
     from coordinator.verifier.daemon import Verifier, VerifierSettings

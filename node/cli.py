@@ -24,6 +24,7 @@ from node.commands.engine_options import (
     check_engine,
     engine_maker,
     engine_options,
+    import_models,
     prefills_maker,
     refuse_vllm_options,
 )
@@ -181,7 +182,7 @@ def worker(
     them back, and ends with what came of all of them; a second one ends at once.
     """
     refuse_vllm_options(engine)
-    check_engine(engine, options["device"])  # before torch is imported, which takes seconds
+    check_engine(engine, options["device"])
     from node.runtime.metrics import StatusCollector, process_registry, serving_metrics
     from node.worker.metrics import WORKER, StatusProbe
     from node.worker.view.watching import WorkerIdentity, observe_worker
@@ -196,6 +197,7 @@ def worker(
     async def work() -> None:
         stop = stop_on_signals()
         async with observe_worker(identity, as_json=as_json, stop=stop) as observer:
+            import_models()
             from node.worker.daemon import WorkerSettings, run_worker
 
             settings = WorkerSettings(
@@ -346,7 +348,8 @@ def audit(
         if all_ and sample is not None:
             raise click.UsageError("Give --sample or --all, not both.")
         refuse_vllm_options(engine)
-        check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
+        check_engine(engine, compute["device"])
+        import_models()
         from node.audit.auditor import run_audit
 
         folder = _state_folder(state, run_id, "audit")

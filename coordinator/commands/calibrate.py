@@ -14,7 +14,7 @@ import msgspec
 from coordinator.commands.options import run_file_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
-from node.commands.engine_options import ENGINES, check_engine, compute_options, refuse_vllm_options
+from node.commands.engine_options import ENGINES, check_engine, compute_options, import_models, refuse_vllm_options
 from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, number_option
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
@@ -101,7 +101,8 @@ def calibrate(
     _require("tomlkit", *(("matplotlib",) if report else ()))
     refuse_vllm_options(*engines, verifier)
     for engine in (*engines, verifier):
-        check_engine(engine, device)  # before torch is imported, which takes seconds
+        check_engine(engine, device)
+    import_models()
     from rich.console import Console
 
     from coordinator.calibration.procedure import CalibrationSettings

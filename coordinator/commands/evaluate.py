@@ -13,7 +13,7 @@ import click
 from coordinator.commands.options import policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
-from node.commands.engine_options import check_engine, engine_maker, engine_options, refuse_vllm_options
+from node.commands.engine_options import check_engine, engine_maker, engine_options, import_models, refuse_vllm_options
 from node.commands.options import EXISTING_FOLDER, json_option, number_option
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
@@ -73,7 +73,8 @@ def evaluate(
     if temperature is not None and 0 < temperature <= 0.01:
         raise click.UsageError("--temperature is 0 or above 0.01.")
     refuse_vllm_options(engine)
-    check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
+    check_engine(engine, compute["device"])
+    import_models()
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
     from coordinator.training.evaluation import EvaluationSettings, evaluate_policy

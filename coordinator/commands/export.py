@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from node.commands.engine_options import import_models
 from node.commands.options import EXISTING_FOLDER, state_option
 
 _LATEST = "latest"
@@ -70,6 +71,7 @@ def policy(*, what: str, to: Path, state: Path | None, model: Path | None, adapt
             raise click.UsageError("--adapter takes a version from --state, and nothing of --model.")
         _adapter(version, state, to)
         return
+    import_models()
     from coordinator.training.companion import read_companion
     from coordinator.training.export import export_file, export_version
 
@@ -83,6 +85,7 @@ def policy(*, what: str, to: Path, state: Path | None, model: Path | None, adapt
 
 
 def _adapter(version: int | None, state: Path, to: Path) -> None:
+    import_models()
     from coordinator.training.adapter_export import export_adapter
 
     done = export_adapter(state, version, to)

@@ -15,7 +15,7 @@ from coordinator.commands.evaluate import policy_file, print_table
 from coordinator.commands.options import policy_option, run_file_option, seed_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
-from node.commands.engine_options import check_engine, engine_maker, engine_options, refuse_vllm_options
+from node.commands.engine_options import check_engine, engine_maker, engine_options, import_models, refuse_vllm_options
 from node.commands.options import FILE, json_option, number_option
 from shardcast.files import write_atomically
 
@@ -86,7 +86,8 @@ def problems(
     if find_spec("tomlkit") is None:
         raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
     refuse_vllm_options(engine)
-    check_engine(engine, compute["device"])  # before torch is imported, which takes seconds
+    check_engine(engine, compute["device"])
+    import_models()
     from coordinator.run.chat import resolve_chat
     from coordinator.run.definition import read_run_file
     from coordinator.training.filtering import FilterSettings, filter_problems, filtered_spec, measured_digest

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from coordinator.commands.options import execution_options, seed_option, tracker_options
+from node.commands.engine_options import import_models
 from node.commands.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
@@ -140,6 +141,7 @@ def sft(
     Several processes hold a model and its optimizer together (FSDP2):
       torchrun --nproc-per-node 4 -m node.cli sft --model ...
     """
+    import_models()
     import msgspec
     import torch
 

@@ -21,6 +21,7 @@ from coordinator.commands.options import (
 )
 from coordinator.errors import BadConfiguration
 from coordinator.run.home import Home, open_home
+from node.commands.engine_options import import_models
 from node.commands.options import listen_options, metrics_options, number_option, threads_option
 from node.commands.serving_options import server_limits, serving_options
 from node.keys.identity import load_key
@@ -86,6 +87,7 @@ def trainer(
     Several processes hold a model and its optimizer together (FSDP2):
       torchrun --nproc-per-node 4 -m node.cli trainer --data run/ ...
     """
+    import_models()
     import torch
 
     from coordinator.integrity.start import check_start

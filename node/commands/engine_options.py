@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -102,6 +104,23 @@ def check_engine(engine: str, device: str = "auto") -> None:
             "out, install the other build in a new venv, or take --engine torch.",
             code="device_missing",
         )
+
+
+def import_models() -> None:
+    """Import torch and transformers, which takes seconds, without looking for garbage in between.
+
+    What modules define stays. Searching it again and again while it grows was a seventh of the time, and one search
+    of it is a pause of the work, so it is left out until the end, where extension modules count what they leaked.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import node.policy.file  # noqa: F401  (which needs both)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        if enabled:
+            gc.enable()
 
 
 def refuse_vllm_options(*engines: str) -> None:
