@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import sys
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -107,11 +108,13 @@ def check_engine(engine: str, device: str = "auto") -> None:
 
 
 def import_models() -> None:
-    """Import torch and transformers, which takes seconds, without looking for garbage in between.
+    """Import torch and transformers, which takes seconds, without looking for garbage in between; else do nothing.
 
     What modules define stays. Searching it again and again while it grows was a seventh of the time, and one search
     of it is a pause of the work, so it is left out until the end, where extension modules count what they leaked.
     """
+    if "node.policy.file" in sys.modules:
+        return
     enabled = gc.isenabled()
     gc.disable()
     try:
