@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -39,16 +40,31 @@ LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
+LAUNCH_SECONDS = 400.0
+SCRIPT = """
+import pathlib
+from node.commands.engine_options import import_models
+
+import_models()
+import {module}
+
+{module}.{function}(pathlib.Path({state!r}), **{arguments!r})
+"""
+
+
 def launch(function: str, state: Path, processes: int, *, module: str = "trainers", **arguments: object) -> None:
-    """Have each of `processes` processes call a function of a module of tests/support."""
+    """Have each of `processes` processes call a function of a module of tests/support; one alone is this process."""
+    if processes == 1:
+        getattr(importlib.import_module(module), function)(state, **arguments)
+        return
     script = state / "launched.py"
-    script.write_text(f"import {module}, pathlib\n{module}.{function}(pathlib.Path({str(state)!r}), **{arguments!r})\n")
+    script.write_text(SCRIPT.format(module=module, function=function, state=str(state), arguments=arguments))
     support = ROOT / "tests" / "support"
     subprocess.run(
         [*LAUNCH, "--nproc-per-node", str(processes), str(script)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(support), str(ROOT)))},
         check=True,
-        timeout=200,
+        timeout=LAUNCH_SECONDS,
         stdout=subprocess.DEVNULL,
     )
 
@@ -135,12 +151,18 @@ def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path, 
     assert len(checkpoints(state / "checkpoints")) == 3
 
 
+@pytest.fixture(scope="module")
+def curve_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The curve of three steps by two processes."""
+    return launched(beginning(tmp_path_factory.mktemp("two") / "whole"), 2, steps=3)
+
+
 @pytest.mark.timeout(600)
 def test_a_flipped_bit_in_two_processes_newest_checkpoint_is_found_by_both_and_they_go_on_from_the_one_before(
-    tmp_path: Path,
+    tmp_path: Path, curve_of_two: list[dict[str, float]]
 ) -> None:
     """A process that stops or waits alone would hang the others; one that goes on would train on it unnoticed."""
-    whole = launched(beginning(tmp_path / "whole"), 2, steps=3)
+    whole = curve_of_two
     state = beginning(tmp_path / "damaged")
     launched(state, 2, steps=2)
     path = checkpoints(state / "checkpoints")[-1]
@@ -154,11 +176,12 @@ def test_a_flipped_bit_in_two_processes_newest_checkpoint_is_found_by_both_and_t
 
 
 @pytest.mark.timeout(600)
-def test_a_disk_that_is_full_for_one_process_is_said_in_all_and_the_step_is_trained_again(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_one_process_is_said_in_all_and_the_step_is_trained_again(
+    tmp_path: Path, curve_of_two: list[dict[str, float]]
+) -> None:
     """One that goes on with an update that the others do not make would train another policy, or wait for ever."""
-    whole = launched(beginning(tmp_path / "whole"), 2, steps=3)
     state = beginning(tmp_path / "full")
-    assert launched(state, 2, steps=3, full_disk=True) == whole
+    assert launched(state, 2, steps=3, full_disk=True) == curve_of_two
     assert len(checkpoints(state / "checkpoints")) == 3
 
 
@@ -194,7 +217,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def wait_for_steps(home: Home, steps: int, process: subprocess.Popen[bytes], folder: Path) -> None:
     """Wait until so many steps are published."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while finished_steps(home) < steps:
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
         assert time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
