@@ -1,9 +1,10 @@
 """Memory as `swarmproof plan` computes it, against the peaks of processes that do the work, on a CPU.
 
-For each size one child process takes two training steps of GRPO over several packed rows, another one loads the
-policy in bfloat16 and measures one group, and for small sizes two processes share a step (FSDP2 over gloo, with
-recomputation). A peak is the highest resident memory (VmHWM, reset beforehand) beyond what
-the same process takes with all of its imports and no model. Weights are random: memory does not depend on them.
+For each size child processes take two training steps of GRPO over several packed rows, with all weights and with
+adapters of two ranks, another one loads the policy in bfloat16 and measures one group, and for small sizes two
+processes share a step (FSDP2 over gloo, with recomputation). A peak is the highest resident memory (VmHWM, reset
+beforehand) beyond what the same process takes with all of its imports and no model. Weights are random: memory does
+not depend on them.
 
 Figures: memory_error_share is the largest |planned - measured| / measured of all rows. `--measured FILE` adds rows of
 other runs, such as of a policy of 0.6 billion parameters: a JSON list of {"size", "role", "planned", "measured"}.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.report import make_parser, report, say
@@ -31,11 +33,13 @@ from coordinator.planning import roles
 from coordinator.planning.shape import ModelShape, read_shape
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, train_step
+from coordinator.training.lora import add_adapters, begin_adapters
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.world import SINGLE_PROCESS, World, open_world
 from node.policy.file import save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
-from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
+from node.policy.products import use_blocks
+from node.protocol.run import EnvironmentSpec, LoraSpec, ModelSpec, RunSpec, SamplingSpec, TrainingSpec
 from node.verification.prefill import TransformersPrefill
 from node.verification.proofs import build_proofs
 from node.verification.readings import read_by_transformers
@@ -55,6 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
 SHARDED = ("2M", "50M")
 """Sizes that two processes share here; each begins with the whole model."""
 RANKS = 2
+LORA_RANKS = (8, 256)
 PROMPT, COMPLETION, SAMPLES, GROUPS = 32, 96, 4, 4
 _PIECE_BYTES = 1024
 
@@ -74,14 +79,16 @@ def make_config(folder: Path, size: str) -> Path:
     return folder
 
 
-def make_spec() -> RunSpec:
-    """Return the run whose steps and groups are measured."""
+def make_spec(*, rank: int = 0) -> RunSpec:
+    """Return the run whose steps and groups are measured; with a `rank`, of adapters."""
     return RunSpec(
         name="plan",
         environments=(EnvironmentSpec(name="arithmetic"),),
         model=ModelSpec(dtype="bfloat16"),
         sampling=SamplingSpec(group_size=SAMPLES, max_prompt_tokens=PROMPT, max_new_tokens=COMPLETION),
-        training=TrainingSpec(minibatches=1, learning_rate=1e-6),
+        training=TrainingSpec(
+            minibatches=1, learning_rate=1e-6, lora=LoraSpec(rank=rank, alpha=2.0 * rank) if rank else UNSET
+        ),
     )
 
 
@@ -92,19 +99,19 @@ def build_model(folder: Path, *, dtype: torch.dtype) -> Any:
     return build(config, dtype=dtype)
 
 
-def train(folder: Path) -> int:
+def train(folder: Path, *, rank: int = 0) -> int:
     """Take two steps and return the peak of the second one, in bytes."""
-    return _train(folder, SINGLE_PROCESS)
+    return _train(folder, SINGLE_PROCESS, make_spec(rank=rank))
 
 
 def train_sharded(folder: Path) -> int:
     """Take two steps as one of the processes that torchrun started, and return this one's peak."""
     with open_world(device="cpu") as world:
-        return _train(folder, world)
+        return _train(folder, world, make_spec())
 
 
-def _train(folder: Path, world: World) -> int:
-    spec, draw = make_spec(), torch.Generator().manual_seed(0)
+def _train(folder: Path, world: World, spec: RunSpec) -> int:
+    draw = torch.Generator().manual_seed(0)
     vocabulary = read_shape(folder).vocabulary
 
     def ids(count: int) -> tuple[int, ...]:
@@ -119,6 +126,10 @@ def _train(folder: Path, world: World) -> int:
     settings = options_of(world.size)
     if settings.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if isinstance(spec.training.lora, LoraSpec):
+        use_blocks(model)
+        add_adapters(model, spec.training.lora)
+        begin_adapters(model, seed=0, world=world)
     world.shard(model)
     optimizer = make_optimizer(model, spec.training)
     execution = Execution(world=world, row_tokens=settings.row_tokens, recompute=settings.recompute)
@@ -181,9 +192,9 @@ def _resident(field: str) -> int:
     return int(lines[field].split()[0]) * _PIECE_BYTES
 
 
-def planned_training(shape: ModelShape, *, ranks: int = 1) -> int:
-    """Return what the plan says of a step of one process, or of each of several."""
-    return sum(item.bytes for item in roles.step_items(shape, make_spec(), options_of(ranks)))
+def planned_training(shape: ModelShape, *, ranks: int = 1, rank: int = 0) -> int:
+    """Return what the plan says of a step of one process, or of each of several; with a `rank`, of adapters."""
+    return sum(item.bytes for item in roles.step_items(shape, make_spec(rank=rank), options_of(ranks)))
 
 
 def planned_verifying(shape: ModelShape) -> int:
@@ -193,12 +204,14 @@ def planned_verifying(shape: ModelShape) -> int:
 
 CHILDREN: dict[str, Callable[[Path], int]] = {
     "train": train,
+    **{f"train, LoRA {rank}": functools.partial(train, rank=rank) for rank in LORA_RANKS},
     "train, 2 ranks": train_sharded,
     "verify": verify,
     "write": write_policy,
 }
 PLANNED: dict[str, Callable[[ModelShape], int]] = {
     "train": planned_training,
+    **{f"train, LoRA {rank}": functools.partial(planned_training, rank=rank) for rank in LORA_RANKS},
     "train, 2 ranks": functools.partial(planned_training, ranks=RANKS),
     "verify": planned_verifying,
 }

@@ -82,6 +82,7 @@ def plan(
         raise click.UsageError("--run brings its own rules: it takes neither --write, --context nor --group-size.")
     if written is not None and written.exists():
         raise click.UsageError(f"{written} exists: name a new file with --write.")
+    from coordinator.errors import UnfitModel
     from coordinator.planning.amounts import parse_cards, parse_rate
     from coordinator.planning.plan import Machines, make_plan
     from coordinator.planning.proposal import first_spec, render_run_toml
@@ -89,7 +90,6 @@ def plan(
     from coordinator.planning.view import render_json, render_plan
     from coordinator.run.definition import read_run_file
     from coordinator.run.first_policy import require_fit
-    from node.policy.families import PROJECTIONS
     from node.policy.inspection import FirstPolicy
 
     cards = parse_cards(gpus)
@@ -110,7 +110,13 @@ def plan(
         spec = first_spec(shape, initial=str(folder.absolute()), context=context, group_size=group_size)
     else:
         _, spec = read_run_file(run_file)
-    policy = FirstPolicy(family=shape.family, hidden=shape.hidden, positions=shape.positions, projections=PROJECTIONS)
+    if spec.training.lora and not shape.runs_here:
+        raise UnfitModel(
+            f"{shape.family} is planned on paper alone, and [training.lora] has no adapters for experts: leave it out"
+        )
+    policy = FirstPolicy(
+        family=shape.family, hidden=shape.hidden, positions=shape.positions, projections=shape.projections
+    )
     require_fit(policy, spec)
     found = make_plan(shape, spec, machines, is_given=run_file is not None)
     if written is not None:

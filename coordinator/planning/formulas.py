@@ -8,12 +8,12 @@ predicted; `padded` tokens go through attention, where samples that share a prom
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Final
 
 from coordinator.planning.shape import ModelShape
 from coordinator.training.head import CHUNK_BYTES
 from node.policy.streaming import PIECE_BYTES
-from node.protocol.run import RunSpec
+from node.protocol.run import LoraSpec, RunSpec, TrainingSpec
 from node.verification.batches import MAX_BATCH_TOKENS
 from node.verification.spans import MAX_LOGITS
 
@@ -40,9 +40,21 @@ TREE_SHARE: Final = 0.87
 """Of what the links allow, reached at depth 3 behind capped uplinks (benchmarks/baselines/broadcast.json)."""
 
 
-def optimizer_bytes(shape: ModelShape, optimizer: Literal["adamw", "muon"]) -> int:
-    """Return two moments of each weight, of the layers' matrices one with Muon (coordinator/training/optimizers.py)."""
-    moments = 2 * shape.parameters - (shape.matrices if optimizer == "muon" else 0)
+def adapter_parameters(shape: ModelShape, training: TrainingSpec) -> int:
+    """Return how many numbers `[training.lora]` trains in place of the weights (coordinator/training/lora.py)."""
+    return training.lora.parameters(shape.projections) if isinstance(training.lora, LoraSpec) else 0
+
+
+def trained_parameters(shape: ModelShape, training: TrainingSpec) -> int:
+    """Return how many numbers have a gradient, and moments."""
+    return adapter_parameters(shape, training) or shape.parameters
+
+
+def optimizer_bytes(shape: ModelShape, training: TrainingSpec) -> int:
+    """Return two moments of each number that is trained, with Muon one of the layers' matrices, which are no adapters
+    (coordinator/training/optimizers.py).
+    """
+    moments = 2 * trained_parameters(shape, training) - (shape.matrices if training.optimizer == "muon" else 0)
     return WIDE * moments
 
 
@@ -51,14 +63,17 @@ def share_of(total: int, ranks: int) -> int:
     return math.ceil(total / ranks)
 
 
-def gathered_layer_bytes(shape: ModelShape, ranks: int, *, autocast: bool) -> int:
+def gathered_layer_bytes(shape: ModelShape, training: TrainingSpec, ranks: int, *, autocast: bool) -> int:
     """Return one layer in use and the next on its way, with the gradients of one and those that are being reduced.
 
     FSDP2 prefetches one layer and overlaps one reduction (torch.distributed.fsdp.fully_shard, its documentation). In
-    autocast all but the reduction, which is in float32, has 16 bits.
+    autocast all but the reduction, which is in float32, has 16 bits. With adapters only those
+    have gradients.
     """
-    item = 2 if autocast else WIDE
-    return (3 * item + WIDE) * shape.largest_layer if ranks > 1 else 0
+    if ranks == 1:
+        return 0
+    item, adapters = 2 if autocast else WIDE, adapter_parameters(shape, training) // shape.layers
+    return 2 * item * (shape.largest_layer + adapters) + (item + WIDE) * (adapters or shape.largest_layer)
 
 
 def embedding_gradient_bytes(shape: ModelShape, ranks: int) -> int:
@@ -85,9 +100,21 @@ def layer_activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autoc
     return tokens * each + padded * item * 2 * (queries + keys)
 
 
-def activation_bytes(shape: ModelShape, *, tokens: int, padded: int, autocast: bool, recompute: bool) -> int:
-    """Return those of a row: all layers', or with recomputation each layer's input and one's own (arXiv 1604.06174)."""
+def adapter_activation_bytes(training: TrainingSpec, *, tokens: int, autocast: bool) -> int:
+    """Return what a layer's adapters save beside it: A x of each, as their input is the layer's own."""
+    lora = training.lora
+    return (2 if autocast else WIDE) * tokens * lora.rank * len(lora.targets) if isinstance(lora, LoraSpec) else 0
+
+
+def activation_bytes(
+    shape: ModelShape, training: TrainingSpec, *, tokens: int, padded: int, autocast: bool, recompute: bool
+) -> int:
+    """Return those of a row: all layers', or with recomputation each layer's input and one's own (arXiv 1604.06174).
+
+    Frozen weights save as much as trained ones, as adapters need the same inputs.
+    """
     layer = layer_activation_bytes(shape, tokens=tokens, padded=padded, autocast=autocast)
+    layer += adapter_activation_bytes(training, tokens=tokens, autocast=autocast)
     if recompute:
         return layer + shape.layers * tokens * WIDE * shape.hidden
     return shape.layers * layer
@@ -111,12 +138,15 @@ def head_bytes(shape: ModelShape, ranks: int, *, drawn: int) -> int:
     return CHUNK_COPIES * chunk + 4 * WIDE * drawn * shape.hidden + 2 * WIDE * together * shape.hidden
 
 
-def publish_bytes(shape: ModelShape, ranks: int, *, dtype: str) -> int:
+def publish_bytes(shape: ModelShape, training: TrainingSpec, ranks: int, *, dtype: str) -> int:
     """Return a rank's rows of the largest tensor, cast for the policy file, and those of the rank that are written.
 
-    One process alone casts pieces of 4 MiB (node/policy/streaming.py).
+    One process alone casts pieces of 4 MiB (node/policy/streaming.py). Adapters are merged into one layer's weight at a
+    time, in float32.
     """
-    return 2 * share_of(ITEM_BYTES[dtype] * shape.largest_tensor, ranks) if ranks > 1 else 2 * PIECE_BYTES
+    merged = share_of(WIDE * shape.largest_projection, ranks) if adapter_parameters(shape, training) else 0
+    cast = share_of(ITEM_BYTES[dtype] * shape.largest_tensor, ranks) if ranks > 1 else PIECE_BYTES
+    return merged + 2 * cast
 
 
 def weight_bytes(shape: ModelShape, *, dtype: str) -> int:
@@ -176,9 +206,13 @@ def forward_operations(shape: ModelShape, *, tokens: int, context: float) -> flo
     return 2.0 * tokens * (weights + attention)
 
 
-def training_operations(forward: float, *, recompute: bool) -> float:
-    """Return a step's: a backward pass is two forward passes, recomputation one more (arXiv 1604.06174)."""
-    return forward * (4 if recompute else 3)
+def training_operations(forward: float, *, adapters: float, recompute: bool) -> float:
+    """Return a step's: a backward pass is two forward passes, recomputation one more (arXiv 1604.06174).
+
+    `adapters` is the share that adapters add to a forward pass, 0 without any: with them, the weights need no gradient.
+    """
+    passes = 4 if recompute else 3
+    return forward * (passes - 1 + passes * adapters) if adapters else forward * passes
 
 
 def prefilled_share(spec: RunSpec) -> float:

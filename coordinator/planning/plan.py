@@ -157,7 +157,8 @@ def _step_work(
     group_tokens = sampling.max_prompt_tokens + sampling.group_size * each
     forward = groups * formulas.forward_operations(shape, tokens=group_tokens, context=longest / 2)
     prefill = groups * formulas.forward_operations(shape, tokens=sampling.group_size * longest, context=longest / 2)
-    training = formulas.training_operations(forward, recompute=settings.recompute)
+    adapters = formulas.adapter_parameters(shape, spec.training) / shape.active
+    training = formulas.training_operations(forward, adapters=adapters, recompute=settings.recompute)
     verifying = prefill * formulas.prefilled_share(spec)
     cards = machines.worker_cards
     sequences = roles.fitting_sequences(shape, spec, parts=cards.count, memory=cards.memory)

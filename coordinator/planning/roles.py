@@ -86,32 +86,38 @@ def trainer_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) ->
     """Yield what each rank holds at its highest: in a step, or while it publishes."""
     *held, passing = step_items(shape, spec, settings)
     yield from held
-    publishing = formulas.publish_bytes(shape, settings.ranks, dtype=spec.model.dtype)
+    publishing = formulas.publish_bytes(shape, spec.training, settings.ranks, dtype=spec.model.dtype)
     yield max(passing, Item("at most at a time: publishing", publishing), key=lambda item: item.bytes)
 
 
 def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> Iterator[Item]:
     """Yield what each rank holds while several rows of a minibatch go through it; what comes and goes is last."""
     ranks, row = settings.ranks, row_layout(spec, settings.row_tokens)
-    weights = formulas.share_of(formulas.WIDE * shape.parameters, ranks)
-    optimizer = spec.training.optimizer
+    training = spec.training
+    weights, trained = (
+        formulas.share_of(formulas.WIDE * count, ranks)
+        for count in (shape.parameters, formulas.trained_parameters(shape, training))
+    )
     yield Item("weights, float32", weights)
-    yield Item("gradients, float32", weights)
-    name = "AdamW state" if optimizer == "adamw" else "Muon and AdamW state"
-    yield Item(name, formulas.share_of(formulas.optimizer_bytes(shape, optimizer), ranks))
-    if spec.training.kl_coefficient:
+    if training.lora:
+        yield Item("adapters, float32", trained)
+    yield Item("gradients, float32", trained)
+    name = "AdamW state" if training.optimizer == "adamw" else "Muon and AdamW state"
+    yield Item(name, formulas.share_of(formulas.optimizer_bytes(shape, training), ranks))
+    if training.kl_coefficient and not training.lora:  # the frozen weights are the first policy's
         yield Item("first policy, for the KL penalty", weights)
     if settings.autocast and (cast := formulas.cast_weight_bytes(shape, ranks, recompute=settings.recompute)):
         yield Item("layers' weights in 16 bits", cast)
     activations = formulas.activation_bytes(
-        shape, tokens=row.tokens, padded=row.padded, autocast=settings.autocast, recompute=settings.recompute
+        shape, training, tokens=row.tokens, padded=row.padded, autocast=settings.autocast, recompute=settings.recompute
     )
     head = formulas.head_bytes(shape, ranks, drawn=row.drawn)
-    gathered = formulas.gathered_layer_bytes(shape, ranks, autocast=settings.autocast)
+    gathered = formulas.gathered_layer_bytes(shape, training, ranks, autocast=settings.autocast)
+    embedding = 0 if training.lora else formulas.embedding_gradient_bytes(shape, ranks)
     passing = (
         Item("at most at a time: activations, a chunk of logits", activations + head),
         Item("at most at a time: activations, gathered layers", activations + gathered),
-        Item("at most at a time: gradient of the embedding", formulas.embedding_gradient_bytes(shape, ranks)),
+        Item("at most at a time: gradient of the embedding", embedding),
     )
     yield max(passing, key=lambda item: item.bytes)
 
@@ -226,7 +232,8 @@ def disk_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
     relayed = max(KEPT_DELTAS, kept)
     policy = formulas.weight_bytes(shape, dtype=dtype)
     delta = round(formulas.delta_bytes(policy, learning_rate=spec.training.learning_rate, dtype=dtype))
-    state = formulas.WIDE * shape.parameters + formulas.optimizer_bytes(shape, spec.training.optimizer)
+    state = formulas.WIDE * formulas.trained_parameters(shape, spec.training)
+    state += formulas.optimizer_bytes(shape, spec.training)
     return (
         Item(f"trainer: {formulas.CHECKPOINTS} checkpoints and the one being written", 4 * state),
         Item("trainer: first and newest policy", 2 * policy),

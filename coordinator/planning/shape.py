@@ -18,7 +18,7 @@ from coordinator.errors import UnfitModel
 from coordinator.training.optimizers import is_layer_matrix
 from node.policy.config import ATTENTION, parse_config, render_config
 from node.policy.errors import MalformedPolicy
-from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
+from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, projections, unique_tensors
 from node.policy.weights import MAX_CONFIG_BYTES
 from shardcast.errors import Malformed
 from shardcast.files import read_bounded
@@ -64,8 +64,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of parameters, and the widths that memory and work follow from.
 
     `active` are the parameters that one token meets, `matrices` those that Muon would train. FSDP gathers each layer as
-    one (`largest_layer`), and embeddings, head and last norm together (`outside_layers`). `feed_forward` is the width
-    that one token meets, of all its experts.
+    one (`largest_layer`), and embeddings, head and last norm together (`outside_layers`). `projections` are the layers
+    that can have adapters, with the inputs and outputs of all of one name. `feed_forward` is the width that one token
+    meets, of all its experts.
     """
 
     name: str
@@ -78,6 +79,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     largest_layer: int
     outside_layers: int
     largest_tensor: int
+    projections: dict[str, int]
+    largest_projection: int
     layers: int
     hidden: int
     feed_forward: int
@@ -157,6 +160,8 @@ def _count(
         largest_layer=max(layers),
         outside_layers=total - sum(layers),
         largest_tensor=max(tensor.numel() for tensor in tensors.values()),
+        projections=projection_widths(skeleton),
+        largest_projection=max((each.weight.numel() for each in projections(skeleton).values()), default=0),
         layers=sizes.num_hidden_layers,
         hidden=sizes.hidden_size,
         feed_forward=feed_forward,

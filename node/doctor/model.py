@@ -14,10 +14,10 @@ from node.protocol.chat import ChatFormat
 from node.protocol.run import LoraSpec, RunSpec
 from node.submission.writer import full_group_bytes
 
-TRAINER_BYTES: Final = 16
-"""Of a parameter: weight, gradient and AdamW's two moments, in float32."""
-_FROZEN_BYTES: Final = 4
-"""Of a parameter that only adapters change."""
+_WEIGHT_BYTES: Final = 4
+"""Of a parameter, trained or not, in float32."""
+_TRAINED_BYTES: Final = 12
+"""Of a parameter that is trained, further: its gradient and AdamW's two moments."""
 _REFERENCE_BYTES: Final = 4
 """Of a parameter: the first policy, kept where `kl_coefficient` is not 0."""
 
@@ -112,13 +112,21 @@ def _check_adapters(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
 
 def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec) -> Check:
     """Compare what a trainer of one process holds at least; activations and logits come on top."""
-    # Adapters, of which a trainer has all four, are a few in a hundred; their reference is the frozen weights.
-    all_weights = TRAINER_BYTES + (_REFERENCE_BYTES if spec.training.kl_coefficient else 0)
-    each = _FROZEN_BYTES if spec.training.lora else all_weights
-    need, free = each * policy.parameters + 4 * policy.largest_layer, free_memory()
+    lora, weights = spec.training.lora, policy.parameters
+    if isinstance(lora, LoraSpec):  # the reference is the frozen weights
+        trained = lora.parameters(policy.projections)
+        held = _WEIGHT_BYTES * weights + (_WEIGHT_BYTES + _TRAINED_BYTES) * trained
+        counted = (
+            f"{_WEIGHT_BYTES} bytes for each of {weights:,} parameters, {_WEIGHT_BYTES + _TRAINED_BYTES} for each of "
+        )
+        counted += f"the adapters' {trained:,}"
+    else:
+        each = _WEIGHT_BYTES + _TRAINED_BYTES + (_REFERENCE_BYTES if spec.training.kl_coefficient else 0)
+        held, counted = each * weights, f"{each} bytes for each of {weights:,} parameters"
+    need, free = held + _WEIGHT_BYTES * policy.largest_layer, free_memory()
     said = (
-        f"A trainer in one process takes {size(need)} of memory at least ({each} bytes for each of "
-        f"{policy.parameters:,} parameters, and its largest layer again), and {size(free)} are free here."
+        f"A trainer in one process takes {size(need)} of memory at least ({counted}, and its largest layer again), and "
+        f"{size(free)} are free here."
     )
     if free < need:
         return warning(

@@ -29,10 +29,9 @@ from transformers import (
 
 from node.policy.config import ATTENTION, FAMILIES, config_fields, parse_config, render_config
 from node.policy.errors import MalformedPolicy
-from node.policy.families import PROJECTIONS
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
-from node.policy.skeleton import build_skeleton, probe_shapes, unique_tensors
+from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, unique_tensors
 from node.policy.streaming import read_numbers
 from node.policy.tokenizer import eos_ids_of, normalized_tokens, parse_tokenizer, render_tokenizer, tokenizer_errors
 from node.policy.weights import AGAIN, CONFIG, ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, check_tensors, read_weights
@@ -129,7 +128,7 @@ class ModelFolder:
             end_marks=tuple(sorted(self.eos_ids)),
             has_chat_template=bool(self.tokenizer.chat_template),
             normalized_tokens=normalized_tokens(self.tokenizer),
-            projections=PROJECTIONS if self.config.model_type in ATTENTION else (),
+            projections=projection_widths(self.skeleton) if self.config.model_type in ATTENTION else {},
         )
 
     def source(self) -> PolicySource:

@@ -24,8 +24,8 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     `positions` is the longest sequence (None: any), `largest_layer` the parameters of the largest one, and
     `weight_bytes` the length of the folder's weights. `normalized_tokens` are the added tokens that the tokenizer looks
-    for in normalized text, and `projections` the linear layers that can have adapters. Of a tiny policy, only these,
-    `hidden` and `positions` are known.
+    for in normalized text, and `projections` the linear layers that can have adapters, with the inputs and outputs of
+    all of one name. Of a tiny policy, only their names, `hidden` and `positions` are known.
     """
 
     family: str
@@ -38,7 +38,7 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
     end_marks: tuple[int, ...] = ()
     has_chat_template: bool = False
     normalized_tokens: tuple[str, ...] = ()
-    projections: tuple[str, ...] = ()
+    projections: dict[str, int] = {}
 
 
 class Inspected(msgspec.Struct, frozen=True):
@@ -55,7 +55,8 @@ def tiny_policy(initial: str) -> FirstPolicy | None:
     if family not in TINY_FAMILIES:
         return None
     if family == "tiny":
-        return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=TINY_POSITIONS, projections=PROJECTIONS)
+        layers = dict.fromkeys(PROJECTIONS, 0)
+        return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=TINY_POSITIONS, projections=layers)
     return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=None)
 
 

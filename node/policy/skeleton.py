@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
+from node.policy.families import PROJECTIONS
 from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
 
@@ -39,6 +41,20 @@ def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
     return {name: state[name] for name in first.values()}
+
+
+def projections(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers that can have adapters, by their full names."""
+    found = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    return {name: each for name, each in found if name.rpartition(".")[2] in PROJECTIONS}
+
+
+def projection_widths(model: nn.Module) -> dict[str, int]:
+    """Return, by short name, the inputs and outputs of those layers together: what adapters of rank 1 have."""
+    widths = Counter[str]()
+    for name, layer in projections(model).items():
+        widths[name.rpartition(".")[2]] += layer.in_features + layer.out_features
+    return dict(widths)
 
 
 def materialise(skeleton: PreTrainedModel, device: torch.device) -> None:

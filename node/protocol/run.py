@@ -7,6 +7,7 @@ log's first entry, so that the rules cannot change unnoticed.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -312,6 +313,10 @@ class LoraSpec(Wire, frozen=True):
     def __post_init__(self) -> None:
         if len(set(self.targets)) != len(self.targets):
             raise ValueError("lora.targets names a layer twice")
+
+    def parameters(self, widths: Mapping[str, int]) -> int:
+        """Return how many numbers the adapters have; `widths`: by name of a layer, the sum of inputs and outputs."""
+        return self.rank * sum(widths.get(target, 0) for target in self.targets)
 
 
 class TrainingSpec(Wire, frozen=True):

@@ -88,6 +88,22 @@ def test_a_tiny_policy_of_512_positions_begins_no_run_of_4496_tokens() -> None:
             begin()
 
 
+@pytest.mark.parametrize(("rank", "kl"), [(8, 0.0), (1024, 0.01)])
+def test_a_trainer_of_adapters_needs_the_frozen_weights_and_what_the_adapters_take(
+    rank: int, kl: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a high rank they are most of it, and were not counted."""
+    policy = msgspec.structs.replace(QWEN, projections={"q_proj": 28 * (1024 + 2048), "o_proj": 28 * (2048 + 1024)})
+    need = 4 * QWEN.parameters + 16 * rank * 28 * (1024 + 2048) + 4 * QWEN.largest_layer
+    spec = changed("training", lora=LoraSpec(rank=rank, alpha=16.0, targets=("q_proj",)), kl_coefficient=kl)
+    monkeypatch.setattr(doctor_model, "free_memory", lambda: need)
+    require_fit(policy, spec)
+    assert not caplog.records
+    monkeypatch.setattr(doctor_model, "free_memory", lambda: need - 1)
+    require_fit(policy, spec)
+    assert f"16 for each of the adapters' {rank * 28 * 3072:,}" in caplog.text
+
+
 @pytest.mark.parametrize(("kl", "bytes_each"), [(0.0, 16), (0.01, 20)])
 def test_a_trainer_that_will_not_fit_into_memory_is_a_warning_with_figures(
     kl: float, bytes_each: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -26,11 +26,13 @@ from coordinator.planning.shape import ModelShape, read_shape
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states
+from coordinator.training.lora import add_adapters
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import Scored, pack
 from node.cli import main
 from node.keys.identity import create_key
-from node.protocol.run import TrainingSpec, parse_run_toml
+from node.policy.products import use_blocks
+from node.protocol.run import LoraSpec, TrainingSpec, parse_run_toml
 
 MODELS = Path(__file__).parents[3] / "benchmarks" / "data" / "models"
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
@@ -66,16 +68,33 @@ def test_what_is_counted_is_what_the_model_has(tmp_path: Path, family: str, is_t
     assert shape.is_tied is is_tied
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_optimizers_state_is_what_a_step_leaves(tmp_path: Path, optimizer: Any) -> None:
+def lora(rank: int, *targets: Any) -> LoraSpec:
+    return LoraSpec(rank=rank, alpha=1.0, targets=targets) if targets else LoraSpec(rank=rank, alpha=1.0)
+
+
+TRAININGS = {
+    "adamw": TrainingSpec(),
+    "muon": TrainingSpec(optimizer="muon"),
+    "adapters": TrainingSpec(lora=lora(8)),
+    "adapters of some layers, of a rank above their width": TrainingSpec(lora=lora(300, "q_proj", "down_proj")),
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_the_optimizers_state_is_what_a_step_leaves(tmp_path: Path, training: TrainingSpec) -> None:
     shape, model = small_shape(tmp_path)
-    made = make_optimizer(model, TrainingSpec(optimizer=optimizer))
+    if isinstance(training.lora, LoraSpec):
+        use_blocks(model)
+        add_adapters(model, training.lora)
+    made = make_optimizer(model, training)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     made.step()
     states = [made.state_of(parameter) for parameter in model.parameters()]
     kept = sum(each.nbytes for state in states for each in state.values() if torch.is_tensor(each) and each.ndim)
-    assert formulas.optimizer_bytes(shape, optimizer) == kept
+    assert formulas.optimizer_bytes(shape, training) == kept
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert formulas.trained_parameters(shape, training) == trained
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -154,6 +173,37 @@ def test_a_model_with_experts_is_counted_and_said_not_to_run(tmp_path: Path) -> 
     assert not shape.runs_here
     assert shape.parameters - shape.active == 2 * 6 * expert, "two layers, in which a token meets 2 of 8 experts"
     assert shape.feed_forward == 2 * 16
+
+
+def test_adapters_of_a_model_with_experts_are_refused(tmp_path: Path) -> None:
+    """The plan was that of a run that trains all weights, and said nothing: no adapter of this release fits experts."""
+    config = write_config(tmp_path, family="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    run = tmp_path / "run.toml"
+    run.write_text('name = "x"\n[[environments]]\nname = "arithmetic"\n[training.lora]\nrank = 8\nalpha = 16\n')
+    done = plan("--model", str(config), "--gpus", "4x80GB", "--run", str(run))
+    assert done.exit_code == 1
+    assert "no adapters for experts: leave it out" in done.output
+
+
+def test_adapters_take_what_they_train_and_no_more(tmp_path: Path) -> None:
+    """An operator would rent four times the GPUs; a high rank costs nearly as much as all weights, and is said to."""
+    shape, settings = (
+        published("Qwen3-4B"),
+        roles.TrainerOptions(ranks=4, row_tokens=4096, recompute=True, autocast=True),
+    )
+    spec = first_spec(shape, initial="/model", context=None, group_size=None)
+    totals = []
+    for training in (TrainingSpec(lora=lora(8)), TrainingSpec(lora=lora(1024)), TrainingSpec(kl_coefficient=0.1)):
+        *held, _ = roles.step_items(shape, msgspec.structs.replace(spec, training=training), settings)
+        totals.append(4 * sum(item.bytes for item in held) / shape.parameters)
+    low, high, full = totals
+    assert 4.0 < low < 4.2, "4 bytes for each frozen weight"
+    assert high == pytest.approx(4 + 16 * formulas.adapter_parameters(shape, TrainingSpec(lora=lora(1024)))
+                                 / shape.parameters, rel=0.01)  # fmt: skip
+    assert full == pytest.approx(20.0), "weights, gradients, two moments, and the first policy"
+    with_adapters = msgspec.structs.replace(spec, training=TrainingSpec(lora=lora(8)))
+    checkpoints = [roles.disk_items(shape, each)[0].bytes for each in (spec, with_adapters)]
+    assert checkpoints[1] < checkpoints[0] / 100
 
 
 @pytest.mark.parametrize(
@@ -349,7 +399,7 @@ def test_several_gpus_gather_a_layer_at_a_time_and_no_vocabulary() -> None:
     settings = roles.TrainerOptions(ranks=16, row_tokens=4096, recompute=False, autocast=True)
     *held, passing = roles.step_items(shape, spec, settings)
     assert sum(item.bytes for item in held) == pytest.approx(shape.parameters * 16 / 16, rel=1e-6)
-    with_layers = formulas.gathered_layer_bytes(shape, 16, autocast=True)
+    with_layers = formulas.gathered_layer_bytes(shape, spec.training, 16, autocast=True)
     assert with_layers == 10 * shape.largest_layer
     assert passing.bytes > with_layers
 
