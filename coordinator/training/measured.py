@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Literal, Protocol, Self
+from typing import IO, Final, Literal, Protocol, Self
 
 import msgspec
 
@@ -19,6 +19,11 @@ from shardcast.errors import LocalFault
 from shardcast.files import as_local_fault
 
 log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES: Final = 2**20
+"""A batch has tens of bytes for each of some hundred completions."""
+MAX_FILE_BYTES: Final = 2**30
+"""Of completions by the ten million; a larger file is none of ours."""
 
 
 class CompletionOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -124,20 +129,18 @@ class MeasuredFile:
     def _begin(self, header: MeasuredHeader) -> None:
         """Read the batches, and cut off what a kill left behind them."""
         self._file.seek(0)
-        lines, end = self._file.read().splitlines(keepends=True), 0
-        for at, line in enumerate(lines):
+        size, end = os.fstat(self._file.fileno()).st_size, 0
+        while size <= MAX_FILE_BYTES and (line := self._file.readline(MAX_LINE_BYTES)).endswith(b"\n"):
             try:
-                whole = line.endswith(b"\n")
-                if at == 0 and (not whole or msgspec.json.decode(line, type=MeasuredHeader) != header):
+                if end:
+                    batch = msgspec.json.decode(line, type=MeasuredBatch)
+                    self._batches[batch.environment, batch.first] = batch.outcomes
+                elif msgspec.json.decode(line, type=MeasuredHeader) != header:
                     break
-                batch = msgspec.json.decode(line, type=MeasuredBatch) if at and whole else None
             except msgspec.MsgspecError:
                 break
-            if batch is not None:
-                self._batches[batch.environment, batch.first] = batch.outcomes
-            if whole:
-                end += len(line)
-        if lines and not end:
+            end += len(line)
+        if size and not end:
             self._set_aside()
         self._file.truncate(end)
         if not end:

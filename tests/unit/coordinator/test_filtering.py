@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,14 @@ from coordinator.training.filtering import (
     filtered_spec,
     measured_digest,
 )
-from coordinator.training.measured import CompletionOutcome, MeasuredBefore, MeasuredFile, NothingMeasured
+from coordinator.training.measured import (
+    MAX_FILE_BYTES,
+    MAX_LINE_BYTES,
+    CompletionOutcome,
+    MeasuredBefore,
+    MeasuredFile,
+    NothingMeasured,
+)
 from node.cli import main
 from node.environments import load_environment
 from node.policy.file import save_policy
@@ -309,3 +317,24 @@ def test_the_command_says_so_where_nothing_is_left_and_writes_no_file(tmp_path: 
     assert "widen the bounds" in result.output
     assert not (tmp_path / "run.filtered.toml").exists()
     assert invoke(tmp_path, "--min", "0.5", "--max", "0.4").exit_code == 2
+
+
+def test_a_file_that_somebody_filled_takes_no_more_memory_than_its_lines(tmp_path: Path) -> None:
+    """Read at once, a file of zeros as long as the disk would end the command, and each one after it."""
+    path, outcomes = tmp_path / "file", (CompletionOutcome(3, False, 1.0),)
+    with MeasuredFile(path, of="run") as measured:
+        measured.add(0, 0, outcomes)
+    kept = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(MAX_FILE_BYTES)
+    tracemalloc.start()
+    with MeasuredFile(path, of="run") as measured:
+        assert measured.known(0, 0, count=1) == outcomes
+    assert tracemalloc.get_traced_memory()[1] < 16 * MAX_LINE_BYTES
+    tracemalloc.stop()
+    assert path.read_bytes() == kept
+    with path.open("r+b") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with MeasuredFile(path, of="run") as measured:
+        assert measured.known(0, 0, count=1) is None
+    assert path.with_name("file.old").stat().st_size > MAX_FILE_BYTES
