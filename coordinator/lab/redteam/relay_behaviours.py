@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _PATHS: Final[dict[Scope, tuple[str, ...]]] = {
 }
 _FOREVER_S: Final = 3600.0
 _MAX_REQUEST_BYTES: Final = 8192
+_BACKLOG: Final = 100
 
 
 @dataclass(slots=True)
@@ -87,14 +89,18 @@ class HostileRelay:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; return the URL."""
-        self._server = await asyncio.start_server(self._accept, host, port)
+        # Not asyncio's server: one that is closed in the turn in which it accepts a connection loses its socket.
+        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
         timeout = aiohttp.ClientTimeout(total=90.0)
         self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False)
-        return f"http://{host}:{self._server.sockets[0].getsockname()[1]}"
+        return f"http://{host}:{self._listener.getsockname()[1]}"
 
     async def stop(self) -> None:
         """Close every connection."""
-        self._server.close()
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
         open_ones = list(self._connections)
         for task in open_ones:
             task.cancel()
@@ -103,15 +109,19 @@ class HostileRelay:
         finally:
             await self._session.close()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._server.is_serving():
-            writer.transport.abort()  # accepted before the server closed, heard of after its connections were
-            return
-        task = asyncio.create_task(self._serve(reader, writer))
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return  # it hung up meanwhile, or this process has no descriptor left
+        accepted.setblocking(False)
+        task = asyncio.create_task(self._serve(accepted))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+        task.add_done_callback(lambda _: accepted.close())  # also of one that is cancelled before it begins
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, accepted: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=accepted)
         try:
             while True:
                 request = await reader.readuntil(b"\r\n\r\n")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -140,3 +143,19 @@ async def test_who_shows_a_head_first_cannot_withhold_its_manifest() -> None:
 
     async with asyncio.timeout(ENOUGH_S):
         assert await first_accepted(["first", "later"], ask, failed=lambda _url, _error: None) == "later"
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_relay_that_is_stopped_as_somebody_connects_loses_no_socket(turns: int) -> None:
+    """A connection that was accepted and forgotten hangs for whoever made it, and fails a test at random."""
+    relay = HostileRelay("http://127.0.0.1:9", BEHAVIOURS["hangs on everything"])
+    host, _, port = (await relay.start()).removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as caller:
+        caller.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await relay.stop()
+        async with asyncio.timeout(ENOUGH_S):
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""
+    gc.collect()
