@@ -46,13 +46,14 @@ class FolderTemplate:
     """The chat template of a folder, in a process that runs until `close`; call it from one thread.
 
     Each call returns a TemplateAnswer. It raises MalformedPolicy where the template takes `seconds` or ends the
-    process, after which no call has an answer; so does the beginning where the tokenizer cannot be loaded.
+    process, after which no call has an answer; so does the beginning where the tokenizer cannot be loaded. Where the
+    caller is killed in the middle of a call, the process ends a second of processor time after `seconds`.
     """
 
     def __init__(self, folder: Path, *, seconds: float = RENDER_SECONDS) -> None:
         self._folder, self._seconds = folder, seconds
         self._child = subprocess.Popen(  # noqa: S603  (this interpreter, a module of ours, and a path as one argument)
-            [sys.executable, "-P", "-m", "node.chat.template_process", str(folder.absolute())],
+            [sys.executable, "-P", "-m", "node.chat.template_process", str(folder.absolute()), str(seconds + 1)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import torch
 
-from node.chat.template import MAX_RENDERED_CHARS, TemplateAnswer, TemplateQuery
+from node.chat.template import MAX_RENDERED_CHARS, START_SECONDS, TemplateAnswer, TemplateQuery
 from node.policy.folder import load_tokenizer
-from node.policy.inspection_process import limit_resources
+from node.policy.inspection_process import allow_cpu_time, limit_resources
 
 _MAX_REASON = 300
 
@@ -33,12 +33,13 @@ def render_query(tokenizer: Any, query: TemplateQuery) -> TemplateAnswer:
 
 
 def main() -> None:
-    """Answer queries about the folder that is named."""
+    """Answer queries about the folder that is named, each within the seconds of processor time that are given."""
     torch.set_num_threads(1)
-    limit_resources(cpu_seconds=None)
-    tokenizer = load_tokenizer(Path(sys.argv[1]))
+    limit_resources(cpu_seconds=int(START_SECONDS))
+    tokenizer, seconds = load_tokenizer(Path(sys.argv[1])), float(sys.argv[2])
     _answer(TemplateAnswer())
     for line in sys.stdin.buffer:
+        allow_cpu_time(seconds)
         _answer(render_query(tokenizer, msgspec.json.decode(line, type=TemplateQuery)))
 
 

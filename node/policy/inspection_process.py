@@ -5,8 +5,10 @@ Its memory and its processor time are limited, since a tokenizer and a chat temp
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -33,18 +35,22 @@ def inspect(folder: Path) -> Inspected:
     return Inspected(policy=policy)
 
 
-def limit_resources(*, cpu_seconds: int | None = CPU_SECONDS) -> None:
-    """Limit this process's memory and, unless that is None, its processor time for good."""
+def limit_resources(*, cpu_seconds: int = CPU_SECONDS) -> None:
+    """Limit this process's memory for good, and its processor time until `allow_cpu_time` allows more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    for kind, most in (
-        (resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES),
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        if most is None:
-            continue
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES)
+    _limit(resource.RLIMIT_CPU, cpu_seconds)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def allow_cpu_time(seconds: float) -> None:
+    """Have this process end once it has used so much more processor time: as an orphan, nobody else ends it."""
+    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":
