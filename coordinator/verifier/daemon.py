@@ -42,7 +42,7 @@ from node.protocol.submission import Rollout
 from node.runtime.logs import bound
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
-from node.verification.measure import EngineAway, PolicyUnavailable
+from node.verification.measure import DatasetAway, EngineAway, PolicyUnavailable
 from node.verification.plan import Claim, Rules, never
 from node.verification.readings import MakePrefills, make_prefills, transformers_prefills
 from node.verification.shelf import GIB
@@ -92,22 +92,28 @@ class Verifier:
         self._bodies = body_reader(home)
         self._history = KeptHistory(settings.state, run_id=home.run_id)
         self._engine_failures = 0
+        self._has_fetched_again = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
         share_heaps()
         torch.set_num_threads(self._settings.threads)
         with contextlib.suppress(Stopped):
-            datasets = await race(self._datasets(), stop)
-            environments = load_environments(self._home.spec, datasets)
-            self._rules = Rules(self._home.run_id, self._home.spec, environments)
+            await self._use_datasets(await race(self._datasets(), stop))
             await self._verify_until(stop)
+
+    async def _use_datasets(self, datasets: Mapping[str, Path]) -> None:
+        environments = await asyncio.to_thread(load_environments, self._home.spec, datasets)
+        self._rules = Rules(self._home.run_id, self._home.spec, environments)
 
     async def _datasets(self) -> Mapping[str, Path]:
         """Return the files of the run's datasets: the data folder's, or fetched where that has not all of them."""
-        home, here = self._home, self._home.datasets
-        if len(here) == len(home.spec.datasets):
-            return here
+        here = self._home.datasets
+        return here if len(here) == len(self._home.spec.datasets) else await self._fetched_datasets()
+
+    async def _fetched_datasets(self) -> Mapping[str, Path]:
+        """Return the run's datasets in this verifier's state, fetched where they are missing or changed."""
+        home = self._home
         async with dataset_feed(
             home.spec,
             run_id=home.run_id,
@@ -176,6 +182,9 @@ class Verifier:
             except EngineAway as error:
                 await self._wait_for_engine(error, stop)
                 continue
+            except DatasetAway as error:
+                await self._fetch_again(error, stop)
+                continue
             except (DatabaseAway, OSError) as error:
                 self._metrics.outages.inc()
                 log.warning("database or disk unavailable, retrying every %.0f s: %s", RETRY_SECONDS, advice(error))
@@ -195,10 +204,18 @@ class Verifier:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), pause)
 
+    async def _fetch_again(self, error: DatasetAway, stop: asyncio.Event) -> None:
+        """Fetch the datasets that were changed, the first time; raises `error` the second time."""
+        if self._has_fetched_again:
+            raise error
+        self._has_fetched_again = True
+        log.error("%s. Nothing is judged until it was fetched again", error)
+        await self._use_datasets(await race(self._fetched_datasets(), stop))
+
     async def _verify_batch(self, cache: PolicyCache) -> bool:
         """Claim a batch, whose forward passes are shared, and judge it; return whether there was any submission.
 
-        Raises EngineAway and EngineFailed after what is not judged was put back.
+        Raises EngineAway, DatasetAway and EngineFailed after what is not judged was put back.
         """
         claimed = await asyncio.to_thread(self._claim)
         if claimed:
@@ -211,7 +228,7 @@ class Verifier:
                 except StoreAway as error:
                     log.warning("%d submissions deferred, object store unavailable: %s", len(claimed), error)
                     await self._defer_all(claimed)
-                except (EngineAway, EngineFailed):
+                except (EngineAway, DatasetAway, EngineFailed):
                     await self._defer_all(claimed)
                     raise
             self._engine_failures = 0
@@ -254,8 +271,8 @@ class Verifier:
             )
 
     async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
-        """Judge a batch; raises EngineAway, once the others are judged, if something was deferred because of it."""
-        away: EngineAway | None = None
+        """Judge a batch; raises the EngineAway or DatasetAway that deferred something, once the others are judged."""
+        away: EngineAway | DatasetAway | None = None
         await asyncio.to_thread(self._bodies.load_uploads, claimed)
         published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
         for one in claimed:
@@ -264,7 +281,7 @@ class Verifier:
         claimed = [one for one in claimed if not one.rebuild]
         for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
-                away = found if isinstance(found, EngineAway) else away
+                away = found if isinstance(found, EngineAway | DatasetAway) else away
                 with _log_context(one):
                     log.warning("submission %s… deferred: %s", one.submission[:16], found)
                 if not one.recheck or verdicts.clock() < one.recheck_by:
@@ -315,7 +332,7 @@ class Verifier:
         if isinstance(found, PolicyUnavailable | BodyUnavailable):
             log.warning("rebuilding the group of %s… deferred: %s", claimed.submission[:16], found)
             await asyncio.to_thread(self._defer, claimed)
-            if isinstance(found, EngineAway):
+            if isinstance(found, EngineAway | DatasetAway):
                 raise found
             return
         await asyncio.to_thread(self._record_rebuild, claimed, found, kept)

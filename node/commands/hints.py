@@ -66,6 +66,9 @@ HINTS: Final[dict[str, str]] = {
     "dataset_fault": f"{_LOGS} `swarmproof dataset show FILE` verifies a dataset's file.",
     "dataset_missing": "`swarmproof dataset add` puts it into the run's data folder; --datasets names another one.",
     "dataset_changed": "Make it again with `swarmproof dataset add`, from the same files and with the same options.",
+    "worker:dataset_changed": "See what writes there, and whether the disk is sound; --state names another folder.",
+    "verifier:dataset_changed": "See what writes there, and whether the disk is sound. `swarmproof dataset add` makes "
+    "it again, from the same files and with the same options.",
     "dataset_malformed": "Make it with `swarmproof dataset add`; of a run that was joined, the operator has to.",
     "no_held_out_rows": "Make the dataset with --held-out, and begin a run with that.",
     "wrong_content": f"{_OTHER_SOURCE} If every source has this one: {_ASK}",

@@ -151,7 +151,7 @@ class Dataset:
             raise DatasetFault(detail, code="dataset_malformed")
         data = self._file.read(*self._place(index))
         if _row_digest(data) != self._digests[index].tobytes():
-            detail = f"the dataset's file was changed: row {index} is not the one that was verified"
+            detail = f"{self._file.path} was changed: row {index} is not the one that was verified"
             raise DatasetFault(detail, code="dataset_changed")
         return _decode(data, index)
 
@@ -179,7 +179,7 @@ class _OpenFile:
         """Raises OSError."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
-        self._descriptor = descriptor
+        self.path, self._descriptor = path, descriptor
         self.size_bytes = os.fstat(descriptor).st_size
 
     def read(self, begin: int, end: int) -> bytes:
@@ -189,10 +189,10 @@ class _OpenFile:
             try:
                 piece = os.pread(self._descriptor, end - at, at)
             except OSError as error:
-                detail = f"the dataset's file cannot be read: {error.strerror or error}"
+                detail = f"{self.path} cannot be read any more: {error.strerror or error}"
                 raise DatasetFault(detail, code="dataset_changed") from error
             if not piece:
-                detail = f"the dataset's file was cut short: it had {self.size_bytes} bytes, and ends before {end}"
+                detail = f"{self.path} was cut short: it had {self.size_bytes} bytes, and ends before {end}"
                 raise DatasetFault(detail, code="dataset_changed")
             pieces.append(piece)
             at += len(piece)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from msgspec import UnsetType
 
 from node.environments.arithmetic import Arithmetic
-from node.environments.base import Conversation, Environment, EnvironmentFault, Problem, configure
+from node.environments.base import Conversation, DatasetChanged, Environment, EnvironmentFault, Problem, configure
 from node.environments.calculator import Calculator
 from node.environments.chat import Chat, with_chat
 from node.environments.code import Code
@@ -112,6 +112,7 @@ def _plain(environment: Environment) -> Environment:
 __all__ = [
     "NO_DATASETS",
     "Conversation",
+    "DatasetChanged",
     "Environment",
     "EnvironmentFault",
     "Problem",

@@ -29,6 +29,12 @@ class EnvironmentFault(NodeError):
     code = "environment_fault"
 
 
+class DatasetChanged(EnvironmentFault):
+    """A dataset's file is no longer the one that was verified: nothing more may be drawn from it."""
+
+    code = "dataset_changed"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A prompt as text, and what the environment needs to score an answer.

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import UnsetType
 
 from node.datasets.format import Dataset, DatasetRow
-from node.environments.base import EnvironmentFault, Problem
+from node.environments.base import DatasetChanged, EnvironmentFault, Problem
 from node.errors import DatasetFault
 from node.graders import grade
 from node.protocol.run import EnvironmentSpec, ProblemsSpec
@@ -30,11 +30,12 @@ class DatasetProblems:
         return range(self.dataset.header.leased, self.dataset.header.rows)
 
     def problem(self, index: int) -> Problem:
-        """Return row `index` as a problem; raises EnvironmentFault."""
+        """Return row `index` as a problem; raises EnvironmentFault, and DatasetChanged where the file changed."""
         try:
             row = self.dataset.row(index)
         except DatasetFault as error:
-            raise EnvironmentFault(f"{self.name}: {error}", code=error.code) from error
+            kind = DatasetChanged if error.code == DatasetChanged.code else EnvironmentFault
+            raise kind(f"{self.name}: {error}", code=error.code) from error
         messages = _messages(row, system=self.dataset.header.system)
         texts = [message["content"] for message in messages] or [row.prompt or ""]
         has_system = bool(messages) and messages[0]["role"] == "system"

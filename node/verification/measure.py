@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from node.environments import DatasetChanged
 from node.episodes.conversation import all_graded
 from node.episodes.expected import problem_of
 from node.errors import EngineFailed
@@ -41,6 +42,12 @@ class EngineAway(PolicyUnavailable):
     """The engine could not hold a policy just now, whatever was to be measured: it died, or memory is used up."""
 
     code = "engine_away"
+
+
+class DatasetAway(PolicyUnavailable):
+    """A dataset of the run was changed on this disk: no verdict follows on what draws from it."""
+
+    code = "dataset_changed"
 
 
 class Policies(Protocol):
@@ -189,10 +196,12 @@ def measure_rewards(plan: Plan) -> tuple[float, ...]:
 
 @contextlib.contextmanager
 def as_verifier_failure(what: str) -> Iterator[None]:
-    """Convert exceptions of the block into VerifierFailed, except Refusal."""
+    """Convert exceptions of the block into VerifierFailed, except Refusal; DatasetChanged into DatasetAway."""
     try:
         yield
     except (Refusal, VerifierFailed):
         raise
+    except DatasetChanged as error:
+        raise DatasetAway(str(error)) from error
     except Exception as error:
         raise VerifierFailed(f"{what} failed: {type(error).__name__}: {error}") from error

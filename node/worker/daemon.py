@@ -23,7 +23,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.client.api import DEFAULT_BACKOFF
 from node.client.http import Backoff
 from node.client.ssrf import not_nearer
+from node.datasets.fetching import DatasetFeed
 from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
+from node.environments.base import DatasetChanged
 from node.errors import EngineFailed
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
@@ -34,7 +36,7 @@ from node.protocol.messages import Lease
 from node.relay.advice import Serving
 from node.runtime.signals import Stopped, race, root_failure
 from node.worker.control import WorkerControl
-from node.worker.datasets import fetch_datasets, worker_datasets
+from node.worker.datasets import fetch_changed, fetch_datasets, worker_datasets
 from node.worker.delivery import Delivery
 from node.worker.engine import EngineHost, UnusablePolicy
 from node.worker.events import NO_OBSERVER, EventKind, Observer
@@ -47,7 +49,7 @@ from node.worker.standing import StandingPoller
 from node.worker.state import WorkerState
 from node.worker.status import figures, save_status
 from shardcast import Client as BroadcastClient
-from shardcast import ServedState, ServerLimits
+from shardcast import ServerLimits
 from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
@@ -126,7 +128,7 @@ async def run_worker(
                 broadcast=await stack.enter_async_context(broadcast),
                 engine=make_engine(descriptor.spec),
                 datasets=datasets,
-                contents=feed.offer(),
+                feed=feed,
                 observer=observer,
             )
             await worker.run(stop)
@@ -145,9 +147,10 @@ class Worker:
         broadcast: BroadcastClient,
         engine: Engine,
         datasets: Mapping[str, Path],
-        contents: Mapping[str, ServedState],
+        feed: DatasetFeed,
         observer: Observer = NO_OBSERVER,
     ) -> None:
+        self._datasets, self._has_fetched_again = feed, False
         self._settings, self._session, self._state, self._observer = settings, session, state, observer
         self._client, self._spec = client, spec = session.client, session.descriptor.spec
         self._changed = changed = asyncio.Event()
@@ -156,7 +159,7 @@ class Worker:
         self._feed = PolicyFeed(broadcast, backoff=backoff, arrived=changed, observer=observer)
         self._host = EngineHost(engine, self._feed, spec=spec, run_id=run_id, datasets=datasets, observer=observer)
         self._relays = RelayFollower(
-            session, self._feed, serving=settings.serving, limits=settings.server_limits, contents=contents
+            session, self._feed, serving=settings.serving, limits=settings.server_limits, contents=feed.offer()
         )
         self._registrar = Registrar(
             session,
@@ -259,6 +262,8 @@ class Worker:
                 log.error("%s", error)  # noqa: TRY400  (a person reads this; the cause is in its sentence)
             except EngineFailed as error:
                 await self._recover(error, stop)
+            except DatasetChanged as error:
+                await self._fetch_again(error, stop)
 
     async def _follow_policy(self) -> None:
         """Load the newest policy at the start, in flight where the rules allow it, or while idle."""
@@ -355,6 +360,18 @@ class Worker:
         )
         self._observer.notify(EventKind.ENGINE_FAILED, why=str(error), slots=slots)
         await race(asyncio.sleep(self._settings.backoff.delay(self._failures)), stop)
+
+    async def _fetch_again(self, error: DatasetChanged, stop: asyncio.Event) -> None:
+        """Return every lease and fetch what was changed, the first time; raises `error` the second time."""
+        self._doing = "fetching a dataset again"
+        slots = len(self._slots)
+        await self._slots.hand_back()
+        self._slots.failure = None
+        if self._has_fetched_again:
+            raise error
+        self._has_fetched_again = True
+        log.error("%s. Returned %d leases; fetching it again", error, slots)
+        await self._host.use_datasets(await race(fetch_changed(self._datasets, self._session), stop))
 
     # -- status
 

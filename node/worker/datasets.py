@@ -1,11 +1,12 @@
-"""The worker's datasets: fetched before its first lease, from where its policies come."""
+"""The worker's datasets: fetched before its first lease, from where its policies come, and again once one changes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 from node.client.api import FOREVER
 from node.client.ssrf import not_nearer
@@ -41,11 +42,21 @@ async def fetch_datasets(feed: DatasetFeed, session: RunSession) -> Mapping[str,
 
     Asks who those are for as long as a dataset is missing. Raises LocalFault, and StateError for changed rules.
     """
-    if not session.descriptor.spec.datasets:
-        return {}
+    return await _fetch(feed, session, session.follow()) if session.descriptor.spec.datasets else {}
+
+
+async def fetch_changed(feed: DatasetFeed, session: RunSession) -> Mapping[str, Path]:
+    """Verify every dataset once more and fetch those that were changed, while others follow the session.
+
+    Raises LocalFault.
+    """
+    return await _fetch(feed, session)
+
+
+async def _fetch(feed: DatasetFeed, session: RunSession, *beside: Coroutine[Any, Any, None]) -> Mapping[str, Path]:
     try:
         async with asyncio.TaskGroup() as group:
-            following = [group.create_task(work) for work in (session.follow(), _follow_relays(feed, session))]
+            following = [group.create_task(work) for work in (_follow_relays(feed, session), *beside)]
             files = await feed.fetch()
             for task in following:
                 task.cancel()

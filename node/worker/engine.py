@@ -69,6 +69,10 @@ class EngineHost:
         self._observer = observer
         self._environments = load_environments(spec, datasets)
 
+    async def use_datasets(self, datasets: Mapping[str, Path]) -> None:
+        """Draw problems from these files from now on, verified once more; raises as `load_environments`."""
+        self._environments = await asyncio.to_thread(load_environments, self._spec, datasets)
+
     @property
     def version(self) -> int | None:
         """The policy version in the engine; None before the first, and after a crash."""

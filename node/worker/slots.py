@@ -1,7 +1,7 @@
 """Active slots: one task each, from the lease to a stored group of rollouts.
 
-They share the engine's batch. A slot ends with its group on disk, with its lease, by cancellation, or with an engine
-failure, which ends all of them.
+They share the engine's batch. A slot ends with its group on disk, with its lease, by cancellation, or with a failure
+that is everybody's: the engine's, or a dataset that changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from node.environments.base import EnvironmentFault
+from node.environments.base import DatasetChanged, EnvironmentFault
 from node.errors import EngineFailed
 from node.protocol.messages import Lease
 from node.protocol.submission import Rollout
@@ -46,7 +46,7 @@ class _Slot:
 class ActiveSlots:
     """Runs slots and passes each finished one to `deliver`; sets `changed` whenever one ends.
 
-    `now` is the coordinator's clock in Unix seconds. `failure` is the engine's; its slots stay here until `hand_back`.
+    `now` is the coordinator's clock in Unix seconds. `failure` ends all slots, which stay here until `hand_back`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ActiveSlots:
         observer: Observer = NO_OBSERVER,
     ) -> None:
         self.speed = Speed()
-        self.failure: EngineFailed | None = None
+        self.failure: EngineFailed | DatasetChanged | None = None
         self.finished = 0
         self.expired = 0
         self._host = host
@@ -161,7 +161,7 @@ class ActiveSlots:
                 seconds,
             )
             self._observer.notify(EventKind.EXPIRED, policy=lease.version, slot=lease.slot, seconds=round(seconds, 3))
-        except EngineFailed as error:
+        except (EngineFailed, DatasetChanged) as error:
             self.failure = self.failure or error
             return
         except (EnvironmentFault, SandboxFailed) as error:

@@ -19,7 +19,8 @@ import pytest
 from aiohttp import web
 from broadcast_scene import Between
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dataset_files import environment_of, made, sums
+from dataset_files import damage, environment_of, made, sums
+from msgspec import structs
 from swarm import running, small_spec, worker_thread
 from waiting import until
 
@@ -109,6 +110,27 @@ def test_a_verifier_on_a_machine_without_the_data_folders_datasets_fetches_them(
         found = asyncio.run(Verifier(far, settings)._datasets())
         assert found[dataset.spec.digest].is_relative_to(tmp_path / "far")
     assert Dataset.open(found[dataset.spec.digest], dataset.spec).header == dataset.header
+
+
+def test_a_verifier_whose_dataset_is_damaged_fetches_it_before_it_judges_on(
+    tmp_path: Path, tiny_policy_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All work that draws on the damaged rows was given up as indeterminate, slot after slot."""
+    dataset = made(tmp_path / "data" / "datasets")
+    sound, spec = dataset.path.read_bytes(), small_spec(environments=(environment_of(dataset),))
+    spec = structs.replace(spec, batch=structs.replace(spec.batch, groups_per_step=1000))
+    with (
+        running(tmp_path, tiny_policy_path, spec=spec) as swarm,
+        worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status,
+    ):
+        until(lambda: status().get("admitted", 0) >= 1, seconds=SOON)
+        damage(dataset.path)
+        until(lambda: "Nothing is judged until" in caplog.text, seconds=SOON)
+        before = int(str(status()["admitted"]))
+        until(lambda: int(str(status()["admitted"])) >= before + 2, seconds=SOON)
+        assert (status()["rejected"], status()["indeterminate"]) == (0, 0)
+    fetched = next((tmp_path / "verifier" / "datasets" / dataset.spec.digest / "versions").glob("0-*.bin"))
+    assert fetched.read_bytes() == sound
 
 
 def test_relays_that_serve_another_dataset_cost_a_worker_time_alone(tmp_path: Path, tiny_policy_path: Path) -> None:

@@ -35,6 +35,15 @@ def made(to: Path, rows: Iterable[Any] | None = None, **changes: Any) -> Convert
     return convert(lines, ConvertSettings(**settings), to=to, check_answer=check_answer)
 
 
+def damage(path: Path) -> None:
+    """Change every row's prompt where the file lies, as a disk or another program may."""
+    data = path.read_bytes()
+    assert b"Q:" in data
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.write(data.replace(b"Q:", b"R:"))
+
+
 def environment_of(dataset: Converted, **changes: Any) -> EnvironmentSpec:
     """An environment over all rows of `dataset` that are not held out."""
     fields: dict[str, Any] = {"problems": ProblemsSpec(count=dataset.header.leased)} | changes

@@ -12,13 +12,14 @@ import resource
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dataset_files import environment_of, made, sums
+from dataset_files import damage, environment_of, made, sums
 from msgspec import structs
 from waiting import eventually
 from worker_swarm import RUN_ID, RUN_KEY
 
 from node.datasets import fetching
 from node.datasets.fetching import dataset_feed
+from node.environments.base import DatasetChanged
 from node.errors import ConfigError
 from node.joining.session import JoinSettings
 from node.relay.daemon import RelaySettings, run_relay
@@ -101,6 +102,28 @@ async def test_a_worker_asks_again_who_has_its_dataset(swarm, tmp_path, caplog):
             await asyncio.sleep(0.3)
             await swarm.start()
             await swarm.until(lambda: arrived(swarm.state, dataset))
+
+
+async def test_a_worker_whose_dataset_is_damaged_fetches_it_once_and_gives_its_slots_back(swarm, tmp_path, caplog):
+    """It dropped slot after slot, each held from others until its lease had lapsed."""
+    dataset, coordinator = made(tmp_path / "made"), swarm.coordinator
+    coordinator.spec = spec_over(swarm.spec, dataset)
+    with serving(tmp_path, dataset) as url:
+        coordinator.relays = (*coordinator.relays, url)
+        async with swarm.working() as (_, worker):
+            await swarm.until(lambda: coordinator.submissions)
+            (held,) = (swarm.state / "datasets" / dataset.spec.digest / "versions").glob("0-*.bin")
+            damage(held)
+            await swarm.until(lambda: "fetching it again" in caplog.text and arrived(swarm.state, dataset))
+            returned, submitted = len(coordinator.returned), len(coordinator.submissions)
+            assert returned >= 1
+            await swarm.until(lambda: len(coordinator.submissions) > submitted)
+            (held,) = held.parent.glob("0-*.bin")
+            damage(held)
+            with pytest.raises(DatasetChanged, match=f"{held.name} was changed: row") as caught:
+                await asyncio.wait_for(asyncio.shield(worker), SOON)
+            assert caught.value.code == "dataset_changed"
+            assert len(coordinator.returned) > returned
 
 
 async def test_a_dataset_that_nobody_has_does_not_keep_others_waiting(swarm, tmp_path):
