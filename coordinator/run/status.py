@@ -9,7 +9,7 @@ from coordinator.run.leader import last_leader
 from coordinator.storage import log, nodes, relays, steps, totals
 from coordinator.storage.database import Connection
 from coordinator.storage.progress import progress
-from node.protocol.run import StandingSpec
+from node.protocol.run import DatasetSpec, ProblemsSpec, RunSpec, StandingSpec
 from node.protocol.standing import Standing
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
             "finished_steps": finished,
             "finished": finished >= home.spec.training.steps,
             "max_async": home.spec.batch.max_async,
+            "datasets": _datasets(home.spec),
             "steps": _steps(connection),
             "policies": _policies(connection),
             "nodes": _nodes(connection, rules=home.spec.standing, now=now),
@@ -51,6 +52,19 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
             "leader": _leader(connection),
             "log_size": log.size(connection),
         }
+
+
+def _datasets(spec: RunSpec) -> list[dict[str, Any]]:
+    return [
+        {
+            "environment": one.name,
+            "digest": one.dataset.digest,
+            "bytes": one.dataset.bytes,
+            "rows": one.problems.count if isinstance(one.problems, ProblemsSpec) else None,
+        }
+        for one in spec.environments
+        if isinstance(one.dataset, DatasetSpec)
+    ]
 
 
 def _leader(connection: Connection) -> dict[str, Any] | None:

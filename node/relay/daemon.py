@@ -109,8 +109,12 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
 def _policies_quota(quota_bytes: int | None, spec: RunSpec) -> int | None:
     """Return what the run's datasets leave of `quota_bytes` for its policies; raises ConfigError for nothing."""
     datasets_bytes = sum(dataset.bytes for dataset in spec.datasets)
-    if quota_bytes is None or datasets_bytes < quota_bytes:
-        return None if quota_bytes is None else quota_bytes - datasets_bytes
+    if quota_bytes is None:
+        return None
+    if datasets_bytes < quota_bytes:
+        left = quota_bytes - datasets_bytes
+        log.info("quota: %.3g GB, of which %.3g are for policies, after the datasets", quota_bytes / 1e9, left / 1e9)
+        return left
     raise ConfigError(
         f"The run's datasets take {datasets_bytes / 1e9:.3g} GB, and the quota for them and the policies is "
         f"{quota_bytes / 1e9:.3g} GB: raise --quota-gb.",

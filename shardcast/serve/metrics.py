@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -11,6 +12,9 @@ from prometheus_client.registry import Collector
 
 from shardcast.serve.state import ServedState
 from shardcast.store.disk import disk_use
+
+_SHOWN_DIGITS: Final = 16
+"""Of a digest, as in logs."""
 
 
 class DiskCollector(Collector):
@@ -26,6 +30,36 @@ class DiskCollector(Collector):
         yield bytes_by_kind
 
 
+def missing_chunks(served: ServedState) -> int | None:
+    """Return how many chunks of the newest version are not here, None while no manifest says how many it has."""
+    versions = served.store.versions()
+    if not versions:
+        return None
+    newest = versions[-1].manifest
+    return newest.full.chunk_count - served.store.chunks_held(newest.version)
+
+
+class ContentsCollector(Collector):
+    """Collects what a node keeps and serves of each content, by the begin of its digest."""
+
+    def __init__(self, contents: Mapping[str, ServedState]) -> None:
+        self._contents = contents
+
+    def collect(self) -> Iterator[Metric]:
+        on_disk = GaugeMetricFamily("shardcast_content_bytes", "bytes of a content on disk", labels=["content"])
+        missing = GaugeMetricFamily(
+            "shardcast_content_missing_chunks", "chunks of a content still to come", labels=["content"]
+        )
+        sent = CounterMetricFamily("shardcast_content_sent_bytes", "bytes served of a content", labels=["content"])
+        for digest, content in self._contents.items():
+            name = [digest[:_SHOWN_DIGITS]]
+            on_disk.add_metric(name, sum(disk_use(content.store.root).values()))
+            sent.add_metric(name, content.traffic.bytes_out)
+            if (still_to_come := missing_chunks(content)) is not None:
+                missing.add_metric(name, still_to_come)
+        yield from (on_disk, missing, sent)
+
+
 class ServedStateCollector(Collector):
     """Collects one node's state; register it in its own registry, so that nodes may share a process."""
 
@@ -39,8 +73,7 @@ class ServedStateCollector(Collector):
         yield GaugeMetricFamily("shardcast_version", "newest version shown", -1 if head is None else head.version)
         yield GaugeMetricFamily("shardcast_versions_held", "versions whose manifest is held", len(versions))
         yield GaugeMetricFamily("shardcast_planned_bytes", "bytes of all held versions", served.store.planned_bytes)
-        newest = versions[-1].manifest if versions else None
-        missing = newest.full.chunk_count - served.store.chunks_held(newest.version) if newest is not None else 0
+        missing = missing_chunks(served) or 0
         yield GaugeMetricFamily("shardcast_missing_chunks", "chunks of the newest version still to come", missing)
         yield CounterMetricFamily("shardcast_received_bytes", "bytes received", served.bytes_in)
         fetched = served.fetched

@@ -33,10 +33,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from shardcast.errors import LocalFault, Malformed
 from shardcast.manifest import KIB, SignedManifest
 from shardcast.serve.listener import DEFAULT_SERVER_LIMITS, ServerLimits
-from shardcast.serve.metrics import ServedStateCollector
+from shardcast.serve.metrics import ContentsCollector, ServedStateCollector, missing_chunks
 from shardcast.serve.pacing import ChunkTurn, Pacer
 from shardcast.serve.refusals import refusal
 from shardcast.serve.state import ServedState
+from shardcast.store.disk import disk_use
 from shardcast.store.payload_file import ChunkLocation, PayloadFile
 from shardcast.wire import MAX_INTEGER
 
@@ -55,6 +56,7 @@ _OCTET_STREAM = "application/octet-stream"
 _CACHE_FOREVER = "public, max-age=31536000, immutable"
 """For content named by its digest."""
 _NO_STORE = "no-store"
+_CONTENT = "/content/"
 _PIECE_BYTES = 64 * KIB
 _HEADER_BYTES = 256
 """Roughly what aiohttp sends before a body."""
@@ -171,12 +173,20 @@ class _ManifestResponse(_DeadlineResponse):
 class ShardServer:
     """Request handlers over one node's state."""
 
-    def __init__(self, served: ServedState, limits: ServerLimits, *, pacer: Pacer | None) -> None:
-        self._served = served
+    def __init__(
+        self,
+        served: ServedState,
+        limits: ServerLimits,
+        *,
+        pacer: Pacer | None,
+        contents: Mapping[str, ServedState] = NO_CONTENTS,
+    ) -> None:
+        self._served, self._contents = served, contents
         self._limits = limits
         self._pacer = pacer
         self._registry = CollectorRegistry()
         self._registry.register(ServedStateCollector(served))
+        self._registry.register(ContentsCollector(contents))
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handler of each path of a run."""
@@ -246,7 +256,7 @@ class ShardServer:
         return refusal(404, "unknown_chunk", "chunk belongs to no version held here")
 
     async def status(self, _: web.Request) -> web.StreamResponse:
-        body = msgspec.json.encode(await asyncio.to_thread(describe, self._served))
+        body = msgspec.json.encode(await asyncio.to_thread(describe, self._served, self._contents))
         return web.Response(body=body, content_type="application/json")
 
     async def health(self, _: web.Request) -> web.StreamResponse:
@@ -268,13 +278,18 @@ class ShardServer:
             body_bytes = 0 if isinstance(response, _DeadlineResponse) else response.content_length or 0
             await self._pacer.allow(_HEADER_BYTES + body_bytes)
 
-    async def count_sent(self, _: web.Request, response: web.StreamResponse) -> None:
-        self._served.traffic.bytes_out += response.content_length or 0
+    async def count_sent(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Count a response as this node's, and one below a content's path as that content's as well."""
+        sent = response.content_length or 0
+        self._served.traffic.bytes_out += sent
+        content = self._contents.get(request.path.removeprefix(_CONTENT).partition("/")[0])
+        if content is not None:
+            content.traffic.bytes_out += sent
 
 
 def content_path(digest: str) -> str:
     """Return the path below which content `digest` is served."""
-    return f"/content/{digest}"
+    return _CONTENT + digest
 
 
 def make_app(
@@ -286,7 +301,7 @@ def make_app(
     them.
     """
     pacer = None if limits.max_bytes_per_s is None else Pacer(limits.max_bytes_per_s)
-    server = ShardServer(served, limits, pacer=pacer)
+    server = ShardServer(served, limits, pacer=pacer, contents=contents)
     handlers = server.handlers()
     for digest, content in contents.items():
         handlers |= ShardServer(content, limits, pacer=pacer).file_handlers(content_path(digest))
@@ -325,8 +340,8 @@ async def _handle_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return refusal(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
 
 
-def describe(served: ServedState) -> dict[str, Any]:
-    """Build the /v1/status body: role, versions with chunks held, sources with measurements, traffic."""
+def describe(served: ServedState, contents: Mapping[str, ServedState] = NO_CONTENTS) -> dict[str, Any]:
+    """Build the /v1/status body: role, versions with chunks held, contents, sources with measurements, traffic."""
     head = served.head()
     store = served.store
     return {
@@ -344,6 +359,11 @@ def describe(served: ServedState) -> dict[str, Any]:
                 "chunks_held": store.chunks_held(signed.manifest.version),
             }
             for signed in store.versions()
+        ],
+        "contents": [
+            {"digest": digest, "chunks_missing": missing_chunks(content), "bytes_out": content.traffic.bytes_out}
+            | {"disk_bytes": sum(disk_use(content.store.root).values())}
+            for digest, content in contents.items()
         ],
         "planned_bytes": store.planned_bytes,
         "fetching": [

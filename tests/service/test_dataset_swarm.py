@@ -93,6 +93,10 @@ def test_a_bare_worker_earns_in_a_run_whose_dataset_it_has_never_seen_and_is_aud
         with worker_thread(swarm.url, swarm.home.run_id, worker) as status:
             until(lambda: status().get("admitted", 0) >= 2, seconds=SOON)
             assert status()["rejected"] == 0
+        told = json.loads(swarm.peer().send("GET", "/v1/status").body)["datasets"]
+        named = {"environment": "dataset:sums", "digest": dataset.spec.digest, "bytes": dataset.spec.bytes}
+        assert told == [named | {"rows": dataset.header.leased}]
+        assert b'id="h-datasets"' in swarm.peer().send("GET", "/").body
         found = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys)
         assert found["outcome"] == "agree", found
         assert found["results"]["agree"] >= 2

@@ -35,14 +35,17 @@ LABELS_UNSEEN = {
     "swarmproof_partly_measured_groups": {"second_verdict"},
     "swarmproof_step_environment_reward": {"environment"},
     "shardcast_source_quarantined": {"source", "reason"},
+    "shardcast_content_bytes": {"content"},
+    "shardcast_content_missing_chunks": {"content"},
+    "shardcast_content_sent_bytes_total": {"content"},
     "shardcast_fetch_done_bytes": {"version"},
     "shardcast_fetch_total_bytes": {"version"},
     "shardcast_fetch_bytes_per_second": {"version"},
     "shardcast_fetch_sources": {"version"},
     "shardcast_fetch_seconds_left": {"version"},
 }
-"""Of metrics without a sample where nobody is caught, the run has one environment, nothing is in quarantine and no
-fetch is under way.
+"""Of metrics without a sample where nobody is caught, the run has one environment and no dataset, nothing is in
+quarantine and no fetch is under way.
 """
 
 pytestmark = pytest.mark.timeout(900)

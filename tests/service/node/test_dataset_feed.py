@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import resource
 
+import aiohttp
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dataset_files import damage, environment_of, made, sums
@@ -136,6 +137,27 @@ async def test_a_dataset_that_nobody_has_does_not_keep_others_waiting(swarm, tmp
         async with dataset_feed(swarm.coordinator.spec, **sources) as feed:
             with pytest.raises(TooSlow):
                 await feed.fetch(timeout_s=1.0)
+
+
+async def test_a_source_says_what_it_keeps_and_has_sent_of_each_dataset(swarm, tmp_path):
+    """An operator whose disk or uplink fills up could not tell a dataset from policies."""
+    dataset, never = made(tmp_path / "made"), made(tmp_path / "never", sums(3))
+    sources = {"run_id": RUN_ID, "publisher_key": PUBLIC_KEY, "folder": tmp_path / "state"}
+    with serving(tmp_path, dataset, never) as url:
+        async with dataset_feed(spec_over(swarm.spec, dataset), sources=(url,), **sources) as feed:
+            await feed.fetch()
+        async with aiohttp.ClientSession(url) as http:
+            async with http.get("/v1/status") as answer:
+                held = {one.pop("digest"): one for one in (await answer.json())["contents"]}
+            async with http.get("/metrics") as answer:
+                metrics = await answer.text()
+    fetched, other = held[dataset.spec.digest], held[never.spec.digest]
+    assert (fetched["chunks_missing"], other["chunks_missing"]) == (0, 0)
+    assert fetched["disk_bytes"] >= dataset.spec.bytes
+    assert fetched["bytes_out"] >= dataset.spec.bytes
+    assert other["bytes_out"] == 0
+    assert f'shardcast_content_bytes{{content="{dataset.spec.digest[:16]}"}}' in metrics
+    assert f'shardcast_content_sent_bytes_total{{content="{never.spec.digest[:16]}"}} 0.0' in metrics
 
 
 async def test_a_relay_whose_disk_is_full_says_so_and_goes_on_once_there_is_room(swarm, tmp_path, caplog, monkeypatch):
