@@ -35,6 +35,9 @@ from shardcast.wire import decode, encode
 MAX_ATTEMPTS = 3
 """Attempts to verify a submission before it is indeterminate."""
 
+MAX_CLAIMS = 2 * MAX_ATTEMPTS
+"""Claims of a submission without a verdict before it is given up: it may be what ends or hangs its verifiers."""
+
 MAX_DRIFT_BYTES = 1024
 
 
@@ -63,6 +66,11 @@ class QueueItem:
     rebuild: bool = False
     spot: int | None = None
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it has used up its claims, and ends as indeterminate without being measured again."""
+        return self.attempts >= MAX_CLAIMS
+
 
 def claim(
     connection: Connection,
@@ -77,7 +85,8 @@ def claim(
 
     Claims last `seconds`, unless they are renewed. Rechecks that training waits for come first, then others, then the
     oldest version, which is the first that training cannot use any more, then by arrival. So verifiers load a policy
-    once for all that waits under it, and nothing waits for a version that is older.
+    once for all that waits under it, and nothing waits for a version that is older. One that was claimed MAX_ATTEMPTS
+    times is claimed alone: where it ends its verifier, it uses up no claims of others.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -95,7 +104,7 @@ def claim(
     rows = connection.execute(_oldest(free, most=most)).all()
     taken = [
         _claimed(connection, row, verifier=verifier, spec=spec, over=over)
-        for row in takewhile(lambda row: row.version == rows[0].version, rows)
+        for row in takewhile(lambda row: row is rows[0] or _goes_with(row, rows[0]), rows)
     ]
     connection.execute(
         update(submissions)
@@ -108,6 +117,10 @@ def claim(
         )
     )
     return taken
+
+
+def _goes_with(row: Row[Any], first: Row[Any]) -> bool:
+    return row.version == first.version and max(row.attempts, first.attempts) < MAX_ATTEMPTS
 
 
 def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:

@@ -302,6 +302,9 @@ class Verifier:
         found: dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable] = {}
         claims: dict[str, Claim] = {}
         for one in claimed:
+            if one.is_hopeless:
+                found[one.submission] = _given_up(one)
+                continue
             try:
                 body = await asyncio.to_thread(self._bodies.read, one)
             except BodyUnavailable as error:
@@ -319,6 +322,9 @@ class Verifier:
     async def _rebuild(self, claimed: QueueItem, cache: PolicyCache, published: Mapping[int, str]) -> None:
         """Measure an admitted submission once more, alone, and keep its group if it is the logged one."""
         kept = await asyncio.to_thread(self._admitted_group, claimed)
+        if claimed.is_hopeless:
+            await asyncio.to_thread(self._record_rebuild, claimed, _given_up(claimed), kept)
+            return
         found: JudgedClaim | PolicyUnavailable | BodyUnavailable
         try:
             body = await asyncio.to_thread(self._bodies.read, claimed)
@@ -464,6 +470,16 @@ class Verifier:
 
 def _log_context(claimed: QueueItem) -> contextlib.AbstractContextManager[None]:
     return bound(submission=claimed.submission, node=claimed.node, policy=claimed.version, slot=claimed.slot)
+
+
+def _given_up(claimed: QueueItem) -> JudgedClaim:
+    """Judge a submission whose verifiers all ended, or lost their claims, before they had a verdict."""
+    detail = f"None of {claimed.attempts} verifiers that claimed it came to a verdict."
+    with _log_context(claimed):
+        log.error("submission %s… is given up: %s See the logs of that time", claimed.submission[:16], detail)
+    return JudgedClaim(
+        verdict=Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail, tokens=0)
+    )
 
 
 def _claim(claimed: QueueItem, rollouts: Sequence[Rollout]) -> Claim:

@@ -13,6 +13,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.storage import verdicts
 from coordinator.storage.verdicts import QueueItem
 from node.protocol.admission import Outcome
+from node.protocol.messages import VerdictEntry
 from node.protocol.run import StandingSpec
 
 VERSIONS, SLOTS = 3, 34
@@ -106,3 +107,27 @@ def test_a_second_verdict_that_training_waits_for_is_first_whatever_its_version(
     (recheck,) = claim(actors)
     assert (recheck.submission, recheck.recheck, recheck.version) == (unseen[0], True, 1)
     assert [one.version for one in claim(actors, "another")] == [0]
+
+
+def test_a_submission_that_ends_its_verifiers_takes_no_others_with_it(home: Home) -> None:
+    """What is claimed with it is claimed again as often; given up with it, it would be honest work lost."""
+    actors = Actors(home)
+    actors.register("poison", *(f"n{number}" for number in range(4)))
+    actors.publish(0)
+    poison = actors.submit("poison", actors.lease("poison", held=(0,))[0].lease_id)
+    for number in range(4):
+        actors.submit(f"n{number}", actors.lease(f"n{number}", held=(0,))[0].lease_id)
+    batches = []
+    for _ in range(40):
+        actors.now += 31
+        batch = claim(actors)
+        batches.append([one.submission for one in batch])
+        if any(one.submission == poison and not one.is_hopeless for one in batch):
+            continue  # the verifier is killed
+        for one in batch:
+            actors.decide(one, Outcome.INDETERMINATE if one.is_hopeless else Outcome.ADMITTED)
+    assert sum(poison in batch for batch in batches) == verdicts.MAX_CLAIMS + 1
+    assert all(len(batch) == 5 for batch in batches[: verdicts.MAX_ATTEMPTS])
+    outcomes = {entry.submission: entry.outcome for entry in actors.entries() if isinstance(entry, VerdictEntry)}
+    assert outcomes.pop(poison) is Outcome.INDETERMINATE
+    assert list(outcomes.values()) == [Outcome.ADMITTED] * 4

@@ -19,7 +19,7 @@ from verifying import Part, drawn
 from waiting import eventually, until
 
 from coordinator.run.history import KeptHistory
-from coordinator.storage import log
+from coordinator.storage import log, verdicts
 from coordinator.verifier import daemon as verifier
 from coordinator.verifier import policy_cache as policy_shelf
 from coordinator.verifier.policy_cache import PolicyCache
@@ -158,6 +158,21 @@ def test_a_policy_beyond_the_lead_is_rejected(run: Run) -> None:
     lease = peer.lease()
     receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease, to=3)))
     assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.WRONG_SEGMENTS)
+
+
+def test_a_submission_that_no_verifier_survived_is_given_up_and_its_slot_is_leased_anew(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be measured again for ever, by one killed verifier after the other."""
+    readings = counted(monkeypatch)
+    monkeypatch.setattr(verdicts, "MAX_CLAIMS", 0)
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    receipt = run.swarm.verdict(peer, peer.submit(lease.lease_id, run.switched(lease)))
+    assert (receipt.outcome, receipt.reason) == (Outcome.INDETERMINATE, Reason.VERIFIER_FAILED)
+    assert "came to a verdict" in receipt.detail
+    assert readings == []
+    assert run.swarm.peer().lease().slot == lease.slot
 
 
 def cache_of(run: Run, client: Client, folder: Path, *, memory: int = 2**30) -> PolicyCache:
