@@ -1,8 +1,9 @@
 """Write the two datasets that the project generates itself: `python -m tools.make_dataset math|code --to FILE.jsonl`.
 
 Rows for `swarmproof dataset add` (`question`, `answer`, `kind`, `solution`), or with `--demonstrations` conversations
-for `swarmproof sft`, of other questions than any row asks. The same seed gives the same rows on every machine. Like the
-project, what this writes is under the Apache License 2.0; none of it is taken from other texts.
+for `swarmproof sft`, of other questions than any row asks. No two rows ask the same in other words: `5+3` is `3+5`,
+`x+3=8` is `8-3`, and functions with the same outputs are one. The same seed gives the same rows on every machine. Like
+the project, what this writes is under the Apache License 2.0; none of it is taken from other texts.
 
     math  2,000 sums, differences and equations of numbers below 100; grader `math/1`
     code  500 functions of an integer, described in words, with six cases each; grader `unit-tests/1`
@@ -48,6 +49,8 @@ class Generated:
     answer: Any
     kind: str
     solution: str
+    asks: tuple[str | int, ...]
+    """The calculation, or a function's outputs: the same for problems that are one question in different words."""
     work: Work
     guess: Callable[[Random], str]
 
@@ -88,14 +91,19 @@ PROBLEMS: Mapping[str, tuple[Callable[[], Iterator[Generated]], int]] = {
 
 
 def drawn(name: str, *, seed: int) -> tuple[list[Generated], list[Generated]]:
-    """Return the problems that are rows of a dataset, and those that are none."""
-    make, rows = PROBLEMS[name]
+    """Return the problems that are rows of a dataset, and those that ask what no row asks."""
+    make, count = PROBLEMS[name]
 
     def place(problem: Generated) -> bytes:
         return derive("swarmproof/1 generated dataset", seed.to_bytes(8, "big"), problem.question.encode())
 
     problems = sorted(make(), key=place)
-    return problems[:rows], problems[rows:]
+    questions: dict[tuple[str | int, ...], Generated] = {}
+    for problem in problems:
+        questions.setdefault(problem.asks, problem)
+    rows = list(questions.values())[:count]
+    asked = {problem.asks for problem in rows}
+    return rows, [problem for problem in problems if problem.asks not in asked]
 
 
 def demonstrations(
@@ -125,6 +133,7 @@ def _calculation(question: str, kind: str, a: int, sign: str, b: int) -> Generat
         right,
         kind,
         solution=right,
+        asks=(sign, a, b) if sign == "-" else (sign, min(a, b), max(a, b)),
         work=lambda mistakes, rng: _columns(a, sign, b, mistakes, rng),
         guess=lambda rng: str(rng.randint(20, 198) if sign == "+" else rng.randint(0, 89)),
     )
@@ -154,6 +163,7 @@ def _function(*steps: Step, among: Sequence[Step]) -> Generated:
         {"function": "f", "cases": cases},
         ", ".join(operation.told.partition(" ")[0] for operation, _ in steps),
         solution=_program(steps),
+        asks=tuple(outputs),
         work=lambda mistakes, rng: _parts(steps, among, mistakes, rng),
         guess=lambda rng: _program(rng.choices(among, k=len(steps))),
     )

@@ -7,6 +7,8 @@ question that a demonstration answers would make every figure of `benchmarks.cur
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -52,6 +54,31 @@ def test_dataset_add_takes_every_row_and_no_held_out_question_is_trained_on(
     others = drawn(name, seed=0)[1]
     shown = demonstrations(others, count=300, mistakes=0.1, guesses=0.1, seed=1)
     assert not {one["messages"][0]["content"] for one in shown} & (learnt | held_out)
+
+
+def calculation(problem: Generated) -> object:
+    """What a problem asks, read from its text alone: an equation is a difference, and a sum has no first number."""
+    a, b = (int(number) for number in re.findall(r"\d+", problem.question))
+    if problem.kind == "equation":
+        return b, "-", a
+    return frozenset((a, b)) if problem.kind == "sum" else (a, "-", b)
+
+
+def outputs(problem: Generated) -> object:
+    return tuple(case["output"] for case in problem.answer["cases"])
+
+
+@pytest.mark.parametrize(("name", "asked"), [("math", calculation), ("code", outputs)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_two_rows_ask_the_same_and_no_demonstration_asks_what_a_row_asks(
+    name: str, asked: Callable[[Generated], object], seed: int
+) -> None:
+    """A held-out row that is a leased or demonstrated one in other words measures memory, whatever its text."""
+    rows, others = drawn(name, seed=seed)
+    questions = {asked(row) for row in rows}
+    assert len(questions) == len(rows) == ROWS[name]
+    assert others
+    assert not questions & {asked(other) for other in others}
 
 
 @pytest.mark.parametrize("name", ROWS)
