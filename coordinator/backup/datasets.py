@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ from msgspec import UnsetType
 from coordinator.backup.manifest import BackupError, BackupManifest, HashingFile
 from coordinator.run.home import Home
 from node.datasets.folder import DATASETS, dataset_file
-from node.protocol.run import DatasetSpec, RunSpec
+from node.protocol.run import FileSpec, RunSpec
 from shardcast.content import file_digest
 from shardcast.files import TEMPORARY_SUFFIX, sync_folder
 
@@ -19,12 +20,12 @@ _PIECE_BYTES: Final = 2**22
 
 
 def copy_datasets(home: Home, folder: Path, *, verify: bool) -> tuple[str, ...]:
-    """Copy the run's datasets into the backup in `folder`; return the digests of those that it holds then.
+    """Copy the run's datasets and answers into the backup in `folder`; return the digests of those that it holds then.
 
     Copies none that it has already (intact, with `verify`), and none that the data folder lacks or has damaged.
     """
-    sources, held = home.datasets, []
-    for dataset in home.spec.datasets:
+    sources, held = home.dataset_files, []
+    for dataset in home.spec.dataset_files:
         target = folder / DATASETS / dataset_file(dataset.digest)
         source = sources.get(dataset.digest)
         has_it = _is_whole(target, dataset) if verify else target.exists()
@@ -33,10 +34,10 @@ def copy_datasets(home: Home, folder: Path, *, verify: bool) -> tuple[str, ...]:
     return tuple(held)
 
 
-def held_datasets(manifest: BackupManifest, spec: RunSpec) -> tuple[DatasetSpec, ...]:
-    """Return the run's datasets that the backup holds."""
+def held_datasets(manifest: BackupManifest, spec: RunSpec) -> tuple[FileSpec, ...]:
+    """Return the run's datasets and files of answers that the backup holds."""
     held = () if isinstance(manifest.datasets, UnsetType) else manifest.datasets
-    return tuple(one for one in spec.datasets if one.digest in held)
+    return tuple(one for one in spec.dataset_files if one.digest in held)
 
 
 def verify_datasets(folder: Path, manifest: BackupManifest, spec: RunSpec) -> None:
@@ -57,15 +58,16 @@ def restore_datasets(folder: Path, manifest: BackupManifest, spec: RunSpec, *, d
             raise BackupError(f"{path} is damaged: it is not the run's dataset")
 
 
-def _is_whole(path: Path, dataset: DatasetSpec) -> bool:
+def _is_whole(path: Path, dataset: FileSpec) -> bool:
     return path.is_file() and path.stat().st_size == dataset.bytes and file_digest(path) == dataset.digest
 
 
-def _copy(source: Path, target: Path, dataset: DatasetSpec) -> bool:
+def _copy(source: Path, target: Path, dataset: FileSpec) -> bool:
     """Copy `source` durably to `target`; return False, and leave nothing, if it is not `dataset`."""
     target.parent.mkdir(exist_ok=True)
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     try:
+        temporary.touch(mode=0o600)  # answers are for their owner alone
         with source.open("rb") as file, temporary.open("wb") as copy:
             hashed = HashingFile(copy)
             while hashed.size_bytes <= dataset.bytes and (piece := file.read(_PIECE_BYTES)):
@@ -78,6 +80,7 @@ def _copy(source: Path, target: Path, dataset: DatasetSpec) -> bool:
     if hashed.digest != dataset.digest:
         temporary.unlink()
         return False
+    shutil.copymode(source, temporary)
     temporary.rename(target)
     sync_folder(target.parent)
     return True

@@ -32,7 +32,7 @@ from coordinator.storage.log_tree import LogTree
 from coordinator.storage.open_blobs import open_blobs
 from coordinator.storage.whole_tables import continue_sequences, known_revisions, table_names, whole_tables
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
-from node.protocol.run import DatasetSpec, RunSpec, run_id_of
+from node.protocol.run import FileSpec, RunSpec, run_id_of
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 
@@ -50,7 +50,7 @@ class Restored:
 
     manifest: BackupManifest
     blobs: int
-    lacking: tuple[DatasetSpec, ...]
+    lacking: tuple[FileSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def restore(
         with _writing(database_url or sqlite_url(data)) as connection:
             _load(connection, checked, store=(blobs_url or "").rstrip("/"))
     held = held_datasets(manifest, checked.spec)
-    return Restored(manifest, count, tuple(one for one in checked.spec.datasets if one not in held))
+    return Restored(manifest, count, tuple(one for one in checked.spec.dataset_files if one not in held))
 
 
 def _check_place(data: Path, database_url: str | None) -> None:

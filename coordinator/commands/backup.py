@@ -44,7 +44,7 @@ def backup(*, directory: Path, data: Path, database_url: str | None, verify: boo
     with closing(home.database):
         made = back_up(home, directory, verify=verify)
     copied = made.copied
-    lacking = len(home.spec.datasets) - len(held_datasets(made.manifest, home.spec))
+    lacking = len(home.spec.dataset_files) - len(held_datasets(made.manifest, home.spec))
     summary = _summary(made.manifest) | {
         "blobs_copied": copied.blobs,
         "bytes_copied": copied.size_bytes,

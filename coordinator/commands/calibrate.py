@@ -130,7 +130,7 @@ def calibrate(
         groups=groups,
         cheat_groups=cheat_groups,
         false_rejections=false_rejections,
-        datasets=find_datasets(folder, spec.datasets),
+        datasets=find_datasets(folder, spec.dataset_files),
     )
     found = asyncio.run(run(resolve_chat(spec), settings))
     result = msgspec.structs.replace(found.spec, sampling=spec.sampling)  # a chat template stays a name in the file

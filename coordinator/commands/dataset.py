@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+from msgspec import UNSET
 
 from coordinator.errors import BadConfiguration
 from node.commands.options import EXISTING_FILE, FILE, json_option, number_option
-from node.protocol.run import DATASET, DatasetSpec, parse_run_toml
+from node.protocol.run import DATASET, DatasetSpec, FileSpec, parse_run_toml
 from shardcast.errors import Malformed
 from shardcast.files import write_atomically
 
@@ -56,6 +58,11 @@ def _share(_ctx: click.Context, _param: click.Parameter, given: str) -> float:
 @click.option(
     "--held-out", callback=_share, metavar="SHARE", default="0", show_default=True, help="Rows to evaluate on: 2%."
 )
+@click.option(
+    "--answers",
+    type=click.Choice(["operator"]),
+    help="Who alone has the answers: they get a file of their own, which reaches no worker.  [default: everybody]",
+)
 @click.option("--name", metavar="NAME", help="The dataset's name in the run.  [default: the file's or folder's]")
 @click.option(
     "--to",
@@ -77,6 +84,7 @@ def add(
     settings: tuple[str, ...],
     system: str,
     held_out: float,
+    answers: str | None,
     name: str | None,
     to: Path,
     run_file: Path | None,
@@ -96,7 +104,7 @@ def add(
         raise click.UsageError("Give --prompt or --messages, and not both.")
     from node.datasets.convert import ConvertSettings, convert
     from node.datasets.folder import DATASETS
-    from node.datasets.format import Columns
+    from node.datasets.format import SALT_BYTES, Columns
     from node.datasets.sources import read_rows, source_files
     from node.graders import check_answer
 
@@ -109,6 +117,7 @@ def add(
         grader=_grader(kind, settings),
         system=system,
         held_out=held_out,
+        salt=UNSET if answers is None else secrets.token_bytes(SALT_BYTES),
     )
     if run_file is not None:  # before anything is made
         _with_lines(run_file, chosen, _lines(chosen, DatasetSpec(digest="0" * 64, bytes=1), count=1))
@@ -180,11 +189,12 @@ def _grader(kind: str, settings: Sequence[str]) -> GraderSpec:
 
 def _lines(name: str, spec: DatasetSpec, *, count: int) -> str:
     """Return the lines of run.toml that name a dataset."""
+    file, who = f'digest = "{spec.digest}", bytes = {spec.bytes}', ""
+    if isinstance(spec.answers, FileSpec):
+        file += f', answers = {{ digest = "{spec.answers.digest}", bytes = {spec.answers.bytes} }}'
+        who = 'answers = "operator"\n'
     return (
-        "[[environments]]\n"
-        f'name = "{DATASET}{name}"\n'
-        f'dataset = {{ digest = "{spec.digest}", bytes = {spec.bytes} }}\n'
-        f"problems = {{ count = {count} }}\n"
+        f'[[environments]]\nname = "{DATASET}{name}"\ndataset = {{ {file} }}\n{who}problems = {{ count = {count} }}\n'
     )
 
 
@@ -205,6 +215,7 @@ def _described(made: Converted, name: str) -> dict[str, Any]:
     skipped = {code: {"count": one.count, "first": one.first} for code, one in made.skipped.items()}
     return {
         "path": str(made.path),
+        "answers": None if made.answers is None else str(made.answers),
         "environment": DATASET + name,
         "dataset": made.spec,
         "rows": made.header.rows,
@@ -217,6 +228,8 @@ def _show_made(made: Converted) -> None:
     click.echo(
         f"{made.path}: {made.header.rows:,} rows, {made.header.held_out:,} of them held out, {made.spec.bytes:,} bytes"
     )
+    if made.answers is not None:
+        click.echo(f"{made.answers}: its answers; keep this file, as no command makes the same again")
     for line in _skipped_lines(made):
         click.echo(line, err=True)
 

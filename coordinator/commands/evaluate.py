@@ -91,7 +91,7 @@ def evaluate(
         folder_of_datasets = datasets_folder(run_file, datasets)
         spec = resolve_chat(read_run_file(run_file, datasets=folder_of_datasets)[1])
         file = _published(trainer, version) if trainer is not None else policy_file(spec, policy, Path(folder))
-        files = find_datasets(folder_of_datasets, spec.datasets)
+        files = find_datasets(folder_of_datasets, spec.dataset_files)
         found = evaluate_policy(file, spec=spec, settings=settings, datasets=files)
     if as_json:
         import msgspec

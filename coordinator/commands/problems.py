@@ -107,7 +107,7 @@ def problems(
         out = out or run_file.with_name(f"{run_file.stem}.filtered.toml")
         _check_result(text, spec, count=count, out=out)
         first = policy_file(spec, policy, Path(folder))
-        files = find_datasets(folder_of_datasets, spec.datasets)
+        files = find_datasets(folder_of_datasets, spec.dataset_files)
         drawn = resolve_chat(spec)
         belongs = measured_digest(first, spec=drawn, settings=settings, engine=f"{engine} {sorted(compute.items())}")
         with MeasuredFile(out.with_name(f"{out.name}.measured"), of=belongs) as measured:

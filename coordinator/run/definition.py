@@ -6,7 +6,8 @@ from pathlib import Path
 
 from coordinator.errors import BadConfiguration
 from node.datasets.folder import find_datasets
-from node.environments import load_environment
+from node.environments import lacks_answers, load_environment
+from node.errors import DatasetFault
 from node.protocol.chat import ChatFormat
 from node.protocol.run import DATASET, RunSpec, parse_run_toml
 from shardcast.errors import Malformed
@@ -15,7 +16,8 @@ from shardcast.errors import Malformed
 def read_run_file(path: Path, *, datasets: Path | None = None) -> tuple[str, RunSpec]:
     """Return the file's text and its RunSpec; raises BadConfiguration if this installation cannot run it.
 
-    Datasets are verified where the folder `datasets` is given; raises DatasetFault for one that is missing or another.
+    Datasets are verified where the folder `datasets` is given; raises DatasetFault for one that is missing or another,
+    or whose answers are.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -24,10 +26,14 @@ def read_run_file(path: Path, *, datasets: Path | None = None) -> tuple[str, Run
         raise BadConfiguration(f"{path} is not UTF-8 text") from error
     except Malformed as error:
         raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
-    here = {} if datasets is None else find_datasets(datasets, spec.datasets)
+    here = {} if datasets is None else find_datasets(datasets, spec.dataset_files)
     # A name of a chat format is no data yet: `coordinator.run.chat`.
     chat = spec.sampling.chat if isinstance(spec.sampling.chat, ChatFormat) else None
     for environment in spec.environments:
         if datasets is not None or not environment.name.startswith(DATASET):
-            load_environment(environment, here, chat=chat)
+            loaded = load_environment(environment, here, chat=chat)
+            if lacks_answers(loaded):
+                raise DatasetFault(
+                    f"the file of answers of {environment.name} is not in {datasets}", code="answers_missing"
+                )
     return text, spec

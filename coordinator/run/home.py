@@ -51,6 +51,11 @@ class Home:
         """The files of the run's datasets that are in the data folder, by digest; not verified."""
         return find_datasets(self.folder / DATASETS, self.spec.datasets)
 
+    @property
+    def dataset_files(self) -> dict[str, Path]:
+        """As `datasets`, and the files of answers, which go to nobody else."""
+        return find_datasets(self.folder / DATASETS, self.spec.dataset_files)
+
 
 def create_home(
     folder: Path,

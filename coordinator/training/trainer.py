@@ -327,7 +327,7 @@ class Trainer:
                 self._policy_path(step),
                 spec=self._home.spec,
                 settings=self._settings.evaluation,
-                datasets=self._home.datasets,
+                datasets=self._home.dataset_files,
                 stop=self._stop.is_set,
             )
         except (NodeError, EngineError, PolicyError) as error:

@@ -108,12 +108,16 @@ class Verifier:
 
     async def _datasets(self) -> Mapping[str, Path]:
         """Return the files of the run's datasets: the data folder's, or fetched where that has not all of them."""
-        here = self._home.datasets
-        return here if len(here) == len(self._home.spec.datasets) else await self._fetched_datasets()
+        here = self._home.dataset_files
+        has_all = all(dataset.digest in here for dataset in self._home.spec.datasets)
+        return here if has_all else await self._fetched_datasets()
 
     async def _fetched_datasets(self) -> Mapping[str, Path]:
-        """Return the run's datasets in this verifier's state, fetched where they are missing or changed."""
-        home = self._home
+        """Return the run's datasets in this verifier's state, fetched where they are missing or changed.
+
+        Files of answers are the data folder's alone.
+        """
+        home, here = self._home, self._home.dataset_files
         async with dataset_feed(
             home.spec,
             run_id=home.run_id,
@@ -121,7 +125,7 @@ class Verifier:
             sources=self._settings.sources,
             folder=self._settings.state / DATASETS,
         ) as feed:
-            return await feed.fetch()
+            return {**here, **await feed.fetch()}
 
     async def _verify_until(self, stop: asyncio.Event) -> None:
         async with Client(

@@ -65,6 +65,8 @@ HINTS: Final[dict[str, str]] = {
     "grader_fault": "Run it with the Python that the graders of the run name (docs/graders.md).",
     "dataset_fault": f"{_LOGS} `swarmproof dataset show FILE` verifies a dataset's file.",
     "dataset_missing": "`swarmproof dataset add` puts it into the run's data folder; --datasets names another one.",
+    "answers_missing": "Copy the file of answers that `swarmproof dataset add` made into the run's datasets/ folder.",
+    "answers_differ": "Take both files of the dataset from one `swarmproof dataset add`, and no other.",
     "dataset_changed": "Make it again with `swarmproof dataset add`, from the same files and with the same options.",
     "worker:dataset_changed": "See what writes there, and whether the disk is sound; --state names another folder.",
     "verifier:dataset_changed": "See what writes there, and whether the disk is sound. `swarmproof dataset add` makes "

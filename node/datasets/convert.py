@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from node.datasets.folder import dataset_file
 from node.datasets.format import (
@@ -20,14 +21,16 @@ from node.datasets.format import (
     MAX_ROW_BYTES,
     OFFSET_BYTES,
     Columns,
+    Dataset,
     DatasetHeader,
     DatasetRow,
+    offsets_of,
     preamble,
 )
 from node.datasets.sources import SourceRow
 from node.errors import ConfigError, NodeError
 from node.protocol.grading import GraderSpec
-from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, DatasetSpec
+from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, DatasetSpec, FileSpec
 from shardcast.content import file_digest
 from shardcast.files import sync_folder
 from shardcast.wire import derive, encode
@@ -48,13 +51,18 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertSettings:
-    """What is made of the columns. `held_out` is the share of rows, by digest of the question, 0 .. 0.5."""
+    """What is made of the columns.
+
+    `held_out` is the share of rows, by digest of the question, 0 .. 0.5. `salt`: 32 random bytes
+    where answers get a file of their own, which the operator keeps.
+    """
 
     name: str
     columns: Columns
     grader: GraderSpec
     system: str = ""
     held_out: float = 0.0
+    salt: bytes | UnsetType = UNSET
 
 
 @dataclass(slots=True)
@@ -67,19 +75,21 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A finished file, and what was left out of it, by reason code."""
+    """A finished file, and what was left out of it, by reason code. `answers` is the file that the operator keeps."""
 
     path: Path
     spec: DatasetSpec
     header: DatasetHeader
     skipped: Mapping[str, Skipped]
+    answers: Path | None = None
 
 
 def convert(rows: Iterable[SourceRow], settings: ConvertSettings, *, to: Path, check_answer: CheckAnswer) -> Converted:
     """Write the dataset of `rows` to the file `to`, or into the folder `to` under its digest.
 
-    Rows that are unfit, and those whose question came before, are left out and counted. The same rows and settings make
-    the same bytes. Raises ConfigError where nothing is left, or too much.
+    With a salt that is the file of prompts; the file of answers is beside it, NAME.answers.dataset for a file
+    NAME.dataset. Rows that are unfit, and those whose question came before, are left out and counted. The same rows and
+    settings make the same bytes. Raises ConfigError where nothing is left, or too much.
     """
     folder = to if to.is_dir() else to.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,15 +106,20 @@ def convert(rows: Iterable[SourceRow], settings: ConvertSettings, *, to: Path, c
                 rows=len(leased.lengths) + len(held_out.lengths),
                 held_out=len(held_out.lengths),
                 columns=settings.columns,
+                salt=settings.salt,
             )
             made = Path(work) / "dataset"
             _assemble(made, header, leased, held_out)
-        spec = DatasetSpec(digest=file_digest(made), bytes=made.stat().st_size)
-        target = to / dataset_file(spec.digest) if to.is_dir() else to
-        made.chmod(0o644)
-        made.replace(target)
-        sync_folder(target.parent)
-    return Converted(target, spec, header, skipped)
+        answers: FileSpec | UnsetType = UNSET
+        answers_path = None
+        if settings.salt:
+            secret, answers, made = made, _file_spec(made), _separate(made)
+            target = to / dataset_file(answers.digest) if to.is_dir() else to.with_suffix(f".answers{to.suffix}")
+            answers_path = _put(secret, target, mode=0o600)
+        public = _file_spec(made)
+        path = _put(made, to / dataset_file(public.digest) if to.is_dir() else to, mode=0o644)
+    spec = DatasetSpec(digest=public.digest, bytes=public.bytes, answers=answers)
+    return Converted(path, spec, header, skipped, answers_path)
 
 
 class _Spool:
@@ -148,9 +163,9 @@ def _fit(
     source: SourceRow, settings: ConvertSettings, known: Container[bytes], check_answer: CheckAnswer
 ) -> tuple[bytes, bytes]:
     """Return a row's bytes and the digest of its question, none of the `known` ones; raises Unfit."""
-    row = _row(source, settings.columns)
+    row, answer = _row(source, settings.columns)
     try:
-        check_answer(settings.grader, row.answer)
+        check_answer(settings.grader, answer)
     except NodeError as error:
         raise Unfit("bad_answer") from error
     data, question = encode(row), question_digest(row)
@@ -179,20 +194,39 @@ def is_held_out(question: bytes, share: float) -> bool:
 
 
 def _assemble(path: Path, header: DatasetHeader, *spools: _Spool) -> None:
-    lengths = np.concatenate([np.array(spool.lengths, dtype="<u8") for spool in spools])
-    offsets = np.concatenate([np.zeros(1, dtype="<u8"), np.cumsum(lengths, dtype="<u8")])
+    lengths = np.concatenate([np.array(spool.lengths, dtype=np.uint64) for spool in spools])
     with path.open("wb") as file:
         file.write(preamble(header))
-        file.write(offsets.tobytes())
+        file.write(offsets_of(lengths))
         for spool in spools:
             spool.file.seek(0)
             shutil.copyfileobj(spool.file, file, 2**20)
-        file.flush()
+
+
+def _separate(answers: Path) -> Path:
+    """Write the file of prompts that follows from a file of answers beside it, and return it."""
+    prompts = answers.with_name("prompts")
+    with prompts.open("wb") as file:
+        file.writelines(Dataset.open(answers).prompts())
+    return prompts
+
+
+def _file_spec(path: Path) -> FileSpec:
+    return FileSpec(digest=file_digest(path), bytes=path.stat().st_size)
+
+
+def _put(made: Path, target: Path, *, mode: int) -> Path:
+    """Move a finished file to its place, durably, and return that."""
+    made.chmod(mode)
+    with made.open("rb") as file:
         os.fsync(file.fileno())
+    made.replace(target)
+    sync_folder(target.parent)
+    return target
 
 
-def _row(source: SourceRow, columns: Columns) -> DatasetRow:
-    """Return the row that `source` becomes; raises Unfit."""
+def _row(source: SourceRow, columns: Columns) -> tuple[DatasetRow, str]:
+    """Return the row that `source` becomes, and its answer; raises Unfit."""
     if source.fields is None:
         raise Unfit(source.complaint)
     answer = _text(_column(source.fields, columns.answer))
@@ -209,9 +243,8 @@ def _row(source: SourceRow, columns: Columns) -> DatasetRow:
             raise Unfit("empty_prompt")
     metadata = {name: _scalar(_column(source.fields, name)) for name in sorted(columns.metadata)}
     try:
-        return msgspec.convert(
-            {"prompt": prompt, "messages": messages, "answer": answer, "metadata": metadata}, DatasetRow
-        )
+        fields = {"prompt": prompt, "messages": messages, "answer": answer, "metadata": metadata}
+        return msgspec.convert(fields, DatasetRow), answer
     except msgspec.ValidationError as error:
         raise Unfit("bad_messages" if columns.messages is not None else "bad_row") from error
 

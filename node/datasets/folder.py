@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from node.protocol.run import DATASET, DatasetSpec, RunSpec
+from node.errors import ConfigError
+from node.protocol.run import DATASET, DatasetSpec, FileSpec, RunSpec
+from shardcast.content import file_digest
 
 DATASETS = "datasets"
 """Folder of the datasets in a run's data folder, and in the state of whoever fetches them."""
@@ -16,10 +18,18 @@ def dataset_file(digest: str) -> str:
     return f"{digest}.dataset"
 
 
-def find_datasets(folder: Path, wanted: Iterable[DatasetSpec]) -> dict[str, Path]:
-    """Return the files of those `wanted` datasets that are in `folder`, by digest; nothing is verified."""
+def find_datasets(folder: Path, wanted: Iterable[FileSpec]) -> dict[str, Path]:
+    """Return those of the `wanted` files that are in `folder`, by digest; nothing is verified."""
     paths = {one.digest: folder / dataset_file(one.digest) for one in wanted}
     return {digest: path for digest, path in paths.items() if path.is_file()}
+
+
+def match_answers(files: Iterable[Path], spec: RunSpec) -> dict[str, Path]:
+    """Return files of the run's answers by digest; blocks. Raises ConfigError for one that is none, OSError."""
+    found = {file_digest(path): path for path in files}
+    for digest in found.keys() - {one.digest for one in spec.answers}:
+        raise ConfigError(f"{found[digest]} is no file of answers of this run.")
+    return found
 
 
 def dataset_name(spec: RunSpec, digest: str) -> str:

@@ -6,6 +6,8 @@
     offsets   rows + 1 times u64, little-endian: where each row begins, counted from the first; the last is the end
     rows      canonical JSON of a `DatasetRow` each, nothing between them
 
+Where the operator keeps the answers, a file of prompts travels: the same without answers, metadata and salt.
+
 Rows that may be leased come first, held-out ones last. A file is verified as a whole before it is used, and read row by
 row: a row costs its own bytes, and 16 bytes of a digest stay in memory for it, since who can write to the file can
 replace a row after the start. It is not mapped, since a mapped file that is cut short ends the process (SIGBUS).
@@ -15,19 +17,20 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import msgspec
 import numpy as np
 from blake3 import blake3
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from node.errors import DatasetFault
 from node.protocol.grading import GraderSpec
-from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, Argument, DatasetSpec
+from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, Argument, FileSpec
 from shardcast.errors import Malformed
-from shardcast.wire import Wire, decode
+from shardcast.wire import Wire, decode, encode
 
 MAGIC = b"SWPDATA1"
 LENGTH_BYTES = 4
@@ -39,6 +42,7 @@ _ROW_DIGEST_BYTES = 16
 """Of a row's BLAKE3: another row for a given digest takes 2^128 attempts."""
 MAX_MESSAGES = 256
 MAX_METADATA = 64
+SALT_BYTES = 32
 
 Column = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -55,7 +59,8 @@ class Columns(Wire, frozen=True):
 class DatasetHeader(Wire, frozen=True):
     """What holds for all rows: the grader of their answers, and the `system` text before each, "" for none.
 
-    Of `rows`, the last `held_out` are never leased.
+    Of `rows`, the last `held_out` are never leased. `salt` is random where the operator keeps the answers: without it,
+    who knows the prompts could try few or short answers against the file's digest.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
@@ -64,6 +69,7 @@ class DatasetHeader(Wire, frozen=True):
     rows: Annotated[int, Meta(ge=1, le=MAX_PROBLEMS)]
     held_out: Annotated[int, Meta(ge=0, le=MAX_PROBLEMS)]
     columns: Columns
+    salt: Annotated[bytes, Meta(min_length=SALT_BYTES, max_length=SALT_BYTES)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.held_out >= self.rows:
@@ -83,18 +89,23 @@ class Message(Wire, frozen=True):
 
 
 class DatasetRow(Wire, frozen=True):
-    """One problem: either a `prompt`, or `messages` up to the assistant's turn; and the answer to grade against."""
+    """One problem: either a `prompt`, or `messages` up to the assistant's turn; and the answer to grade against.
+
+    Neither answer nor metadata in a file of prompts.
+    """
 
     prompt: Annotated[str, Meta(min_length=1)] | None
     messages: Annotated[tuple[Message, ...], Meta(min_length=1, max_length=MAX_MESSAGES)] | None
-    answer: Annotated[str, Meta(min_length=1)]
-    metadata: Annotated[dict[str, Argument | None], Meta(max_length=MAX_METADATA)]
+    answer: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
+    metadata: Annotated[dict[str, Argument | None], Meta(max_length=MAX_METADATA)] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("a row has either a prompt or messages")
         if self.messages is not None and self.messages[-1].role not in {"user", "tool"}:
             raise ValueError("messages end before the assistant's turn")
+        if isinstance(self.answer, UnsetType) and self.metadata:
+            raise ValueError("a row without an answer has no metadata")
 
 
 class Dataset:
@@ -104,6 +115,7 @@ class Dataset:
         """Parse all of `file`, whose digest this is; raises DatasetFault "dataset_malformed" or "dataset_changed"."""
         self.digest = digest
         self.bytes = file.size_bytes
+        answered = set[bool]()
         self._file = file
         parsed = _HashedReads(file)
         try:
@@ -112,15 +124,16 @@ class Dataset:
             self._digests = np.empty((self.header.rows, _ROW_DIGEST_BYTES), np.uint8)
             for index in range(self.header.rows):
                 row = parsed.read(*self._place(index))
-                _decode(row, index)
+                answered.add(not isinstance(_decode(row, index).answer, UnsetType))
                 self._digests[index] = np.frombuffer(_row_digest(row), np.uint8)
+            self.has_answers = _has_answers(self.header, answered)
         except Malformed as error:
             raise DatasetFault(f"the dataset is malformed: {error}", code="dataset_malformed") from error
         if parsed.digest() != digest:
             raise DatasetFault("the dataset's file was changed while it was read", code="dataset_changed")
 
     @classmethod
-    def open(cls, path: Path, spec: DatasetSpec | None = None) -> Self:
+    def open(cls, path: Path, spec: FileSpec | None = None) -> Self:
         """Open the file at `path`, the one that `spec` names unless that is None, and verify all of it.
 
         Raises DatasetFault: "dataset_missing", "dataset_changed" if its size or digest is not the spec's, or
@@ -155,9 +168,30 @@ class Dataset:
             raise DatasetFault(detail, code="dataset_changed")
         return _decode(data, index)
 
+    def prompts(self) -> Iterator[bytes]:
+        """Yield the bytes of the file of prompts that follows from this file of answers; raises DatasetFault."""
+        count = self.header.rows
+        yield preamble(msgspec.structs.replace(self.header, salt=UNSET))
+        lengths = np.fromiter((len(self._prompt(index)) for index in range(count)), np.uint64, count)
+        yield offsets_of(lengths)
+        yield from map(self._prompt, range(count))
+
+    def _prompt(self, index: int) -> bytes:
+        return encode(msgspec.structs.replace(self.row(index), answer=UNSET, metadata={}))
+
     def _place(self, index: int) -> tuple[int, int]:
         """Return where row `index` begins and ends in the file."""
         return self._start + int(self._offsets[index]), self._start + int(self._offsets[index + 1])
+
+
+def _has_answers(header: DatasetHeader, answered: set[bool]) -> bool:
+    """Return whether all rows have answers, none or all of which do (`answered`); raises Malformed."""
+    if len(answered) != 1:
+        raise Malformed("some of its rows have answers, and others none")
+    (has_answers,) = answered
+    if header.salt and not has_answers:
+        raise Malformed("it has a salt, and no answers")
+    return has_answers
 
 
 def _row_digest(data: bytes) -> bytes:
@@ -249,6 +283,13 @@ def _offsets(file: _HashedReads, begin: int, *, rows: int) -> tuple[np.ndarray[t
     if offsets[0] != 0 or int(offsets[-1]) != file.size_bytes - start or int(lengths.max()) > MAX_ROW_BYTES:
         raise Malformed("its offsets are not those of its rows")
     return offsets, start
+
+
+def offsets_of(lengths: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bytes:
+    """Return the offsets of rows of these lengths."""
+    offsets = np.zeros(len(lengths) + 1, "<u8")
+    offsets[1:] = np.cumsum(lengths)
+    return offsets.tobytes()
 
 
 def preamble(header: DatasetHeader) -> bytes:

@@ -84,17 +84,25 @@ def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat 
     return environment if isinstance(environment, TerminalTarget) else with_chat(environment, chat)
 
 
-def check_rewards(environments: Iterable[Environment]) -> None:
-    """Raise EnvironmentFault or SandboxFailed where this machine cannot compute the rewards of one of them.
+def check_rewards(environments: Iterable[Environment], *, need_answers: bool = True) -> None:
+    """Raise EnvironmentFault, SandboxFailed or DatasetFault where this machine cannot compute the rewards of one.
 
-    Only who computes rewards needs to ask: a worker does not.
+    Only who computes rewards needs to ask: a worker does not. Without `need_answers`, answers that the operator keeps
+    may be missing.
     """
     for environment in environments:
         plain = _plain(environment)
         if isinstance(plain, Code):
             plain.check_machine()
-        elif isinstance(plain, DatasetProblems):
+        elif isinstance(plain, DatasetProblems) and (need_answers or plain.dataset.has_answers):
+            plain.check_answers()
             check_grader(plain.dataset.header.grader)
+
+
+def lacks_answers(environment: Environment) -> bool:
+    """Return whether the operator keeps the answers of `environment`, and they are not here."""
+    plain = _plain(environment)
+    return isinstance(plain, DatasetProblems) and not plain.dataset.has_answers
 
 
 def held_out_rows(environment: Environment) -> range | None:
@@ -118,6 +126,7 @@ __all__ = [
     "Problem",
     "check_rewards",
     "held_out_rows",
+    "lacks_answers",
     "load_environment",
     "load_environments",
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
 from msgspec import UnsetType
 
 from node.datasets.format import Dataset, DatasetRow
 from node.environments.base import DatasetChanged, EnvironmentFault, Problem
 from node.errors import DatasetFault
 from node.graders import grade
-from node.protocol.run import EnvironmentSpec, ProblemsSpec
+from node.protocol.run import EnvironmentSpec, FileSpec, ProblemsSpec
 
 BETWEEN_MESSAGES = "\n\n"
 
@@ -41,31 +42,43 @@ class DatasetProblems:
         has_system = bool(messages) and messages[0]["role"] == "system"
         return Problem(
             BETWEEN_MESSAGES.join(texts),
-            {"answer": row.answer, "metadata": row.metadata},
+            {"answer": row.answer, "metadata": row.metadata} if self.dataset.has_answers else {},
             opening=len(texts[0] + BETWEEN_MESSAGES) if has_system else 0,
             messages=messages,
         )
 
+    def check_answers(self) -> None:
+        """Raise DatasetFault "answers_missing" where the operator keeps the answers and they are not here."""
+        if not self.dataset.has_answers:
+            raise DatasetFault(f"the file of answers of {self.name} is not here", code="answers_missing")
+
     def reward(self, problem: Problem, completion: str) -> float:
+        self.check_answers()
         return grade(self.dataset.header.grader, problem.data["answer"], completion)
 
 
 def load_rows(spec: EnvironmentSpec, datasets: Mapping[str, Path]) -> DatasetProblems:
     """Open the dataset of `spec`, whose file is one of `datasets` (by digest), and verify all of it.
 
+    Of a dataset whose answers the operator keeps, the file of answers where it is there, and else that of prompts.
     Raises DatasetFault if it is not there or not the run's, EnvironmentFault (bad_arguments) if the spec contradicts
     it.
     """
     if isinstance(spec.dataset, UnsetType) or not isinstance(spec.problems, ProblemsSpec):
         raise EnvironmentFault(f"{spec.name} names no dataset", code="bad_arguments")
-    path = datasets.get(spec.dataset.digest)
+    answers = spec.dataset.answers
+    wanted = answers if isinstance(answers, FileSpec) and answers.digest in datasets else spec.dataset
+    path = datasets.get(wanted.digest)
     if path is None:
-        raise DatasetFault(
-            f"the dataset {spec.dataset.digest[:16]}… of {spec.name} is not here", code="dataset_missing"
-        )
+        raise DatasetFault(f"the dataset {wanted.digest[:16]}… of {spec.name} is not here", code="dataset_missing")
     if spec.arguments:
         raise EnvironmentFault(f"{spec.name} takes no arguments", code="bad_arguments")
-    dataset = Dataset.open(path, spec.dataset)
+    dataset = Dataset.open(path, wanted)
+    if wanted is answers and _digest(dataset.prompts()) != spec.dataset.digest:
+        raise DatasetFault(f"the answers of {spec.name} are to other prompts than the run's", code="answers_differ")
+    if dataset.has_answers != (wanted is answers or isinstance(answers, UnsetType)):
+        fault = "has answers, which the rules keep apart" if dataset.has_answers else "has no answers"
+        raise DatasetFault(f"{path} {fault}", code="dataset_malformed")
     if spec.problems.count > dataset.header.leased:
         raise EnvironmentFault(
             f"{spec.name} has {dataset.header.leased} rows that are not held out, and problems.count is "
@@ -73,6 +86,13 @@ def load_rows(spec: EnvironmentSpec, datasets: Mapping[str, Path]) -> DatasetPro
             code="bad_arguments",
         )
     return DatasetProblems(spec.name, dataset)
+
+
+def _digest(pieces: Iterable[bytes]) -> str:
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def _messages(row: DatasetRow, *, system: str) -> tuple[dict[str, str], ...]:

@@ -86,17 +86,27 @@ ModelChat = Literal["model", "model/no-think"]
 """The chat template of the folder `model.initial`, before the operator has reduced it."""
 
 
-class DatasetSpec(Wire, frozen=True):
-    """The canonical file that an environment's problems are in, by digest and size (docs/protocol.md, section 5.5)."""
+class FileSpec(Wire, frozen=True):
+    """A file by its digest and size."""
 
     digest: Digest
     bytes: Annotated[int, Meta(ge=1, le=MAX_DATASET_BYTES)]
 
 
+class DatasetSpec(FileSpec, frozen=True):
+    """The canonical file that an environment's problems are in (docs/protocol.md, section 5.5).
+
+    With `answers` it has the prompts alone, and that file, which the operator keeps, has the answers too.
+    """
+
+    answers: FileSpec | UnsetType = UNSET
+
+
 class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end.
 
-    One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from.
+    One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from. `answers`
+    says who alone has the answers; UNSET for everybody.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -105,9 +115,12 @@ class EnvironmentSpec(Wire, frozen=True):
     length: LengthSpec | None = None
     problems: ProblemsSpec | UnsetType = UNSET
     dataset: DatasetSpec | UnsetType = UNSET
+    answers: Literal["operator"] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         has_file = isinstance(self.dataset, DatasetSpec)
+        if (self.answers == "operator") != (isinstance(self.dataset, DatasetSpec) and bool(self.dataset.answers)):
+            raise ValueError('environments.answers = "operator" goes with a file in environments.dataset.answers')
         if self.name.startswith(DATASET) != has_file:
             raise ValueError(f"an environment has a dataset if its name begins with {DATASET!r}, and no other has")
         if has_file and not isinstance(self.problems, ProblemsSpec):
@@ -395,9 +408,19 @@ class RunSpec(Wire, frozen=True):
 
     @property
     def datasets(self) -> tuple[DatasetSpec, ...]:
-        """The files that the environments need, each once."""
+        """The files that the environments need and every node has, each once."""
         named = (one.dataset for one in self.environments)
         return tuple(dict.fromkeys(one for one in named if isinstance(one, DatasetSpec)))
+
+    @property
+    def answers(self) -> tuple[FileSpec, ...]:
+        """The files of answers that the operator keeps, each once."""
+        return tuple(dict.fromkeys(one.answers for one in self.datasets if isinstance(one.answers, FileSpec)))
+
+    @property
+    def dataset_files(self) -> tuple[FileSpec, ...]:
+        """The files of both kinds, as the operator has them."""
+        return (*self.datasets, *self.answers)
 
     @property
     def digest(self) -> str:
@@ -489,6 +512,7 @@ __all__ = [
     "DatasetSpec",
     "Descriptor",
     "EnvironmentSpec",
+    "FileSpec",
     "HonestSpec",
     "LengthSpec",
     "LevelSpec",

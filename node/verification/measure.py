@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from node.environments import DatasetChanged
+from node.environments import DatasetChanged, lacks_answers
 from node.episodes.conversation import all_graded
 from node.episodes.expected import problem_of
 from node.errors import EngineFailed
@@ -176,7 +176,10 @@ async def measure_rows(
 
 
 def measure_rewards(plan: Plan) -> tuple[float, ...]:
-    """Return the reward of each row; blocks. Raises VerifierFailed, and what the environment raises."""
+    """Return the reward of each row, () where their answers are not here; blocks.
+
+    Raises VerifierFailed, and what the environment raises.
+    """
     claim, rules = plan.claim, plan.rules
     environment, problem = problem_of(
         rules.spec,
@@ -186,6 +189,8 @@ def measure_rewards(plan: Plan) -> tuple[float, ...]:
         slot=claim.slot,
         candidate=claim.candidate,
     )
+    if lacks_answers(environment):
+        return ()
     completions = [rollout.completion_ids for rollout in claim.rollouts]
     rewards = tuple(all_graded(plan.blueprint, environment, problem, completions))
     for reward in rewards:

@@ -76,15 +76,17 @@ class Claim:
 class Rules:
     """The rules of a run; `environments` are its own, in its order.
 
-    Raises EnvironmentFault or SandboxFailed where this machine cannot compute their rewards.
+    Without `need_answers` (an auditor), rewards whose answers are not here are left out. Raises EnvironmentFault,
+    SandboxFailed or DatasetFault where this machine cannot compute the others.
     """
 
     run_id: str
     spec: RunSpec
     environments: Sequence[Environment]
+    need_answers: bool = True
 
     def __post_init__(self) -> None:
-        check_rewards(self.environments)
+        check_rewards(self.environments, need_answers=self.need_answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

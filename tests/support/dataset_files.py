@@ -13,6 +13,7 @@ from node.graders import check_answer
 from node.protocol.grading import ExactGrader
 from node.protocol.run import EnvironmentSpec, ProblemsSpec
 
+SALT = bytes(range(32))
 COLUMNS = Columns(prompt="question", messages=None, answer="answer")
 
 
@@ -27,7 +28,7 @@ def source_rows(rows: Iterable[Any]) -> list[SourceRow]:
 
 
 def made(to: Path, rows: Iterable[Any] | None = None, **changes: Any) -> Converted:
-    """A dataset in the file or folder `to`: of `rows`, or of thirty sums."""
+    """A dataset in the file or folder `to`: of `rows`, or of thirty sums. With a `salt`, its answers are apart."""
     settings: dict[str, Any] = {"name": "sums", "columns": COLUMNS, "grader": ExactGrader()} | changes
     lines = source_rows(sums(30) if rows is None else rows)
     if not to.suffix:
@@ -47,4 +48,6 @@ def damage(path: Path) -> None:
 def environment_of(dataset: Converted, **changes: Any) -> EnvironmentSpec:
     """An environment over all rows of `dataset` that are not held out."""
     fields: dict[str, Any] = {"problems": ProblemsSpec(count=dataset.header.leased)} | changes
+    if dataset.spec.answers:
+        fields["answers"] = "operator"
     return EnvironmentSpec(name="dataset:sums", dataset=dataset.spec, **fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
@@ -637,21 +638,28 @@ def dataset_vectors() -> dict[str, Any]:
                     name="vectors", columns=columns, grader=ExactGrader(), system=system, held_out=HELD_OUT
                 )
                 lines = [SourceRow(Path("rows.jsonl"), at, row) for at, row in enumerate(chosen, 1)]
-                made = convert(lines, settings, to=Path(folder), check_answer=check_answer)
-                found.append(_dataset(made))
+                for salt in (msgspec.UNSET, bytes(range(32))):
+                    chosen_settings = replace(settings, salt=salt)
+                    found.append(_dataset(convert(lines, chosen_settings, to=Path(folder), check_answer=check_answer)))
     return {"run_id": RUN_ID, "share": HELD_OUT, "files": found}
 
 
 def _dataset(made: Converted) -> dict[str, Any]:
+    apart = made.spec.answers
     environment = EnvironmentSpec(
-        name="dataset:vectors", dataset=made.spec, problems=ProblemsSpec(count=made.header.leased)
+        name="dataset:vectors",
+        dataset=made.spec,
+        problems=ProblemsSpec(count=made.header.leased),
+        answers="operator" if apart else msgspec.UNSET,
     )
-    source = load_environment(environment, {made.spec.digest: made.path})
+    files = {apart.digest: made.answers} if apart else {made.spec.digest: made.path}
+    source = load_environment(environment, files)
     problems = [source.problem(index) for index in range(made.header.rows)]
     return {
         "environment": encode(environment).decode(),
         "content_id": content_line(RUN_ID, made.spec.digest),
         "file": base64.b64encode(made.path.read_bytes()).decode(),
+        "answers": base64.b64encode(made.answers.read_bytes()).decode() if apart else None,
         "held_out": made.header.held_out,
         "problems": [
             {

@@ -33,14 +33,14 @@ EDIT_TEXT = json_mutator()
 
 
 def _seeds(folder: Path) -> list[bytes]:
-    """Return files of prompts and of conversations, as they are made for a run."""
+    """Return files of prompts and of conversations, as they are made for a run, with and without their answers."""
     files = []
     for prompt, messages in (("q", None), (None, "m")):
         columns = Columns(prompt=prompt, messages=messages, answer="a", metadata=("x",))
         settings = ConvertSettings(name="fuzz", columns=columns, grader=ExactGrader(), system="s")
         lines = [SourceRow(folder, line, row) for line, row in enumerate(ROWS, 1)]
         made = convert(lines, settings, to=folder / "seed.dataset", check_answer=check_answer)
-        files.append(made.path.read_bytes())
+        files += [made.path.read_bytes(), b"".join(Dataset.open(made.path).prompts())]
     return files
 
 
@@ -83,7 +83,8 @@ def _file(stack: ExitStack) -> Harness:
         for index in range(dataset.header.rows):
             problem = source.problem(index)
             assert 0 <= problem.opening <= len(problem.prompt)
-            assert 0.0 <= source.reward(problem, SAID) <= 1.0
+            assert not dataset.has_answers or 0.0 <= source.reward(problem, SAID) <= 1.0
+        assert b"".join(dataset.prompts())
         return str((dataset.header.rows, dataset.header.held_out))
 
     tokens = (bytes(OFFSET_BYTES), b"\xff" * OFFSET_BYTES, MAGIC)

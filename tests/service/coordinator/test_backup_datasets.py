@@ -14,7 +14,7 @@ import pytest
 from actors import PUBLIC_KEY, spec_of
 from backups import no_wait
 from click.testing import CliRunner
-from dataset_files import environment_of, made
+from dataset_files import SALT, environment_of, made
 
 from coordinator.backup.create import back_up
 from coordinator.backup.manifest import BackupError
@@ -26,9 +26,9 @@ from node.datasets.convert import Converted
 from node.datasets.format import Dataset
 
 
-def begin(data: Path) -> tuple[Home, Converted]:
+def begin(data: Path, **settings: object) -> tuple[Home, Converted]:
     """A run over a dataset that is in its data folder."""
-    dataset = made(data / "datasets")
+    dataset = made(data / "datasets", **settings)
     spec = msgspec.structs.replace(spec_of(), environments=(environment_of(dataset),))
     return create_home(data, public_key=PUBLIC_KEY, spec=spec), dataset
 
@@ -53,6 +53,20 @@ def test_a_dataset_comes_back_and_the_run_finds_it(tmp_path: Path) -> None:
     found = again.datasets[dataset.spec.digest]
     assert found.is_relative_to(tmp_path / "again")
     assert Dataset.open(found, dataset.spec).header == dataset.header
+    again.database.close()
+
+
+def test_answers_that_the_operator_keeps_come_back_for_its_eyes_alone(tmp_path: Path) -> None:
+    """They can be made by no command again: a run restored without them could judge nothing."""
+    home, dataset = begin(tmp_path / "run", salt=SALT)
+    home.database.close()
+    assert json.loads(run(backup, "--data", tmp_path / "run", tmp_path / "backup", "--json"))["datasets_missing"] == 0
+    run(restore_command, tmp_path / "backup", "--data", tmp_path / "again", "--at-once")
+    again = open_home(tmp_path / "again")
+    assert (set(again.datasets), len(again.dataset_files)) == ({dataset.spec.digest}, 2)
+    found = again.dataset_files[dataset.spec.answers.digest]
+    assert found.read_bytes() == dataset.answers.read_bytes()
+    assert found.stat().st_mode & 0o777 == 0o600
     again.database.close()
 
 

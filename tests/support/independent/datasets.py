@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from .messages import SIGNED
@@ -21,7 +22,9 @@ from .values import (
     decode,
     derive,
     digest,
+    encode,
     integer,
+    is_base64,
     matching,
     one_of,
     text,
@@ -45,7 +48,9 @@ HEADER = Record(
                 "metadata": ArrayOf(text(1, 200), 64),
             }
         ),
-    }
+        "salt": Scalar(lambda value: is_base64(value, 32) and len(value) == 44),
+    },
+    frozenset({"salt"}),
 )
 VALUE = Scalar(lambda value: value is None or any(of.accepts(value) for of in (STRING, SIGNED, FLOAT, BOOLEAN)))
 MESSAGE = Record({"role": one_of("system", "user", "assistant", "tool"), "content": STRING})
@@ -55,7 +60,8 @@ ROW = Record(
         "messages": OrNull(ArrayOf(MESSAGE, 256, 1)),
         "answer": text(1, MAX_ROW),
         "metadata": ObjectOf(VALUE),
-    }
+    },
+    frozenset({"answer"}),
 )
 
 
@@ -65,7 +71,7 @@ class Problem:
 
     prompt: str
     opening: int
-    answer: str
+    answer: str | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class DatasetFile:
         row, system = self.rows[index], self.header["system"]
         contents = [row["prompt"]] if row["messages"] is None else [one["content"] for one in row["messages"]]
         before = f"{system}\n\n" if system else ""
-        return Problem(before + "\n\n".join(contents), len(before), row["answer"])
+        return Problem(before + "\n\n".join(contents), len(before), row.get("answer"))
 
     def reward(self, answer: str, completion: str) -> float:
         """Return what `completion` earns by `exact/1`."""
@@ -105,7 +111,20 @@ def read_dataset(data: bytes, spec: dict[str, Any]) -> DatasetFile:
     rows = [decode(ROW, data[start + at[row] : start + at[row + 1]], max_bytes=MAX_ROW) for row in range(count)]
     if any((row["prompt"] is None) == (row["messages"] is None) for row in rows):
         raise Refused("dataset_malformed")
+    if len({"answer" in row for row in rows}) != 1 or any(row["metadata"] for row in rows if "answer" not in row):
+        raise Refused("dataset_malformed")
+    if "salt" in header and "answer" not in rows[0]:
+        raise Refused("dataset_malformed")
     return DatasetFile(header, rows)
+
+
+def prompts_of(file: DatasetFile) -> bytes:
+    """Return the file of prompts that follows from a file of answers."""
+    header = encode(HEADER, {key: value for key, value in file.header.items() if key != "salt"})
+    rows = [encode(ROW, {"prompt": row["prompt"], "messages": row["messages"], "metadata": {}}) for row in file.rows]
+    at = accumulate(map(len, rows), initial=0)
+    table = b"".join(each.to_bytes(8, "little") for each in at)
+    return MAGIC + len(header).to_bytes(4, "little") + header + table + b"".join(rows)
 
 
 def is_held_out(row: dict[str, Any], share: float) -> bool:

@@ -51,6 +51,7 @@ LEVEL = Record(
     }
 )
 STATISTICS = ("exponents", "mantissa", "sketch", "far", "margin", "logprob")
+FILE = {"digest": DIGEST, "bytes": integer(1, 4294967296)}
 ENVIRONMENT = Record(
     {
         "name": text(1, 200),
@@ -66,9 +67,10 @@ ENVIRONMENT = Record(
             )
         ),
         "problems": Record({"count": integer(1, 1048576), "kept": OrNull(binary(98304))}),
-        "dataset": Record({"digest": DIGEST, "bytes": integer(1, 4294967296)}),
+        "dataset": Record({**FILE, "answers": Record(FILE)}, frozenset({"answers"})),
+        "answers": one_of("operator"),
     },
-    frozenset({"problems", "dataset"}),
+    frozenset({"problems", "dataset", "answers"}),
 )
 POOLS = Record(
     {

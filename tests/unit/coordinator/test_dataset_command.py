@@ -44,6 +44,19 @@ def test_a_file_becomes_an_environment_of_a_run_that_starts(tmp_path: Path, file
     assert missing.value.code == "dataset_missing"
 
 
+def test_answers_that_the_operator_keeps_are_a_file_without_which_no_run_starts(tmp_path: Path, file: Path) -> None:
+    toml, folder = tmp_path / "run.toml", tmp_path / "data" / "datasets"
+    done = run("add", file, *FIRST, "--answers", "operator", "--to", tmp_path / "data", "--write", toml)
+    assert done.exit_code == 0, done.output
+    _, spec = read_run_file(toml, datasets=folder)
+    assert (spec.environments[0].answers, len(spec.answers)) == ("operator", 1)
+    assert {path.name for path in folder.iterdir()} == {f"{one.digest}.dataset" for one in spec.dataset_files}
+    (folder / f"{spec.answers[0].digest}.dataset").unlink()
+    with pytest.raises(DatasetFault) as missing:
+        read_run_file(toml, datasets=folder)
+    assert missing.value.code == "answers_missing"
+
+
 def test_it_is_added_to_a_run_toml_once_and_comments_stay(tmp_path: Path, file: Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text('name = "t"  # ours\n[[environments]]\nname = "arithmetic"\n\n[sampling]\ngroup_size = 4\n')

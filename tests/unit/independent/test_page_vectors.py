@@ -15,7 +15,7 @@ from independent import messages
 from independent.admission import Drift, evidence, first_finding, worst
 from independent.chat import CHAT_FORMAT, conversation_text, reply_text, seen_turn
 from independent.control import challenge_slot
-from independent.datasets import content_id, is_held_out, read_dataset
+from independent.datasets import content_id, is_held_out, prompts_of, read_dataset
 from independent.descriptor import Descriptors, run_id_of
 from independent.envelope import Opened, open_envelope
 from independent.log import leaf_hash, open_signed, root_of, verify_consistency, verify_inclusion
@@ -61,6 +61,10 @@ def test_datasets(case: dict[str, Any]) -> None:
     environment = decode(messages.ENVIRONMENT, case["environment"].encode(), max_bytes=2**16)
     data = base64.b64decode(case["file"])
     file = read_dataset(data, environment["dataset"])
+    if case["answers"] is not None:
+        assert [file.problem(index).answer for index in range(len(file.rows))] == [None] * len(file.rows)
+        file = read_dataset(base64.b64decode(case["answers"]), environment["dataset"]["answers"])
+        assert prompts_of(file) == data
     found = [file.problem(index) for index in range(len(file.rows))]
     assert [(one.prompt, one.opening, one.answer) for one in found] == [
         (one["prompt"], one["opening"], one["answer"]) for one in case["problems"]
@@ -73,7 +77,7 @@ def test_datasets(case: dict[str, Any]) -> None:
     assert [is_held_out(row, share) for row in file.rows] == [index >= leased for index in range(len(file.rows))]
     assert content_id(vectors("datasets")["run_id"], environment["dataset"]["digest"]) == case["content_id"]
     with pytest.raises(Refused):
-        read_dataset(data.replace(b"answer", b"Answer", 1), environment["dataset"])
+        read_dataset(data.replace(b"prompt", b"Prompt", 1), environment["dataset"])
 
 
 @pytest.mark.parametrize("value", vectors("wire")["values"], ids=lambda value: value["type"])

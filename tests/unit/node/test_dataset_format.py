@@ -23,6 +23,7 @@ from node.protocol.run import MAX_PROBLEMS, DatasetSpec, EnvironmentSpec, Length
 from shardcast.wire import digest
 
 ROW = b'{"prompt":"p","messages":null,"answer":"a","metadata":{}}'
+BARE_ROW = b'{"prompt":"p","messages":null,"metadata":{}}'
 
 
 def header(**changes: object) -> bytes:
@@ -102,6 +103,11 @@ def test_the_smallest_file_is_read(tmp_path: Path) -> None:
         file_of(b'{"prompt":"\xff","messages":null,"answer":"a","metadata":{}}'),
         file_of(b'{"prompt":"\\ud800","messages":null,"answer":"a","metadata":{}}'),
         file_of(ROW.replace(b'"p"', b'"' + b"p" * MAX_ROW_BYTES + b'"')),
+        file_of(ROW, BARE_ROW),
+        file_of(BARE_ROW, ROW),
+        file_of(b'{"prompt":"p","messages":null,"metadata":{"a":1}}'),
+        file_of(BARE_ROW, head=header(salt="A" * 43 + "=")),
+        file_of(ROW, head=header(salt="AAAA")),
     ],
 )
 def test_a_malformed_file_is_a_typed_error(tmp_path: Path, data: bytes) -> None:
