@@ -33,6 +33,7 @@ from node.commands.joining_options import check_run_id, joining_options
 from node.commands.keys import keys
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import (
+    EXISTING_FILE,
     FILE,
     json_option,
     key_option,
@@ -312,6 +313,13 @@ def relay(
     metavar="URL",
     help="An origin or relay to ask for policies besides the run's own; repeatable. Relays forget old policies.",
 )
+@click.option(
+    "--answers",
+    multiple=True,
+    type=EXISTING_FILE,
+    metavar="FILE",
+    help="A file of answers that the operator keeps and gave to you, to derive its rewards too; repeatable.",
+)
 @click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
 @_STATE
 @policy_memory_option
@@ -327,6 +335,7 @@ def audit(
     sample: int | None,
     all_: bool,
     sources: tuple[str, ...],
+    answers: tuple[Path, ...],
     seed: int | None,
     state: Path | None,
     policy_memory: float | None,
@@ -363,6 +372,7 @@ def audit(
                 state_dir=folder,
                 as_json=as_json,
                 sources=sources,
+                answers=answers,
                 policy_memory=policy_memory_bytes(policy_memory, engine=engine, device=compute["device"]),
                 prefills=prefills_maker(engine, state=folder, **compute),
             )

@@ -16,7 +16,7 @@ for it. An audit does not show that every submission was logged: for that, worke
                           signal, signal_probability}]}: who had slots and did not deliver them, and how likely it is
                           that this has nothing to do with their environment, or with whether the group had signal
     accounts              [{node, credit, pending, void, verified, strikes, banned, full_rate}], summed up from the log
-    results               {agree, disagree, indeterminate, unavailable, unseen}: counts over `verdicts`
+    results               {agree, disagree, indeterminate, unavailable, unseen, ungraded}: counts over `verdicts`
     verdicts              [{log_index, submission, node, version, slot, logged: {outcome, reason},
                           derived: null or {outcome, reason}, result, detail}]
     problems              [{code, detail, log_index}]; any makes the outcome "disagree"
@@ -44,7 +44,7 @@ from node.client.api import CoordinatorClient
 from node.client.http import ExchangeLimits, printable
 from node.client.ssrf import not_nearer
 from node.datasets.fetching import dataset_feed
-from node.datasets.folder import DATASETS
+from node.datasets.folder import DATASETS, match_answers
 from node.errors import BadReply, ConfigError, NodeError, StateError
 from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
@@ -82,13 +82,15 @@ async def run_audit(
     state_dir: Path,
     as_json: bool,
     sources: Sequence[str] = (),
+    answers: Sequence[Path] = (),
     prefills: MakePrefills = transformers_prefills,
     policy_memory: int = 4 * GIB,
 ) -> int:
     """Audit the coordinator at `url`, print what was found, and return the exit code: 0, 1 or 2.
 
     `sample` verdicts are derived again (None: 20), or all of them. `seed` repeats an earlier draw. `sources`
-    are origins or relays to ask for policies, besides those that the coordinator names. `prefills` makes what measures,
+    are origins or relays to ask for policies, besides those that the coordinator names. `answers` are files of answers,
+    which the operator keeps: without them, rewards of their datasets are not derived. `prefills` makes what measures,
     and policies take at most `policy_memory` bytes.
     """
     started = time.monotonic()
@@ -103,6 +105,7 @@ async def run_audit(
                 report,
                 state_dir=state_dir,
                 sources=sources,
+                answers=answers,
                 prefills=prefills,
                 policy_memory=policy_memory,
             )
@@ -159,6 +162,7 @@ class _Auditor:
         *,
         state_dir: Path,
         sources: Sequence[str],
+        answers: Sequence[Path],
         prefills: MakePrefills,
         policy_memory: int,
     ) -> None:
@@ -166,6 +170,7 @@ class _Auditor:
         self._report = report
         self._state = state_dir
         self._sources = sources
+        self._answers = answers
         self._prefills = prefills
         self._policy_memory = policy_memory
 
@@ -296,7 +301,11 @@ class _Auditor:
     async def _fetch_datasets(
         self, descriptor: Descriptor, sources: Sequence[str], may_connect: MayConnect
     ) -> Mapping[str, Path]:
-        """Return the verified files of the run's datasets; raises ShardcastError where they cannot be had in time."""
+        """Return the files of the run's datasets, and of the answers that were given.
+
+        Raises ShardcastError where a dataset cannot be had in time, ConfigError for answers that are not the run's.
+        """
+        answers = await asyncio.to_thread(match_answers, self._answers, descriptor.spec)
         run_key = self._coordinator.run_key
         if run_key is None:
             raise RuntimeError("a verified descriptor leaves the run's key")
@@ -308,4 +317,4 @@ class _Auditor:
             folder=self._state / DATASETS,
             may_connect=may_connect,
         ) as feed:
-            return await feed.fetch(timeout_s=DATASETS_SECONDS)
+            return {**await feed.fetch(timeout_s=DATASETS_SECONDS), **answers}

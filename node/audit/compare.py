@@ -66,9 +66,12 @@ def compare(entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec) -> tu
         return result, detail
     if entry.tokens != derived.tokens:
         return AuditResult.DISAGREE, f"It has {derived.tokens} tokens, the log says {entry.tokens}."
-    if entry.outcome is derived.outcome is Outcome.ADMITTED and entry.rewards != derived.rewards:
-        return AuditResult.DISAGREE, "The rewards are others."
-    return result, detail
+    if entry.outcome is not Outcome.ADMITTED or derived.outcome is not Outcome.ADMITTED:
+        return result, detail
+    if not derived.rewards:
+        ungraded = "All but the rewards is right; their answers are the operator's."
+        return (AuditResult.UNGRADED, ungraded) if result is AuditResult.AGREE else (result, detail)
+    return (result, detail) if entry.rewards == derived.rewards else (AuditResult.DISAGREE, "The rewards are others.")
 
 
 def _compare_decisions(entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec) -> tuple[AuditResult, str]:

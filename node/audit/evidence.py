@@ -91,7 +91,7 @@ class EvidenceAuditor:
         self._checkpoint = checkpoint
         self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
         environments = load_environments(descriptor.spec, datasets)
-        self._rules = Rules(self._run_id, self._spec, environments)
+        self._rules = Rules(self._run_id, self._spec, environments, need_answers=False)
         keep = self._spec.sampling.max_version_lead + POLICIES_ON_DISK
         broadcast = Client(self._run_id, coordinator.run_key, sources, folder, keep=keep, may_connect=may_connect)
         self._archive = _Archive(broadcast, make_prefills(self._spec, prefills), spec=self._spec, memory=policy_memory)

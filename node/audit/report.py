@@ -30,7 +30,8 @@ MAX_SHOWN = 50
 class AuditResult(StrEnum):
     """How a logged verdict compares with the derived one.
 
-    `unseen`: the one measured row is right, another row is not.
+    `unseen`: the one measured row is right, another row is not. `ungraded`: all but the rewards is right, whose answers
+    the operator keeps.
     """
 
     AGREE = "agree"
@@ -38,6 +39,10 @@ class AuditResult(StrEnum):
     INDETERMINATE = "indeterminate"
     UNAVAILABLE = "unavailable"
     UNSEEN = "unseen"
+    UNGRADED = "ungraded"
+
+
+CONFIRMED = {AuditResult.AGREE, AuditResult.UNGRADED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"log of run {report.run_id[:16]}…: {_log_line(report)}", highlight=False)
     if report.checked:
         console.print(_results(report))
-    disputed = [check for check in report.checked if check.result is not AuditResult.AGREE]
+    disputed = [check for check in report.checked if check.result not in CONFIRMED]
     if disputed:
         console.print(_disputes(disputed))
     if report.accounts:
@@ -195,11 +200,12 @@ def _log_line(report: Report) -> str:
 
 def _results(report: Report) -> Table:
     table = Table(title="verdicts derived again")
-    for column in ("logged", *AuditResult):
+    shown = [each for each in AuditResult if each is not AuditResult.UNGRADED or report.count(each)]
+    for column in ("logged", *shown):
         table.add_column(str(column), justify="left" if column == "logged" else "right")
     for outcome in (Outcome.ADMITTED, Outcome.REJECTED):
         checks = [check.result for check in report.checked if check.verdict.entry.outcome is outcome]
-        table.add_row(outcome, *(str(checks.count(result)) for result in AuditResult))
+        table.add_row(outcome, *(str(checks.count(result)) for result in shown))
     return table
 
 
@@ -270,6 +276,8 @@ def _conclusion(report: Report) -> str:
     border = f" {unsure} lie too close to a limit to tell on this machine." if unsure else ""
     unseen = report.count(AuditResult.UNSEEN)
     border += f" {unseen} have rows that nobody measured and that are not right." if unseen else ""
+    ungraded = report.count(AuditResult.UNGRADED)
+    border += f" {ungraded} are right as far as can be told without the answers (--answers)." if ungraded else ""
     if report.exit_code == INCOMPLETE:
         return f"incomplete: {report.count(AuditResult.UNAVAILABLE)} verdicts could not be derived again.{border}"
     return (

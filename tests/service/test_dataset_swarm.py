@@ -15,21 +15,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+import zstandard
 from aiohttp import web
 from broadcast_scene import Between
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dataset_files import damage, environment_of, made, sums
+from dataset_files import SALT, damage, environment_of, made, sums
 from msgspec import structs
-from swarm import running, small_spec, worker_thread
+from swarm import Peer, running, small_spec, worker_thread
 from waiting import until
 
+from coordinator.storage import log
 from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.audit.auditor import run_audit
+from node.audit.log import read_entries
 from node.datasets.format import Dataset
 from node.errors import DatasetFault
 from node.joining.session import JoinSettings
+from node.protocol.messages import VerdictEntry
 from node.relay.daemon import RelaySettings, run_relay
+from node.submission.writer import write_rollouts
 
 SOON = 120.0
 
@@ -76,10 +82,13 @@ def relaying(url: str, run_id: str, *, upstream: str, state: Path) -> Iterator[N
         loop.close()
 
 
-def audited(url: str, run_id: str, state: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    """What an auditor finds who has nothing but the run's id and the coordinator's address."""
+def audited(
+    url: str, run_id: str, state: Path, capsys: pytest.CaptureFixture[str], *answers: Path
+) -> dict[str, object]:
+    """What an auditor finds who has nothing but the run's id, the coordinator's address, and perhaps `answers`."""
     capsys.readouterr()
-    asyncio.run(run_audit(url, run_id=run_id, sample=3, all_=False, seed=1, state_dir=state, as_json=True))
+    settings = {"sample": 3, "all_": False, "seed": 1, "state_dir": state, "as_json": True}
+    asyncio.run(run_audit(url, run_id=run_id, answers=answers, **settings))
     return json.loads(capsys.readouterr().out)
 
 
@@ -102,6 +111,88 @@ def test_a_bare_worker_earns_in_a_run_whose_dataset_it_has_never_seen_and_is_aud
         assert found["results"]["agree"] >= 2
     fetched = next((worker / "datasets" / dataset.spec.digest / "versions").glob("0-*.bin"))
     assert fetched.read_bytes() == dataset.path.read_bytes()
+
+
+def told_rows(count: int) -> list[dict[str, object]]:
+    """Sums whose answers can be found in a file, if they are there: a bare number is everywhere by chance."""
+    return [{"question": f"Q:{10 + at}+{at % 7}=?\nA:", "answer": f"secret-{at}"} for at in range(count)]
+
+
+def all_bytes(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_worker_earns_without_a_single_answer_and_an_auditor_without_them_says_what_it_could_not_check(
+    tmp_path: Path, tiny_policy_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = made(tmp_path / "data" / "datasets", told_rows(30), salt=SALT, held_out=0.2)
+    spec = small_spec(environments=(environment_of(dataset),))
+    worker = tmp_path / "worker"
+    with running(tmp_path, tiny_policy_path, spec=spec) as swarm:
+        with worker_thread(swarm.url, swarm.home.run_id, worker) as status:
+            until(lambda: status().get("admitted", 0) >= 2, seconds=SOON)
+            assert status()["rejected"] == 0
+        stranger = Peer(swarm.origin_url, swarm.home.run_id)
+        served = [stranger.send("GET", f"/content/{one.digest}/v1/versions/0").status for one in spec.dataset_files]
+        assert served == [200, 404]
+        bare = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys)
+        assert (bare["outcome"], bare["results"]["agree"], bare["problems"]) == ("agree", 0, [])
+        assert bare["results"]["ungraded"] >= 2
+        told = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys, dataset.answers)
+        assert (told["outcome"], told["results"]["ungraded"]) == ("agree", 0)
+        assert told["results"]["agree"] >= 2
+        other = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys, dataset.path)
+        assert (other["outcome"], other["verdicts"]) == ("incomplete", [])
+    assert b"secret-" in all_bytes(tmp_path / "data")
+    for folder in (worker, tmp_path / "audit", tmp_path / "origin", tmp_path / "origin-datasets"):
+        assert all_bytes(folder), folder
+        assert b"secret-" not in all_bytes(folder), folder
+
+
+def test_an_operator_who_invents_rewards_is_convicted_by_whoever_has_the_answers_and_by_nobody_else(
+    tmp_path: Path, tiny_policy_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No completion of this policy is right: a reward of 1 is a lie."""
+    dataset = made(tmp_path / "data" / "datasets", told_rows(30), salt=SALT)
+    with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(environment_of(dataset),))) as swarm:
+        with monkeypatch.context() as lying:
+            lying.setattr("node.verification.verify.measure_rewards", lambda plan: (1.0,) * len(plan.claim.rollouts))
+            with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status:
+                until(lambda: status().get("admitted", 0) >= 1, seconds=SOON)
+        bare = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys)
+        told = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys, dataset.answers)
+    assert (bare["outcome"], bare["results"]["agree"]) == ("agree", 0)
+    assert (told["outcome"], told["problems"][0]["code"]) == ("disagree", "verdict_differs")
+
+
+def test_a_worker_that_guesses_its_rewards_is_not_believed(tmp_path: Path, tiny_policy_path: Path) -> None:
+    """Where it knows no answer it may say that all is right: a submission has no place for that."""
+    dataset = made(tmp_path / "data" / "datasets", told_rows(30), salt=SALT)
+    with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(environment_of(dataset),))) as swarm:
+        peer = swarm.peer()
+        lease = peer.lease()
+        content = msgspec.msgpack.decode(zstandard.decompress(write_rollouts(swarm.honest(lease))))
+        content["rows"] = [row | {"reward": 1.0} for row in content["rows"]]
+        claimed = zstandard.compress(msgspec.msgpack.encode(content))
+        receipt = swarm.verdict(peer, peer.submit(lease.lease_id, claimed))
+        assert (receipt.outcome, receipt.reason) == ("rejected", "wrong_schema")
+        again = peer.lease()
+        assert swarm.judge(peer, swarm.honest(again), again).outcome == "admitted"
+        with swarm.home.database.read() as connection:
+            entries, _ = read_entries(log.leaves(connection, 0, log.size(connection)))
+        verdicts = [entry for entry in entries if isinstance(entry, VerdictEntry)]
+        assert [entry.rewards for entry in verdicts] == [None, (0.0,) * 4]
+
+
+def test_a_verifier_without_the_answers_does_not_begin(tmp_path: Path, tiny_policy_path: Path) -> None:
+    """It fetches the prompts as workers do, and judges nothing: no reward of 0 is anybody's who was right."""
+    dataset = made(tmp_path / "data" / "datasets", salt=SALT)
+    with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(environment_of(dataset),))) as swarm:
+        far = replace(swarm.home, folder=tmp_path / "elsewhere")
+        settings = VerifierSettings(name="far", state=tmp_path / "far", sources=(swarm.origin_url,))
+        with pytest.raises(DatasetFault) as missing:
+            asyncio.run(Verifier(far, settings).run(asyncio.Event()))
+    assert missing.value.code == "answers_missing"
 
 
 def test_a_verifier_on_a_machine_without_the_data_folders_datasets_fetches_them(

@@ -304,7 +304,14 @@ def test_an_honest_run_agrees_and_is_remembered(run: Audited, audit: Callable[..
         "rejected": 2,
         "indeterminate": 1,
     }
-    assert first.report["results"] == {"agree": 5, "disagree": 0, "indeterminate": 0, "unavailable": 0, "unseen": 0}
+    assert first.report["results"] == {
+        "agree": 5,
+        "disagree": 0,
+        "indeterminate": 0,
+        "unavailable": 0,
+        "unseen": 0,
+        "ungraded": 0,
+    }
     assert first.report["coordinator_indeterminate"] == [run.UNDECIDED]
     assert first.report["previous_checkpoint"] is None
     logged = {v["log_index"]: (v["logged"], v["derived"]) for v in first.report["verdicts"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 
 import pytest
 from logged import (
@@ -18,9 +19,11 @@ from logged import (
     together,
     unmeasured,
 )
+from rich.console import Console
 
 from node.audit.compare import BORDERLINE_FACTOR, TOTALS_APART, compare, is_borderline
-from node.audit.report import AuditResult
+from node.audit.log import LoggedVerdict
+from node.audit.report import AuditResult, Checked, Report, show
 from node.protocol.admission import Figures, Finding, Outcome, Verdict, judge_rows, worst
 from node.protocol.evidence import Total, Totals
 from node.protocol.messages import VerdictEntry
@@ -68,6 +71,25 @@ def found(row: int, figure: str, value: float) -> VerdictEntry:
     (reason, limit) = (Reason.WRONG_TOKEN, 1.0) if figure == "token_margin" else (Reason.PROOF_MISMATCH, 10.0)
     finding = Finding(reason=reason, row=row, figure=figure, value=value, limit=limit)
     return rejected(1, reason=reason, finding=finding, figures=measured(**{figure: value}))
+
+
+def test_rewards_that_nobody_here_can_derive_are_neither_right_nor_a_lie() -> None:
+    """An auditor without the operator's answers must not vouch for rewards, nor accuse anybody of them."""
+    blind = verdict_of(admitted(1), rewards=())
+    assert compare(admitted(1), blind, spec=JUDGED)[0] == "ungraded"
+    assert compare(admitted(1), verdict_of(admitted(1), rewards=(), tokens=9), spec=JUDGED)[0] == "disagree"
+    assert compare(admitted(1), rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN), spec=JUDGED)[0] == "disagree"
+
+
+def test_ungraded_verdicts_have_a_count_of_their_own_and_are_said_at_the_end() -> None:
+    entry = LoggedVerdict(1, admitted(1))
+    report = Report(
+        url="u", run_id="r", checked=[Checked(entry, AuditResult.UNGRADED), Checked(entry, AuditResult.AGREE)]
+    )
+    said = Console(file=StringIO(), width=200)
+    show(report, said)
+    assert (report.count(AuditResult.AGREE), report.count(AuditResult.UNGRADED), report.exit_code) == (1, 1, 0)
+    assert "1 verdicts derived again. 1 are right as far as can be told without the answers" in said.file.getvalue()
 
 
 def test_the_same_decision_agrees_whatever_its_figures() -> None:

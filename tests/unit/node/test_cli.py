@@ -305,7 +305,8 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
 
     monkeypatch.setattr("node.audit.auditor.run_audit", audited)
     arguments = ("--run-id", RUN_ID, "--sample", "3", "--seed", "9", "--json", "--state", str(tmp_path))
-    arguments += ("--source", "http://origin", "--policy-memory", "1.5")
+    (tmp_path / "kept").touch()
+    arguments += ("--source", "http://origin", "--policy-memory", "1.5", "--answers", str(tmp_path / "kept"))
     assert swarmproof("audit", "http://h", *arguments).exit_code == code
     assert callable(seen.pop("prefills"))
     assert seen == {
@@ -313,6 +314,7 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
         "run_id": RUN_ID,
         "sample": 3,
         "sources": ("http://origin",),
+        "answers": (tmp_path / "kept",),
         "all_": False,
         "seed": 9,
         "state_dir": tmp_path,
