@@ -15,7 +15,8 @@ from msgspec import UNSET
 
 from coordinator.errors import BadConfiguration
 from node.commands.options import EXISTING_FILE, FILE, json_option, number_option
-from node.protocol.run import DATASET, DatasetSpec, FileSpec, parse_run_toml
+from node.protocol.environment_spec import DATASET, DatasetSpec, FileSpec
+from node.protocol.run import parse_run_toml
 from shardcast.errors import Malformed
 from shardcast.files import write_atomically
 

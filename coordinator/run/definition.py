@@ -9,7 +9,8 @@ from node.datasets.folder import find_datasets
 from node.environments import lacks_answers, load_environment
 from node.errors import DatasetFault
 from node.protocol.chat import ChatFormat
-from node.protocol.run import DATASET, RunSpec, parse_run_toml
+from node.protocol.environment_spec import DATASET
+from node.protocol.run import RunSpec, parse_run_toml
 from shardcast.errors import Malformed
 
 

@@ -29,8 +29,8 @@ from node.datasets.format import (
 )
 from node.datasets.sources import SourceRow
 from node.errors import ConfigError, NodeError
+from node.protocol.environment_spec import MAX_DATASET_BYTES, MAX_PROBLEMS, DatasetSpec, FileSpec
 from node.protocol.grading import GraderSpec
-from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, DatasetSpec, FileSpec
 from shardcast.content import file_digest
 from shardcast.files import sync_folder
 from shardcast.wire import derive, encode

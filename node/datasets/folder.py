@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from node.errors import ConfigError
-from node.protocol.run import DATASET, DatasetSpec, FileSpec, RunSpec
+from node.protocol.environment_spec import DATASET, DatasetSpec, FileSpec
+from node.protocol.run import RunSpec
 from shardcast.content import file_digest
 
 DATASETS = "datasets"

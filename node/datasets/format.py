@@ -27,8 +27,8 @@ from blake3 import blake3
 from msgspec import UNSET, Meta, UnsetType
 
 from node.errors import DatasetFault
+from node.protocol.environment_spec import MAX_DATASET_BYTES, MAX_PROBLEMS, Argument, FileSpec
 from node.protocol.grading import GraderSpec
-from node.protocol.run import MAX_DATASET_BYTES, MAX_PROBLEMS, Argument, FileSpec
 from shardcast.errors import Malformed
 from shardcast.wire import Wire, decode, encode
 

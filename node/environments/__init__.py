@@ -25,7 +25,8 @@ from node.environments.terminal import TerminalTarget
 from node.environments.verifiers import load_verifiers
 from node.graders import check_grader
 from node.protocol.chat import ChatFormat
-from node.protocol.run import DATASET, EnvironmentSpec, RunSpec
+from node.protocol.environment_spec import DATASET, EnvironmentSpec
+from node.protocol.run import RunSpec
 
 REASONING_GYM = "reasoning_gym:"
 VERIFIERS = "verifiers:"

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from node.protocol.chat import ChatFormat
-from node.protocol.run import Argument
+from node.protocol.environment_spec import Argument
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 

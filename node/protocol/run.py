@@ -16,32 +16,27 @@ from msgspec import UNSET, Meta, UnsetType
 from node.protocol.algorithms import with_algorithm
 from node.protocol.chat import ChatFormat
 from node.protocol.chat_formats import CHAT_FORMATS
+from node.protocol.environment_spec import (
+    MAX_KEPT_BYTES,
+    DatasetSpec,
+    EnvironmentSpec,
+    FileSpec,
+    LengthSpec,
+    ProblemsSpec,
+)
+from node.protocol.limits_spec import HonestSpec, LevelSpec, LimitsSpec
 from node.protocol.membership import MembershipSpec
+from node.protocol.spec_types import NonNegativeFloat, Positive, PositiveFloat, Share
 from shardcast.envelope import open_envelope
 from shardcast.errors import Malformed, Stale
-from shardcast.wire import MAX_INTEGER, Count, Digest, PublicKey, Wire, decode, derive, digest, encode
+from shardcast.wire import Count, Digest, PublicKey, Wire, decode, derive, digest, encode
 
 DESCRIPTOR_DOMAIN = "swarmproof/run"
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 256 * 1024
-MAX_KEPT_BYTES = 96 * 1024
-"""Limit of all environments' bitmaps together, so that a descriptor holds them."""
 
-MAX_PROBLEMS = 2**20
-MAX_DATASET_BYTES = 2**32
-DATASET = "dataset:"
-"""How the names of environments begin whose problems are the rows of a dataset."""
-
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-PositiveFloat = Annotated[float, Meta(gt=0, le=1e9)]
-NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e9)]
-Share = Annotated[int, Meta(ge=0, le=1_000_000)]
 Url = Annotated[str, Meta(pattern=r"^https?://[^\s]{1,500}\Z")]
 PeerAddress = Annotated[str, Meta(pattern=r"^/[!-~]{1,299}\Z")]
-
-Argument = (
-    str | bool | Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)] | Annotated[float, Meta(ge=-1e15, le=1e15)]
-)
 
 
 class ModelSpec(Wire, frozen=True):
@@ -51,80 +46,8 @@ class ModelSpec(Wire, frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
-class LengthSpec(Wire, frozen=True):
-    """Length targets, as in INTELLECT-2 (arXiv 2505.07291) after L1 (arXiv 2503.04697): `node.environments.lengths`.
-
-    Each problem asks for one of `targets` tokens, and a reward loses `penalty` for each token that the model wrote more
-    or fewer.
-    """
-
-    targets: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
-    penalty: Annotated[float, Meta(gt=0, le=1)] = 0.0003
-    form: Literal["sentence", "short"] = "sentence"
-
-
-class ProblemsSpec(Wire, frozen=True):
-    """A finite set: the problems 0 .. `count` - 1 of an environment, or of those the `kept` ones (offline filtering).
-
-    `kept` is a bitmap of ceil(count / 8) bytes: problem i is kept where bit i mod 8 of byte i // 8 is set, bit 0 being
-    the lowest. None keeps all.
-    """
-
-    count: Annotated[int, Meta(ge=1, le=MAX_PROBLEMS)]
-    kept: Annotated[bytes, Meta(min_length=1, max_length=MAX_KEPT_BYTES)] | None = None
-
-    def __post_init__(self) -> None:
-        if self.kept is None:
-            return
-        if len(self.kept) != -(-self.count // 8) or int.from_bytes(self.kept, "little") >> self.count:
-            raise ValueError("kept must have one bit for each of count problems, and zeros after them")
-        if not any(self.kept):
-            raise ValueError("kept must keep a problem")
-
-
 ModelChat = Literal["model", "model/no-think"]
 """The chat template of the folder `model.initial`, before the operator has reduced it."""
-
-
-class FileSpec(Wire, frozen=True):
-    """A file by its digest and size."""
-
-    digest: Digest
-    bytes: Annotated[int, Meta(ge=1, le=MAX_DATASET_BYTES)]
-
-
-class DatasetSpec(FileSpec, frozen=True):
-    """The canonical file that an environment's problems are in (docs/protocol.md, section 5.5).
-
-    With `answers` it has the prompts alone, and that file, which the operator keeps, has the answers too.
-    """
-
-    answers: FileSpec | UnsetType = UNSET
-
-
-class EnvironmentSpec(Wire, frozen=True):
-    """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end.
-
-    One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from. `answers`
-    says who alone has the answers; UNSET for everybody.
-    """
-
-    name: Annotated[str, Meta(min_length=1, max_length=200)]
-    weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
-    arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
-    length: LengthSpec | None = None
-    problems: ProblemsSpec | UnsetType = UNSET
-    dataset: DatasetSpec | UnsetType = UNSET
-    answers: Literal["operator"] | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        has_file = isinstance(self.dataset, DatasetSpec)
-        if (self.answers == "operator") != (isinstance(self.dataset, DatasetSpec) and bool(self.dataset.answers)):
-            raise ValueError('environments.answers = "operator" goes with a file in environments.dataset.answers')
-        if self.name.startswith(DATASET) != has_file:
-            raise ValueError(f"an environment has a dataset if its name begins with {DATASET!r}, and no other has")
-        if has_file and not isinstance(self.problems, ProblemsSpec):
-            raise ValueError("an environment with a dataset needs environments.problems")
 
 
 class SamplingSpec(Wire, frozen=True):
@@ -233,63 +156,6 @@ class BatchSpec(Wire, frozen=True):
     def gap_wait_seconds(self, missing: int) -> float:
         """Return how long a step that has its groups waits for `missing` others."""
         return self.gap_seconds * -(-missing // self.most_gaps)
-
-
-class LevelSpec(Wire, frozen=True):
-    """Distribution of one honest deviation, per chunk or per token.
-
-    `variance` is that of one value, `shared_variance` that of what all values of a group have in common (its prompt,
-    and the machine that drew it). `largest`: a value above it counts as it.
-    """
-
-    mean: Annotated[float, Meta(ge=-1e9, le=1e9)]
-    variance: Annotated[float, Meta(ge=1e-18, le=1e9)]
-    largest: Annotated[float, Meta(ge=-1e9, le=1e9)]
-    shared_variance: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-
-    def __post_init__(self) -> None:
-        if self.largest - self.mean < 1e-9:
-            raise ValueError("largest must exceed mean by 1e-9 or more")
-
-
-class HonestSpec(Wire, frozen=True):
-    """The levels of honest work, as `swarmproof calibrate` finds them; what has none is not summed up.
-
-    `far` has one from the start, 1 token in 10, which deep policies in bfloat16 stay well below: a sketch that is right
-    for part of the tokens shows in nothing else.
-    """
-
-    exponents: LevelSpec | None = None
-    mantissa: LevelSpec | None = None
-    sketch: LevelSpec | None = None
-    far: LevelSpec | None = LevelSpec(mean=0.1, variance=0.1, largest=1.0)
-    margin: LevelSpec | None = None
-    logprob: LevelSpec | None = None
-
-
-class LimitsSpec(Wire, frozen=True):
-    """Limits of the figures; a figure equal to its limit passes.
-
-    `false_rejections` bounds the probability that honest values sum up to a rejection, for each sum that is judged.
-    `suspects` are the weights that a group is compared with where its sketches show more than `suspicion` (nats),
-    and by chance in a share `second_looks` of all groups. `readings` 2: rollouts are measured in float32 as well, and
-    what deviates no further than rounding does counts less.
-    """
-
-    exponent_mismatches: NonNegativeFloat = 38.0
-    mantissa_mean: NonNegativeFloat = 10.0
-    mantissa_median: NonNegativeFloat = 8.0
-    sketch_distance: NonNegativeFloat = 3.0
-    token_margin: NonNegativeFloat = 1.0
-    rollout_margin_mean: NonNegativeFloat = 0.05
-    logprob_error: NonNegativeFloat = 0.5
-    false_rejections: Annotated[float, Meta(ge=1e-100, le=0.1)] = 1e-6
-    honest: HonestSpec = HonestSpec()
-    suspects: Annotated[tuple[Literal["int8", "previous"], ...], Meta(max_length=2)] = ("int8", "previous")
-    suspicion: NonNegativeFloat = 2.0
-    second_looks: Annotated[float, Meta(ge=0, le=1)] = 0.05
-    readings: Annotated[int, Meta(ge=1, le=2)] = 1
-    max_submission_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 4 * 1024 * 1024
 
 
 class StandingSpec(Wire, frozen=True):

@@ -19,7 +19,7 @@ from node.datasets.format import MAGIC, MAX_HEADER_BYTES, MAX_ROW_BYTES, Dataset
 from node.environments import load_environment
 from node.environments.base import EnvironmentFault
 from node.errors import DatasetFault
-from node.protocol.run import MAX_PROBLEMS, DatasetSpec, EnvironmentSpec, LengthSpec, ProblemsSpec
+from node.protocol.environment_spec import MAX_PROBLEMS, DatasetSpec, EnvironmentSpec, LengthSpec, ProblemsSpec
 from shardcast.wire import digest
 
 ROW = b'{"prompt":"p","messages":null,"answer":"a","metadata":{}}'
