@@ -30,12 +30,13 @@ from node.environments import (
     held_out_rows,
     load_environments,
 )
-from node.episodes.conversation import asking, graded
+from node.episodes.conversation import asking, graded, turn_rules
 from node.errors import NodeError
 from node.policy.file import Blueprint, render_prompt
 from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
+from node.protocol.turns import RUN_RULES, TurnRules
 from shardcast.wire import derive
 
 log = logging.getLogger(__name__)
@@ -221,8 +222,9 @@ async def _evaluate(
         await engine.load(policy, version=0)
         found = []
         for environment_index, environment in enumerate(environments):
-            tasks = TaskSet(environment, engine.policy, settings, environment_index, indexes)
-            await _draw(engine, tasks, spec.sampling, stop, measurements)
+            rules = turn_rules(engine.policy, spec, environment_index)
+            tasks = TaskSet(environment, engine.policy, settings, environment_index, indexes, rules=rules)
+            await _draw(engine, tasks, spec.sampling_in(environment_index), stop, measurements)
             found.append(tasks)
     finally:
         await engine.close()
@@ -258,11 +260,13 @@ class TaskSet:
         settings: EvaluationSettings,
         environment_index: int,
         indexes: Sequence[int] | None = None,
+        *,
+        rules: TurnRules = RUN_RULES,
     ) -> None:
         self.environment = environment
         self.lengths: list[int] = []
         self.place = environment_index
-        self._policy, self._settings = policy, settings
+        self._policy, self._settings, self._rules = policy, settings, rules
         indexes = _indexes(environment, settings, environment_index, indexes)
         self._problems: list[Problem] = [environment.problem(index) for index in indexes]
         self.rewards: list[list[float]] = [[] for _ in indexes]
@@ -282,7 +286,7 @@ class TaskSet:
             ask = asking(self._policy, self.environment, problem, sampling=sampling)
             for sample in range(self._settings.samples):
                 seed = _derive(self._settings.seed, self.place, number, sample)[:SEED_BYTES]
-                yield SampleRequest(prompt, seed, ask=ask)
+                yield SampleRequest(prompt, seed, ask=ask, rules=self._rules)
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[CompletionOutcome]:
         """Judge the next completions, in the order of the requests."""
@@ -291,10 +295,10 @@ class TaskSet:
             reward: float | None = None
             try:
                 problem = self._problems[self._number(at)]
-                reward = graded(self._policy, self.environment, problem, rollout.completion_ids)
+                reward = graded(self._policy, self.environment, problem, rollout.completion_ids, rules=self._rules)
             except NodeError as error:
                 log.warning("completion of %s cannot be judged here: %s", self.environment.name, error)
-            is_cut_off = rollout.completion_ids[-1] not in self._policy.eos_ids
+            is_cut_off = not self._rules.ends_turn(rollout.completion_ids, self._policy.eos_ids)
             outcomes.append(CompletionOutcome(len(rollout.completion_ids), is_cut_off, reward))
         return outcomes
 

@@ -124,10 +124,11 @@ def told_rewards(apart: Mapping[str, float]) -> str:
 
 def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
     """Return the group's samples with their advantages; none if every advantage is zero."""
-    training, most = spec.training, spec.sampling.max_new_tokens
+    training = spec.training
+    sampling = spec.sampling if group.environment is None else spec.sampling_in(group.environment)
     lengths = [len(sample.completion_ids) for sample in group.rollouts]
     rewards = [
-        reward - recipe.overlong_penalty(tokens, training=training, most=most)
+        reward - recipe.overlong_penalty(tokens, training=training, most=sampling.max_new_tokens)
         for reward, tokens in zip(group.rewards, lengths, strict=True)
     ]
     advantages = recipe.group_advantages(rewards, normalize=training.normalize_advantage)

@@ -74,7 +74,7 @@ class RowEvidence(msgspec.Struct, frozen=True):
     errors: bytes
     chunks: list[ChunkEvidence]
     segments: list[tuple[int, int]]
-    replies: Annotated[list[tuple[int, str]], Meta(max_length=64)] = []
+    replies: Annotated[list[tuple[int, str]], Meta(max_length=128)] = []
 
     @property
     def is_measured(self) -> bool:

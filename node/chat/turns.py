@@ -12,6 +12,7 @@ from node.protocol.chat import ChatFormat
 _CALL: Final = "<tool_call>"
 _CALL_END: Final = "</tool_call>"
 _THOUGHT: Final = "<think>"
+_THOUGHT_END: Final = "</think>"
 
 
 def reads_calls(chat: ChatFormat) -> bool:
@@ -24,6 +25,17 @@ def whole_turn(text: str, chat: ChatFormat) -> str:
     """Return what a policy wrote with the thoughts that the format begins its turn with, such as empty ones."""
     _, mark, thoughts = chat.generation.rpartition(_THOUGHT)
     return mark + thoughts + text if mark else text
+
+
+def is_thinking(text: str, chat: ChatFormat | None) -> bool:
+    """Tell whether a turn that begins with `text` is in the middle of a thought.
+
+    Without a chat format a turn begins with one, as the environments that read an answer behind </think> have it.
+    """
+    if chat is None:
+        return _THOUGHT_END not in text
+    _, mark, thought = whole_turn(text, chat).rpartition(_THOUGHT)
+    return bool(mark) and _THOUGHT_END not in thought
 
 
 def turn_of(text: str, chat: ChatFormat, *, number: int, tools: bool) -> dict[str, Any]:

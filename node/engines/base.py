@@ -24,7 +24,7 @@ from node.policy.file import Blueprint
 from node.protocol.run import RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Expected, Rollout
-from node.protocol.turns import AskReply
+from node.protocol.turns import RUN_RULES, AskReply, TurnRules
 
 
 class EngineError(Exception):
@@ -65,8 +65,9 @@ class Interrupted(EngineError):
 class SampleRequest:
     """One completion to draw: the prompt's token ids, and the 16-byte seed that determines every token.
 
-    `max_tokens` caps it below the run's own limit. `ask` is the environment, if it has several turns. `position` is
-    that of its first token if it is a later turn; then `prompt_ids` hold the whole dialogue so far.
+    `max_tokens` caps it below the run's own limit. `ask` is the environment, if it has several turns, and `rules` are
+    what it adds to the run's. `position` is that of its first token if it is a later piece; then `prompt_ids` hold the
+    whole dialogue so far.
     """
 
     prompt_ids: tuple[int, ...]
@@ -74,16 +75,23 @@ class SampleRequest:
     max_tokens: int | None = None
     ask: AskReply | None = field(default=None, compare=False)
     position: int = 0
+    rules: TurnRules = field(default=RUN_RULES, compare=False)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether something may be put between tokens, so that it is drawn piece by piece."""
+        return self.ask is not None or self.rules.thinking is not None
 
     def cap(self, sampling: SamplingSpec) -> int:
         """Return the maximum number of tokens to draw."""
-        limit = sampling.max_new_tokens - self.position
+        limit = self.rules.most_tokens(sampling) - self.position
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
 
 def requests_for(expected: Expected) -> list[SampleRequest]:
     """Build the requests for a slot's completions."""
-    return [SampleRequest(tuple(expected.prompt_ids), seed, ask=expected.ask) for seed in expected.seeds]
+    prompt, rules = tuple(expected.prompt_ids), expected.rules
+    return [SampleRequest(prompt, seed, ask=expected.ask, rules=rules) for seed in expected.seeds]
 
 
 class Engine(Protocol):
@@ -128,9 +136,7 @@ MakeEngine: TypeAlias = Callable[[RunSpec], Engine]
 def check_requests(requests: Sequence[SampleRequest], *, vocabulary: int, sampling: SamplingSpec) -> None:
     """Raise BadRequest for the first request the run does not allow."""
     for index, request in enumerate(requests):
-        max_tokens = sampling.max_prompt_tokens
-        if request.position:
-            max_tokens += request.position + sampling.reply_tokens
+        max_tokens = sampling.most_tokens - 1 if request.position else sampling.max_prompt_tokens
         if not 1 <= len(request.prompt_ids) <= max_tokens:
             raise BadRequest(f"prompt {index} has {len(request.prompt_ids)} tokens, 1 to {max_tokens} are allowed")
         if not all(0 <= token < vocabulary for token in request.prompt_ids):

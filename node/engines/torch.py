@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +39,7 @@ from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint, Policy, load_policy, read_blueprint, refill_policy
 from node.policy.memory import free_memory, unless_out_of_memory
 from node.policy.models.base import RecurrentForCausalLM
-from node.protocol.run import RunSpec
+from node.protocol.run import RunSpec, SamplingSpec
 from node.protocol.submission import Rollout
 from node.sampling.forced import choose, warm_up
 from node.sampling.types import Choose
@@ -133,9 +133,9 @@ class TorchEngine:
         check_requests(requests, vocabulary=policy.vocabulary, sampling=sampling)
         if not requests:
             return []
-        if any(request.ask is not None for request in requests):
+        if any(request.has_pieces for request in requests):
             return await converse(
-                requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, on_finished=on_finished
+                requests, self._piece, eos_ids=policy.eos_ids, sampling=sampling, on_finished=on_finished
             )
         loop = asyncio.get_running_loop()
         call = Call(requests, on_finished=on_finished and partial(loop.call_soon_threadsafe, on_finished))
@@ -144,7 +144,7 @@ class TorchEngine:
             self._start()
         return await asyncio.wrap_future(call.rollouts)
 
-    async def _turn(self, request: SampleRequest) -> Rollout:
+    async def _piece(self, request: SampleRequest) -> Rollout:
         (rollout,) = await self.generate([request])
         return rollout
 
@@ -275,6 +275,10 @@ class _Row:
         first = self.request.position
         return DecodeRow(self.name, self.request.seed, first + len(self.tokens), first=first)
 
+    def is_at_end(self, eos_ids: Collection[int], sampling: SamplingSpec) -> bool:
+        """Return whether its newest token is its last."""
+        return len(self.tokens) == self.request.cap(sampling) or self.request.rules.ends_turn(self.tokens, eos_ids)
+
 
 class Batch:
     """The rows that are decoded together, across policies. Not thread-safe."""
@@ -328,7 +332,7 @@ class Batch:
         logits: Tensor = self._recorder.sample(policy.logits(hidden))
         for row, token in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             row.tokens.append(token)
-            row.is_finished = token in policy.eos_ids or len(row.tokens) == row.request.cap(self._spec.sampling)
+            row.is_finished = row.is_at_end(policy.eos_ids, self._spec.sampling)
             if row.is_finished and row.call.on_finished is not None and not row.call.is_over:
                 row.call.on_finished()
 

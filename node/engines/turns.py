@@ -1,7 +1,8 @@
-"""Completions of several turns, for engines that draw one turn at a time.
+"""Completions of several pieces, for engines that draw one piece at a time.
 
-A turn is a request of its own: over the whole dialogue so far, from the position where the previous turn ended. So an
-engine needs no knowledge of environments, its batch never waits for one, and proof chunks start anew at each turn.
+A piece, which is a turn or a part of one (`node.protocol.turns.Dialogue`), is a request of its own: over the whole
+dialogue so far, from the position where the previous one ended. So an engine needs no knowledge of environments but of
+their stop strings, its batch never waits for one, and proof chunks start anew at each piece.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from node.protocol.run import SamplingSpec
 from node.protocol.submission import Rollout
 from node.protocol.turns import Dialogue
 
-DrawTurn = Callable[[SampleRequest], Awaitable[Rollout]]
-"""Draws one turn of one completion."""
+DrawPiece = Callable[[SampleRequest], Awaitable[Rollout]]
+"""Draws one piece of one completion."""
 
 
 async def converse(
     requests: Sequence[SampleRequest],
-    draw: DrawTurn,
+    draw: DrawPiece,
     *,
     eos_ids: Collection[int],
     sampling: SamplingSpec,
     on_finished: Callable[[], None] | None = None,
 ) -> list[Rollout]:
-    """Draw one rollout per request, in order, turn by turn; `on_finished` as for `Engine.generate`.
+    """Draw one rollout per request, in order, piece by piece; `on_finished` as for `Engine.generate`.
 
     Raises what `draw` and the environments raise, after cancelling the other requests.
     """
@@ -45,34 +46,36 @@ async def converse(
 
 async def _converse(
     request: SampleRequest,
-    draw: DrawTurn,
+    draw: DrawPiece,
     *,
     eos_ids: Collection[int],
     sampling: SamplingSpec,
     on_finished: Callable[[], None] | None,
 ) -> Rollout:
-    dialogue, turns, context = Dialogue(sampling, eos_ids, request.ask), list[Rollout](), request.prompt_ids
-    max_tokens = request.cap(sampling)
+    dialogue = Dialogue(sampling, eos_ids, request.ask, request.rules)
+    pieces, context, max_tokens = list[Rollout](), request.prompt_ids, request.cap(sampling)
+    rules = replace(request.rules, thinking=None)
     while True:
-        position = dialogue.tokens
-        turn = await draw(
-            replace(request, prompt_ids=context, position=position, max_tokens=max_tokens - position, ask=None)
+        room = min(dialogue.room, max_tokens - dialogue.tokens)
+        piece = await draw(
+            replace(request, prompt_ids=context, position=dialogue.tokens, max_tokens=room, ask=None, rules=rules)
         )
-        turns.append(turn)
+        pieces.append(piece)
         # In a thread: the environment may block, and the event loop is shared.
-        reply = await asyncio.to_thread(dialogue.after, turn.completion_ids)
+        reply = await asyncio.to_thread(dialogue.after, piece.completion_ids)
         if reply is None or dialogue.tokens == max_tokens:
             break
-        context = (*context, *turn.completion_ids, *reply)
+        context = (*context, *piece.completion_ids, *reply)
     if on_finished is not None:
         on_finished()
-    return _merge_turns(request, turns)
+    return merge_pieces(request, pieces)
 
 
-def _merge_turns(request: SampleRequest, turns: Sequence[Rollout]) -> Rollout:
+def merge_pieces(request: SampleRequest, pieces: Sequence[Rollout]) -> Rollout:
+    """Return the rollout of `request` that `pieces` are, one after the other."""
     segments: list[tuple[int, int]] = []
-    for turn in turns:
-        for version, tokens in zip(turn.segment_versions, turn.segment_tokens, strict=True):
+    for piece in pieces:
+        for version, tokens in zip(piece.segment_versions, piece.segment_tokens, strict=True):
             if segments and segments[-1][0] == version:
                 segments[-1] = version, segments[-1][1] + tokens
             else:
@@ -80,9 +83,9 @@ def _merge_turns(request: SampleRequest, turns: Sequence[Rollout]) -> Rollout:
     return Rollout(
         seed=request.seed,
         prompt_ids=list(request.prompt_ids),
-        completion_ids=[token for turn in turns for token in turn.completion_ids],
-        logprobs=[value for turn in turns for value in turn.logprobs],
+        completion_ids=[token for piece in pieces for token in piece.completion_ids],
+        logprobs=[value for piece in pieces for value in piece.logprobs],
         segment_versions=[version for version, _ in segments],
         segment_tokens=[tokens for _, tokens in segments],
-        proofs=[proof for turn in turns for proof in turn.proofs],
+        proofs=[proof for piece in pieces for proof in piece.proofs],
     )

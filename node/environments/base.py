@@ -15,12 +15,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from node.errors import NodeError
+from node.protocol.environment_spec import END_OF_THOUGHT
 from shardcast.wire import derive
 
 INDEX_LIMIT = 2**63
 """Exclusive upper bound of problem indices; slots draw them uniformly (section 5)."""
-
-END_OF_THOUGHT = "</think>"
 
 
 class EnvironmentFault(NodeError):

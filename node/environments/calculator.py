@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Final
 import msgspec
 from msgspec import Meta
 
-from node.environments.base import END_OF_THOUGHT, Problem, answer_in, draws
+from node.environments.base import Problem, answer_in, draws
+from node.protocol.environment_spec import END_OF_THOUGHT
 
 MAX_NUMBERS: Final = 8
 MAX_DIGITS: Final = 9

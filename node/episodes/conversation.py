@@ -5,14 +5,46 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from node.chat.turns import is_thinking
 from node.environments.base import Conversation, Environment, EnvironmentFault, Problem
 from node.environments.grading import grade
 from node.policy.file import Blueprint, render_completion, render_reply
-from node.protocol.run import SamplingSpec
-from node.protocol.turns import MAX_REPLY_CHARACTERS, AskReply, turns_of
+from node.protocol.chat import ChatFormat
+from node.protocol.environment_spec import ThinkingSpec
+from node.protocol.run import RunSpec, SamplingSpec
+from node.protocol.turns import (
+    MAX_REPLY_CHARACTERS,
+    RUN_RULES,
+    AskReply,
+    StopStrings,
+    ThinkingBudget,
+    TurnRules,
+    turns_of,
+)
 
 REPLY_SECONDS = 20.0
 """Time limit for the environment's replies in one submission: a third of a verifier's claim on it."""
+
+
+def turn_rules(policy: Blueprint, spec: RunSpec, environment: int) -> TurnRules:
+    """Return what `spec.environments[environment]` adds to the run's rules of turns, with the policy's tokenizer.
+
+    Raises MalformedPolicy, and so do its functions.
+    """
+    own, chat = spec.environments[environment], spec.sampling.chat
+
+    def decode(tokens: Sequence[int]) -> str:
+        return render_completion(policy, list(tokens))
+
+    stop = StopStrings(own.stop, decode) if isinstance(own.stop, tuple) else None
+    thinking = None
+    if isinstance(own.thinking, ThinkingSpec):
+        thinking = ThinkingBudget(
+            tokens=own.thinking.tokens,
+            end_ids=tuple(render_reply(policy, own.thinking.end)),
+            is_open=lambda tokens: is_thinking(decode(tokens), chat if isinstance(chat, ChatFormat) else None),
+        )
+    return TurnRules(spec.sampling_in(environment).max_new_tokens, stop, thinking)
 
 
 def asking(policy: Blueprint, environment: Environment, problem: Problem, *, sampling: SamplingSpec) -> AskReply | None:
@@ -27,7 +59,11 @@ def asking(policy: Blueprint, environment: Environment, problem: Problem, *, sam
         said = environment.reply(problem, [render_completion(policy, list(turn)) for turn in turns])
         if said is None or len(said) > MAX_REPLY_CHARACTERS:
             return None
-        return render_reply(policy, said)
+        ids = render_reply(policy, said)
+        if isinstance(sampling.chat, ChatFormat) and turns[-1][-1] not in policy.eos_ids:
+            # What the format writes between messages begins behind an end mark, and a stop string is none.
+            ids.insert(0, policy.end_mark)
+        return ids
 
     return ask
 
@@ -57,6 +93,7 @@ def all_graded(
     problem: Problem,
     completions: Sequence[Sequence[int]],
     *,
+    rules: TurnRules = RUN_RULES,
     seconds: float = REPLY_SECONDS,
 ) -> Iterator[float]:
     """Yield the reward of each completion, as `graded`; raise EnvironmentFault (too_slow) after `seconds` in all."""
@@ -65,10 +102,17 @@ def all_graded(
         spent = time.monotonic() - began
         if spent >= seconds:
             raise EnvironmentFault(f"the rewards of one submission took {spent:.1f} s", code="too_slow")
-        yield graded(policy, environment, problem, tokens)
+        yield graded(policy, environment, problem, tokens, rules=rules)
 
 
-def graded(policy: Blueprint, environment: Environment, problem: Problem, tokens: Sequence[int]) -> float:
-    """Return the reward of one completion; raise MalformedPolicy, and what the environment raises."""
-    turns = [render_completion(policy, turn) for turn in turns_of(tokens, policy.eos_ids)]
+def graded(
+    policy: Blueprint,
+    environment: Environment,
+    problem: Problem,
+    tokens: Sequence[int],
+    *,
+    rules: TurnRules = RUN_RULES,
+) -> float:
+    """Return the reward of one completion under `rules`; raise MalformedPolicy, and what the environment raises."""
+    turns = [render_completion(policy, turn) for turn in turns_of(tokens, policy.eos_ids, rules)]
     return grade(environment, problem, turns, tokens=len(tokens))

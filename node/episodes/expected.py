@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from node.environments import Environment, Problem
-from node.episodes.conversation import asking
+from node.episodes.conversation import asking, turn_rules
 from node.policy.file import Blueprint, render_prompt
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
@@ -30,24 +30,27 @@ def expected_of(
     pools. `published` are the versions that segments may name; None leaves that unchecked.
     Raises what the environment raises.
     """
-    environment, problem = problem_of(
+    number, environment, problem = problem_of(
         spec, environments, run_id=run_id, manifest_digest=manifest_digest, slot=slot, candidate=candidate
     )
+    sampling = spec.sampling_in(number)
     return Expected(
         version=version,
         published=published,
-        prompt_ids=render_prompt(policy, problem.prompt, special_tokens=spec.sampling.special_tokens),
+        prompt_ids=render_prompt(policy, problem.prompt, special_tokens=sampling.special_tokens),
         seeds=group_seeds(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot),
         vocabulary=policy.vocabulary,
         eos_ids=policy.eos_ids,
-        ask=asking(policy, environment, problem, sampling=spec.sampling),
+        ask=asking(policy, environment, problem, sampling=sampling),
+        rules=turn_rules(policy, spec, number),
+        max_prompt_tokens=sampling.max_prompt_tokens,
     )
 
 
 def problem_of(
     spec: RunSpec, environments: Sequence[Environment], *, run_id: str, manifest_digest: str, slot: int, candidate: int
-) -> tuple[Environment, Problem]:
-    """Return the slot's environment, one of `environments`, and its problem there."""
+) -> tuple[int, Environment, Problem]:
+    """Return the number of the slot's environment, that one of `environments`, and the slot's problem there."""
     drawn = slot_problem(spec, run_id=run_id, manifest_digest=manifest_digest, slot=slot, candidate=candidate)
     environment = environments[drawn.environment]
-    return environment, environment.problem(drawn.problem)
+    return drawn.environment, environment, environment.problem(drawn.problem)

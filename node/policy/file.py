@@ -63,6 +63,12 @@ class Blueprint:
         size: int = self.config.hidden_size
         return size
 
+    @property
+    def end_mark(self) -> int:
+        """The tokenizer's own end mark, one of `eos_ids`."""
+        token: int = self.tokenizer.eos_token_id
+        return token
+
     def has_architecture_of(self, other: Blueprint) -> bool:
         """Return whether only weights and tokenizer differ, so that one model can hold either."""
         return bool(self.config.to_dict() == other.config.to_dict())

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from msgspec import UNSET
 
 from node.protocol.control import MAX_CHALLENGE_BYTES, AskChallenge
-from node.protocol.run import RunSpec
+from node.protocol.run import EnvironmentSpec, RunSpec
 from node.protocol.submission import chunk_count, proof_bytes
 from shardcast.wire import derive
 
@@ -28,7 +29,7 @@ def challenge_manifest(*, run_id: str, manifest_digest: str, node: bytes, nonce:
 
 
 def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:
-    """Return the run's rules with a challenge's rows and tokens, one turn and one policy."""
+    """Return the run's rules with a challenge's rows and tokens, one policy, and one turn without rules of its own."""
     sampling = msgspec.structs.replace(
         spec.sampling,
         group_size=ask.samples,
@@ -37,7 +38,12 @@ def challenge_spec(spec: RunSpec, ask: AskChallenge) -> RunSpec:
         max_turns=1,
     )
     limits = msgspec.structs.replace(spec.limits, max_submission_bytes=MAX_CHALLENGE_BYTES)
-    return msgspec.structs.replace(spec, sampling=sampling, limits=limits)
+    environments = tuple(map(_without_turn_rules, spec.environments))
+    return msgspec.structs.replace(spec, environments=environments, sampling=sampling, limits=limits)
+
+
+def _without_turn_rules(spec: EnvironmentSpec) -> EnvironmentSpec:
+    return msgspec.structs.replace(spec, max_new_tokens=UNSET, stop=UNSET, thinking=UNSET)
 
 
 def fits(spec: RunSpec, *, samples: int, prompt_tokens: int) -> bool:

@@ -15,6 +15,8 @@ MAX_KEPT_BYTES = 96 * 1024
 
 MAX_PROBLEMS = 2**20
 MAX_DATASET_BYTES = 2**32
+END_OF_THOUGHT = "</think>"
+REPLACEMENT = "\ufffd"
 DATASET = "dataset:"
 """How the names of environments begin whose problems are the rows of a dataset."""
 
@@ -70,11 +72,27 @@ class DatasetSpec(FileSpec, frozen=True):
     answers: FileSpec | UnsetType = UNSET
 
 
+StopString = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ThinkingSpec(Wire, frozen=True):
+    """The budget of a turn's thought: `end` is put behind its first `tokens` tokens if the thought is open there."""
+
+    tokens: Positive
+    end: Annotated[str, Meta(min_length=1, max_length=500)] = f"\n{END_OF_THOUGHT}\n\n"
+
+    def __post_init__(self) -> None:
+        if END_OF_THOUGHT not in self.end:
+            raise ValueError(f"thinking.end must hold {END_OF_THOUGHT}, or the thought would go on behind it")
+
+
 class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end.
 
     One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from. `answers`
     says who alone has the answers; UNSET for everybody.
+    `max_prompt_tokens` and `max_new_tokens` go before the run's own where they are lower. A turn ends with the token
+    that completes one of the strings `stop`.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -84,8 +102,14 @@ class EnvironmentSpec(Wire, frozen=True):
     problems: ProblemsSpec | UnsetType = UNSET
     dataset: DatasetSpec | UnsetType = UNSET
     answers: Literal["operator"] | UnsetType = UNSET
+    max_prompt_tokens: Positive | UnsetType = UNSET
+    max_new_tokens: Positive | UnsetType = UNSET
+    stop: Annotated[tuple[StopString, ...], Meta(min_length=1, max_length=8)] | UnsetType = UNSET
+    thinking: ThinkingSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, tuple) and any(REPLACEMENT in one for one in self.stop):
+            raise ValueError("environments.stop must not hold U+FFFD, which stands for parts of characters")
         has_file = isinstance(self.dataset, DatasetSpec)
         if (self.answers == "operator") != (isinstance(self.dataset, DatasetSpec) and bool(self.dataset.answers)):
             raise ValueError('environments.answers = "operator" goes with a file in environments.dataset.answers')

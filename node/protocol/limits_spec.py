@@ -1,4 +1,4 @@
-"""The part of a run's rules that says what honest work may deviate (docs/protocol.md, section 7)."""
+"""The part of a run's rules on what honest work may deviate, and on how nodes fare (docs/protocol.md, section 7)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from node.protocol.spec_types import NonNegativeFloat
-from shardcast.wire import Wire
+from node.protocol.spec_types import NonNegativeFloat, Positive
+from shardcast.wire import Count, Wire
 
 
 class LevelSpec(Wire, frozen=True):
@@ -65,3 +65,20 @@ class LimitsSpec(Wire, frozen=True):
     second_looks: Annotated[float, Meta(ge=0, le=1)] = 0.05
     readings: Annotated[int, Meta(ge=1, le=2)] = 1
     max_submission_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 4 * 1024 * 1024
+
+
+class StandingSpec(Wire, frozen=True):
+    """Probation, full rate, vesting and bans; see `node.protocol.standing`.
+
+    `probation`: fully measured slots, admitted in a row, before any slot of a node is measured in part.
+    `full_rate_floor`: the least share of a node's slots that is measured in full, however long it has been right.
+    `vesting`: fully measured and admitted slots after which the credit for an earlier, partly measured one is the
+    node's. `ban_after`: rejected slots without a probation passed in between, after which a node gets no more work.
+    `stake`: what a node must have staked to be measured in part, in the units of the operator's registry.
+    """
+
+    probation: Positive = 8
+    full_rate_floor: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    vesting: Positive = 2
+    ban_after: Positive = 3
+    stake: Count = 0

@@ -259,7 +259,7 @@ class Reason(StrEnum):
     EMPTY_COMPLETION = ("empty_completion", "A completion has at least one token.", "A completion has no token at all.")
     TOO_LONG = (
         "too_long",
-        "A completion is longer than sampling.max_new_tokens.",
+        "A completion is longer than max_new_tokens, its environment's or the run's.",
         "A completion is longer than the run allows.",
     )
     TOKEN_OUT_OF_RANGE = (
@@ -269,7 +269,7 @@ class Reason(StrEnum):
     )
     TOKENS_AFTER_EOS = (
         "tokens_after_eos",
-        "Nothing may follow a completion's end: of one turn, its first end-of-sequence token.",
+        "Nothing may follow a completion's end: of one turn, its first end-of-sequence token or stop string.",
         "A completion goes on after its end.",
     )
     UNFINISHED = (

@@ -23,8 +23,9 @@ from node.protocol.environment_spec import (
     FileSpec,
     LengthSpec,
     ProblemsSpec,
+    ThinkingSpec,
 )
-from node.protocol.limits_spec import HonestSpec, LevelSpec, LimitsSpec
+from node.protocol.limits_spec import HonestSpec, LevelSpec, LimitsSpec, StandingSpec
 from node.protocol.membership import MembershipSpec
 from node.protocol.spec_types import NonNegativeFloat, Positive, PositiveFloat, Share
 from shardcast.envelope import open_envelope
@@ -158,23 +159,6 @@ class BatchSpec(Wire, frozen=True):
         return self.gap_seconds * -(-missing // self.most_gaps)
 
 
-class StandingSpec(Wire, frozen=True):
-    """Probation, full rate, vesting and bans; see `node.protocol.standing`.
-
-    `probation`: fully measured slots, admitted in a row, before any slot of a node is measured in part.
-    `full_rate_floor`: the least share of a node's slots that is measured in full, however long it has been right.
-    `vesting`: fully measured and admitted slots after which the credit for an earlier, partly measured one is the
-    node's. `ban_after`: rejected slots without a probation passed in between, after which a node gets no more work.
-    `stake`: what a node must have staked to be measured in part, in the units of the operator's registry.
-    """
-
-    probation: Positive = 8
-    full_rate_floor: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    vesting: Positive = 2
-    ban_after: Positive = 3
-    stake: Count = 0
-
-
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of a family with attention, by PEFT's names."""
 
@@ -205,8 +189,8 @@ class TrainingSpec(Wire, frozen=True):
     "masked" leaves out tokens whose ratio is beyond `mask_low` and `mask_high`, "cispo" weighs log-probabilities by
     their ratios, at most `clip_delta`. `ratio`: each token's own (unset), or the geometric mean of its completion's.
     `aggregation`: a step's loss is the mean over tokens (unset), over completions of their means, or the sum of tokens
-    over completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `sampling.max_new_tokens`, in
-    which a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy,
+    over completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `max_new_tokens`, in which
+    a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy,
     `entropy_coefficient` away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
     `lora`: what is trained in place of all weights.
     """
@@ -271,6 +255,24 @@ class RunSpec(Wire, frozen=True):
             raise ValueError(f"environments.problems.kept are at most {MAX_KEPT_BYTES} bytes together")
         if isinstance(self.batch.pools, PoolsSpec) and not finite:
             raise ValueError("batch.pools needs an environment with environments.problems")
+
+    def sampling_in(self, environment: int) -> SamplingSpec:
+        """Return the sampling rules of the problems of `environments[environment]`."""
+        sampling, own = self.sampling, self.environments[environment]
+        prompt, new = own.max_prompt_tokens, own.max_new_tokens
+        most_prompt = sampling.max_prompt_tokens if isinstance(prompt, UnsetType) else prompt
+        most_new = sampling.max_new_tokens if isinstance(new, UnsetType) else new
+        return msgspec.structs.replace(
+            sampling,
+            max_prompt_tokens=min(most_prompt, sampling.max_prompt_tokens),
+            max_new_tokens=min(most_new, sampling.max_new_tokens),
+        )
+
+    @property
+    def most_pieces(self) -> int:
+        """The most pieces of a completion, which proof chunks do not go beyond (`node.protocol.turns.pieces`)."""
+        thinks = any(isinstance(one.thinking, ThinkingSpec) for one in self.environments)
+        return self.sampling.max_version_lead + self.sampling.max_turns * (2 if thinks else 1)
 
     @property
     def datasets(self) -> tuple[DatasetSpec, ...]:
@@ -347,7 +349,7 @@ def parse_run_toml(text: str) -> RunSpec:
         raw: dict[str, Any] = tomllib.loads(text)
         _name_chat(raw.get("sampling"))
         spec = msgspec.convert(with_algorithm(raw), RunSpec)
-        _check_targets(spec)
+        _check_lengths(spec)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise Malformed(f"run.toml: {error}", code="bad_run_toml") from error
     return spec
@@ -365,11 +367,17 @@ def _name_chat(sampling: object) -> None:
         raise ValueError(f"sampling.chat is one of: {', '.join(('none', *get_args(ModelChat), *CHAT_FORMATS))}")
 
 
-def _check_targets(spec: RunSpec) -> None:
-    """Check the length targets; not in RunSpec, because a challenge's spec has fewer tokens than its run's."""
-    targets = [target for one in spec.environments if one.length for target in one.length.targets]
-    if max(targets, default=0) > spec.sampling.max_new_tokens:
-        raise ValueError("environments.length.targets are at most sampling.max_new_tokens: no rollout is longer")
+def _check_lengths(spec: RunSpec) -> None:
+    """Check lengths in tokens; not in RunSpec, because a challenge's spec has fewer tokens than its run's."""
+    for number, environment in enumerate(spec.environments):
+        sampling = spec.sampling_in(number)
+        for key in ("max_prompt_tokens", "max_new_tokens"):
+            if getattr(environment, key) not in (UNSET, getattr(sampling, key)):
+                raise ValueError(f"environments.{key} is at most sampling.{key}")
+        if environment.length and max(environment.length.targets) > sampling.max_new_tokens:
+            raise ValueError("environments.length.targets are at most max_new_tokens: no rollout is longer")
+        if isinstance(environment.thinking, ThinkingSpec) and environment.thinking.tokens >= sampling.max_new_tokens:
+            raise ValueError("environments.thinking.tokens must be below max_new_tokens: an answer needs some as well")
 
 
 __all__ = [
@@ -395,6 +403,7 @@ __all__ = [
     "RunSpec",
     "SamplingSpec",
     "StandingSpec",
+    "ThinkingSpec",
     "TrainingSpec",
     "open_descriptor",
     "parse_run_toml",

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from node.protocol.reasons import Reason, Refusal
-from node.protocol.run import ProofSpec, RunSpec
-from node.protocol.turns import AskReply, Replies, pieces, replay
+from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
+from node.protocol.turns import RUN_RULES, AskReply, Replies, TurnRules, pieces, replay
 
 MAX_LOGPROB = 1e-4
 MIN_LOGPROB = -80.0
@@ -61,7 +61,8 @@ class Expected:
 
     `version` is the leased policy's: the oldest one that may have drawn a token. `published` are the versions
     of the run so far, from the leased one on; None where they are not known, as on a worker, and not checked.
-    `ask` is the environment of several turns, None for any other.
+    `ask` is the environment of several turns, None for any other; `rules` are what the environment adds to the run's,
+    and `max_prompt_tokens` is its own, if it has one.
     """
 
     version: int
@@ -71,6 +72,13 @@ class Expected:
     vocabulary: int
     eos_ids: Collection[int]
     ask: AskReply | None = None
+    rules: TurnRules = RUN_RULES
+    max_prompt_tokens: int | None = None
+
+    def most_prompt_tokens(self, sampling: SamplingSpec) -> int:
+        """Return the most tokens of a prompt; a longer one is for nobody."""
+        run = sampling.max_prompt_tokens
+        return run if self.max_prompt_tokens is None else min(run, self.max_prompt_tokens)
 
 
 def chunk_count(pieces_tokens: Iterable[int], *, chunk_tokens: int) -> int:
@@ -101,9 +109,12 @@ def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: Run
     if len(rollouts) != len(expected.seeds):
         raise Refusal(Reason.WRONG_GROUP_SIZE, f"{len(rollouts)} rows where {len(expected.seeds)} were leased.")
     said: list[Replies] = []
+    most_prompt = expected.most_prompt_tokens(spec.sampling)
     for row, (rollout, seed) in enumerate(zip(rollouts, expected.seeds, strict=True)):
         if list(rollout.prompt_ids) != list(expected.prompt_ids):
             raise Refusal(Reason.WRONG_PROMPT, f"Row {row} answers another prompt.")
+        if len(rollout.prompt_ids) > most_prompt:
+            raise Refusal(Reason.WRONG_PROMPT, f"Row {row} answers a prompt of more than {most_prompt} tokens.")
         if rollout.seed != seed:
             raise Refusal(Reason.WRONG_SEED, f"Row {row} carries seed {rollout.seed.hex()[:32]}.")
         said.append(_check_tokens(row, rollout.completion_ids, expected=expected, spec=spec))
@@ -114,7 +125,7 @@ def check_rollouts(rollouts: Sequence[Rollout], *, expected: Expected, spec: Run
 
 
 def _check_tokens(row: int, tokens: Sequence[int], *, expected: Expected, spec: RunSpec) -> Replies:
-    cap = spec.sampling.max_new_tokens
+    cap = expected.rules.most_tokens(spec.sampling)
     if not tokens:
         raise Refusal(Reason.EMPTY_COMPLETION, f"Row {row} is empty.")
     if len(tokens) > cap:
@@ -122,11 +133,12 @@ def _check_tokens(row: int, tokens: Sequence[int], *, expected: Expected, spec: 
     for position, token in enumerate(tokens):
         if not 0 <= token < expected.vocabulary:
             raise Refusal(Reason.TOKEN_OUT_OF_RANGE, f"Row {row} has token id {token} at position {position}.")
-    replayed = replay(tokens, eos_ids=expected.eos_ids, sampling=spec.sampling, ask=expected.ask)
-    if replayed.end is not None and replayed.end < len(tokens):
-        raise Refusal(Reason.TOKENS_AFTER_EOS, f"Row {row} goes on after position {replayed.end - 1}.")
-    if replayed.end is None and len(tokens) < cap:
-        raise Refusal(Reason.UNFINISHED, f"Row {row} stops after {len(tokens)} of {cap} tokens without an end.")
+    replayed = replay(tokens, eos_ids=expected.eos_ids, sampling=spec.sampling, ask=expected.ask, rules=expected.rules)
+    most = replayed.most if replayed.end is None else replayed.end
+    if len(tokens) > most:
+        raise Refusal(Reason.TOKENS_AFTER_EOS, f"Row {row} goes on after position {most - 1}.")
+    if len(tokens) < most:
+        raise Refusal(Reason.UNFINISHED, f"Row {row} stops after {len(tokens)} of {most} tokens without an end.")
     return replayed.replies
 
 

@@ -67,9 +67,8 @@ class Bounds:
 def bounds_of(spec: RunSpec) -> Bounds:
     """Return the bounds that follow from a run's rules (docs/protocol.md, section 6.1)."""
     sampling = spec.sampling
-    # Every segment and every turn after the first may leave one more chunk unfilled.
-    proofs = chunk_count([sampling.max_new_tokens], chunk_tokens=spec.proofs.chunk_tokens)
-    proofs += sampling.max_version_lead + sampling.max_turns - 1
+    # Every piece after the first may leave one more chunk unfilled.
+    proofs = chunk_count([sampling.max_new_tokens], chunk_tokens=spec.proofs.chunk_tokens) + spec.most_pieces - 1
     return Bounds(
         rows=sampling.group_size,
         prompt_tokens=2 * sampling.max_prompt_tokens + 16,

@@ -70,7 +70,7 @@ def full_group_bytes(spec: RunSpec) -> int:
     """
     sampling = spec.sampling
     tokens, segments = sampling.max_new_tokens, sampling.max_version_lead + 1
-    proofs = chunk_count([tokens], chunk_tokens=spec.proofs.chunk_tokens) + segments + sampling.max_turns - 2
+    proofs = chunk_count([tokens], chunk_tokens=spec.proofs.chunk_tokens) + spec.most_pieces - 1
     proofs = min(proofs, tokens)  # a chunk has a token
     row = 4 * sampling.max_prompt_tokens + 8 * tokens + 12 * segments + _ROW_BYTES
     # A sketch is as long as its tokens; the rest of a proof is as long for one token as for a whole chunk.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from node.environments import DatasetChanged, lacks_answers
-from node.episodes.conversation import all_graded
+from node.episodes.conversation import all_graded, turn_rules
 from node.episodes.expected import problem_of
 from node.errors import EngineFailed
 from node.policy.errors import UnreadablePolicy
@@ -181,7 +181,7 @@ def measure_rewards(plan: Plan) -> tuple[float, ...]:
     Raises VerifierFailed, and what the environment raises.
     """
     claim, rules = plan.claim, plan.rules
-    environment, problem = problem_of(
+    number, environment, problem = problem_of(
         rules.spec,
         rules.environments,
         run_id=rules.run_id,
@@ -192,7 +192,8 @@ def measure_rewards(plan: Plan) -> tuple[float, ...]:
     if lacks_answers(environment):
         return ()
     completions = [rollout.completion_ids for rollout in claim.rollouts]
-    rewards = tuple(all_graded(plan.blueprint, environment, problem, completions))
+    own = turn_rules(plan.blueprint, rules.spec, number)
+    rewards = tuple(all_graded(plan.blueprint, environment, problem, completions, rules=own))
     for reward in rewards:
         if not 0.0 <= reward <= 1.0:
             raise VerifierFailed(f"the environment {environment.name} gave the reward {reward}")

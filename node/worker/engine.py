@@ -207,10 +207,10 @@ class EngineHost:
 
 def _check_prompt(expected: Expected, spec: RunSpec) -> None:
     """Raise EnvironmentFault for a prompt outside the run's limits, which no engine would take."""
-    tokens, most = len(expected.prompt_ids), spec.sampling.max_prompt_tokens
+    tokens, most = len(expected.prompt_ids), expected.most_prompt_tokens(spec.sampling)
     if not 1 <= tokens <= most:
         raise EnvironmentFault(
-            f"its prompt has {tokens} tokens, 1 to {most} are allowed (sampling.max_prompt_tokens)",
+            f"its prompt has {tokens} tokens, 1 to {most} are allowed (max_prompt_tokens)",
             code="prompt_too_long",
         )
 

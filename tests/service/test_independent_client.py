@@ -34,7 +34,7 @@ from tampering import tampered
 from waiting import until
 
 from node.policy.file import load_policy
-from node.protocol.run import ProofSpec
+from node.protocol.run import ProofSpec, ThinkingSpec
 from shardcast import OriginServer
 
 HONEST_GROUPS = 3
@@ -145,6 +145,34 @@ def test_an_auditor_by_the_page_agrees_with_an_honest_run(run: Run) -> None:
     assert (said["verified"], said["strikes"]) == (account.standing.verified, account.standing.strikes) == (0, 2)
     credit = account.vested, account.unvested, account.void
     assert (said["vested"], said["unvested"], said["void"]) == credit
+
+
+def test_the_page_is_enough_where_environments_have_rules_of_their_own(tmp_path: Path, tiny_policy_path: Path) -> None:
+    """Stop strings and ended thoughts: one token further or one earlier, and the client would be rejected."""
+    spec = small_spec(proofs=ProofSpec(chunk_tokens=5))
+    thinking = ThinkingSpec(tokens=7, end="</think>12")
+    environment = msgspec.structs.replace(
+        spec.environments[0], stop=tuple("abcdefgh"), thinking=thinking, max_new_tokens=16
+    )
+    sampling = msgspec.structs.replace(spec.sampling, group_size=4, max_new_tokens=40)
+    spec = msgspec.structs.replace(spec, environments=(environment,), sampling=sampling)
+    drawn = list[int]()
+
+    def note(rows: list[Row]) -> list[Row]:
+        drawn.extend(len(row.completion_ids) for row in rows)
+        return rows
+
+    with running(tmp_path / "run", tiny_policy_path, spec=spec) as swarm:
+        client = Client(swarm.home.run_id, swarm.url, model_maker(tmp_path / "model"))
+        client.join()
+        client.fetch_head(client.sources())
+        receipts = [work(client, note) for _ in range(3)]
+        assert [receipt["outcome"] for receipt in receipts] == ["admitted"] * 3, receipts
+        client.see_checkpoint()
+        assert client.audit()[1] == []
+    end_tokens = 3
+    assert 16 - end_tokens in drawn, "no thought was ended"
+    assert min(drawn) < 16 - end_tokens, "no turn was stopped"
 
 
 def altered_leaf(number: int, before: bytes, after: bytes) -> Callable[[str, bytes], bytes]:

@@ -15,7 +15,7 @@ from node.policy.models.tiny_llama import EOS, make_model
 from node.protocol.run import BatchSpec, EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec, StandingSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Rollout
-from node.protocol.turns import AskReply, Dialogue
+from node.protocol.turns import RUN_RULES, AskReply, Dialogue, TurnRules
 from node.verification.proofs import build_proofs
 
 SHARPNESS = 3.0
@@ -58,13 +58,14 @@ def talk(
     *,
     spec: RunSpec = SPEC,
     version: int = 0,
+    rules: TurnRules = RUN_RULES,
 ) -> Rollout:
-    """A completion over what `ask` says, drawn by plain transformers that read everything anew for each token."""
-    dialogue = Dialogue(spec.sampling, policy.eos_ids, ask)
+    """A completion over what `ask` says and `rules` put in, by plain transformers that read all anew for each token."""
+    dialogue = Dialogue(spec.sampling, policy.eos_ids, ask, rules)
     context, tokens, logprobs, proofs = list(prompt_ids), list[int](), list[float](), list[bytes]()
     while True:
         turn, states = list[int](), list[Tensor]()
-        while len(tokens) < spec.sampling.max_new_tokens and not (turn and turn[-1] in policy.eos_ids):
+        while len(turn) < dialogue.room and not (turn and rules.ends_turn(turn, policy.eos_ids)):
             output = policy.model(input_ids=torch.tensor([context]), output_hidden_states=True, use_cache=False)
             scaled = output.logits[0, -1].float() / spec.sampling.temperature
             noise = gumbel_noise([seed], [len(tokens)], vocabulary=policy.vocabulary)

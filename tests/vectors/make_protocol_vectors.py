@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,7 +97,7 @@ from node.protocol.sampling import TABLE_DIGEST, gumbel_noise, gumbel_table, phi
 from node.protocol.slots import group_seeds, sample_seed, slot_problem
 from node.protocol.submission import Expected, Rollout, check_rollouts, chunk_count, chunk_sizes, proof_bytes
 from node.protocol.terminal import BACKGROUND_BIT, CODEPOINT, FOREGROUND_BIT, Cells, Terminal
-from node.protocol.turns import interleaved, pieces, replay
+from node.protocol.turns import StopStrings, ThinkingBudget, TurnRules, interleaved, pieces, replay, turns_of
 from node.submission.reader import bounds_of, read_rollouts
 from node.submission.writer import write_rollouts
 from node.verification.proofs import build_proofs
@@ -871,6 +872,75 @@ def turn_vectors() -> dict[str, Any]:
         "max_reply_tokens": sampling.max_reply_tokens,
         "chunk_tokens": 4,
         "cases": [_turns(*case, sampling=sampling) for case in cases],
+        "rules": rule_vectors(sampling),
+    }
+
+
+TEXTS = {
+    1: "",
+    2: "",
+    7: "a",
+    8: "b<",
+    9: "/s",
+    10: ">",
+    11: "é",
+    12: "></s>c",
+    13: "</think>",
+    14: "",
+    60: "</",
+    61: "think>",
+}
+
+
+def rule_vectors(sampling: SamplingSpec) -> dict[str, Any]:
+    """Section 4.10: stop strings, and thoughts that are longer than a budget."""
+    budget = {"tokens": 3, "end_ids": [60, 61]}
+    plain = {"stop": [], "thinking": None, "max_new_tokens": 12, "says": [[50], [51, 52], None]}
+    cases: list[dict[str, Any]] = [
+        {"completion_ids": [7, 8, 9, 10], "stop": ["x", "</s>"]},
+        {"completion_ids": [7, 8, 9, 10, 7, 7, 12, 8, 9, 10], "stop": ["</s>"]},
+        {"completion_ids": [8, 14, 14, 14, 14, 14, 14, 14, 14, 9, 10], "stop": ["</s>"]},
+        {"completion_ids": [8, *[14] * 9, 9], "stop": ["</s"]},
+        {"completion_ids": [8, *[14] * 10, 9], "stop": ["</s"]},
+        {"completion_ids": [8, 9, 1, 10], "stop": ["</s>"]},
+        {"completion_ids": [7, 11], "stop": ["aé"]},
+        {"completion_ids": [7, 7, 7, 7, 7], "max_new_tokens": 5},
+        {"completion_ids": [7, 7, 7, 7, 1, 7, 7, 7, 1], "thinking": budget},
+        {"completion_ids": [7, 13, 7, 7, 1], "thinking": budget},
+        {"completion_ids": [7, 7, 1, 7], "thinking": budget},
+        {"completion_ids": [7, 7, 7], "thinking": budget, "max_new_tokens": 5},
+        {"completion_ids": [7, 7, 7, 7], "thinking": budget, "max_new_tokens": 6},
+        {"completion_ids": [7, 7, 8, 9, 10, 1], "thinking": budget, "stop": ["</s>"]},
+        {"completion_ids": [7, 8, 9, 10, 7], "thinking": budget, "stop": ["</s>"]},
+        {"completion_ids": [7, 7, 7, 1, 7, 7, 7, 1], "thinking": {"tokens": 3, "end_ids": [60] * 3}},
+    ]
+    return {
+        "texts": {str(token): text for token, text in TEXTS.items()},
+        "cases": [_ruled(plain | one, sampling) for one in cases],
+    }
+
+
+def _ruled(case: dict[str, Any], sampling: SamplingSpec) -> dict[str, Any]:
+    """One case, with what was put between its tokens, its turns, and where it is over."""
+
+    def text(tokens: Sequence[int]) -> str:
+        return "".join(TEXTS[token] for token in tokens)
+
+    thinking = case["thinking"] and ThinkingBudget(
+        case["thinking"]["tokens"],
+        tuple(case["thinking"]["end_ids"]),
+        lambda tokens: "</think>" not in text(tokens),
+    )
+    stop = StopStrings(case["stop"], text) if case["stop"] else None
+    rules, tokens = TurnRules(case["max_new_tokens"], stop, thinking), case["completion_ids"]
+    found = replay(
+        tokens, eos_ids={1, 2}, sampling=sampling, ask=lambda turns: case["says"][len(turns) - 1], rules=rules
+    )
+    return case | {
+        "replies": [[before, list(ids)] for before, ids in found.replies],
+        "turns": turns_of(tokens[: found.end], {1, 2}, rules),
+        "end": found.end,
+        "most": found.most,
     }
 
 

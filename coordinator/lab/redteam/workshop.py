@@ -17,7 +17,7 @@ from coordinator.calibration.cheats import Prover
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environments
-from node.episodes.conversation import asking, graded
+from node.episodes.conversation import asking, graded, turn_rules
 from node.policy.file import Blueprint, Policy, render_prompt
 from node.protocol.messages import Lease, candidate_of
 from node.protocol.run import RunSpec
@@ -131,7 +131,8 @@ class Workshop:
         prompt = tuple(render_prompt(policy, problem.prompt, special_tokens=special))
         seeds = group_seeds(self.spec, **where)  # type: ignore[arg-type]
         ask = asking(policy, environment, problem, sampling=self.spec.sampling)
-        requests = [SampleRequest(prompt, seed, ask=ask) for seed in seeds]
+        rules = turn_rules(policy, self.spec, drawn.environment)
+        requests = [SampleRequest(prompt, seed, ask=ask, rules=rules) for seed in seeds]
         return Work(self, lease, policy, environment, problem, requests)
 
     async def close(self) -> None:
@@ -202,12 +203,13 @@ class Work:
         )
 
     def _replies(self, tokens: Sequence[int]) -> Replies:
-        ends, ask = self.policy.eos_ids, self.requests[0].ask
-        return replay(tokens, eos_ids=ends, sampling=self.spec.sampling, ask=ask).replies
+        ends, request = self.policy.eos_ids, self.requests[0]
+        return replay(tokens, eos_ids=ends, sampling=self.spec.sampling, ask=request.ask, rules=request.rules).replies
 
     def reward(self, rollout: Rollout) -> float:
         """Return the run's reward for a completion."""
-        return graded(self.policy, self.environment, self.problem, rollout.completion_ids)
+        rules = self.requests[0].rules
+        return graded(self.policy, self.environment, self.problem, rollout.completion_ids, rules=rules)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as token ids, without special tokens."""

@@ -155,7 +155,13 @@ class Client:
         problem = problem_of(environment, slot.problem(kept, candidate), self.spec["sampling"].get("chat"))
         published = frozenset({lease["version"]})
         return expected_of(
-            problem, slot, self.policy(lease["version"]), self.spec, version=lease["version"], published=published
+            environment,
+            problem,
+            slot,
+            self.policy(lease["version"]),
+            self.spec,
+            version=lease["version"],
+            published=published,
         )
 
     def draw(self, lease: dict[str, Any]) -> list[Row]:
@@ -168,16 +174,15 @@ class Client:
         sampling, proofs = self.spec["sampling"], self.spec["proofs"]
         temperature, tokens = sampling["temperature"], list[int]()
         logprobs, states = list[float](), list[np.ndarray]()
-        replies: dict[int, list[int]] = {}
-        over = None
-        while over is None and len(tokens) < sampling["max_new_tokens"]:
-            hidden, logits = model(context_of(expected.prompt_ids, tokens, replies))
+        course = expected.course(tokens)
+        while len(tokens) < course.over:
+            hidden, logits = model(context_of(expected.prompt_ids, tokens, course.replies))
             token = choose(logits[-1], seed, len(tokens), temperature)
             logprobs.append(float(log_probability(logits[-1], token, temperature)))
             states.append(hidden[-1])
             tokens.append(token)
-            replies, over = expected.replies(tokens)
-        chunks = chunks_of([len(tokens)], list(replies), proofs["chunk_tokens"])
+            course = expected.course(tokens)
+        chunks = chunks_of([len(tokens)], list(course.replies), proofs["chunk_tokens"])
         pieces = [np.stack(states[first : first + count]) for _, first, count in chunks]
         return Row(
             seed=seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from .admission import FIGURE_ORDER, evidence, limit_of
 from .audit import Disagreement, Entry, LogAudit
+from .chat import seen_turn
 from .envelope import open_envelope
 from .measure import Measured, Model, add_totals, measure
 from .messages import REQUEST_CLAIM, STATISTICS
@@ -93,16 +93,17 @@ class Judge:
         """Return the problem of a verdict's slot and what its submission has to hold (sections 4 to 6)."""
         environment, number = self.log.problem_at(entry)
         policy = self.policies(entry["version"])
-        problem = problem_of(self.spec["environments"][environment], number, self.spec["sampling"].get("chat"))
+        own = self.spec["environments"][environment]
+        problem = problem_of(own, number, self.spec["sampling"].get("chat"))
         slot = Slot(self.log.run_id, entry["manifest_digest"], entry["slot"])
         return problem, expected_of(
-            problem, slot, policy, self.spec, version=entry["version"], published=self.log.published(index)
+            own, problem, slot, policy, self.spec, version=entry["version"], published=self.log.published(index)
         )
 
     def _measured(self, entry: Entry, rows: Sequence[Row], expected: Expected) -> list[Disagreement]:
         limits = self.spec["limits"]
         measured = {
-            number: measure(row, expected.replies(row.completion_ids)[0], self.models, self.spec)
+            number: measure(row, expected.course(row.completion_ids).replies, self.models, self.spec)
             for number, row in enumerate(rows)
             if entry["spot"] in (None, number)
         }
@@ -136,10 +137,8 @@ class Judge:
         return [Disagreement("close" if near else "outcome", None, f"{figure} is {ours:g}")]
 
     def _reward(self, problem: Problem, row: Row, expected: Expected) -> float:
-        replies, _ = expected.replies(row.completion_ids)
         policy = self.policies(expected.version)
-        cuts = [0, *sorted(replies), len(row.completion_ids)]
-        turns = [policy.text(row.completion_ids[a:b]) for a, b in itertools.pairwise(cuts)]
+        turns = [policy.text(turn) for turn in expected.course(row.completion_ids).turns]
         return problem.reward(turns, len(row.completion_ids))
 
 
@@ -166,29 +165,55 @@ def _compare_totals(ours: dict[str, Any], logged: dict[str, Any], limits: dict[s
 
 
 def expected_of(
-    problem: Problem, slot: Slot, policy: Policy, spec: dict[str, Any], *, version: int, published: frozenset[int]
+    environment: dict[str, Any],
+    problem: Problem,
+    slot: Slot,
+    policy: Policy,
+    spec: dict[str, Any],
+    *,
+    version: int,
+    published: frozenset[int],
 ) -> Expected:
     """Return what a submission for a slot has to hold."""
     sampling = spec["sampling"]
-    special_tokens = sampling.get("chat", {"special_tokens": True})["special_tokens"]
-    turns = Turns(policy.eos_ids, sampling["max_new_tokens"], sampling["max_turns"], sampling["max_reply_tokens"])
+    chat = sampling.get("chat")
+    most = {
+        key: min(sampling[key], environment.get(key, sampling[key])) for key in ("max_prompt_tokens", "max_new_tokens")
+    }
+    thinking = environment.get("thinking")
+    turns = Turns(
+        policy.eos_ids,
+        most["max_new_tokens"],
+        sampling["max_turns"],
+        sampling["max_reply_tokens"],
+        stop=environment.get("stop", ()),
+        text=policy.text,
+        thought=None if thinking is None else (thinking["tokens"], policy.reply_ids(thinking["end"])),
+        is_open=lambda text: _is_open(text, chat),
+    )
 
-    def replies(tokens: Sequence[int]) -> tuple[dict[int, list[int]], int | None]:
-        ends = [count for count, token in enumerate(tokens, 1) if token in policy.eos_ids]
-
-        def ask(turn: int) -> list[int] | None:
-            start = ends[turn - 2] if turn > 1 else 0
-            said = problem.reply(policy.text(tokens[start : ends[turn - 1]]))
-            return None if said is None or len(said) > 65536 else policy.reply_ids(said)
-
-        return turns.replies(tokens, ask)
+    def ask(said: list[list[int]]) -> list[int] | None:
+        reply = problem.reply(policy.text(said[-1]))
+        if reply is None or len(reply) > 65536:
+            return None
+        has_end = chat is None or said[-1][-1] in policy.eos_ids
+        return [*([] if has_end else [policy.end_mark]), *policy.reply_ids(reply)]
 
     return Expected(
         version=version,
-        prompt_ids=tuple(policy.prompt_ids(problem.prompt, special_tokens=special_tokens)),
+        prompt_ids=tuple(policy.prompt_ids(problem.prompt, special_tokens=chat is None or chat["special_tokens"])),
         seeds=tuple(slot.seeds(sampling["group_size"])),
         vocabulary=policy.vocabulary,
         hidden=policy.hidden,
         published=published,
-        replies=replies,
+        **most,
+        course=lambda tokens: turns.course(tokens, ask),
     )
+
+
+def _is_open(text: str, chat: dict[str, Any] | None) -> bool:
+    """Return whether a turn that begins with `text` is in a thought (4.10)."""
+    if chat is None:
+        return "</think>" not in text
+    _, mark, thought = seen_turn(chat, text).rpartition("<think>")
+    return mark != "" and "</think>" not in thought

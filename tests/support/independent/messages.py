@@ -69,8 +69,12 @@ ENVIRONMENT = Record(
         "problems": Record({"count": integer(1, 1048576), "kept": OrNull(binary(98304))}),
         "dataset": Record({**FILE, "answers": Record(FILE)}, frozenset({"answers"})),
         "answers": one_of("operator"),
+        "max_prompt_tokens": integer(1, INT31),
+        "max_new_tokens": integer(1, INT31),
+        "stop": ArrayOf(text(1, 64), 8, 1),
+        "thinking": Record({"tokens": integer(1, INT31), "end": text(1, 500)}),
     },
-    frozenset({"problems", "dataset", "answers"}),
+    frozenset({"problems", "dataset", "answers", "max_prompt_tokens", "max_new_tokens", "stop", "thinking"}),
 )
 POOLS = Record(
     {

@@ -23,6 +23,7 @@ class Policy:
     config: dict[str, Any]
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
+    end_mark: int
 
     @property
     def vocabulary(self) -> int:
@@ -74,5 +75,5 @@ def _read(file: bytes) -> Policy:
     tokenizer = Tokenizer.from_str(metadata["tokenizer"])
     eos = config["eos_token_id"]
     eos_ids = {*(eos if isinstance(eos, list) else [eos])}
-    eos_ids.add(tokenizer.token_to_id(json.loads(metadata["tokenizer_config"])["eos_token"]))
-    return Policy(config, tokenizer, frozenset(eos_ids - {None}))
+    end_mark = tokenizer.token_to_id(json.loads(metadata["tokenizer_config"])["eos_token"])
+    return Policy(config, tokenizer, frozenset({*eos_ids, end_mark} - {None}), end_mark)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from blake3 import blake3
@@ -82,37 +82,71 @@ def log_probability(logits: np.ndarray, token: int, temperature: float) -> np.fl
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Where the turns of a completion end, and what its environment says between them (4.7).
+class Course:
+    """How a completion goes: what stands between its tokens, its turns, and where it is over (4.7, 4.10).
 
-    `ask(k)` is what the environment says, as token ids, after turn k (1 for the first); None for nothing more.
+    `replies` are by the number of tokens before each, with the ends of thoughts, which are in `turns` as well. `end`
+    is the number of tokens after which a turn's end ends the rollout, None where none does; `most` the most that it may
+    have.
+    """
+
+    replies: dict[int, list[int]]
+    turns: list[list[int]]
+    end: int | None
+    most: int
+
+    @property
+    def over(self) -> int:
+        """The number of tokens of the whole rollout."""
+        return self.most if self.end is None else self.end
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Where the turns of a completion end, and what stands between its tokens (4.7, 4.10).
+
+    `ask(turns)` is what the environment says, as token ids, after these turns; None for nothing more. `text` is that of
+    tokens. `thought` is a budget and the tokens of what ends a thought, `is_open` whether one is open.
     """
 
     eos_ids: frozenset[int]
     max_new_tokens: int
     max_turns: int
     max_reply_tokens: int
+    stop: Sequence[str] = ()
+    text: Callable[[Sequence[int]], str] = repr
+    thought: tuple[int, Sequence[int]] | None = None
+    is_open: Callable[[str], bool] = bool
 
-    def replies(
-        self, tokens: Sequence[int], ask: Callable[[int], Sequence[int] | None]
-    ) -> tuple[dict[int, list[int]], int | None]:
-        """Return the replies by the number of tokens before each, and after how many a turn's end ends the rollout.
+    def _stops(self, piece: Sequence[int]) -> bool:
+        window = max((len(one.encode()) for one in self.stop), default=0) + 8
+        return any(one in self.text(piece[-window:]) for one in self.stop)
 
-        The latter is None where none does.
-        """
-        replies: dict[int, list[int]] = {}
-        said = turn = 0
+    def course(self, tokens: Sequence[int], ask: Callable[[list[list[int]]], Sequence[int] | None]) -> Course:
+        """Return how a completion goes that begins with `tokens`."""
+        course = Course({}, [], None, self.max_new_tokens)
+        said, before, turn, piece = 0, 0, list[int](), list[int]()
         for count, token in enumerate(tokens, 1):
-            if token in self.eos_ids:
-                turn += 1
-                if turn == self.max_turns or count == self.max_new_tokens:
-                    return replies, count
-                reply = ask(turn)
+            piece.append(token)
+            if token in self.eos_ids or self._stops(piece):
+                course.turns.append(turn + piece)
+                before, turn, piece = count, [], []
+                reply = None
+                if len(course.turns) < self.max_turns and count < course.most:
+                    reply = ask(course.turns)
                 if reply is None or said + len(reply) > self.max_reply_tokens:
-                    return replies, count
+                    return replace(course, end=count)
                 said += len(reply)
-                replies[count] = list(reply)
-        return replies, None
+                course.replies[count] = list(reply)
+            elif self.thought is not None and not turn and len(piece) == self.thought[0]:
+                budget, end = self.thought
+                if before + budget + len(end) < course.most:
+                    ending = list(end) if self.is_open(self.text(piece)) else []
+                    course.replies[count] = ending
+                    course, turn, piece = replace(course, most=course.most - len(ending)), piece + ending, []
+        if turn or piece:
+            course.turns.append(turn + piece)
+        return course
 
 
 def context_of(prompt: Sequence[int], tokens: Sequence[int], replies: dict[int, list[int]]) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 
 from .proofs import decode_toploc, proof_bytes
-from .sampling import chunks_of
+from .sampling import Course, chunks_of
 from .values import Refused
 
 FORMAT = "swarmproof/rollouts/3"
@@ -72,7 +72,8 @@ def bounds_of(spec: dict[str, Any]) -> Bounds:
     chunks = -(-sampling["max_new_tokens"] // proofs["chunk_tokens"])
     p, t = loose(sampling["max_prompt_tokens"]), loose(sampling["max_new_tokens"])
     v = loose(sampling["max_version_lead"] + 1)
-    n = loose(chunks + sampling["max_version_lead"] + sampling["max_turns"] - 1)
+    pieces = sampling["max_turns"] * (2 if any("thinking" in one for one in spec.get("environments", ())) else 1)
+    n = loose(chunks + sampling["max_version_lead"] + pieces - 1)
     b = loose(proof_bytes(proofs, proofs["chunk_tokens"]))
     content = sampling["group_size"] * (4 * p + 8 * t + 12 * v + (5 + b) * n + 256) + 256
     return Bounds(p, t, v, n, b, min(content, 16 * spec["limits"]["max_submission_bytes"]))
@@ -238,8 +239,8 @@ def read_file(body: bytes, spec: dict[str, Any]) -> list[Row]:
 class Expected:
     """What a slot forces of its submission, and what the leased policy says of tokens.
 
-    `replies(row)` gives, of a row's completion, the environment's replies by the number of tokens that they follow and
-    after how many tokens the rollout is over by a turn's end (Turns.replies).
+    `course(row)` gives how a row's completion goes (Turns.course). No prompt has more than `max_prompt_tokens`, and no
+    completion more than `max_new_tokens`, in the slot's environment.
     """
 
     version: int
@@ -248,7 +249,9 @@ class Expected:
     vocabulary: int
     hidden: int
     published: frozenset[int]
-    replies: Callable[[Sequence[int]], tuple[dict[int, list[int]], int | None]]
+    max_prompt_tokens: int
+    max_new_tokens: int
+    course: Callable[[Sequence[int]], Course]
 
 
 def _fails(reason: str, broken: bool, row: int) -> None:
@@ -275,19 +278,20 @@ def check_rows(rows: Sequence[Row], expected: Expected, spec: dict[str, Any]) ->
     for number, row in enumerate(rows):
         count = len(row.completion_ids)
         _fails("wrong_prompt", row.prompt_ids != expected.prompt_ids, number)
+        _fails("wrong_prompt", len(row.prompt_ids) > expected.max_prompt_tokens, number)
         _fails("wrong_seed", row.seed != expected.seeds[number], number)
         _fails("empty_completion", not count, number)
-        _fails("too_long", count > sampling["max_new_tokens"], number)
+        _fails("too_long", count > expected.max_new_tokens, number)
         inside = all(0 <= token < expected.vocabulary for token in row.completion_ids)
         _fails("token_out_of_range", not inside, number)
-        replies, over = expected.replies(row.completion_ids)
-        _fails("tokens_after_eos", over is not None and count > over, number)
-        _fails("unfinished", over is None and count < sampling["max_new_tokens"], number)
+        course = expected.course(row.completion_ids)
+        _fails("tokens_after_eos", count > course.over, number)
+        _fails("unfinished", count < course.over, number)
         _fails("wrong_logprob_count", len(row.logprobs) != count, number)
         sound = all(math.isfinite(value) and -80 <= value <= float(np.float32(1e-4)) for value in row.logprobs)
         _fails("logprob_not_finite", not sound, number)
         _fails("wrong_segments", not _check_segments(row, expected, sampling["max_version_lead"]), number)
-        chunks = chunks_of(row.segment_tokens, list(replies), proofs["chunk_tokens"])
+        chunks = chunks_of(row.segment_tokens, list(course.replies), proofs["chunk_tokens"])
         _fails("wrong_proof_count", len(row.proofs) != len(chunks), number)
         sizes = [proof_bytes(proofs, tokens) for _, _, tokens in chunks]
         _fails("malformed_proof", [len(one) for one in row.proofs] != sizes, number)

@@ -197,17 +197,36 @@ def test_turns_and_segments() -> None:
     turns = Turns(frozenset(cases["eos_ids"]), *rules)
     for case in cases["cases"]:
         tokens, says = case["completion_ids"], case["says"]
-        replies, end = turns.replies(tokens, lambda turn, says=says: says[turn - 1])
-        assert (list(map(list, replies.items())), end) == (case["replies"], case["end"])
+        course = turns.course(tokens, lambda turns, says=says: says[len(turns) - 1])
+        assert (list(map(list, course.replies.items())), course.end) == (case["replies"], case["end"])
         if case["chunks"] is not None:
-            assert context_of(cases["prompt_ids"], tokens[:-1], replies) == case["context_ids"]
-            chunks = chunks_of(case["segment_tokens"], list(replies), cases["chunk_tokens"])
+            assert context_of(cases["prompt_ids"], tokens[:-1], course.replies) == case["context_ids"]
+            chunks = chunks_of(case["segment_tokens"], list(course.replies), cases["chunk_tokens"])
             assert [count for _, _, count in chunks] == case["chunks"]
     cases = vectors("segments")
     for case in cases["cases"]:
         if case["chunks"] is not None:
             chunks = chunks_of(case["segment_tokens"], [], cases["chunk_tokens"])
             assert [[case["segment_versions"][of], *rest] for of, *rest in chunks] == case["chunks"]
+
+
+@pytest.mark.parametrize("case", vectors("turns")["rules"]["cases"], ids=str)
+def test_what_an_environment_adds_to_turns(case: dict[str, Any]) -> None:
+    cases = vectors("turns")
+    texts, budget = cases["rules"]["texts"], case["thinking"]
+    turns = Turns(
+        frozenset(cases["eos_ids"]),
+        case["max_new_tokens"],
+        cases["max_turns"],
+        cases["max_reply_tokens"],
+        stop=case["stop"],
+        text=lambda tokens: "".join(texts[str(token)] for token in tokens),
+        thought=None if budget is None else (budget["tokens"], budget["end_ids"]),
+        is_open=lambda text: "</think>" not in text,
+    )
+    found = turns.course(case["completion_ids"], lambda turns: case["says"][len(turns) - 1])
+    assert list(map(list, found.replies.items())) == case["replies"]
+    assert (found.end, found.most, found.turns) == (case["end"], case["most"], case["turns"])
 
 
 @pytest.mark.parametrize("case", vectors("frames")["cases"], ids=str)

@@ -327,7 +327,7 @@ def test_rewards_that_take_too_long_together_are_nobodys_fault(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("node.episodes.conversation.time.monotonic", lambda: clock[0])
 
-    def slow(*_: object) -> float:
+    def slow(*_: object, **__: object) -> float:
         clock[0] += 0.4 * REPLY_SECONDS
         return 0.5
 

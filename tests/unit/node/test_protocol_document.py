@@ -37,6 +37,7 @@ from node.protocol.run import (
     ProblemsSpec,
     ProofSpec,
     RunSpec,
+    ThinkingSpec,
     parse_run_toml,
 )
 from node.protocol.sampling import TABLE_DIGEST
@@ -299,6 +300,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
     yield from _fields("[environments.length]", LengthSpec)
     yield from _fields("[environments.problems]", ProblemsSpec)
     yield from _fields("[environments.dataset]", DatasetSpec)
+    yield from _fields("[environments.thinking]", ThinkingSpec)
     yield from _fields("[batch.pools]", PoolsSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
     yield from _fields("[training.lora]", LoraSpec)
@@ -345,7 +347,8 @@ def _list(kind: msgspec.inspect.VarTupleType) -> str:
     if isinstance(kind.item_type, msgspec.inspect.LiteralType):
         values = ", ".join(f'`"{value}"`' for value in sorted(kind.item_type.values))
         return f"list of at most {kind.max_length} of {values}"
-    return f"list of {kind.min_length} .. {kind.max_length} {_type(kind.item_type).replace('integer', 'integers')}"
+    items = _type(kind.item_type).replace("integer", "integers").replace("text", "texts")
+    return f"list of {kind.min_length} .. {kind.max_length} {items}"
 
 
 def _number(bound: float) -> str:
@@ -363,7 +366,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return f"`{json.dumps(field.default)}`"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
-    return f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"
+    return f"`{json.dumps(field.default)}`" if isinstance(field.default, str) else f"`{field.default}`"
 
 
 def documented(table: str) -> dict[str, list[str]]:
