@@ -228,7 +228,10 @@ class Recorder:
     # -- after a completion
 
     def collect(self, wanted: Sequence[tuple[str, int]]) -> list[Recorded]:
-        """Return and forget the records of completions `(name, its tokens)`; waits for their proofs."""
+        """Return and forget the records of completions `(name, its tokens)`; waits for their proofs.
+
+        A chunk that was proved with tokens beyond a completion's is left out of its record.
+        """
         tracks = [self._tracks.pop(name, None) for name, _ in wanted]
         cuts: list[tuple[_Track, _Chunk]] = []
         for track, (_, count) in zip(tracks, wanted, strict=True):
@@ -282,10 +285,11 @@ def _build_proofs(chunks: Sequence[_Chunk], states: Sequence[Tensor], *, scheme:
 def _to_recorded(track: _Track | None, count: int) -> Recorded:
     if track is None:
         return Recorded([], [], [], [], [], fault="no tokens were recorded")
-    chunks = [chunk for chunk in track.chunks if chunk.start < count]
+    begun = [chunk for chunk in track.chunks if chunk.start < count]
+    chunks = [chunk for chunk in begun if chunk.start + chunk.count <= count]
     fault = track.fault or next((chunk.fault for chunk in chunks if chunk.fault is not None), None)
-    if fault is None and sum(chunk.count for chunk in chunks) != count:
-        fault = f"{sum(chunk.count for chunk in chunks)} tokens were recorded of {count}"
+    if fault is None and sum(chunk.count for chunk in begun) < count:
+        fault = f"{sum(chunk.count for chunk in begun)} tokens were recorded of {count}"
     versions = list(dict.fromkeys(chunk.version for chunk in chunks))
     return Recorded(
         tokens=[token for chunk in chunks for token in chunk.tokens],

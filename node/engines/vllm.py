@@ -3,6 +3,10 @@
 One request is one completion: token ids go in, tokens are streamed back, and at its end the record kept by the worker
 process (tokens, log-probabilities, policy versions, proofs) is fetched and compared with the stream.
 
+Stop strings are looked for in the stream, by the run's own rule, which vLLM's is not. So the worker process may have
+drawn past the end by the time it is told, and may have proved a chunk with what came after. Such a chunk is drawn
+again, up to the end and no further.
+
 A new policy is loaded in place: vLLM pauses the running requests, clears their cache, reloads the weights, and reads
 each prefix again under the new weights, so later tokens are the new policy's over the whole prefix, as
 docs/protocol.md, section 4.6, requires.
@@ -15,6 +19,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ import msgspec
 
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy, SampleRequest, check_requests
 from node.engines.recorder import Recorded, check_recorded
-from node.engines.turns import converse
+from node.engines.turns import converse, merge_pieces
 from node.engines.vllm_host import VllmHost, describe_error
 from node.engines.vllm_settings import VllmSettings
 from node.policy.file import Blueprint
@@ -72,9 +77,9 @@ class VllmEngine:
             raise NoPolicy("no policy is loaded yet")
         policy, sampling = self.policy, self._spec.sampling
         check_requests(requests, vocabulary=policy.vocabulary, sampling=sampling)
-        if any(request.ask is not None for request in requests):
+        if any(request.has_pieces for request in requests):
             return await converse(
-                requests, self._turn, eos_ids=policy.eos_ids, sampling=sampling, on_finished=on_finished
+                requests, self._piece, eos_ids=policy.eos_ids, sampling=sampling, on_finished=on_finished
             )
         if not self._under_way:
             self._host.progressed()
@@ -92,25 +97,43 @@ class VllmEngine:
     async def close(self) -> None:
         await self._host.close()
 
-    async def _turn(self, request: SampleRequest) -> Rollout:
+    async def _piece(self, request: SampleRequest) -> Rollout:
         (rollout,) = await self.generate([request])
         return rollout
 
     async def _complete(self, request: SampleRequest, on_finished: Callable[[], None] | None) -> Rollout:
+        parts, tokens = list[Rollout](), list[int]()
+        most = cap = request.cap(self._spec.sampling)
+        while True:
+            rest = replace(
+                request,
+                prompt_ids=(*request.prompt_ids, *tokens),
+                position=request.position + len(tokens),
+                max_tokens=most,
+            )
+            part, drawn = await self._draw(rest, before=tokens)
+            parts.append(part)
+            tokens += part.completion_ids
+            missing = drawn - len(part.completion_ids)
+            if not missing and (len(tokens) == cap or request.rules.ends_turn(tokens, self.policy.eos_ids)):
+                break
+            # Drawn again with other rows beside it, a token may be another one, and the end elsewhere.
+            most = missing or cap - len(tokens)
+        if on_finished is not None:
+            on_finished()
+        return merge_pieces(request, parts)
+
+    async def _draw(self, request: SampleRequest, *, before: Sequence[int]) -> tuple[Rollout, int]:
+        """Draw what follows the completion's tokens `before`, to its end or the request's cap.
+
+        Returns it without a chunk that goes on behind a stop string, and how many tokens it has with it.
+        """
         name = f"c{next(self._names)}"
         tokens: list[int] = []
         try:
-            async for output in self._host.llm.generate(
-                {"prompt_token_ids": list(request.prompt_ids)}, self._parameters(name, request), name
-            ):
-                drawn = output.outputs[0].token_ids
-                tokens += drawn
-                self.tokens += len(drawn)
-                self._host.progressed()
-            if on_finished is not None:
-                on_finished()
+            await self._stream(name, request, tokens, before=before)
             recorded = await self._fetch_record(name, len(tokens))
-            check_recorded(recorded, delivered=tokens)
+            check_recorded(recorded, delivered=tokens[: len(recorded.tokens)] if request.rules.stop else tokens)
             self.rereads += recorded.rereads
         except BrokenPolicy:
             self._host.taint()
@@ -124,7 +147,7 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineDied(f"vLLM failed (see its log above): {describe_error(error)}") from error
-        return Rollout(
+        part = Rollout(
             seed=request.seed,
             prompt_ids=list(request.prompt_ids),
             completion_ids=recorded.tokens,
@@ -133,6 +156,22 @@ class VllmEngine:
             segment_tokens=recorded.segment_tokens,
             proofs=recorded.proofs,
         )
+        return part, len(tokens)
+
+    async def _stream(self, name: str, request: SampleRequest, tokens: list[int], *, before: Sequence[int]) -> None:
+        """Add what vLLM draws to `tokens`, up to a stop string."""
+        parameters, stop, whole = self._parameters(name, request), request.rules.stop, list(before)
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        async with contextlib.aclosing(self._host.llm.generate(prompt, parameters, name)) as outputs:
+            async for output in outputs:
+                drawn = output.outputs[0].token_ids
+                self.tokens += len(drawn)
+                self._host.progressed()
+                for token in drawn:
+                    tokens.append(token)
+                    whole.append(token)
+                    if stop is not None and stop.found(whole, 0, len(whole)):
+                        return
 
     def _parameters(self, name: str, request: SampleRequest) -> Any:
         vllm = importlib.import_module("vllm")

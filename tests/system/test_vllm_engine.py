@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,7 @@ from node.protocol.admission import worst
 from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import chunk_count
-from node.protocol.turns import pieces, replay
+from node.protocol.turns import StopStrings, ThinkingBudget, TurnRules, pieces, replay
 from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
 
@@ -208,6 +209,37 @@ async def test_tokens_before_and_after_an_update_in_flight_are_each_policys_own(
     if chunk_count(moved, chunk_tokens=16) == len(crossed.proofs):
         lie = msgspec.structs.replace(crossed, segment_tokens=moved)
         assert figures_of([lie], prefills).exponent_mismatches > 8
+
+
+async def test_what_vllm_draws_past_a_stop_string_before_it_is_told_is_in_no_proof(engine, prefills):
+    """Its worker process is many steps ahead of a front end that is slow to look: chunks are proved with too much."""
+
+    def decode(tokens):
+        time.sleep(0.002)
+        return "".join("ab"[token % 2] for token in tokens)
+
+    rules = TurnRules(max_new_tokens=60, stop=StopStrings(("abba", "aaaaa"), decode))
+    requests = [dataclasses.replace(one, rules=rules) for one in some_requests(24, seed=11)]
+    first = next(engine._names)
+    rollouts = await engine.generate(requests)
+    assert next(engine._names) - first - 1 > len(requests), "no chunk was drawn again: the front end is too fast"
+    eos_ids = prefills[0].blueprint.eos_ids
+    for rollout in rollouts:
+        found = replay(rollout.completion_ids, eos_ids=eos_ids, sampling=SPEC.sampling, rules=rules)
+        assert len(rollout.completion_ids) == (found.most if found.end is None else found.end)
+        assert len(rollout.proofs) == chunk_count(rollout.segment_tokens, chunk_tokens=16)
+    assert_exact(rollouts, prefills)
+
+
+async def test_a_thought_that_is_ended_is_read_by_vllm_as_by_everybody(engine, prefills):
+    rules = TurnRules(thinking=ThinkingBudget(20, (40, 41, 42), lambda tokens: sum(tokens) % 2 > 0))
+    requests = [dataclasses.replace(one, rules=rules) for one in some_requests(16, seed=12)]
+    rollouts = await engine.generate(requests)
+    ends = prefills[0].blueprint.eos_ids
+    found = [replay(one.completion_ids, eos_ids=ends, sampling=SPEC.sampling, rules=rules) for one in rollouts]
+    assert {one.replies for one in found} >= {((20, (40, 41, 42)),), ((20, ()),)}
+    assert all(len(one.completion_ids) in (of.end, of.most) for one, of in zip(rollouts, found, strict=True))
+    assert_exact(rollouts, prefills, [one.replies for one in found])
 
 
 async def test_a_policy_loaded_between_slots_leaves_nothing_of_the_old_one(engine, files, prefills):

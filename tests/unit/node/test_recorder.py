@@ -121,6 +121,15 @@ def test_a_token_drawn_past_the_end_is_not_part_of_the_record() -> None:
     assert_same(record, expected(model, "c", [7] * SPAN))
 
 
+def test_a_chunk_that_was_proved_with_tokens_past_the_end_is_left_out() -> None:
+    """Its proof would be of more tokens than are delivered; the chunks before it are good."""
+    recorder, model = make_recorder(), Model()
+    for position in range(2 * SPAN + 1):
+        step(recorder, model, [("c", position)])
+    (record,) = recorder.collect([("c", 2 * SPAN - 1)])
+    assert_same(record, expected(model, "c", [7] * SPAN))
+
+
 def test_a_step_that_was_never_sampled_leaves_nothing() -> None:
     recorder, model = make_recorder(), Model()
     recorder.begin([DecodeRow("c", seed_of("c"), 0)], model.at("c", 0, 7)[0][None])
