@@ -9,10 +9,9 @@ same architecture is read into the memory of the one before, between two steps: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from node.engines.base import (
     BrokenPolicy,
-    DoesNotFit,
     EngineError,
     Interrupted,
     NoPolicy,
@@ -34,10 +32,10 @@ from node.engines.base import (
 from node.engines.recorder import DecodeRow, Recorder, check_recorded
 from node.engines.recurrent_decoder import RecurrentDecoder
 from node.engines.torch_decoder import Decoder
+from node.engines.torch_loading import LoadedPolicy, Replacement, kept_open, load_beside, refill
 from node.engines.turns import converse
-from node.policy.errors import UnreadablePolicy
-from node.policy.file import Blueprint, Policy, load_policy, read_blueprint, refill_policy
-from node.policy.memory import free_memory, unless_out_of_memory
+from node.policy.file import Policy, read_blueprint
+from node.policy.memory import free_memory
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, SamplingSpec
 from node.protocol.submission import Rollout
@@ -75,7 +73,7 @@ class TorchEngine:
         self._lock = threading.Lock()
         self._loaded: LoadedPolicy | None = None
         self._waiting: deque[_Row] = deque()
-        self._replacing: deque[_Replacement] = deque()
+        self._replacing: deque[Replacement] = deque()
         self._thread: threading.Thread | None = None
 
     @property
@@ -92,17 +90,17 @@ class TorchEngine:
 
     async def load(self, path: Path, *, version: int) -> None:
         # Open until its weights are read: its owner deletes it when the next policy is there.
-        with _opened(path) as opened:
+        with kept_open(path) as opened:
             blueprint = await asyncio.to_thread(read_blueprint, opened)
             if blueprint.hidden < self._spec.proofs.min_hidden:
                 raise BrokenPolicy(f"{blueprint.hidden} hidden units are too few for the run's proofs")
             held = self._loaded
             if held is not None and held.policy.has_architecture_of(blueprint):
-                await self._replace(_Replacement(opened, blueprint, version))
+                await self._replace(Replacement(opened, blueprint, version))
             else:
                 await self._load_beside(opened, version)
 
-    async def _replace(self, wanted: _Replacement) -> None:
+    async def _replace(self, wanted: Replacement) -> None:
         """Have the thread read a policy into the memory of the loaded one."""
         with self._lock:
             self._replacing.append(wanted)
@@ -118,13 +116,10 @@ class TorchEngine:
     async def _load_beside(self, path: Path, version: int) -> None:
         """Load a policy into memory of its own."""
         dtype = getattr(torch, self._spec.model.dtype)
-        load = partial(load_policy, path, dtype=dtype, device=self._device)
-        policy = await asyncio.to_thread(unless_out_of_memory, load)
-        if policy is None:
-            raise DoesNotFit(f"Policy {version} does not fit on {self._device}.")
+        loaded = await asyncio.to_thread(load_beside, path, version=version, dtype=dtype, device=self._device)
         await asyncio.to_thread(warm_up, self._device)
         with self._lock:
-            self._loaded = LoadedPolicy(policy, version)
+            self._loaded = loaded
 
     async def generate(
         self, requests: Sequence[SampleRequest], *, on_finished: Callable[[], None] | None = None
@@ -186,7 +181,7 @@ class TorchEngine:
                 batch = Batch(self._spec, choose=self._choose)
         _fail([*batch.rows, *joining], Interrupted("engine has no policy any more"))
 
-    def _refill(self, wanted: _Replacement) -> None:
+    def _refill(self, wanted: Replacement) -> None:
         """Read a policy into the loaded one's memory; a failure half-way leaves none loaded."""
         if not wanted.done.set_running_or_notify_cancel():
             return
@@ -194,52 +189,16 @@ class TorchEngine:
         if loaded is None or not loaded.policy.has_architecture_of(wanted.blueprint):
             wanted.done.set_exception(Interrupted("engine was closed, or has another policy by now"))
             return
-        policy, failure = None, None
-        try:
-            policy = unless_out_of_memory(partial(refill_policy, loaded.policy, wanted.path, wanted.blueprint))
-        except Exception as error:  # noqa: BLE001  (forwarded to the caller)
-            # Its frames hold the model, for which there has to be room again.
-            failure = error.with_traceback(None)
-            failure.__cause__ = failure.__context__ = None
+        found = refill(loaded, wanted)
         with self._lock:
             if self._loaded is loaded:
-                self._loaded = None if policy is None else LoadedPolicy(policy, wanted.version)
-        if policy is not None:
+                self._loaded = found if isinstance(found, LoadedPolicy) else None
+        if isinstance(found, LoadedPolicy):
             wanted.done.set_result(None)
             return
         del loaded
         free_memory()
-        wanted.done.set_exception(failure or DoesNotFit(f"Policy {wanted.version} does not fit on {self._device}."))
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Path]:
-    """Yield a name that a file has as long as the block takes, whoever deletes `path`; raises UnreadablePolicy."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UnreadablePolicy(f"cannot read {path}: {error}") from error
-    with file:
-        pinned = Path(f"/proc/self/fd/{file.fileno()}")
-        yield pinned if pinned.exists() else path
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedPolicy:
-    """A policy, and its version in the run."""
-
-    policy: Policy
-    version: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Replacement:
-    """A policy to be read into the memory of the loaded one, whose architecture it has."""
-
-    path: Path
-    blueprint: Blueprint
-    version: int
-    done: Future[None] = field(default_factory=Future)
+        wanted.done.set_exception(found)
 
 
 class Call:

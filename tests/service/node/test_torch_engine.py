@@ -16,7 +16,8 @@ from waiting import eventually
 
 from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
-from node.engines.torch import Batch, Call, LoadedPolicy, TorchEngine
+from node.engines.torch import Batch, Call, TorchEngine
+from node.engines.torch_loading import LoadedPolicy
 from node.policy import products
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
