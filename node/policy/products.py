@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BLOCK_NUMBERS: Final = 2**19
-"""Of a weight that are converted together: 2 MiB, which a processor's cache holds until they are multiplied."""
+BLOCK_NUMBERS: Final = 2**20
+"""Of a weight that are converted together: 4 MiB, which a processor's cache holds until they are multiplied."""
+BLOCK_STEP: Final = 64
+"""What a block's rows are a multiple of: products with 170 rows take a quarter more time for each than with 192."""
 BLOCK_ROWS: Final = 1024
 """Of hidden states that are converted together: the weight is then converted once for each, in a fiftieth of the time
 that its products take.
@@ -84,7 +86,7 @@ def _multiply_blocks(states: Tensor, weight: Tensor, bias: Tensor | None, *, dty
     """Compute states [..., in] times weight [out, in] in float32, rounded to `dtype`."""
     rows = states.reshape(-1, states.shape[-1])
     product = torch.empty(len(rows), len(weight), dtype=dtype)
-    height = max(1, BLOCK_NUMBERS // weight.shape[1])
+    height = max(BLOCK_NUMBERS // weight.shape[1] // BLOCK_STEP, 1) * BLOCK_STEP
     # Not the process's default dtype, which another thread changes while transformers builds a model.
     block = torch.empty(min(height, len(weight)), weight.shape[1], dtype=torch.float32)
     for top in range(0, len(rows), BLOCK_ROWS):

@@ -41,6 +41,7 @@ def test_a_product_is_the_exact_one_rounded_once(
 ) -> None:
     """Over blocks that divide neither the weight nor the rows; qwen2 has biases."""
     monkeypatch.setattr(products, "BLOCK_NUMBERS", 48 * 10)
+    monkeypatch.setattr(products, "BLOCK_STEP", 5)
     monkeypatch.setattr(products, "BLOCK_ROWS", 4)
     states, weight = drawn(*rows, 48, dtype=dtype), drawn(33, 48, dtype=dtype, seed=1)
     bias = drawn(33, dtype=dtype, seed=2) if has_bias else None
@@ -66,7 +67,7 @@ class Widest(TorchDispatchMode):
 @pytest.mark.parametrize("multiplied", [multiply, multiply_exactly])
 def test_memory_holds_one_block_of_the_weight_in_float32(multiplied: Any) -> None:
     """A policy that just fits in 16 bits must not need twice its memory, nor a vocabulary's embedding once more."""
-    weight = drawn(3000, 200, dtype=torch.bfloat16)
+    weight = drawn(6000, 200, dtype=torch.bfloat16)
     with torch.inference_mode(), Widest() as widest:
         multiplied(drawn(5, 200, dtype=torch.bfloat16), weight)
     assert 0 < widest.numbers <= products.BLOCK_NUMBERS < weight.numel()
