@@ -124,9 +124,9 @@ def _export(
     policy.tokenizer.chat_template = companion.chat_template
     with _no_progress_bars():
         model.save_pretrained(partial, max_shard_size=shard_bytes)
-        # As JSON, since transformers refuses to write some of the settings that it reads.
-        generation = partial / GENERATION
-        generation.write_text(json.dumps(companion.generation | json.loads(generation.read_bytes()), indent=2) + "\n")
+        # As JSON: transformers refuses to write some settings that it reads, and writes none of recurrent policies.
+        generation = companion.generation | json.loads(model.generation_config.to_json_string())
+        (partial / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
         policy.tokenizer.save_pretrained(partial)
         _check_tokenizer(partial, policy.tokenizer)
     return Exported(folder, version, policy.parameters, policy.model.dtype)

@@ -25,6 +25,7 @@ from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.policy.config import ATTENTION
 from node.policy.file import load_policy, render_prompt, save_policy, write_policy
+from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, PAD, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec
 from shardcast import Origin, wire
@@ -106,6 +107,16 @@ def test_a_run_that_begins_with_an_exported_policy_begins_with_its_bytes(case: s
     path = policy_file(tmp_path / "policy.safetensors", family=family, dtype=dtype, **fields)
     export_file(path, tmp_path / "out")
     assert begins(tmp_path / "out", dtype=dtype) == path.read_bytes()
+
+
+@pytest.mark.parametrize("family", sorted(MAKERS))
+def test_so_does_one_that_begins_with_a_recurrent_policy(family: str, tmp_path: Path) -> None:
+    """transformers writes no generation settings for them; without those the export ended in the middle."""
+    path = tmp_path / "policy.safetensors"
+    save_policy(MAKERS[family](0), make_tokenizer(), path)
+    export_file(path, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_bytes())["eos_token_id"] == EOS
+    assert begins(tmp_path / "out", dtype="float32") == path.read_bytes()
 
 
 @pytest.mark.parametrize("case", CASES)
