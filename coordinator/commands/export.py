@@ -45,8 +45,8 @@ def export() -> None:
 @click.option(
     "--adapter",
     is_flag=True,
-    help="Of a run with [training.lora], its adapters alone, as a folder that PEFT loads. They are in the trainer's "
-    "checkpoints, and latest is the newest of these.",
+    help="Of a run with [training.lora], or of sft --lora, the adapters alone, as a folder that PEFT loads. They are "
+    "in the checkpoints in --state, and latest is the newest of these.",
 )
 def policy(*, what: str, to: Path, state: Path | None, model: Path | None, adapter: bool) -> None:
     """Write a policy as a folder that transformers and vLLM load.

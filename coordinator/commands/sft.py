@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from node.commands.options import (
     threads_option,
 )
 
+if TYPE_CHECKING:
+    from coordinator.sft.recipe import SftRecipe
+
 
 def _share(text: str) -> float:
     """Parse a percentage, such as 2%."""
@@ -39,6 +42,17 @@ def _share(text: str) -> float:
 def _number(name: str, text: str, *, least: float, most: float, default: float) -> Any:
     kind = click.FloatRange(least, most, min_open=name == "--learning-rate")
     return click.option(name, type=kind, metavar="NUMBER", default=default, show_default=True, help=text)
+
+
+def _rank_and_alpha(text: str | None) -> tuple[int, float] | None:
+    """Parse RANK or RANK:ALPHA, alpha being twice the rank by default."""
+    if text is None:
+        return None
+    rank, _, alpha = text.partition(":")
+    try:
+        return int(rank), float(alpha) if alpha else 2.0 * int(rank)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is neither RANK nor RANK:ALPHA, such as 16:32") from error
 
 
 data_columns = all_of(
@@ -86,7 +100,20 @@ recipe_options = all_of(
     _number("--final-rate", "What it falls to along a cosine, as a share.", least=0, most=1, default=0.05),
     _number("--weight-decay", "AdamW's.", least=0, most=1, default=0.0),
     _number("--gradient-clip", "Bound on a gradient's norm.", least=1e-9, most=1e9, default=1.0),
-    seed_option("Draws the order, and what is held out."),
+    click.option(
+        "--lora",
+        metavar="RANK[:ALPHA]",
+        callback=lambda _context, _parameter, given: _rank_and_alpha(given),
+        help="Train low-rank adapters in place of all weights, and merge them into the folder that is written.  "
+        "[default of ALPHA: twice RANK]",
+    ),
+    click.option(
+        "--lora-targets",
+        metavar="LAYERS",
+        help="Layers that have adapters, with commas, such as q_proj,v_proj.  [default: all linear ones of attention "
+        "and MLP]",
+    ),
+    seed_option("Draws the order, what is held out, and the first adapters."),
 )
 """How it is trained."""
 
@@ -138,6 +165,9 @@ def sft(
     stopped, with the same result. Then model.initial = "tuned" begins a run with it.
 
     \b
+    With --lora 16 adapters of rank 16 are trained beside frozen weights, which takes far less memory.
+
+    \b
     Several processes hold a model and its optimizer together (FSDP2):
       torchrun --nproc-per-node 4 -m node.cli sft --model ...
     """
@@ -145,7 +175,7 @@ def sft(
     import msgspec
     import torch
 
-    from coordinator.sft.recipe import PreparedSft, SftRecipe
+    from coordinator.sft.recipe import PreparedSft
     from coordinator.sft.rows import RowColumns
     from coordinator.sft.run import SftJob, fine_tune
     from coordinator.sft.view import SftView, closing
@@ -158,7 +188,7 @@ def sft(
 
     folder = state or to.with_name(f"{to.name}.sft")
     columns = RowColumns(**{name: recipe.pop(name) for name in ("messages", "prompt", "completion", "chat")})
-    chosen = SftRecipe(columns=columns, **recipe)
+    chosen = _recipe(columns=columns, **recipe)
 
     def tracker(prepared: PreparedSft) -> Tracker:
         watched = tracker_settings(state=folder, tensorboard=tensorboard, no_tensorboard=no_tensorboard, wandb=wandb)
@@ -190,3 +220,24 @@ def sft(
         return
     click.echo(closing(result))
     click.echo(f'{to} holds the trained model (policy {result.digest[:16]}…): model.initial = "{to}" begins with it')
+    if chosen.lora:
+        click.echo(f"its adapters alone: swarmproof export policy latest --adapter --state {folder} --to adapter/")
+
+
+def _recipe(*, lora: tuple[int, float] | None, lora_targets: str | None, **given: Any) -> SftRecipe:
+    """Return the recipe of the options; raises UsageError for what contradicts itself."""
+    import msgspec
+
+    from coordinator.sft.recipe import SftRecipe
+    from node.protocol.run import LoraSpec
+
+    if lora is None and lora_targets is not None:
+        raise click.UsageError("--lora-targets says which layers have the adapters of --lora: give both.")
+    try:
+        adapters = None
+        if lora is not None:
+            targets = {} if lora_targets is None else {"targets": lora_targets.split(",")}
+            adapters = msgspec.convert({"rank": lora[0], "alpha": lora[1], **targets}, LoraSpec)
+        return SftRecipe(lora=adapters, **given)
+    except ValueError as error:  # also msgspec's
+        raise click.UsageError(f"--lora: {error}") from error

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET
 
 from coordinator.sft.rows import RowColumns
 from coordinator.training.supervised import CosineSchedule
-from node.protocol.run import TrainingSpec
+from node.protocol.run import LoraSpec, TrainingSpec
 
 FORMAT = "sft/1"
 WARMUP_PERCENT = 3
@@ -19,7 +20,8 @@ class SftRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     A batch is `batch` examples, and the last one of an epoch what is left. Examples of more than `max_tokens` are left
     out (None: the model's positions, at most 4,096). `held_out` is a share of the rows. `warmup_steps` None is 3 % of
-    all, and the rate ends at `final_rate` of its peak. `end_mark` is a token that becomes one of the model's.
+    all, and the rate ends at `final_rate` of its peak. `end_mark` is a token that becomes one of the model's. `lora`
+    are adapters to train in place of all weights, by AdamW.
     """
 
     columns: RowColumns = RowColumns()
@@ -36,10 +38,19 @@ class SftRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     final_rate: float = 0.05
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
+    lora: LoraSpec | None = None
+
+    def __post_init__(self) -> None:
+        self.training()
 
     def training(self) -> TrainingSpec:
-        """Return the optimizer's settings."""
-        return TrainingSpec(optimizer=self.optimizer, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+        """Return the settings of optimizer and adapters; raises ValueError where they contradict each other."""
+        return TrainingSpec(
+            optimizer=self.optimizer,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            lora=self.lora or UNSET,
+        )
 
     def steps_per_epoch(self, examples: int) -> int:
         """Count the batches of so many examples."""

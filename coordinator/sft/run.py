@@ -45,6 +45,7 @@ from coordinator.training.companion import read_companion
 from coordinator.training.distributed_learner import write_gathered
 from coordinator.training.export import export_file, require_empty
 from coordinator.training.grpo import Execution
+from coordinator.training.lora import adapter_counters, load_trained
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.packing import PackedRow, pack
 from coordinator.training.supervised import CosineSchedule, SupervisedStep, packed_backward, packed_loss, supervise
@@ -53,9 +54,11 @@ from coordinator.training.world import World
 from node.chat.template import FolderTemplate
 from node.policy.config import DTYPES
 from node.policy.errors import MalformedPolicy
-from node.policy.file import Policy, load_policy, write_policy
+from node.policy.file import Policy, write_policy
 from node.policy.folder import MAX_BYTES, ModelFolder, open_folder
 from node.policy.models.base import RecurrentForCausalLM
+from node.protocol.run import LoraSpec
+from shardcast.content import file_digest
 from shardcast.errors import Malformed
 from shardcast.files import FolderLock, read_bounded, write_atomically
 
@@ -65,7 +68,6 @@ INDEX, DATA, FIRST, LAST, CURVE = "sft.json", "data", "policy-0.safetensors", "p
 CHECKPOINTS, CHECKPOINTS_KEPT = "checkpoints", 2
 DEFAULT_MAX_TOKENS = 4096
 _MAX_INDEX_BYTES = 2**20
-_PIECE_BYTES = 4 * 2**20
 _READING_SECONDS = 10.0
 """Between two lines about how far the data is read."""
 
@@ -159,7 +161,8 @@ def _prepare(job: SftJob, *, stop: Callable[[], bool]) -> PreparedSft:
         found = open_folder(job.model)
     except (MalformedPolicy, OSError) as error:
         raise UnfitModel(f"--model: {error}") from error
-    model, data = _model_digest(job.model), _file_digest(job.data)
+    _check_adapters(found, job.recipe.lora)
+    model, data = _model_digest(job.model), file_digest(job.data)
     index = job.state / INDEX
     if index.exists():
         return _same(index, job, model=model, data=data)
@@ -223,6 +226,13 @@ def _renderer(found: ModelFolder, recipe: SftRecipe, template: Template | None) 
     return RowRenderer(found.tokenizer, marks, last, template, recipe.each_turn)
 
 
+def _check_adapters(found: ModelFolder, lora: LoraSpec | None) -> None:
+    policy = found.first_policy()
+    missing = [target for target in (lora.targets if lora else ()) if target not in policy.projections]
+    if missing:
+        raise UnfitModel(f"--lora-targets: a {policy.family} model has no {', '.join(missing)}")
+
+
 def _max_tokens(found: ModelFolder, recipe: SftRecipe) -> int:
     positions = found.first_policy().positions
     if recipe.max_tokens is None:
@@ -246,11 +256,16 @@ class _FineTuning:
 
     def _restore(self) -> tuple[Policy, Optimizers, int]:
         """Return model and optimizer of the newest whole checkpoint, or the first ones, and the finished steps."""
+        recipe = self._job.recipe
         for path in [*reversed(checkpoints(self._job.state / CHECKPOINTS)), None]:
-            policy = load_policy(self._job.state / FIRST, dtype=torch.float32, shards=self._world)
-            if self._job.execution.recompute:
-                policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            optimizer = make_optimizer(policy.model, self._job.recipe.training())
+            policy = load_trained(
+                self._job.state / FIRST,
+                lora=recipe.lora,
+                seed=recipe.seed,
+                recompute=self._job.execution.recompute,
+                world=self._world,
+            )
+            optimizer = make_optimizer(policy.model, recipe.training())
             if path is None:
                 return policy, optimizer, 0
             try:
@@ -302,7 +317,7 @@ class _FineTuning:
         losses, held_out = (
             tuple(line[name] for line in self.curve() if name in line) for name in ("loss", "held_out_loss")
         )
-        return SftResult(losses, held_out, _file_digest(path))
+        return SftResult(losses, held_out, file_digest(path))
 
     def curve(self) -> Iterator[dict[str, float]]:
         """Yield the statistics of each step since the beginning."""
@@ -315,11 +330,12 @@ class _FineTuning:
         return self._done % every == 0 or self._done == self._schedule.steps
 
     def _save(self) -> None:
+        counters = adapter_counters(self._job.recipe.lora, initial=str(self._job.model))
         save_checkpoint(
             self._job.state / CHECKPOINTS,
             model=self._policy.model,
             optimizer=self._optimizer,
-            state=TrainerState(step=self._done),
+            state=TrainerState(step=self._done, counters=counters),
             keep=CHECKPOINTS_KEPT,
             world=self._world,
         )
@@ -375,15 +391,7 @@ def _model_digest(folder: Path) -> str:
     hasher = blake3()
     for path in sorted(folder.iterdir()):
         if path.name in MAX_BYTES:
-            hasher.update(msgspec.json.encode((path.name, _file_digest(path))))
+            hasher.update(msgspec.json.encode((path.name, file_digest(path))))
         elif path.suffix == ".safetensors":
             hasher.update(msgspec.json.encode((path.name, path.stat().st_size)))
-    return hasher.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    hasher = blake3()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            hasher.update(piece)
     return hasher.hexdigest()

@@ -2,7 +2,7 @@
 
 PEFT's layout (its documentation, "PEFT checkpoint format"): adapter_config.json, and adapter_model.safetensors with
 `base_model.model.<layer>.lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. They are as trained, in float32,
-and come from a trainer's checkpoint, since a policy has them merged.
+and come from a checkpoint of a trainer or of `swarmproof sft`, since a policy has them merged.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class ExportedAdapter:
 
 
 def export_adapter(state: Path, version: int | None, folder: Path) -> ExportedAdapter:
-    """Export the adapters of a policy of which a trainer's `state` has a checkpoint; None takes the newest.
+    """Export the adapters of a policy of which `state`, a trainer's or fine-tuning's, has a checkpoint.
 
-    The trainer may be running. Raises ExportError, CheckpointError, OSError.
+    `version` is the number of steps that led to it; None takes the newest. The folder's owner may be running. Raises
+    ExportError, CheckpointError, OSError.
     """
     held = {int(path.name.partition("-")[2]): path for path in checkpoints(state / "checkpoints")}
     chosen = max(held, default=0) if version is None else version
@@ -51,7 +52,7 @@ def export_adapter(state: Path, version: int | None, folder: Path) -> ExportedAd
         raise AdapterNotHeld(f"{state} has no checkpoint of policy {chosen}; of these there are some: {there}")
     saved, tensors = read_checkpoint(held[chosen])
     if "lora" not in saved.counters:
-        raise AdapterNotHeld(f"{held[chosen]} is of a run that trains all weights, without [training.lora]")
+        raise AdapterNotHeld(f"{held[chosen]} has all weights: trained without [training.lora], or sft's --lora")
     lora = decode(LoraSpec, str(saved.counters["lora"]).encode(), max_bytes=_MAX_LORA_BYTES)
     config = {
         "peft_type": "LORA",

@@ -19,7 +19,6 @@ from typing import Literal
 
 import msgspec
 import torch
-from msgspec import UNSET, UnsetType
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from coordinator.errors import BadConfiguration
@@ -35,10 +34,10 @@ from coordinator.training.checkpoint import (
 )
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
-from coordinator.training.lora import add_adapters, begin_adapters, policy_shapes, policy_tensors
+from coordinator.training.lora import adapter_counters, load_trained, policy_shapes, policy_tensors
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.world import World, free_gathered
-from node.policy.file import Policy, PolicySource, load_policy, write_policy
+from node.policy.file import Policy, PolicySource, write_policy
 from node.protocol.run import LoraSpec, RunSpec
 from shardcast.wire import encode
 
@@ -192,8 +191,7 @@ class Team:
 
     def _restore(self, spec: RunSpec, checkpoint: str) -> Learner:
         # Read back even when just written, so that a restart begins with the same bits.
-        policy = self._read_first(spec, lora=spec.training.lora)
-        begin_adapters(policy.model, seed=spec.seed, world=self.world)
+        policy = self._read_first(spec, lora=spec.training.lora or None)
         optimizer = make_optimizer(policy.model, spec.training)
         learner = Learner(0, policy.model, policy.tokenizer, optimizer, self._reference(policy, spec), {})
         if checkpoint:
@@ -210,17 +208,13 @@ class Team:
             return None
         return policy.model if spec.training.lora else self._read_first(spec).model.requires_grad_(False)
 
-    def _read_first(self, spec: RunSpec, *, lora: LoraSpec | UnsetType = UNSET) -> Policy:
-        def prepare(model: PreTrainedModel) -> None:
-            if lora:
-                add_adapters(model, lora)
-
-        policy = load_policy(self.first_policy, dtype=torch.float32, shards=self.world, prepare=prepare)
+    def _read_first(self, spec: RunSpec, *, lora: LoraSpec | None = None) -> Policy:
+        policy = load_trained(
+            self.first_policy, lora=lora, seed=spec.seed, recompute=self._execution.recompute, world=self.world
+        )
         min_hidden = spec.proofs.min_hidden
         if policy.hidden < min_hidden:
             raise BadConfiguration(f"proofs need {min_hidden} hidden units, but the model has only {policy.hidden}")
-        if self._execution.recompute:
-            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return policy
 
     def _train(self, groups: Sequence[Group]) -> None:
@@ -246,9 +240,8 @@ class Team:
         learner.stats = stats
         self._wait_for_checkpoint()
         counters: dict[str, int | str] = {"stats": json.dumps(stats)}
-        if self._spec is not None and self._spec.training.lora:  # for exports, which see no run
-            lora = encode(self._spec.training.lora).decode()
-            counters |= {"lora": lora, "initial": self._spec.model.initial}
+        if self._spec is not None:
+            counters |= adapter_counters(self._spec.training.lora or None, initial=self._spec.model.initial)
         write = functools.partial(
             write_checkpoint,
             self._checkpoints,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,10 +24,11 @@ from transformers import PreTrainedModel
 from coordinator.errors import BadConfiguration
 from coordinator.training.vocabulary import like_weight, own_rows
 from coordinator.training.world import World, full_tensor
+from node.policy.file import Policy, load_policy
 from node.policy.products import Linear
 from node.policy.skeleton import unique_tensors
 from node.protocol.run import LoraSpec
-from shardcast.wire import derive
+from shardcast.wire import derive, encode
 
 A, B = "lora_A", "lora_B"
 """Names of the factors beside a layer's `weight`; PEFT's."""
@@ -71,6 +73,31 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
             rows.add_(torch.mul(factors[:, k : k + 1], a[k], out=product))
         rows.mul_(wide).add_(before)
     return merged
+
+
+def load_trained(path: Path, *, lora: LoraSpec | None, seed: int, recompute: bool, world: World) -> Policy:
+    """Load a policy file in float32, shared out, to train all weights, or with `lora` adapters that change nothing yet.
+
+    Every process of `world` must call it. Raises as `load_policy`, and as `add_adapters`.
+    """
+
+    def prepare(model: PreTrainedModel) -> None:
+        if lora:
+            add_adapters(model, lora)
+
+    policy = load_policy(path, dtype=torch.float32, shards=world, prepare=prepare)
+    begin_adapters(policy.model, seed=seed, world=world)
+    if recompute:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return policy
+
+
+def adapter_counters(lora: LoraSpec | None, *, initial: str) -> dict[str, int | str]:
+    """Return what a checkpoint says of its adapters for exports, which see nothing else: {} without them.
+
+    `initial` is the model that they belong to.
+    """
+    return {"lora": encode(lora).decode(), "initial": initial} if lora else {}
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:

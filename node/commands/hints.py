@@ -145,7 +145,7 @@ HINTS: Final[dict[str, str]] = {
     "trainer:version_not_rising": "Restore --state from a backup that fits the run's database; nothing was published.",
     "export_error": "`swarmproof export --help` has every option, and an example.",
     "folder_not_empty": "Name another folder with --to, or one that is not there yet; nothing was written.",
-    "adapter_not_held": "Name a trainer's --state folder, of a run with [training.lora], and a version it has.",
+    "adapter_not_held": "Name the --state folder of a [training.lora] trainer or of sft --lora, and a version it has.",
     "version_not_held": "Name another version or --state folder: a trainer keeps every version, others the last few.",
     "damaged": "Take the version from another process's folder with --state, or fetch it again.",
     "sft:in_use": "End the other process first, or give this one another folder with --state.",

@@ -67,9 +67,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_killed_one_goes_on_with_the_same_command_to_the_same_bits(folder: Path) -> None:
-    undisturbed = trained(folder, "undisturbed", *SETTINGS, "--checkpoint-every", "4")
-    given = (folder, "killed", *SETTINGS, "--checkpoint-every", "4")
+@pytest.mark.parametrize("chosen", [(), ("--lora", "4")], ids=["all weights", "adapters"])
+def test_a_killed_one_goes_on_with_the_same_command_to_the_same_bits(folder: Path, chosen: tuple[str, ...]) -> None:
+    settings = (*SETTINGS, *chosen, "--checkpoint-every", "4")
+    undisturbed = trained(folder, "undisturbed", *settings)
+    given = (folder, "killed", *settings)
     kept = folder / "killed.sft" / "checkpoints"
 
     def saved() -> int:
@@ -85,10 +87,11 @@ def test_a_killed_one_goes_on_with_the_same_command_to_the_same_bits(folder: Pat
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
-def test_two_processes_make_the_model_of_one(folder: Path) -> None:
+@pytest.mark.parametrize("chosen", [(), ("--lora", "4")], ids=["all weights", "adapters"])
+def test_two_processes_make_the_model_of_one(folder: Path, chosen: tuple[str, ...]) -> None:
     """Whoever adds a GPU must get the same model sooner, and no other one."""
-    alone = trained(folder, "alone", *SETTINGS)
-    shared = trained(folder, "shared", *SETTINGS, launcher=TORCHRUN)
+    alone = trained(folder, "alone", *SETTINGS, *chosen)
+    shared = trained(folder, "shared", *SETTINGS, *chosen, launcher=TORCHRUN)
     for curve in ("losses", "held_out_losses"):
         assert shared[curve] == pytest.approx(alone[curve], rel=2e-4, abs=2e-5)
     left, right = (

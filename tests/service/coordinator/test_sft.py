@@ -16,16 +16,21 @@ from click.testing import CliRunner
 from fine_tuning import CHAT, Watcher, chat_folder, conversations, job_in, run_job, write_rows
 from model_folders import edit_json
 from msgspec.structs import replace as changed
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.errors import BadConfiguration, UnfitModel
 from coordinator.sft.run import SftStopped
 from coordinator.training import world
 from coordinator.training.checkpoint import checkpoints
-from coordinator.training.export import FolderNotEmpty
+from coordinator.training.export import FolderNotEmpty, export_file
+from coordinator.training.lora import merge
 from node.cli import main
+from node.policy.file import save_policy
 from node.policy.folder import open_folder
-from node.policy.models.tiny_llama import EOS
+from node.policy.models.tiny import MAKERS
+from node.policy.models.tiny_llama import EOS, make_tokenizer
+from node.protocol.run import LoraSpec
 from shardcast.errors import LocalFault
 
 
@@ -183,6 +188,55 @@ def test_other_families_learn(tmp_path: Path, family: str) -> None:
     assert result.held_out_losses[-1] < result.held_out_losses[0]
 
 
+def test_adapters_are_trained_and_the_merged_model_is_the_folder(folder: Path) -> None:
+    """What is written must be the model that was trained, and nothing of it but the layers that were named."""
+    job = job_in(folder, lora=LoraSpec(rank=4, alpha=8.0, targets=("q_proj", "down_proj")), learning_rate=1e-2)
+    result = run_job(job)
+    assert result is not None
+    assert result.held_out_losses[-1] < result.held_out_losses[0] - 0.1
+    export = ["export", "policy", "latest", "--adapter", "--state", str(job.state), "--to", str(folder / "adapter")]
+    done = CliRunner().invoke(main, export)
+    assert done.exit_code == 0, done.output
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(job.model))
+    adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
+    (shard,) = checkpoints(job.state / "checkpoints")[-1].glob("*.safetensors")
+    numbers = sum(each.numel() for each in adapters.values())
+    assert 12 * numbers < shard.stat().st_size < 12 * numbers + 20_000, "weights and two moments of the adapters"
+    before, after = (AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("model", "tuned"))
+    for name, weight in before.items():
+        wanted = weight
+        if name.split(".")[-2] in ("q_proj", "down_proj"):
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (adapters.pop(f"{layer}.lora_{factor}.weight") for factor in "AB")
+            wanted = merge(weight, a, b, scale=2.0).bfloat16()
+            assert not torch.equal(wanted, weight)
+        assert torch.equal(after[name], wanted)
+    assert adapters == {}
+
+
+def test_stopped_adapters_go_on_and_end_alike_and_only_with_themselves(folder: Path) -> None:
+    job, steps = job_in(folder, lora=LoraSpec(rank=2, alpha=4.0)), list[int]()
+    undisturbed = run_job(replace(job, to=folder / "other", state=folder / "other-state"))
+    with pytest.raises(SftStopped, match="after step 3 of 15"):
+        run_job(job, watcher=Watcher(steps.append), stop=lambda: 3 in steps)
+    for lora in (None, LoraSpec(rank=2, alpha=2.0)):
+        with pytest.raises(BadConfiguration, match="with another lora"):
+            run_job(replace(job, recipe=changed(job.recipe, lora=lora)))
+    watcher = Watcher()
+    assert run_job(job, watcher=watcher) == undisturbed
+    assert watcher.done == 3
+
+
+def test_a_model_without_the_named_layers_is_refused_before_its_data_are_read(folder: Path) -> None:
+    save_policy(MAKERS["finch"](0), make_tokenizer(), folder / "finch.safetensors")
+    export_file(folder / "finch.safetensors", folder / "finch")
+    job = job_in(folder, lora=LoraSpec(rank=1, alpha=1.0))
+    with pytest.raises(UnfitModel, match="--lora-targets: a finch model has no q_proj"):
+        run_job(replace(job, model=folder / "finch"))
+    assert not (job.state / "data").exists()
+
+
 def invoke(folder: Path, *arguments: str, **changes: Path) -> Any:
     paths = {"model": folder / "model", "data": folder / "rows.jsonl", "to": folder / "tuned"} | changes
     named = [each for name, path in paths.items() for each in (f"--{name}", str(path))]
@@ -195,6 +249,12 @@ def invoke(folder: Path, *arguments: str, **changes: Path) -> Any:
         (("--held-out", "x"), "'x' is no percentage"),
         (("--held-out", "60%"), "0% to 50%"),
         (("--learning-rate", "0"), "--learning-rate"),
+        (("--lora", "x"), "'x' is neither RANK nor RANK:ALPHA"),
+        (("--lora", "0"), "--lora: Expected `int` >= 1"),
+        (("--lora", "4:0"), "--lora: Expected `float` > 0"),
+        (("--lora", "4", "--lora-targets", "q_proj,lm_head"), "--lora: Invalid enum value 'lm_head'"),
+        (("--lora", "4", "--optimizer", "muon"), "--lora: training.lora needs the optimizer adamw"),
+        (("--lora-targets", "q_proj"), "give both"),
         (("--max-tokens", "100000"), "the model has 512 positions"),
         (("--messages", "chats"), "line 1: has neither 'chats' nor both"),
         (("--tensorboard", "t", "--no-tensorboard"), "contradict"),
