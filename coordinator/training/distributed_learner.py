@@ -35,6 +35,7 @@ from coordinator.training.checkpoint import (
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
 from coordinator.training.lora import adapter_counters, load_trained, policy_shapes, policy_tensors
+from coordinator.training.losses import load_loss
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.world import World, free_gathered
 from node.policy.file import Policy, PolicySource, write_policy
@@ -190,6 +191,7 @@ class Team:
                 self._write(Path(command.path), getattr(torch, command.dtype))
 
     def _restore(self, spec: RunSpec, checkpoint: str) -> Learner:
+        load_loss(spec.training)  # refused before anything is loaded
         # Read back even when just written, so that a restart begins with the same bits.
         policy = self._read_first(spec, lora=spec.training.lora or None)
         optimizer = make_optimizer(policy.model, spec.training)

@@ -24,6 +24,7 @@ from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Group, Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
 from coordinator.training.lora import without_adapters
+from coordinator.training.losses import CustomLoss, load_loss
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
@@ -67,7 +68,7 @@ def train_step(
     `reference` is the policy of the KL penalty, without its adapters: it may be `model`. Groups without advantages are
     dropped; if none is left, the weights stay unchanged. `before_update` is called before weights or optimizer state
     change. A minibatch with a non-finite gradient is skipped and counted. Deterministic for a fixed number of threads
-    and processes.
+    and processes. Raises LossFault.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
@@ -75,7 +76,7 @@ def train_step(
     scored, kept = [each for one in by_group for each in one], sum(1 for one in by_group if one)
     stats = Statistics()
     model.train()
-    updates = Updates(model, reference, spec, execution, stats, before_update)
+    updates = Updates(model, reference, spec, execution, stats, before_update, load_loss(training))
     recurrent = isinstance(model, RecurrentForCausalLM)
     with packed_attention(model, reference):
         for samples in split(scored, training.minibatches):
@@ -168,6 +169,7 @@ class Updates:
     execution: Execution
     stats: Statistics
     before_update: Callable[[], object]
+    loss: CustomLoss | None
 
     def update(self, optimizer: Optimizers, rows: Sequence[PackedRow], *, divisor: float) -> None:
         """Run forward and backward passes over a minibatch, row by row, then one optimizer step.
@@ -196,7 +198,7 @@ class Updates:
         """Accumulate a row's part of the gradient of the minibatch's loss."""
         training, temperature = self.spec.training, self.spec.sampling.temperature
         states_ND, reference_N = self._forward(row)
-        log_ratio_N = self._sequence_log_ratios(states_ND, row) if training.ratio == "sequence" else None
+        log_ratio_N, own = self._of_completions(states_ND, row, reference_N, divisor=divisor)
 
         def ratios(part: slice, logp_n: Tensor) -> Tensor:
             if log_ratio_N is None:
@@ -204,27 +206,40 @@ class Updates:
             return recipe.sequence_ratios(logp_n, log_ratio_N[part])
 
         def losses(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
+            if own is not None:
+                return recipe.with_entropy(own[0][part], entropy_n, training=training)
             kl_n = None if reference_N is None else recipe.kl_penalty(logp_n, reference_N[part])
             ratio_n, advantage_n = ratios(part, logp_n), row.advantage[part]
             return recipe.token_losses(logp_n, ratio_n, advantage_n, training=training, kl_N=kl_n, entropy_N=entropy_n)
 
-        logp_N, entropy_N = head_backward(
-            states_ND,
-            head_weight(self.model),
-            row.targets,
-            temperature=temperature,
-            loss=lambda part, logp_n, entropy_n: (losses(part, logp_n, entropy_n) * row.weight[part]).sum() / divisor,
-        )
+        def weighted(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
+            total = (losses(part, logp_n, entropy_n) * row.weight[part]).sum() / divisor
+            return total if own is None else total + (own[1][part] * logp_n).sum()
+
+        weight_VD = head_weight(self.model)
+        logp_N, entropy_N = head_backward(states_ND, weight_VD, row.targets, temperature=temperature, loss=weighted)
         every = slice(None)
         held_N = recipe.held_back(ratios(every, logp_N), training=training)
         loss_N = losses(every, logp_N, entropy_N)
         return RowSums.of(row, logp_N, loss_N, entropy_N, held_N=held_N, reference_N=reference_N)
 
-    def _sequence_log_ratios(self, states_ND: Tensor, row: PackedRow) -> Tensor:
-        """Compute the log ratios of whole completions [N]: a further product of the head, without gradients."""
+    def _of_completions(
+        self, states_ND: Tensor, row: PackedRow, reference_N: Tensor | None, *, divisor: float
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Compute the log ratios of whole completions [N], and the custom loss's values and slopes, where needed.
+
+        They take a further product of the head, without gradients.
+        """
+        training, log_ratio_N = self.spec.training, None
+        if training.ratio != "sequence" and self.loss is None:
+            return None, None
         temperature = self.spec.sampling.temperature
         logp_N = head_logprobs(states_ND, head_weight(self.model), row.targets, temperature=temperature)
-        return recipe.sequence_log_ratios(logp_N, row.behaviour, row.completion)
+        if training.ratio == "sequence":
+            log_ratio_N = recipe.sequence_log_ratios(logp_N, row.behaviour, row.completion)
+        if self.loss is None:
+            return log_ratio_N, None
+        return log_ratio_N, self.loss.by_token(logp_N, row, reference_N, training=training, divisor=divisor)
 
     def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor | None]:
         """Compute a row's final states [N, D], and the reference's log-probabilities [N] if there is one."""

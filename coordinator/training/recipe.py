@@ -125,9 +125,12 @@ def token_losses(
     loss_N = -objective_N
     if kl_N is not None:
         loss_N = loss_N + training.kl_coefficient * kl_N
-    if training.entropy_coefficient:
-        loss_N = loss_N - training.entropy_coefficient * entropy_N
-    return loss_N
+    return with_entropy(loss_N, entropy_N, training=training)
+
+
+def with_entropy(loss_N: Tensor, entropy_N: Tensor, *, training: TrainingSpec) -> Tensor:
+    """Return the loss of each token [N] less the reward for its distribution's entropy."""
+    return loss_N - training.entropy_coefficient * entropy_N if training.entropy_coefficient else loss_N
 
 
 def held_back(ratio_N: Tensor, *, training: TrainingSpec) -> Tensor:

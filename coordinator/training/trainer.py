@@ -30,6 +30,7 @@ from coordinator.training.distributed_learner import Learner, Team
 from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
 from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
+from coordinator.training.losses import load_loss
 from coordinator.training.publisher import Publisher
 from coordinator.training.trackers import NullTracker, Tracker
 from node.engines.base import EngineError
@@ -162,6 +163,7 @@ class Trainer:
 
     def _restore(self) -> Learner:
         """Restore the newest checkpoint, or create the run's first policy."""
+        load_loss(self._home.spec.training)  # refused before a warm start
         for leftover in self._state.glob(".*.tmp"):
             if leftover.is_file():
                 leftover.unlink()  # left by a trainer killed while saving a policy

@@ -123,6 +123,7 @@ HINTS: Final[dict[str, str]] = {
     "and starts nothing.",
     "sft:unfit_model": "docs/models.md says which folders can become a policy; the message names the file to mend.",
     "bad_data": "Mend or remove the named lines; docs/sft.md says what a line may hold.",
+    "bad_loss": "Install the named package where the trainer runs, or mend it; docs/training.md says what a loss is.",
     "storage_fault": "`swarmproof check --data RUN` names what is damaged; --repair writes what follows from the log. "
     "Put the rest back from a backup, which has each blob under its name in blobs/.",
     "damaged_blob": "Put the named blob back: BACKUP/blobs has it under the same name, in the same subfolder.",

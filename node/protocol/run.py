@@ -192,6 +192,7 @@ class TrainingSpec(Wire, frozen=True):
     over completions times `sampling.max_new_tokens`. `overlong_share`: the last part of `max_new_tokens`, in which
     a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy,
     `entropy_coefficient` away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
+    `loss`: the loss of an installed package in place of these objectives and the KL penalty, as NAME or NAME==VERSION.
     `lora`: what is trained in place of all weights.
     """
 
@@ -217,6 +218,7 @@ class TrainingSpec(Wire, frozen=True):
     aggregation: Literal["tokens", "completions", "length"] | UnsetType = UNSET
     clip_epsilon_high: PositiveFloat | UnsetType = UNSET
     overlong_share: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    loss: Annotated[str, Meta(min_length=1, max_length=200)] | UnsetType = UNSET
     lora: LoraSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:

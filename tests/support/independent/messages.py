@@ -186,9 +186,10 @@ RUN_SPEC = Record(
                 "aggregation": one_of("tokens", "completions", "length"),
                 "clip_epsilon_high": number(above=0.0, most=1e9),
                 "overlong_share": number(0.0, 1.0),
+                "loss": text(1, 200),
                 "lora": LORA,
             },
-            frozenset({"ratio", "aggregation", "clip_epsilon_high", "overlong_share", "lora"}),
+            frozenset({"ratio", "aggregation", "clip_epsilon_high", "overlong_share", "loss", "lora"}),
         ),
         "broadcast": Record({"keep_versions": integer(1, INT31)}),
         "membership": Record(
