@@ -91,6 +91,7 @@ def plan(
     from coordinator.run.definition import read_run_file
     from coordinator.run.first_policy import require_fit
     from node.policy.inspection import FirstPolicy
+    from node.protocol.run import TeacherSpec
 
     cards = parse_cards(gpus)
     machines = Machines(
@@ -118,7 +119,9 @@ def plan(
         family=shape.family, hidden=shape.hidden, positions=shape.positions, projections=shape.projections
     )
     require_fit(policy, spec)
-    found = make_plan(shape, spec, machines, is_given=run_file is not None)
+    taught_by = spec.training.teacher
+    teacher = read_shape(Path(taught_by.folder)) if isinstance(taught_by, TeacherSpec) else None
+    found = make_plan(shape, spec, machines, is_given=run_file is not None, teacher=teacher)
     if written is not None:
         if not shape.runs_here:
             raise click.UsageError(f"--write is for models that this release can run, and {shape.family} is none.")

@@ -138,6 +138,13 @@ def head_bytes(shape: ModelShape, ranks: int, *, drawn: int) -> int:
     return CHUNK_COPIES * chunk + 4 * WIDE * drawn * shape.hidden + 2 * WIDE * together * shape.hidden
 
 
+def frozen_forward_bytes(shape: ModelShape, ranks: int, *, tokens: int, padded: int, drawn: int, autocast: bool) -> int:
+    """Return what a pass without gradients holds at most: a layer's activations with two layers' weights, or logits."""
+    layer = layer_activation_bytes(shape, tokens=tokens, padded=padded, autocast=autocast)
+    gathered = 2 * (2 if autocast else WIDE) * shape.largest_layer if ranks > 1 else 0
+    return layer + max(gathered, head_bytes(shape, ranks, drawn=drawn))
+
+
 def publish_bytes(shape: ModelShape, training: TrainingSpec, ranks: int, *, dtype: str) -> int:
     """Return a rank's rows of the largest tensor, cast for the policy file, and those of the rank that are written.
 

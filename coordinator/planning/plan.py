@@ -87,17 +87,30 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         return not any(role.advice for role in self.memory)
 
 
-def make_plan(shape: ModelShape, spec: RunSpec, machines: Machines, *, is_given: bool) -> RunPlan:
-    """Plan a run of `spec`; unless that `is_given`, fit its leases and its submissions' size to the plan."""
+def make_plan(
+    shape: ModelShape, spec: RunSpec, machines: Machines, *, is_given: bool, teacher: ModelShape | None = None
+) -> RunPlan:
+    """Plan a run of `spec` with its `teacher`, if it has one.
+
+    Unless `spec` is given, its leases and its submissions' size are fitted to the plan.
+    """
     trainer_cards, verifier_cards = _share_cards(shape, spec, machines)
-    settings, trainer = roles.plan_trainer(shape, spec, trainer_cards)
+    settings, trainer = roles.plan_trainer(shape, spec, trainer_cards, teacher=teacher)
     if verifier_cards is None:
         verifier = roles.cpu_verifier(shape, spec)
     else:
         verifier = roles.plan_engine("verifier", shape, spec, verifier_cards)
     worker = roles.plan_engine("worker", shape, spec, machines.worker_cards)
     relay = RoleMemory(role="relay", where="a CPU", items=(Item("all of it", roles.RELAY_BYTES),), allowed=None)
-    work = _step_work(shape, spec, machines, settings=settings, trainer=trainer_cards, verifier=verifier_cards)
+    work = _step_work(
+        shape,
+        spec,
+        machines,
+        settings=settings,
+        trainer=trainer_cards,
+        verifier=verifier_cards,
+        teacher=teacher,
+    )
     full = formulas.weight_bytes(shape, dtype=spec.model.dtype)
     delta = formulas.delta_bytes(full, learning_rate=spec.training.learning_rate, dtype=spec.model.dtype)
     return RunPlan(
@@ -105,7 +118,7 @@ def make_plan(shape: ModelShape, spec: RunSpec, machines: Machines, *, is_given:
         spec=spec if is_given else fitted_spec(spec, work),
         settings=settings,
         memory=(trainer, verifier, worker, relay),
-        disk=roles.disk_items(shape, spec),
+        disk=roles.disk_items(shape, spec, teacher=teacher),
         work=work,
         full_bytes=full,
         delta_bytes=delta,
@@ -150,6 +163,7 @@ def _step_work(
     settings: TrainerOptions,
     trainer: Cards,
     verifier: Cards | None,
+    teacher: ModelShape | None,
 ) -> StepWork:
     sampling, groups = spec.sampling, spec.batch.groups_per_step
     drawn, longest = sampling.max_new_tokens, sampling.most_tokens
@@ -159,6 +173,8 @@ def _step_work(
     prefill = groups * formulas.forward_operations(shape, tokens=sampling.group_size * longest, context=longest / 2)
     adapters = formulas.adapter_parameters(shape, spec.training) / shape.active
     training = formulas.training_operations(forward, adapters=adapters, recompute=settings.recompute)
+    if teacher is not None:
+        training += groups * formulas.forward_operations(teacher, tokens=group_tokens, context=longest / 2)
     verifying = prefill * formulas.prefilled_share(spec)
     cards = machines.worker_cards
     sequences = roles.fitting_sequences(shape, spec, parts=cards.count, memory=cards.memory)

@@ -82,15 +82,19 @@ def row_layout(spec: RunSpec, row_tokens: int) -> RowLayout:
     return RowLayout(tokens, padded, groups * fitting * drawn)
 
 
-def trainer_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> Iterator[Item]:
+def trainer_items(
+    shape: ModelShape, spec: RunSpec, settings: TrainerOptions, *, teacher: ModelShape | None = None
+) -> Iterator[Item]:
     """Yield what each rank holds at its highest: in a step, or while it publishes."""
-    *held, passing = step_items(shape, spec, settings)
+    *held, passing = step_items(shape, spec, settings, teacher=teacher)
     yield from held
     publishing = formulas.publish_bytes(shape, spec.training, settings.ranks, dtype=spec.model.dtype)
     yield max(passing, Item("at most at a time: publishing", publishing), key=lambda item: item.bytes)
 
 
-def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> Iterator[Item]:
+def step_items(
+    shape: ModelShape, spec: RunSpec, settings: TrainerOptions, *, teacher: ModelShape | None = None
+) -> Iterator[Item]:
     """Yield what each rank holds while several rows of a minibatch go through it; what comes and goes is last."""
     ranks, row = settings.ranks, row_layout(spec, settings.row_tokens)
     training = spec.training
@@ -106,6 +110,8 @@ def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> It
     yield Item(name, formulas.share_of(formulas.optimizer_bytes(shape, training), ranks))
     if training.kl_coefficient and not training.lora:  # the frozen weights are the first policy's
         yield Item("first policy, for the KL penalty", weights)
+    if teacher is not None:
+        yield Item("teacher, float32", formulas.share_of(formulas.WIDE * teacher.parameters, ranks))
     if settings.autocast and (cast := formulas.cast_weight_bytes(shape, ranks, recompute=settings.recompute)):
         yield Item("layers' weights in 16 bits", cast)
     activations = formulas.activation_bytes(
@@ -114,24 +120,37 @@ def step_items(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> It
     head = formulas.head_bytes(shape, ranks, drawn=row.drawn)
     gathered = formulas.gathered_layer_bytes(shape, training, ranks, autocast=settings.autocast)
     embedding = 0 if training.lora else formulas.embedding_gradient_bytes(shape, ranks)
-    passing = (
+    passing = [
         Item("at most at a time: activations, a chunk of logits", activations + head),
         Item("at most at a time: activations, gathered layers", activations + gathered),
         Item("at most at a time: gradient of the embedding", embedding),
-    )
+    ]
+    if teacher is not None:
+        scoring = formulas.frozen_forward_bytes(
+            teacher, ranks, tokens=row.tokens, padded=row.padded, drawn=row.drawn, autocast=settings.autocast
+        )
+        passing.append(Item("at most at a time: activations, teacher's pass", activations + scoring))
     yield max(passing, key=lambda item: item.bytes)
 
 
-def plan_trainer(shape: ModelShape, spec: RunSpec, cards: Cards) -> tuple[TrainerOptions, RoleMemory]:
+def plan_trainer(
+    shape: ModelShape, spec: RunSpec, cards: Cards, *, teacher: ModelShape | None = None
+) -> tuple[TrainerOptions, RoleMemory]:
     """Choose the longest rows that fit, without recomputation where that fits, and say what is missing otherwise."""
+
+    def rank_bytes(settings: TrainerOptions) -> int:
+        return CUDA_BYTES + sum(item.bytes for item in trainer_items(shape, spec, settings, teacher=teacher))
+
     settings = next(
-        (each for each in _choices(spec, cards.count) if _rank_bytes(shape, spec, each) <= cards.memory),
+        (each for each in _choices(spec, cards.count) if rank_bytes(each) <= cards.memory),
         _leanest(spec, cards.count),
     )
-    items = (*trainer_items(shape, spec, settings), Item("CUDA, NCCL and the allocator", CUDA_BYTES))
+    items = (*trainer_items(shape, spec, settings, teacher=teacher), Item("CUDA, NCCL and the allocator", CUDA_BYTES))
     memory = RoleMemory(role="trainer", where=f"each of {cards}", items=items, allowed=cards.memory)
     if memory.missing:
-        memory = msgspec.structs.replace(memory, advice=_trainer_advice(shape, spec, cards, need=memory.total))
+        ranks = range(cards.count + 1, MOST_RANKS)
+        enough = next((n for n in ranks if rank_bytes(_leanest(spec, n)) <= cards.memory), None)
+        memory = msgspec.structs.replace(memory, advice=_trainer_advice(cards, enough, need=memory.total))
     return settings, memory
 
 
@@ -147,13 +166,7 @@ def _leanest(spec: RunSpec, ranks: int) -> TrainerOptions:
     return TrainerOptions(ranks=ranks, row_tokens=spec.sampling.most_tokens, recompute=True, autocast=True)
 
 
-def _rank_bytes(shape: ModelShape, spec: RunSpec, settings: TrainerOptions) -> int:
-    return CUDA_BYTES + sum(item.bytes for item in trainer_items(shape, spec, settings))
-
-
-def _trainer_advice(shape: ModelShape, spec: RunSpec, cards: Cards, *, need: int) -> str:
-    ranks = range(cards.count + 1, MOST_RANKS)
-    enough = next((n for n in ranks if _rank_bytes(shape, spec, _leanest(spec, n)) <= cards.memory), None)
+def _trainer_advice(cards: Cards, enough: int | None, *, need: int) -> str:
     larger = f"{cards.count} of {gigabytes(need)} GB each"
     if enough is None:
         return f"no number of these GPUs holds what each rank holds whole; it takes {larger}, or a shorter --context"
@@ -222,7 +235,7 @@ def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
     )
 
 
-def disk_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
+def disk_items(shape: ModelShape, spec: RunSpec, *, teacher: ModelShape | None = None) -> tuple[Item, ...]:
     """Return the disk of each role in steady state, and a worker's while a policy arrives.
 
     Whole are as many as benchmarks/store.py finds (docs/broadcast.md, "Disk"); what is older is a delta
@@ -234,7 +247,9 @@ def disk_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
     delta = round(formulas.delta_bytes(policy, learning_rate=spec.training.learning_rate, dtype=dtype))
     state = formulas.WIDE * formulas.trained_parameters(shape, spec.training)
     state += formulas.optimizer_bytes(shape, spec.training)
+    taught = () if teacher is None else (formulas.weight_bytes(teacher, dtype=teacher.dtype),)
     return (
+        *(Item("trainer: teacher", size) for size in taught),
         Item(f"trainer: {formulas.CHECKPOINTS} checkpoints and the one being written", 4 * state),
         Item("trainer: first and newest policy", 2 * policy),
         Item("trainer: origin, for each policy that it keeps whole", policy),

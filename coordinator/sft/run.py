@@ -52,7 +52,6 @@ from coordinator.training.supervised import CosineSchedule, SupervisedStep, pack
 from coordinator.training.trackers import Tracker
 from coordinator.training.world import World
 from node.chat.template import FolderTemplate
-from node.policy.config import DTYPES
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Policy, write_policy
 from node.policy.folder import MAX_BYTES, ModelFolder, open_folder
@@ -190,10 +189,8 @@ def _prepare(job: SftJob, *, stop: Callable[[], bool]) -> PreparedSft:
             counts = write_examples(folder, job.data, job.recipe, renderer, max_tokens=most, on_row=on_row)
         except MalformedPolicy as error:
             raise UnfitModel(f"--model: {error}") from error
-    dtypes = {tensor.dtype for tensor in found.tensors.values()}
-    dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else "float32"
-    write_policy(found.source(), job.state / FIRST, dtype=getattr(torch, dtype))
-    prepared = PreparedSft(recipe=job.recipe, model=model, data=data, dtype=dtype, counts=counts)
+    write_policy(found.source(), job.state / FIRST, dtype=found.dtype)
+    prepared = PreparedSft(recipe=job.recipe, model=model, data=data, dtype=str(found.dtype)[6:], counts=counts)
     write_atomically(index, msgspec.json.encode(prepared))
     return prepared
 

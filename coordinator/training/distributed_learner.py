@@ -37,6 +37,7 @@ from coordinator.training.grpo import Execution, train_step
 from coordinator.training.lora import adapter_counters, load_trained, policy_shapes, policy_tensors
 from coordinator.training.losses import load_loss
 from coordinator.training.optimizers import Optimizers, make_optimizer
+from coordinator.training.teacher import TEACHER, load_teacher
 from coordinator.training.world import World, free_gathered
 from node.policy.file import Policy, PolicySource, write_policy
 from node.protocol.run import LoraSpec, RunSpec
@@ -56,6 +57,7 @@ class Learner:
     tokenizer: PreTrainedTokenizerFast
     optimizer: Optimizers
     reference: PreTrainedModel | None
+    teacher: PreTrainedModel | None
     stats: dict[str, float]
 
 
@@ -75,13 +77,14 @@ class _Command(msgspec.Struct, frozen=True):
 
 
 class Team:
-    """A learner on every process, over the state folder `state`: `policy-0.safetensors` and `checkpoints/`.
+    """A learner on every process, over the state folder `state`: policy 0, a run's teacher, and `checkpoints/`.
 
     `saved` is the step of the newest checkpoint, and `saving` its being written, None if it was read.
     """
 
     def __init__(self, state: Path, execution: Execution) -> None:
         self.first_policy = state / "policy-0.safetensors"
+        self._teacher = state / TEACHER
         self._checkpoints = state / "checkpoints"
         self._execution = execution
         self._learner: Learner | None = None
@@ -195,7 +198,10 @@ class Team:
         # Read back even when just written, so that a restart begins with the same bits.
         policy = self._read_first(spec, lora=spec.training.lora or None)
         optimizer = make_optimizer(policy.model, spec.training)
-        learner = Learner(0, policy.model, policy.tokenizer, optimizer, self._reference(policy, spec), {})
+        reference, teacher = self._reference(policy, spec), None
+        if spec.training.teacher:
+            teacher = load_teacher(self._teacher, policy=policy, spec=spec, world=self.world)
+        learner = Learner(0, policy.model, policy.tokenizer, optimizer, reference, teacher, {})
         if checkpoint:
             path = self._checkpoints / checkpoint
             state = load_checkpoint(path, model=policy.model, optimizer=optimizer, world=self.world)
@@ -229,12 +235,14 @@ class Team:
             spec=self._spec,
             step=learner.step,
             reference=learner.reference,
+            teacher=learner.teacher,
             execution=self._execution,
             before_update=self._wait_for_checkpoint,
         )
         learner.model.train(mode=False)
-        if learner.reference is not None:
-            free_gathered(learner.reference)
+        for frozen in (learner.reference, learner.teacher):
+            if frozen is not None:
+                free_gathered(frozen)
         learner.step += 1
 
     def _save(self, stats: dict[str, float]) -> None:

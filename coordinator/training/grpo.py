@@ -29,7 +29,7 @@ from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
 from node.policy.models.base import RecurrentForCausalLM
-from node.protocol.run import RunSpec
+from node.protocol.run import RunSpec, TeacherSpec
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +59,17 @@ def train_step(
     spec: RunSpec,
     step: int,
     reference: PreTrainedModel | None = None,
+    teacher: PreTrainedModel | None = None,
     execution: Execution = Execution(),
     before_update: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Train on `groups` in `training.minibatches` sequential updates; return statistics, means over tokens.
 
     `step` counts finished steps from 0, sets the learning rate, and is the version that staleness refers to.
-    `reference` is the policy of the KL penalty, without its adapters: it may be `model`. Groups without advantages are
-    dropped; if none is left, the weights stay unchanged. `before_update` is called before weights or optimizer state
-    change. A minibatch with a non-finite gradient is skipped and counted. Deterministic for a fixed number of threads
-    and processes. Raises LossFault.
+    `reference` is the policy of the KL penalty, without its adapters: it may be `model`. `teacher` is that of
+    `training.teacher`. Without it, groups without advantages are dropped; if none is left, the weights stay unchanged.
+    `before_update` is called before weights or optimizer state change. A minibatch with a non-finite gradient is
+    skipped and counted. Deterministic for a fixed number of threads and processes. Raises LossFault.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
@@ -76,9 +77,9 @@ def train_step(
     scored, kept = [each for one in by_group for each in one], sum(1 for one in by_group if one)
     stats = Statistics()
     model.train()
-    updates = Updates(model, reference, spec, execution, stats, before_update, load_loss(training))
+    updates = Updates(model, reference, teacher, spec, execution, stats, before_update, load_loss(training))
     recurrent = isinstance(model, RecurrentForCausalLM)
-    with packed_attention(model, reference):
+    with packed_attention(model, reference, teacher):
         for samples in split(scored, training.minibatches):
             lengths = [len(each.sample.completion_ids) for each in samples]
             divisor = recipe.loss_divisor(lengths, training=training, most=spec.sampling.max_new_tokens)
@@ -124,7 +125,7 @@ def told_rewards(apart: Mapping[str, float]) -> str:
 
 
 def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
-    """Return the group's samples with their advantages; none if every advantage is zero."""
+    """Return the group's samples with their advantages; none if all are zero and no teacher has something to say."""
     training = spec.training
     sampling = spec.sampling if group.environment is None else spec.sampling_in(group.environment)
     lengths = [len(sample.completion_ids) for sample in group.rollouts]
@@ -133,7 +134,7 @@ def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
         for reward, tokens in zip(group.rewards, lengths, strict=True)
     ]
     advantages = recipe.group_advantages(rewards, normalize=training.normalize_advantage)
-    if not any(advantages):
+    if not any(advantages) and not training.teacher:
         return []
     return [
         Scored(
@@ -165,6 +166,7 @@ class Updates:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
+    teacher: PreTrainedModel | None
     spec: RunSpec
     execution: Execution
     stats: Statistics
@@ -197,7 +199,7 @@ class Updates:
     def _backward(self, row: PackedRow, *, divisor: float) -> RowSums:
         """Accumulate a row's part of the gradient of the minibatch's loss."""
         training, temperature = self.spec.training, self.spec.sampling.temperature
-        states_ND, reference_N = self._forward(row)
+        states_ND, reference_N, teacher_N = self._forward(row)
         log_ratio_N, own = self._of_completions(states_ND, row, reference_N, divisor=divisor)
 
         def ratios(part: slice, logp_n: Tensor) -> Tensor:
@@ -205,12 +207,21 @@ class Updates:
                 return recipe.token_ratios(logp_n, row.behaviour[part])
             return recipe.sequence_ratios(logp_n, log_ratio_N[part])
 
-        def losses(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
+        def objectives(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
             if own is not None:
                 return recipe.with_entropy(own[0][part], entropy_n, training=training)
             kl_n = None if reference_N is None else recipe.kl_penalty(logp_n, reference_N[part])
             ratio_n, advantage_n = ratios(part, logp_n), row.advantage[part]
             return recipe.token_losses(logp_n, ratio_n, advantage_n, training=training, kl_N=kl_n, entropy_N=entropy_n)
+
+        def losses(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
+            loss_n = objectives(part, logp_n, entropy_n)
+            if teacher_N is None or not isinstance(training.teacher, TeacherSpec):
+                return loss_n
+            nearing_n = recipe.distillation_loss(
+                logp_n, row.behaviour[part], teacher_N[part], delta=training.clip_delta
+            )
+            return loss_n + training.teacher.coefficient * nearing_n
 
         def weighted(part: slice, logp_n: Tensor, entropy_n: Tensor) -> Tensor:
             total = (losses(part, logp_n, entropy_n) * row.weight[part]).sum() / divisor
@@ -221,7 +232,7 @@ class Updates:
         every = slice(None)
         held_N = recipe.held_back(ratios(every, logp_N), training=training)
         loss_N = losses(every, logp_N, entropy_N)
-        return RowSums.of(row, logp_N, loss_N, entropy_N, held_N=held_N, reference_N=reference_N)
+        return RowSums.of(row, logp_N, loss_N, entropy_N, held_N=held_N, reference_N=reference_N, teacher_N=teacher_N)
 
     def _of_completions(
         self, states_ND: Tensor, row: PackedRow, reference_N: Tensor | None, *, divisor: float
@@ -241,19 +252,22 @@ class Updates:
             return log_ratio_N, None
         return log_ratio_N, self.loss.by_token(logp_N, row, reference_N, training=training, divisor=divisor)
 
-    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor | None]:
-        """Compute a row's final states [N, D], and the reference's log-probabilities [N] if there is one."""
+    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute a row's final states [N, D], and the reference's and the teacher's log-probabilities [N] if any."""
         world, dtype = self.execution.world, self.execution.autocast
         # The cache would keep copies of all layers' gathered weights for a second use, which never comes.
         with torch.autocast(world.device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             states_ND = final_states(self.model, row)
-            if self.reference is None:
-                return states_ND, None
-            with torch.no_grad(), without_adapters(self.reference):
-                reference_ND = final_states(self.reference, row)
+            return states_ND, self._frozen_logprobs(self.reference, row), self._frozen_logprobs(self.teacher, row)
+
+    def _frozen_logprobs(self, model: PreTrainedModel | None, row: PackedRow) -> Tensor | None:
+        """Compute the log-probabilities [N] of a row's tokens by a model, without adapters or gradients."""
+        if model is None:
+            return None
+        with torch.no_grad(), without_adapters(model):
+            states_ND = final_states(model, row)
         temperature = self.spec.sampling.temperature
-        weight_VD = head_weight(self.reference)
-        return states_ND, head_logprobs(reference_ND, weight_VD, row.targets, temperature=temperature)
+        return head_logprobs(states_ND, head_weight(model), row.targets, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +286,7 @@ class RowSums:
         "mismatch_kl",
         "ratio_mean",
         "kl",
+        "teacher_kl",
         "staleness_mean",
     )
     EXTREMES = ("ratio_max", "ratio_min", "staleness_max")
@@ -285,6 +300,7 @@ class RowSums:
         *,
         held_N: Tensor,
         reference_N: Tensor | None,
+        teacher_N: Tensor | None,
     ) -> RowSums:
         """Sum up a row; zeros for a filler row."""
         if not row.weight.any():
@@ -301,6 +317,7 @@ class RowSums:
             ratio_N - log_ratio_N - 1,
             ratio_N,
             torch.zeros_like(ratio_N) if reference_N is None else recipe.kl_penalty(logp_N, reference_N),
+            torch.zeros_like(ratio_N) if teacher_N is None else ratio_N * (logp_N - teacher_N),
             row.staleness,
         )
         sums = torch.stack([values.double().sum() for values in per_token])
@@ -327,7 +344,8 @@ class Statistics:
         """Return means over the tokens of all processes, 0 without tokens; in nats, versions, or unitless.
 
         `clip_fraction` is the share of ratios beyond the objective's bounds, `logprob_gap` the mean |log ratio|,
-        `mismatch_kl` the mean of ratio - log ratio - 1, an estimate of KL(sampled from || policy now).
+        `mismatch_kl` the mean of ratio - log ratio - 1, an estimate of KL(sampled from || policy now), `teacher_kl`
+        that of ratio * (log-probability - the teacher's), an estimate of KL(policy now || teacher).
         """
         tokens, *sums = world.total(self._values).tolist()
         ratio_max, ratio_min, staleness_max = world.largest(self._extremes).tolist() if tokens else (0.0, 0.0, 0.0)

@@ -100,6 +100,15 @@ def kl_penalty(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     return difference_N.exp() - difference_N - 1
 
 
+def distillation_loss(logp_N: Tensor, behaviour_N: Tensor, teacher_N: Tensor, *, delta: float) -> Tensor:
+    """Estimate KL(policy || teacher) by min(ratio, delta) * (logp - teacher) [N], the difference without a gradient.
+
+    The gradient is then that of the divergence of each token's distribution, from the one token that was drawn of it.
+    """
+    ratio_N = token_ratios(logp_N, behaviour_N).clamp(max=delta)
+    return ratio_N * (logp_N.detach() - teacher_N)
+
+
 def token_losses(
     logp_N: Tensor,
     ratio_N: Tensor,

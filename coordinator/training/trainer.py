@@ -32,6 +32,7 @@ from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
 from coordinator.training.losses import load_loss
 from coordinator.training.publisher import Publisher
+from coordinator.training.teacher import write_teacher
 from coordinator.training.trackers import NullTracker, Tracker
 from node.engines.base import EngineError
 from node.errors import NodeError
@@ -178,6 +179,7 @@ class Trainer:
             keep_companion(self._state, self._home.spec.model.initial, source.tokenizer)
             write_policy(source, self._team.first_policy, dtype=self._dtype)
         self._check_first_policy()
+        write_teacher(self._home.spec, self._state)
         learner = self._team.restore(self._home.spec)
         if learner.step:
             log.info("resuming at step %d", learner.step)

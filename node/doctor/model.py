@@ -11,7 +11,7 @@ from node.doctor.report import Check, fine, problem, size, warning
 from node.policy.errors import PolicyError
 from node.policy.inspection import FirstPolicy, inspect_folder, tiny_policy
 from node.protocol.chat import ChatFormat
-from node.protocol.run import LoraSpec, RunSpec
+from node.protocol.run import LoraSpec, RunSpec, TeacherSpec
 from node.submission.writer import full_group_bytes
 
 _WEIGHT_BYTES: Final = 4
@@ -19,7 +19,7 @@ _WEIGHT_BYTES: Final = 4
 _TRAINED_BYTES: Final = 12
 """Of a parameter that is trained, further: its gradient and AdamW's two moments."""
 _REFERENCE_BYTES: Final = 4
-"""Of a parameter: the first policy, kept where `kl_coefficient` is not 0."""
+"""Of a parameter: the first policy, kept where `kl_coefficient` is not 0, and a teacher."""
 
 
 def check_first_policy(spec: RunSpec) -> list[Check]:
@@ -27,7 +27,7 @@ def check_first_policy(spec: RunSpec) -> list[Check]:
     tiny = tiny_policy(spec.model.initial)
     if tiny is None:
         return check_folder(Path(spec.model.initial), spec)
-    return [fine("model", f"model.initial is a {tiny.family} policy that is made here."), *check_fit(tiny, spec)]
+    return [fine("model", f"model.initial is a {tiny.family} policy that is made here."), *_check_rules(tiny, spec)]
 
 
 def check_folder(folder: Path, spec: RunSpec | None) -> list[Check]:
@@ -42,14 +42,26 @@ def check_folder(folder: Path, spec: RunSpec | None) -> list[Check]:
         f"{folder} is a {policy.family} policy of {policy.parameters:,} parameters ({size(policy.weight_bytes)}), "
         f"vocabulary {policy.vocabulary}, end marks {ends}, with {template} chat template."
     )
-    return [fine("model", said), *([] if spec is None else check_fit(policy, spec))]
+    return [fine("model", said), *([] if spec is None else _check_rules(policy, spec))]
 
 
-def check_fit(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
-    """Check run.toml and this machine's memory against `policy`."""
+def _check_rules(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
+    """Check run.toml, this machine's memory and the run's teacher, if it has one, against `policy`."""
+    if not isinstance(spec.training.teacher, TeacherSpec):
+        return check_fit(policy, spec)
+    try:
+        teacher = inspect_folder(Path(spec.training.teacher.folder))
+    except PolicyError as error:
+        said = f"training.teacher.folder: {error}."
+        return [problem("teacher", said, advice="Mend the folder, or name another one."), *check_fit(policy, spec)]
+    return [_check_teacher(teacher, policy, spec), *check_fit(policy, spec, teacher=teacher)]
+
+
+def check_fit(policy: FirstPolicy, spec: RunSpec, *, teacher: FirstPolicy | None = None) -> list[Check]:
+    """Check run.toml and this machine's memory against `policy`, and the memory of a `teacher` beside it."""
     checks = [_check_positions(policy, spec), _check_hidden(policy, spec), *_check_marks(policy, spec)]
     checks += _check_adapters(policy, spec)
-    return [*checks, _check_trainer_memory(policy, spec)] if policy.parameters else checks
+    return [*checks, _check_trainer_memory(policy, spec, teacher)] if policy.parameters else checks
 
 
 def check_submission_size(spec: RunSpec) -> Check:
@@ -110,7 +122,25 @@ def _check_adapters(policy: FirstPolicy, spec: RunSpec) -> list[Check]:
     return [problem("adapters", said, advice="Leave [training.lora] out, or take a policy with attention.")]
 
 
-def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec) -> Check:
+def _check_teacher(teacher: FirstPolicy, policy: FirstPolicy, spec: RunSpec) -> Check:
+    """Compare the run's teacher with its policy; a tiny one's vocabulary is compared by the trainer alone."""
+    faults = []
+    if policy.vocabulary_digest not in ("", teacher.vocabulary_digest):
+        faults.append("has another vocabulary than the policy")
+    if teacher.vocabulary < policy.vocabulary:
+        faults.append("has fewer rows in its embedding than the policy")
+    if teacher.positions is not None and teacher.positions < spec.sampling.most_tokens:
+        faults.append(f"has positions for {teacher.positions} of {spec.sampling.most_tokens} tokens")
+    if bool(teacher.projections) != bool(policy.projections):
+        faults.append("is recurrent, or the policy is, and not both")
+    said = f"The teacher, a {teacher.family} model of {teacher.parameters:,} parameters, "
+    if faults:
+        advice = "Take a teacher that was made with the policy's tokenizer, or leave [training.teacher] out."
+        return problem("teacher", f"{said}{', and '.join(faults)}.", advice=advice)
+    return fine("teacher", f"{said}has the policy's vocabulary.")
+
+
+def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec, teacher: FirstPolicy | None) -> Check:
     """Compare what a trainer of one process holds at least; activations and logits come on top."""
     lora, weights = spec.training.lora, policy.parameters
     if isinstance(lora, LoraSpec):  # the reference is the frozen weights
@@ -124,9 +154,13 @@ def _check_trainer_memory(policy: FirstPolicy, spec: RunSpec) -> Check:
         each = _WEIGHT_BYTES + _TRAINED_BYTES + (_REFERENCE_BYTES if spec.training.kl_coefficient else 0)
         held, counted = each * weights, f"{each} bytes for each of {weights:,} parameters"
     need, free = held + _WEIGHT_BYTES * policy.largest_layer, free_memory()
+    taught = ""
+    if teacher is not None:
+        need += _REFERENCE_BYTES * teacher.parameters
+        taught = f", {_REFERENCE_BYTES} bytes for each of its teacher's {teacher.parameters:,}"
     said = (
-        f"A trainer in one process takes {size(need)} of memory at least ({counted}, and its largest layer again), and "
-        f"{size(free)} are free here."
+        f"A trainer in one process takes {size(need)} of memory at least ({counted}, and its largest layer again"
+        f"{taught}), and {size(free)} are free here."
     )
     if free < need:
         return warning(

@@ -27,14 +27,29 @@ from transformers import (
     __version__,
 )
 
-from node.policy.config import ATTENTION, FAMILIES, config_fields, parse_config, render_config
+from node.policy.config import ATTENTION, DTYPES, FAMILIES, config_fields, parse_config, render_config
 from node.policy.errors import MalformedPolicy
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
 from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, unique_tensors
 from node.policy.streaming import read_numbers
-from node.policy.tokenizer import eos_ids_of, normalized_tokens, parse_tokenizer, render_tokenizer, tokenizer_errors
-from node.policy.weights import AGAIN, CONFIG, ITEM_BYTES, MAX_CONFIG_BYTES, StoredTensor, check_tensors, read_weights
+from node.policy.tokenizer import (
+    eos_ids_of,
+    normalized_tokens,
+    parse_tokenizer,
+    render_tokenizer,
+    tokenizer_errors,
+    vocabulary_digest,
+)
+from node.policy.weights import (
+    AGAIN,
+    CONFIG,
+    ITEM_BYTES,
+    MAX_CONFIG_BYTES,
+    StoredTensor,
+    check_tensors,
+    read_weights,
+)
 
 GENERATION: Final = "generation_config.json"
 TOKENIZER: Final = "tokenizer.json"
@@ -114,6 +129,13 @@ class ModelFolder:
     tensors: Mapping[str, StoredTensor]
     eos_ids: frozenset[int]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all weights; float32 where they have several."""
+        names = {DTYPES[tensor.dtype] for tensor in self.tensors.values()}
+        found: torch.dtype = getattr(torch, names.pop() if len(names) == 1 else "float32")
+        return found
+
     def first_policy(self) -> FirstPolicy:
         """Return what the rules of a run are compared with."""
         layers = _layer_sizes(self.skeleton)
@@ -128,6 +150,7 @@ class ModelFolder:
             end_marks=tuple(sorted(self.eos_ids)),
             has_chat_template=bool(self.tokenizer.chat_template),
             normalized_tokens=normalized_tokens(self.tokenizer),
+            vocabulary_digest=vocabulary_digest(self.tokenizer),
             projections=projection_widths(self.skeleton) if self.config.model_type in ATTENTION else {},
         )
 

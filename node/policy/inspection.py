@@ -35,6 +35,7 @@ class FirstPolicy(msgspec.Struct, frozen=True, kw_only=True):
     largest_layer: int = 0
     weight_bytes: int = 0
     vocabulary: int = 0
+    vocabulary_digest: str = ""
     end_marks: tuple[int, ...] = ()
     has_chat_template: bool = False
     normalized_tokens: tuple[str, ...] = ()

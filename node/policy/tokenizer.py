@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from node.policy.errors import MalformedPolicy
+from shardcast.wire import digest
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +44,11 @@ def normalized_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
         return ()
     written = {token.content for token in backend.get_added_tokens_decoder().values() if token.normalized}
     return tuple(sorted(written | {normalizer.normalize_str(content) for content in written}))
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the BLAKE3 of a tokenizer's tokens, added ones too, with their ids."""
+    return digest(msgspec.json.encode(sorted(tokenizer.get_vocab().items())))
 
 
 def parse_tokenizer(text: str, marks: str, *, vocabulary: int) -> PreTrainedTokenizerFast:

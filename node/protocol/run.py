@@ -182,6 +182,13 @@ class LoraSpec(Wire, frozen=True):
         return self.rank * sum(widths.get(target, 0) for target in self.targets)
 
 
+class TeacherSpec(Wire, frozen=True):
+    """On-policy distillation: `coefficient` weighs KL(policy || model in `folder`), per token that workers drew."""
+
+    folder: Annotated[str, Meta(min_length=1, max_length=500)]
+    coefficient: PositiveFloat
+
+
 class TrainingSpec(Wire, frozen=True):
     """GRPO as in INTELLECT-2 (arXiv 2505.07291), with the choices of docs/training.md.
 
@@ -193,7 +200,7 @@ class TrainingSpec(Wire, frozen=True):
     a completion loses up to 1 of its reward. `kl_coefficient` pulls towards the first policy,
     `entropy_coefficient` away from certainty. `muon_momentum` is Muon's alone, `beta1` and `beta2` AdamW's.
     `loss`: the loss of an installed package in place of these objectives and the KL penalty, as NAME or NAME==VERSION.
-    `lora`: what is trained in place of all weights.
+    `lora`: what is trained in place of all weights. `teacher`: a model that the policy nears.
     """
 
     steps: Positive = 30
@@ -220,6 +227,7 @@ class TrainingSpec(Wire, frozen=True):
     overlong_share: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
     loss: Annotated[str, Meta(min_length=1, max_length=200)] | UnsetType = UNSET
     lora: LoraSpec | UnsetType = UNSET
+    teacher: TeacherSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if isinstance(self.lora, LoraSpec) and self.optimizer == "muon":
@@ -405,6 +413,7 @@ __all__ = [
     "RunSpec",
     "SamplingSpec",
     "StandingSpec",
+    "TeacherSpec",
     "ThinkingSpec",
     "TrainingSpec",
     "open_descriptor",

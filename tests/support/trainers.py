@@ -17,7 +17,6 @@ import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
-from msgspec import UNSET, UnsetType
 from sqlalchemy import insert, select
 
 from coordinator.run.home import Home, create_home
@@ -34,7 +33,7 @@ from coordinator.training.world import open_world
 from node.policy.errors import MalformedPolicy
 from node.policy.file import load_policy
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry
-from node.protocol.run import EnvironmentSpec, LoraSpec, RunSpec
+from node.protocol.run import EnvironmentSpec, LoraSpec, RunSpec, TeacherSpec
 from shardcast import OriginServer
 from shardcast.wire import decode, digest
 
@@ -155,10 +154,12 @@ def groups_of(step: int) -> list[Group]:
     return [Group(step, (1.0, 0.0, 0.25, 1.0), tuple(sample() for _ in range(4))) for _ in range(3)]
 
 
-def spec_with(*, lora: Mapping[str, object] | LoraSpec | UnsetType = UNSET, **recipe: object) -> RunSpec:
-    """The rules with another recipe; adapters may be as run.toml has them, for a script of another process."""
-    spec, adapters = spec_of(), msgspec.convert(lora, LoraSpec) if isinstance(lora, Mapping) else lora
-    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, lora=adapters, **recipe))
+def spec_with(**recipe: object) -> RunSpec:
+    """The rules with another recipe; its tables may be as run.toml has them, for a script of another process."""
+    tables = {"lora": LoraSpec, "teacher": TeacherSpec}
+    made = {key: msgspec.convert(one, tables[key]) if isinstance(one, Mapping) else one for key, one in recipe.items()}
+    spec = spec_of()
+    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, **made))
 
 
 def refuse(state: Path) -> None:

@@ -21,6 +21,7 @@ from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_
 
 from coordinator.run.home import Home
 from coordinator.training.checkpoint import checkpoints
+from coordinator.training.teacher import TEACHER
 from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import make_tokenizer
@@ -79,6 +80,7 @@ def launched(state: Path, processes: int, **arguments: object) -> list[dict[str,
 def beginning(folder: Path, family: str = "tiny") -> Path:
     folder.mkdir()
     save_policy(MAKERS[family](1), make_tokenizer(), folder / "policy-0.safetensors")
+    save_policy(MAKERS[family](2), make_tokenizer(), folder / TEACHER)
     return folder
 
 
@@ -102,12 +104,13 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         ({**TERMS, "recompute": True}, (2,), 1e-5, "goldfinch"),
         ({}, (2,), 1e-5, "frame-action"),
         ({**TERMS, **LORA, "recompute": True}, (2,), 1e-5, "tiny"),
+        ({"teacher": {"folder": "big", "coefficient": 0.5}}, (2,), 1e-5, "tiny"),
         pytest.param(
             {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny", marks=pytest.mark.nightly
         ),
         pytest.param({}, (2,), 1e-5, "finch", marks=pytest.mark.nightly),
     ],
-    ids=["plain", "muon", "recurrent", "frames", "lora", "terms", "finch"],
+    ids=["plain", "muon", "recurrent", "frames", "lora", "teacher", "terms", "finch"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
     tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str

@@ -188,8 +188,9 @@ RUN_SPEC = Record(
                 "overlong_share": number(0.0, 1.0),
                 "loss": text(1, 200),
                 "lora": LORA,
+                "teacher": Record({"folder": text(1, 500), "coefficient": number(above=0.0, most=1e9)}),
             },
-            frozenset({"ratio", "aggregation", "clip_epsilon_high", "overlong_share", "loss", "lora"}),
+            frozenset({"ratio", "aggregation", "clip_epsilon_high", "overlong_share", "loss", "lora", "teacher"}),
         ),
         "broadcast": Record({"keep_versions": integer(1, INT31)}),
         "membership": Record(

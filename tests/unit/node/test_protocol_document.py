@@ -37,6 +37,7 @@ from node.protocol.run import (
     ProblemsSpec,
     ProofSpec,
     RunSpec,
+    TeacherSpec,
     ThinkingSpec,
     parse_run_toml,
 )
@@ -304,6 +305,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
     yield from _fields("[batch.pools]", PoolsSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
     yield from _fields("[training.lora]", LoraSpec)
+    yield from _fields("[training.teacher]", TeacherSpec)
 
 
 def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:

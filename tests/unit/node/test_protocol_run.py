@@ -72,8 +72,14 @@ def test_a_run_without_finite_sets_and_pools_is_spelt_as_before_there_were_any()
     assert len({SPEC.digest, parse_run_toml(FINITE).digest, finite.digest}) == 3
 
 
-@pytest.mark.parametrize(("field", "text"), [("loss", '[training]\nloss = "mine==1.0"\n')])
-def test_a_run_without_a_loss_of_its_own_is_spelt_as_before(field: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("loss", '[training]\nloss = "mine==1.0"\n'),
+        ("teacher", '[training.teacher]\nfolder = "big"\ncoefficient = 0.1\n'),
+    ],
+)
+def test_a_run_without_a_loss_of_its_own_or_a_teacher_is_spelt_as_before(field: str, text: str) -> None:
     assert f'"{field}":'.encode() not in encode(SPEC)
     spec = parse_run_toml(SMALLEST + text)
     assert decode(RunSpec, encode(spec), max_bytes=10_000) == spec
@@ -188,6 +194,9 @@ def test_every_setting_is_part_of_the_digest() -> None:
         (FINITE + "[batch.pools]\neasy_from = 0.5\nhard_to = 0.5\n", "below easy_from"),
         (FINITE + "[batch.pools]\nhard = -1\n", "batch.pools.hard"),
         (SMALLEST + "[training]\nloss = ''\n", "training.loss"),
+        (SMALLEST + "[training.teacher]\nfolder = 'big'\n", "coefficient"),
+        (SMALLEST + "[training.teacher]\nfolder = ''\ncoefficient = 1\n", "training.teacher.folder"),
+        (SMALLEST + "[training.teacher]\nfolder = 'big'\ncoefficient = 0\n", "training.teacher.coefficient"),
         (SMALLEST + "[training.lora]\nalpha = 16\n", "rank"),
         (SMALLEST + "[training.lora]\nrank = 8\n", "alpha"),
         (SMALLEST + "[training.lora]\nrank = 0\nalpha = 16\n", "training.lora.rank"),
