@@ -84,16 +84,18 @@ class CustomLoss:
                 mask=mask_ST,
                 lengths=lengths_S,
             )
-            loss_N = self._losses(tokens, training)[mask_ST]
-            total = (loss_N * row.weight).sum() / divisor
-            (slope_N,) = torch.autograd.grad(total, now_N, materialize_grads=True)
+            try:
+                loss_N = self._checked(self.function(tokens, training), tokens)[mask_ST]
+                total = (loss_N * row.weight).sum() / divisor
+                (slope_N,) = torch.autograd.grad(total, now_N, materialize_grads=True)
+            except LossFault:
+                raise
+            except Exception as error:  # a package runs whatever its author wrote
+                raise LossFault(f"training.loss: {self.name!r} failed: {type(error).__name__}: {error}") from error
         return loss_N.detach(), slope_N if loss_N.isfinite().all() else torch.full_like(slope_N, torch.nan)
 
-    def _losses(self, tokens: LossTokens, training: TrainingSpec) -> Tensor:
-        try:
-            found: Any = self.function(tokens, training)
-        except Exception as error:  # a package runs whatever its author wrote
-            raise LossFault(f"training.loss: {self.name!r} failed: {type(error).__name__}: {error}") from error
+    def _checked(self, found: Any, tokens: LossTokens) -> Tensor:
+        """Return what the function `found`; raises LossFault unless it is each token's loss, with gradients."""
         wanted = tuple(tokens.logprobs.shape)
         if not isinstance(found, Tensor) or tuple(found.shape) != wanted or not found.is_floating_point():
             said = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -38,6 +38,12 @@ def remembering(tokens, training):
     calls.append(1)
     return tokens.logprobs * len(calls)
 def raising(tokens, training): raise ValueError("no")
+class Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, slope): raise ValueError("no slope")
+def cut(tokens, training): return Cut.apply(tokens.logprobs)
 def rising(tokens, training): return torch.where(tokens.logprobs < -4, torch.inf, tokens.logprobs)
 """
 
@@ -119,6 +125,7 @@ def test_a_loss_that_is_not_finite_skips_its_minibatch(install: Callable[..., No
         ("mixing", "depends on more than that completion"),
         ("remembering", "depends on more than that completion"),
         ("raising", "'my-loss' failed: ValueError: no"),
+        ("cut", "'my-loss' failed: ValueError: no slope"),
         ("missing", "of loss_of_a cannot be imported: AttributeError"),
     ],
 )
