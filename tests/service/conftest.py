@@ -1,0 +1,1 @@
+from forked import forked  # noqa: F401  (a fixture, of all tests in here)
