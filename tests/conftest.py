@@ -13,7 +13,7 @@ import pytest
 from postgresql import new_database, running_server
 from psycopg.conninfo import conninfo_to_dict
 
-pytest_plugins = ["ports", "tiers", "unsynced"]
+pytest_plugins = ["ports", "prepared_databases", "tiers", "unsynced"]
 
 # Imports leave no garbage, and looking for it takes a fifth of the time of importing torch and transformers.
 gc.disable()
