@@ -181,7 +181,7 @@ def test_in_any_order_of_events_the_credit_is_what_the_log_says(
     home = create_home(
         tmp_path,
         public_key=PUBLIC_KEY,
-        spec=spec_of(standing=rules, groups_per_step=4, steps=30),
+        spec=spec_of(standing=rules, groups_per_step=4, steps=12),
         database_url=database_url,
     )
     actors = Actors(home)
@@ -189,7 +189,7 @@ def test_in_any_order_of_events_the_credit_is_what_the_log_says(
     looks = random.Random(seed)
     voids = unvested = 0
     followed = LogAccounts(rules=rules)
-    while storm.head < 30:
+    while storm.head < 12:
         storm.step()
         if looks.random() > 0.02:
             continue

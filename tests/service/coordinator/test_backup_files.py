@@ -285,7 +285,7 @@ def test_blobs_that_the_run_lost_are_named_and_no_hindrance(tmp_path: Path) -> N
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """Peak of what Python holds while 10 times as many entries are backed up and restored."""
     peaks = []
-    for count in (400, 4000):
+    for count in (200, 2000):
         actors = begin(tmp_path / f"run-{count}")
         with actors.home.database.write() as connection:
             last = log.leaves(connection, 2, 3)[0]
