@@ -120,7 +120,8 @@ def claim(
 
 
 def _goes_with(row: Row[Any], first: Row[Any]) -> bool:
-    return row.version == first.version and max(row.attempts, first.attempts) < MAX_ATTEMPTS
+    most: int = max(row.attempts, first.attempts)
+    return bool(row.version == first.version) and most < MAX_ATTEMPTS
 
 
 def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:

@@ -75,11 +75,11 @@ class LayeredModel:
     def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return what the first layer is given for each batch: its input, and the other arguments of all layers."""
         states, arguments = [], []
-        rows = torch.cat([ids.flatten() for ids in batches]).unique()
+        rows = sorted({row for ids in batches for row in ids.flatten().tolist()})
         (name,) = (self._names[id(parameter)] for parameter in self._embedding.parameters())
-        table = self._file.read_rows(name, rows.tolist(), dtype=self._rounded)
+        table = self._file.read_rows(name, rows, dtype=self._rounded)
         for ids in batches:
-            places = torch.searchsorted(rows, ids).to(self._file.device)
+            places = torch.searchsorted(torch.tensor(rows), ids).to(self._file.device)
             embedded = functional_call(self._embedding, {"weight": table}, (places,)).to(self._dtype)
             states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
             arguments.append(self._entry.arguments)
