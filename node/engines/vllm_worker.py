@@ -11,6 +11,8 @@ Under tensor parallelism every rank samples, so every rank forces; only rank 0 r
 # ruff: noqa: TID251  (this is where vllm may be imported)
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,6 +37,17 @@ _recorders: list[Recorder] = []
 
 _captures: dict[str, list[Tensor]] = {}
 """Hidden states of the rows captured so far, by span name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeHead:
+    """vLLM's output head, which computes all logits at once."""
+
+    compute: Callable[[Tensor], Tensor]
+    width: int
+
+    def parts(self, states: Tensor) -> Iterator[Tensor]:
+        yield self.compute(states)
 
 
 class Installation(msgspec.Struct, frozen=True):
@@ -150,8 +163,7 @@ class ProvingWorker:
             found = measure_states(
                 [span for _, span in wanted],
                 states,
-                self.model_runner.get_model().compute_logits,
-                vocabulary=self._installed.vocabulary,
+                _WholeHead(self.model_runner.get_model().compute_logits, self._installed.vocabulary),
                 temperature=temperature,
                 proofs=proofs,
             )

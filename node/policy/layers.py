@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from node.policy.products import multiply_exactly
+from node.policy.products import OutputHead
 from node.policy.reading import OpenPolicy
 from node.policy.skeleton import build_skeleton, unique_tensors
 
@@ -67,10 +67,9 @@ class LayeredModel:
         weights = self._weights(self._norm)
         return [functional_call(self._norm, weights, (inputs,)) for inputs in states]
 
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """Read the output head; return what computes logits as `Policy.logits`. Raises UnreadablePolicy."""
-        weight = self._weights(self._head)["weight"]
-        return lambda states: multiply_exactly(states, weight)
+    def head(self) -> OutputHead:
+        """Read the output head. Raises UnreadablePolicy."""
+        return OutputHead(self._weights(self._head)["weight"])
 
     def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return what the first layer is given for each batch: its input, and the other arguments of all layers."""

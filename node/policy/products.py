@@ -9,6 +9,8 @@ kernels. Which way a product goes depends on the machine, the dtype and the numb
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -60,6 +62,35 @@ def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
     return _multiply_blocks(states, weight, None, dtype=torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """An output head by its `weight` [vocabulary, hidden]."""
+
+    weight: Tensor
+
+    @property
+    def width(self) -> int:
+        """The most logits that a part has of a token."""
+        return _block_rows(self.weight) if self.weight.device.type == "cpu" else len(self.weight)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Compute logits [tokens, vocabulary], float32, of final hidden states [tokens, hidden]."""
+        return multiply_exactly(states, self.weight)
+
+    def parts(self, states: Tensor) -> Iterator[Tensor]:
+        """Yield `logits` by consecutive columns, [tokens, at most `width`]; on a CPU each overwrites the one before.
+
+        So a CPU has them in its cache, where all logits of a real vocabulary would be written to new memory.
+        """
+        if self.weight.device.type != "cpu":
+            yield self.logits(states)
+            return
+        wide = states.float()
+        product = torch.empty(len(wide), self.width, dtype=torch.float32)
+        for _, block in _blocks(self.weight):
+            yield torch.mm(wide, block.t(), out=product[:, : len(block)])
+
+
 def _wants_blocks(states: Tensor, weight: Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype != states.dtype or weight.dtype not in slow_dtypes():
         return False
@@ -86,14 +117,24 @@ def _multiply_blocks(states: Tensor, weight: Tensor, bias: Tensor | None, *, dty
     """Compute states [..., in] times weight [out, in] in float32, rounded to `dtype`."""
     rows = states.reshape(-1, states.shape[-1])
     product = torch.empty(len(rows), len(weight), dtype=dtype)
-    height = max(BLOCK_NUMBERS // weight.shape[1] // BLOCK_STEP, 1) * BLOCK_STEP
-    # Not the process's default dtype, which another thread changes while transformers builds a model.
-    block = torch.empty(min(height, len(weight)), weight.shape[1], dtype=torch.float32)
     for top in range(0, len(rows), BLOCK_ROWS):
         wide = rows[top : top + BLOCK_ROWS].float()
-        for first in range(0, len(weight), height):
-            part = weight[first : first + height]
-            added = None if bias is None else bias[first : first + height].float()
-            found = F.linear(wide, block[: len(part)].copy_(part), added)
-            product[top : top + BLOCK_ROWS, first : first + height] = found
+        for first, block in _blocks(weight):
+            columns = slice(first, first + len(block))
+            added = None if bias is None else bias[columns].float()
+            product[top : top + BLOCK_ROWS, columns] = F.linear(wide, block, added)
     return product.view(*states.shape[:-1], len(weight))
+
+
+def _blocks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield consecutive rows of a weight in float32, with the number of the first; each overwrites the ones before."""
+    height = _block_rows(weight)
+    # Not the process's default dtype, which another thread changes while transformers builds a model.
+    wide = torch.empty(height, weight.shape[1], dtype=torch.float32)
+    for first in range(0, len(weight), height):
+        part = weight[first : first + height]
+        yield first, part if part.dtype == torch.float32 else wide[: len(part)].copy_(part)
+
+
+def _block_rows(weight: Tensor) -> int:
+    return min(max(BLOCK_NUMBERS // weight.shape[1] // BLOCK_STEP, 1) * BLOCK_STEP, len(weight))

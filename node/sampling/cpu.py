@@ -195,6 +195,7 @@ _SIGNATURE = types.void(
     types.Array(types.float32, 1, "C", readonly=True),
     types.int64,
     types.int64,
+    types.int64,
     types.int64[::1],
     types.float32[::1],
     types.float32[::1],
@@ -225,6 +226,7 @@ def _rows(  # noqa: PLR0917
     positions: NDArray[np.uint32],
     temperature: np.float32,
     table: NDArray[np.float32],
+    below: int,
     start: int,
     end: int,
     tokens: NDArray[np.int64],
@@ -235,16 +237,21 @@ def _rows(  # noqa: PLR0917
     scaled_block: NDArray[np.float32],
     powers_block: NDArray[np.float32],
 ) -> None:
-    """Fill rows `start` to `end` of `tokens` to `sums`; the last three are scratch memory for BLOCK tokens."""
+    """Fill rows `start` to `end` of `tokens` to `sums`; the last three are scratch memory for BLOCK tokens.
+
+    The first logit is that of token `below`, a multiple of 4; above 0, the rows have the results of those below.
+    """
     vocabulary = logits.shape[1]
     for row in range(start, end):
         best, token, largest, total = _LOWEST, 0, _LOWEST, 0.0
+        if below:
+            best, token, largest, total = _sortable(scores[row]), tokens[row], _sortable(maxima[row]), sums[row]
         for first in range(0, vocabulary, BLOCK):
             size = min(BLOCK, vocabulary - first)
             scaled, powers = scaled_block[:size], powers_block[:size]
             highest = _scale(scaled, logits[row, first : first + size], temperature)
             if highest > largest:
-                total = total * math.exp(_unsortable(largest) - _unsortable(highest)) if first else total
+                total = total * math.exp(_unsortable(largest) - _unsortable(highest)) if below + first else total
                 largest = highest
             # Before the first logit above -inf there is nothing to subtract, and -inf - -inf would be NaN.
             shift = np.float32(0.0) if _unsortable(largest) == -np.inf else _unsortable(largest)
@@ -254,10 +261,10 @@ def _rows(  # noqa: PLR0917
             if _sortable(_unsortable(highest) + table[0]) <= best:
                 continue
             quads = (size + 3) // 4
-            _noise_entries(entries[: 4 * quads], np.uint64(first // 4), np.uint64(positions[row]), words[row])
+            _noise_entries(entries[: 4 * quads], np.uint64((below + first) // 4), np.uint64(positions[row]), words[row])
             score = _highest_score(scaled, entries, table)
             if score > best:
-                best, token = score, first + _first_token_with(score, scaled, entries, table)
+                best, token = score, below + first + _first_token_with(score, scaled, entries, table)
         tokens[row], scores[row], maxima[row], sums[row] = token, _unsortable(best), _unsortable(largest), total
 
 
@@ -271,17 +278,32 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def peaks(logits: Tensor, words: NDArray[np.uint32], positions: NDArray[np.uint32], temperature: float) -> Peaks:
-    """Compute the rows' peaks of `logits` [B, V] float32 on a CPU, using torch's number of threads."""
+def peaks(
+    logits: Tensor,
+    words: NDArray[np.uint32],
+    positions: NDArray[np.uint32],
+    temperature: float,
+    before: tuple[Peaks, int] | None = None,
+) -> Peaks:
+    """Compute the rows' peaks of `logits` [B, V] float32 on a CPU, using torch's number of threads.
+
+    `before` are the peaks of the first so many tokens, a multiple of 4: the logits are then those of the tokens behind
+    them, and the result is of both.
+    """
     rows = len(logits)
     out = (np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows))
+    below = 0
+    if before is not None:
+        found, below = before
+        for held, column in zip(out, (found.tokens, found.scores, found.largest, found.exponentials), strict=True):
+            held[:] = column.numpy()
     threads = min(rows, torch.get_num_threads()) if logits.numel() >= _PARALLEL_VALUES else 1
     values = logits.contiguous().numpy()
 
     def part(index: int) -> None:
         start, end = rows * index // threads, rows * (index + 1) // threads
         blocks = (np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32))
-        _rows(values, words, positions, np.float32(temperature), gumbel_table(), start, end, *out, *blocks)
+        _rows(values, words, positions, np.float32(temperature), gumbel_table(), below, start, end, *out, *blocks)
 
     if threads == 1:
         part(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TypeAlias
 
@@ -33,29 +33,42 @@ def choose(logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, 
     -inf rules a token out. Raises ValueError for arguments that do not match.
     """
     logits = logits.detach()
-    words, where = _counters(logits, seeds, positions, temperature)
+    words, where = _counters(seeds, positions, temperature)
+    _check_logits(logits, rows=len(where))
     peaks = _backend(logits.device.type)(logits, words, where, temperature)
     return Choice(peaks.tokens, _logprobs(_scaled_logits_of(logits, peaks.tokens, temperature), peaks))
 
 
 def appraise(
-    logits: Tensor, tokens: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float
+    parts: Iterable[Tensor], tokens: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities [B] of given tokens [B], and the margins [B] by which they lost (0 if forced).
 
-    Arguments as for `choose`; also raises ValueError for a token outside the vocabulary.
+    `parts` are the logits as for `choose`, by consecutive columns, each used up before the next is taken. There may be
+    several on a CPU alone, and each but the last has a multiple of 4. Other arguments as for `choose`; also raises
+    ValueError for a token outside the vocabulary.
     """
-    logits = logits.detach()
-    words, where = _counters(logits, seeds, positions, temperature)
-    chosen = tokens.long().cpu().numpy()
+    words, where = _counters(seeds, positions, temperature)
+    chosen = tokens.long().cpu()
     if chosen.shape != where.shape:
         raise ValueError("there must be one token per row")
-    # A gather out of bounds is an error on a CPU, but kills a CUDA process.
-    if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < logits.shape[1]:
+    own, first = torch.zeros(len(chosen), dtype=torch.float32), 0
+    peaks: Peaks | None = None
+    for part in parts:
+        logits = part.detach()
+        _check_logits(logits, rows=len(chosen))
+        if first % 4:
+            raise ValueError("a part of the vocabulary ends within four tokens that share their noise")
+        carried = () if peaks is None else ((peaks, first),)
+        peaks = _backend(logits.device.type)(logits, words, where, temperature, *carried)
+        # Only what is in bounds: a gather out of bounds is an error on a CPU, but kills a CUDA process.
+        here = ((chosen >= first) & (chosen < first + logits.shape[1])).nonzero()[:, 0]
+        own[here] = logits[here, chosen[here] - first].cpu()
+        first += logits.shape[1]
+    if peaks is None or bool(((chosen < 0) | (chosen >= first)).any()):
         raise ValueError("a token is outside the vocabulary")
-    peaks = _backend(logits.device.type)(logits, words, where, temperature)
-    scaled = _scaled_logits_of(logits, tokens.long().to(logits.device), temperature)
-    noise = torch.from_numpy(_noise_at(words, where, chosen)).to(logits.device)
+    scaled = _scale(own.to(peaks.scores.device), temperature)
+    noise = torch.from_numpy(_noise_at(words, where, chosen.numpy())).to(scaled.device)
     return _logprobs(scaled, peaks), peaks.scores - (scaled + noise)
 
 
@@ -82,13 +95,18 @@ def reference_peaks(
     return Peaks(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _counters(
-    logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], temperature: float
-) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Validate the arguments; return the seeds' words [B, 4] and the positions [B]."""
+def _check_logits(logits: Tensor, *, rows: int) -> None:
     if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
         raise ValueError("logits must be [rows, vocabulary] in float32")
-    if not len(logits) == len(seeds) == len(positions):
+    if len(logits) != rows:
+        raise ValueError("there must be one seed and one position per row")
+
+
+def _counters(
+    seeds: Sequence[bytes], positions: Sequence[int], temperature: float
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Validate the arguments; return the seeds' words [B, 4] and the positions [B]."""
+    if len(seeds) != len(positions):
         raise ValueError("there must be one seed and one position per row")
     if any(len(seed) != SEED_BYTES for seed in seeds):
         raise ValueError(f"a seed must have {SEED_BYTES} bytes")
@@ -126,7 +144,8 @@ def _noise_at(
     return noise
 
 
-_Backend: TypeAlias = Callable[[Tensor, NDArray[np.uint32], NDArray[np.uint32], float], Peaks]
+_Backend: TypeAlias = Callable[..., Peaks]
+"""(logits, words, positions, temperature) to peaks; a CPU's goes on from the peaks of the tokens before."""
 
 
 @cache

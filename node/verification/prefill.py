@@ -137,8 +137,7 @@ class TransformersPrefill:
                 measured = measure_states(
                     own,
                     self._hidden_states(own),
-                    self._policy.logits,
-                    vocabulary=self._policy.vocabulary,
+                    self._policy.head,
                     temperature=spec.sampling.temperature,
                     proofs=spec.proofs,
                 )

@@ -8,8 +8,9 @@ states, and a function from them to logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, pairwise
+from typing import Protocol
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ from node.verification.proofs import Distances, verify_proofs
 from toploc.errors import BadProof, WrongProofCount
 
 MAX_LOGITS = 2**24
-"""Logits held at once: 64 MiB in float32, and a few tensors of that size."""
+"""Logits, and numbers of hidden states in float32, held at once: 64 MiB, and a few tensors of that size."""
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,8 +108,15 @@ def spans_of(rollout: Rollout, replies: Replies = (), *, row: int, chunk_tokens:
         first += len(proofs)
 
 
-Head = Callable[[Tensor], Tensor]
-"""The output head: hidden states [tokens, hidden] to logits [tokens, vocabulary], of any float dtype."""
+class Head(Protocol):
+    """The output head."""
+
+    @property
+    def width(self) -> int:
+        """The most logits that a part has of a token."""
+
+    def parts(self, states: Tensor) -> Iterable[Tensor]:
+        """Compute the logits of hidden states [tokens, hidden], of any float dtype, as `appraise` takes them."""
 
 
 def measure_states(
@@ -116,7 +124,6 @@ def measure_states(
     states: Sequence[Tensor],
     head: Head,
     *,
-    vocabulary: int,
     temperature: float,
     proofs: ProofSpec,
 ) -> list[SpanMeasured | Refusal]:
@@ -127,7 +134,7 @@ def measure_states(
     """
     if [len(own) for own in states] != [span.tokens for span in spans]:
         raise ValueError("the hidden states are not one for each token of each span")
-    logprobs, margins = _appraised(spans, states, head, vocabulary=vocabulary, temperature=temperature)
+    logprobs, margins = _appraised(spans, states, head, temperature=temperature)
     ends = accumulate(span.tokens for span in spans)
     return [
         found
@@ -150,7 +157,7 @@ def _measured(chunks: Sequence[Distances], logprobs: list[float], margins: list[
 
 
 def _appraised(
-    spans: Sequence[Span], states: Sequence[Tensor], head: Head, *, vocabulary: int, temperature: float
+    spans: Sequence[Span], states: Sequence[Tensor], head: Head, *, temperature: float
 ) -> tuple[list[float], list[float]]:
     """Sample again with each span's own seed: the tokens' log-probabilities, and by how much each lost (section 4)."""
     rows = torch.cat(list(states))
@@ -159,10 +166,10 @@ def _appraised(
     positions = [span.position + index for span in spans for index in range(span.tokens)]
     logprobs: list[float] = []
     margins: list[float] = []
-    step = max(1, MAX_LOGITS // vocabulary)
+    step = max(1, MAX_LOGITS // max(head.width, rows.shape[1]))
     for start in range(0, len(seeds), step):
         part = slice(start, start + step)
-        logits = head(rows[part]).float()
+        logits = (some.float() for some in head.parts(rows[part]))
         ours, lost = appraise(logits, chosen[part], seeds[part], positions[part], temperature=temperature)
         logprobs += ours.tolist()
         margins += lost.tolist()

@@ -57,7 +57,6 @@ class StreamedPrefill:
                         [spans[index] for index in batch],
                         states,
                         head,
-                        vocabulary=self.blueprint.vocabulary,
                         temperature=spec.sampling.temperature,
                         proofs=spec.proofs,
                     )

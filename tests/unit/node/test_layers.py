@@ -138,7 +138,7 @@ def assert_same_bits(path: Path, *, dtype: torch.dtype) -> None:
             expected = [whole(reference, ids) for ids in inputs]
             found = model.hidden_states(inputs)
             assert all(map(torch.equal, found, expected))
-            assert torch.equal(model.head()(found[0][0]), reference.logits(expected[0][0]))
+            assert torch.equal(model.head().logits(found[0][0]), reference.logits(expected[0][0]))
         eight_bits = LayeredModel(file, rounded=dtype, dtype=torch.float32, alter=int8)
         assert torch.equal(eight_bits.hidden_states(inputs)[0], whole(altered(policy, int8), inputs[0]))
 

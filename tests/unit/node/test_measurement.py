@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from node.policy.products import OutputHead
 from node.protocol.admission import NOT_FINITE
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import ProofSpec
@@ -29,8 +30,7 @@ GENERATOR = torch.Generator().manual_seed(1)
 WEIGHT = torch.randn(VOCABULARY, HIDDEN, generator=GENERATOR)
 
 
-def head(states: Tensor) -> Tensor:
-    return states @ WEIGHT.T
+HEAD = OutputHead(WEIGHT)
 
 
 def a_span(
@@ -38,7 +38,7 @@ def a_span(
 ) -> Span:
     """The tokens that are forced at `position` on, by the reference."""
     chunks = list(torch.split(states.bfloat16(), proofs.chunk_tokens))
-    logits = head(states).numpy() / np.float32(TEMPERATURE)
+    logits = HEAD.logits(states).numpy() / np.float32(TEMPERATURE)
     positions = [position + index for index in range(len(states))]
     noise = gumbel_noise([SEED] * len(states), positions, vocabulary=VOCABULARY)
     return Span(
@@ -57,7 +57,7 @@ def states_of(tokens: int) -> Tensor:
 
 
 def measured(spans: list[Span], states: list[Tensor], *, proofs: ProofSpec = PROOFS) -> list[SpanMeasured | Refusal]:
-    return measure_states(spans, states, head, vocabulary=VOCABULARY, temperature=TEMPERATURE, proofs=proofs)
+    return measure_states(spans, states, HEAD, temperature=TEMPERATURE, proofs=proofs)
 
 
 def test_forced_tokens_lose_nothing_wherever_in_the_completion_they_stand() -> None:
@@ -67,7 +67,7 @@ def test_forced_tokens_lose_nothing_wherever_in_the_completion_they_stand() -> N
     for span, own, result in zip(spans, states, measured(spans, states), strict=True):
         assert isinstance(result, SpanMeasured)
         assert max(result.margins) < 1e-5
-        expected = (head(own) / TEMPERATURE).log_softmax(-1)[range(span.tokens), span.token_ids]
+        expected = (HEAD.logits(own) / TEMPERATURE).log_softmax(-1)[range(span.tokens), span.token_ids]
         assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
         none = [0.0] * len(span.proofs)
         assert (result.exponent_mismatches, result.mantissa_means, result.mantissa_medians) == (none, none, none)

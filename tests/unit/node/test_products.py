@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from node.policy import products
 from node.policy.file import load_policy
-from node.policy.products import Linear, multiply, multiply_exactly, use_blocks
+from node.policy.products import Linear, OutputHead, multiply, multiply_exactly, use_blocks
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -50,6 +50,18 @@ def test_a_product_is_the_exact_one_rounded_once(
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
     torch.testing.assert_close(multiply_exactly(states, weight), F.linear(states.float(), weight.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_an_output_heads_parts_are_its_logits(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that no block divides; a head may have a norm's states in another dtype."""
+    monkeypatch.setattr(products, "BLOCK_NUMBERS", 48 * 64)
+    head, states = OutputHead(drawn(150, 48, dtype=dtype)), drawn(rows, 48, dtype=torch.bfloat16)
+    parts = [part.clone() for part in head.parts(states)]
+    assert [part.shape[1] for part in parts] == [64, 64, 22]
+    assert head.width == 64
+    torch.testing.assert_close(torch.cat(parts, 1), head.logits(states), rtol=1e-5, atol=1e-5)
 
 
 class Widest(TorchDispatchMode):

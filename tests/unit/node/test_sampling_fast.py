@@ -96,13 +96,38 @@ def test_choices_and_margins_are_the_definitions(vocabulary, temperature):
         choice.logprobs.double(), logprobs.gather(1, choice.tokens[:, None])[:, 0], rtol=1e-6, atol=1e-6
     )
     given = torch.arange(12) * 7919 % vocabulary
-    given_logprobs, margins = appraise(logits, given, seeds, positions, temperature=temperature)
+    given_logprobs, margins = appraise([logits], given, seeds, positions, temperature=temperature)
     assert margins.equal(scores.amax(-1) - scores.gather(1, given[:, None])[:, 0])
     torch.testing.assert_close(given_logprobs.double(), logprobs.gather(1, given[:, None])[:, 0], rtol=1e-6, atol=1e-6)
-    again, none = appraise(logits, choice.tokens, seeds, positions, temperature=temperature)
+    again, none = appraise([logits], choice.tokens, seeds, positions, temperature=temperature)
     assert again.equal(choice.logprobs)
     assert none.tolist() == [0.0] * 12
     assert logits.equal(before), "the caller's logits were changed"
+
+
+def in_parts(logits, width):
+    """The logits by columns, in memory that is written again for each part, as an output head on a CPU gives them."""
+    memory = torch.empty(len(logits), width)
+    for part in torch.split(logits, width, dim=1):
+        memory[:, : part.shape[1]] = part
+        yield memory[:, : part.shape[1]]
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize("width", [52, 1000, BLOCK, 2 * BLOCK + 4])
+def test_logits_that_come_in_parts_are_judged_as_if_they_came_at_once(width, scale):
+    """A noise value that is taken for another token's, or a winner lost between parts, rejects honest work."""
+    logits, seeds, positions = problem(8, 3 * BLOCK + 50, scale=scale)
+    logits[0, : 2 * BLOCK] = -torch.inf
+    logits[1, 2 * BLOCK :] = -torch.inf
+    logits[2, 17], logits[3, 2 * BLOCK] = torch.nan, torch.inf
+    given = choose(logits, seeds, positions, temperature=0.7).tokens
+    given[4:] = torch.tensor([0, width, BLOCK - 1, 3 * BLOCK + 49])
+    logprobs, margins = appraise([logits], given, seeds, positions, temperature=0.7)
+    found, lost = appraise(in_parts(logits, width), given, seeds, positions, temperature=0.7)
+    assert lost[[0, 1, 4, 5, 6, 7]].equal(margins[[0, 1, 4, 5, 6, 7]])
+    assert not found[2:4].isfinite().any()
+    torch.testing.assert_close(found, logprobs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_choices_are_the_definitions_at_a_real_vocabulary():
@@ -169,7 +194,7 @@ def test_a_row_that_is_not_finite_cannot_hide(monkeypatch, find, bad, at):
     choice = choose(logits, seeds, positions, temperature=0.9)
     assert choice.logprobs.isfinite().tolist() == [True, False, True]
     assert 0 <= int(choice.tokens[1]) < logits.shape[1]
-    logprobs, _ = appraise(logits, choice.tokens, seeds, positions, temperature=0.9)
+    logprobs, _ = appraise([logits], choice.tokens, seeds, positions, temperature=0.9)
     assert logprobs.isfinite().tolist() == [True, False, True]
 
 
@@ -196,7 +221,7 @@ def test_tokens_ruled_out_are_no_fault():
     torch.testing.assert_close(
         choice.logprobs.double(), expected.gather(1, choice.tokens[:, None])[:, 0], rtol=1e-6, atol=1e-6
     )
-    logprobs, margins = appraise(logits, torch.zeros(4, dtype=torch.int64), seeds, positions, temperature=1.0)
+    logprobs, margins = appraise([logits], torch.zeros(4, dtype=torch.int64), seeds, positions, temperature=1.0)
     assert logprobs.tolist() == [-float("inf")] * 4
     assert margins.tolist() == [float("inf")] * 4
 
@@ -277,9 +302,12 @@ def test_an_empty_batch_has_no_choices():
         {"positions": [0, 2**32]},
         {"temperature": 0.0},
         {"temperature": float("nan")},
-        {"logits": torch.zeros(2, 8, dtype=torch.bfloat16)},
-        {"logits": torch.zeros(2, 0)},
-        {"logits": torch.zeros(8)},
+        {"parts": [torch.zeros(2, 8, dtype=torch.bfloat16)]},
+        {"parts": [torch.zeros(2, 0)]},
+        {"parts": [torch.zeros(8)]},
+        {"parts": [torch.zeros(2, 4), torch.zeros(1, 4)]},
+        {"parts": [torch.zeros(2, 6), torch.zeros(2, 2)]},
+        {"parts": []},
         {"tokens": torch.tensor([0, 8])},
         {"tokens": torch.tensor([-1, 0])},
         {"tokens": torch.tensor([0])},
@@ -288,7 +316,7 @@ def test_an_empty_batch_has_no_choices():
 def test_arguments_that_do_not_fit_are_refused(changes):
     """A token out of bounds ends a CUDA process with everything in it; one seed too few would go unnoticed."""
     fitting = {
-        "logits": torch.zeros(2, 8),
+        "parts": [torch.zeros(2, 4), torch.zeros(2, 4)],
         "tokens": torch.tensor([0, 7]),
         "seeds": [bytes(16)] * 2,
         "positions": [0, 1],

@@ -129,5 +129,7 @@ def test_a_gpu_chooses_what_the_cpu_chooses(vocabulary):
         assert there.tokens.is_cuda
         assert there.tokens.cpu().equal(here.tokens)
         torch.testing.assert_close(there.logprobs.cpu(), here.logprobs, rtol=1e-5, atol=1e-5)
-        _, margins = appraise(logits, given, seeds, positions, temperature=temperature)
-        assert appraise(logits.cuda(), given.cuda(), seeds, positions, temperature=temperature)[1].cpu().equal(margins)
+        _, margins = appraise([logits], given, seeds, positions, temperature=temperature)
+        assert (
+            appraise([logits.cuda()], given.cuda(), seeds, positions, temperature=temperature)[1].cpu().equal(margins)
+        )
