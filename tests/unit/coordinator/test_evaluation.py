@@ -166,6 +166,18 @@ class Doubtful:
         return 1.0
 
 
+def test_an_environments_own_rules_hold_in_an_evaluation_as_in_the_run(policy):
+    """Otherwise `swarmproof problems` would keep problems by completions that no worker draws."""
+    settings = EvaluationSettings(problems=4, samples=4)
+    own = EnvironmentSpec(name="arithmetic", max_new_tokens=5, stop=tuple("01234567"))
+    too_long = EnvironmentSpec(name="arithmetic", max_prompt_tokens=len("Q:12+34=?\nA:") - 1)
+    spec = msgspec.structs.replace(SPEC, environments=(own, too_long, SPEC.environments[0]))
+    stopped, nothing, free = evaluate_policy(policy, spec=spec, settings=settings).environments
+    assert (stopped.tokens_most, free.tokens_most) == (5, 6)
+    assert stopped.cut_off < free.cut_off
+    assert nothing.completions == 0
+
+
 def test_what_cannot_be_judged_here_is_counted_apart_and_not_as_wrong(policy):
     work = tasks(Doubtful(), policy, problems=2, samples=2)
     work.note(work.judge([completion("slow"), completion("x"), completion("slow"), completion("slow")]))

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coordinator.training.groups import Group, Sample
-from coordinator.training.grpo import MOST_TOLD, Execution, environment_rewards, split, told_rewards, train_step
+from coordinator.training.grpo import MOST_TOLD, Execution, environment_rewards, score, split, told_rewards, train_step
 from coordinator.training.head import head_backward
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.packing import Scored
@@ -252,6 +252,17 @@ def test_a_packed_step_by_whole_completions_has_the_gradient_of_separate_ones(mo
     train_step(model, optimizer, groups, spec=spec, step=0, execution=Execution(row_tokens=12))
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_completion_is_overlong_by_its_environments_own_limit():
+    """By the run's, an environment with a lower limit would never lose anything."""
+    environments = EnvironmentSpec(name="arithmetic", max_new_tokens=4), EnvironmentSpec(name="reverse")
+    spec = run_spec(overlong_share=0.5, normalize_advantage=False)
+    spec = msgspec.structs.replace(spec, environments=environments, sampling=SamplingSpec(max_new_tokens=40))
+    rollouts = tuple(Sample((1,), (7,) * tokens, (-1.0,) * tokens) for tokens in (2, 4))
+    own, other = (Group(0, (1.0, 1.0), rollouts, environment=at) for at in (0, 1))
+    assert [one.advantage for one in score(own, spec=spec, step=0)] == [0.5, -0.5]
+    assert score(other, spec=spec, step=0) == []
 
 
 @pytest.mark.parametrize(("samples", "parts"), [(128, [32] * 4), (10, [2, 3, 2, 3]), (3, [1, 1, 1]), (0, [])])
