@@ -209,8 +209,9 @@ _SIGNATURE = types.void(
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compile `function` for `_SIGNATURE` on this machine, or load what an earlier process compiled.
 
-    numba keeps it beside Python's own compiled files, by the processor's features and this file's time and size. That
-    may fail in many ways (nothing to write to, a full disk, a file cut short by a crash): then it is compiled anew.
+    numba keeps it beside Python's own compiled files, by the processor's features and this file's time and size, and it
+    is trusted as those are. That may fail in many ways (nothing to write to, a full disk, a file cut short by a crash):
+    then it is compiled anew.
     """
     try:
         return cast("Callable[..., None]", njit(_SIGNATURE, cache=True, **_OUTER)(function))
