@@ -113,12 +113,12 @@ def import_models() -> None:
     What modules define stays. Searching it again and again while it grows was a seventh of the time, and one search
     of it is a pause of the work, so it is left out until the end, where extension modules count what they leaked.
     """
-    if "node.policy.file" in sys.modules:
+    if "node.engines.base" in sys.modules:
         return
     enabled = gc.isenabled()
     gc.disable()
     try:
-        import node.policy.file  # noqa: F401  (which needs both)
+        import node.engines.base  # noqa: F401  (which needs both)
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)
