@@ -69,8 +69,8 @@ def compare(entry: VerdictEntry, judgement: JudgedClaim, *, spec: RunSpec) -> tu
     if entry.outcome is not Outcome.ADMITTED or derived.outcome is not Outcome.ADMITTED:
         return result, detail
     if not derived.rewards:
-        ungraded = "All but the rewards is right; their answers are the operator's."
-        return (AuditResult.UNGRADED, ungraded) if result is AuditResult.AGREE else (result, detail)
+        ungraded = "Its rewards cannot be derived: their answers are the operator's."
+        return AuditResult.UNGRADED if result is AuditResult.AGREE else result, f"{detail} {ungraded}".strip()
     return (result, detail) if entry.rewards == derived.rewards else (AuditResult.DISAGREE, "The rewards are others.")
 
 

@@ -78,6 +78,9 @@ def test_rewards_that_nobody_here_can_derive_are_neither_right_nor_a_lie() -> No
     blind = verdict_of(admitted(1), rewards=())
     assert compare(admitted(1), blind, spec=JUDGED)[0] == "ungraded"
     assert compare(admitted(1), verdict_of(admitted(1), rewards=(), tokens=9), spec=JUDGED)[0] == "disagree"
+    unsure = compare(admitted(1, totals=summed(0.0045)), verdict_of(admitted(1), rewards=()), spec=JUDGED)
+    assert unsure[0] == "indeterminate"
+    assert "rewards cannot be derived" in unsure[1]
     assert compare(admitted(1), rejection(measured(token_margin=9.0), Reason.WRONG_TOKEN), spec=JUDGED)[0] == "disagree"
 
 
