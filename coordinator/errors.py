@@ -3,6 +3,7 @@
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
 │   └── UnfitModel       model.initial names no policy with which the run of this run.toml can begin
+├── OtherRelease         the run is of another release, whose database or rules this one cannot read
 ├── HistoryLost          the log in the database does not continue the one that was published
 ├── StateDiffers         the database or the blob store does not say what the log does
 ├── StorageFault         the database or the blob store does not hold what it must
@@ -24,6 +25,10 @@ class CoordinatorError(Exception):
 
 class BadConfiguration(CoordinatorError):
     code = "bad_configuration"
+
+
+class OtherRelease(CoordinatorError):
+    code = "other_release"
 
 
 class HistoryLost(CoordinatorError):

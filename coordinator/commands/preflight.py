@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from coordinator.errors import BadConfiguration
+from coordinator.errors import BadConfiguration, OtherRelease
 from coordinator.run.chat import as_begun
 from coordinator.run.definition import read_run_file
 from coordinator.run.home import Home, find_home
@@ -56,6 +56,9 @@ def _examine(
     except (BadConfiguration, DatabaseAway) as error:
         advice = "Give --data and --database-url as the run has them, and start its database."
         yield problem("data", f"{error}.", advice=advice)
+        return
+    except OtherRelease as error:
+        yield problem("data", f"{error}.", advice="Go on with that release, or give another --data and a new key.")
         return
     if home is not None:
         with closing(home.database):

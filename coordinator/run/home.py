@@ -9,18 +9,20 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.errors import BadConfiguration
+from coordinator.errors import BadConfiguration, OtherRelease
 from coordinator.run.chat import as_begun
 from coordinator.run.history import KeptHistory
 from coordinator.storage import locks, log
 from coordinator.storage.blobs import BlobStore
-from coordinator.storage.database import Database, sqlite_url, without_password
+from coordinator.storage.database import Connection, Database, sqlite_url, without_password
 from coordinator.storage.facts import BLOBS, PUBLIC_KEY, SPEC, add_facts, read_facts
 from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.open_blobs import open_blobs
+from coordinator.storage.schema_check import schema_difference, unknown_revision
 from node.datasets.folder import DATASETS, find_datasets
 from node.protocol.messages import RunEntry
 from node.protocol.run import RunSpec, run_id_of
+from shardcast.errors import Malformed
 from shardcast.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -71,8 +73,8 @@ def create_home(
 
     The first start fixes the spec, as the log's first entry, and the blob store, which later starts may leave out;
     `before_first` is called before, may raise to begin no run, and returns the spec with data in the place of names.
-    Raises BadConfiguration if the home is another run's or the spec or store has changed, HistoryLost if the log does
-    not continue the checkpoint that is kept in `folder`.
+    Raises BadConfiguration if the home is another run's or the spec or store has changed, OtherRelease if this one
+    cannot read it, HistoryLost if the log does not continue the checkpoint that is kept in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     database = _database(folder, database_url)
@@ -80,8 +82,11 @@ def create_home(
         _wait_for(database, seconds=wait_seconds)
         with database.read() as connection:
             known = read_facts(connection)
-        spec = as_begun(spec, _recorded(known)) if known else before_first(spec)
+        if known:
+            _check_release(database, folder, unknown_revision)
+        spec = as_begun(spec, _recorded(known, folder)) if known else before_first(spec)
         database.migrate()
+        _check_release(database, folder, schema_difference)
         blobs = _initialise(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
     except BaseException:
         database.close()
@@ -145,7 +150,10 @@ def _wait_for(database: Database, *, seconds: float) -> None:
 
 
 def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: float = 0.0) -> Home:
-    """Open a home that the coordinator created, waiting for it up to `wait_seconds`; raises BadConfiguration."""
+    """Open a home that the coordinator created, waiting for it up to `wait_seconds`.
+
+    Raises BadConfiguration, and OtherRelease where this one cannot read it.
+    """
     deadline, logged = time.monotonic() + wait_seconds, False
     if database_url is not None:
         with closing(Database(database_url)) as database:
@@ -163,7 +171,10 @@ def open_home(folder: Path, *, database_url: str | None = None, wait_seconds: fl
 
 
 def find_home(folder: Path, database_url: str | None) -> Home | None:
-    """Open the home in `folder` if there is one; creates nothing. Raises BadConfiguration, DatabaseAway."""
+    """Open the home in `folder` if there is one; creates nothing.
+
+    Raises BadConfiguration, DatabaseAway, and OtherRelease where this one cannot read it.
+    """
     if (
         database_url is None
         and not (folder / DATABASE_URL_FILE).exists()
@@ -176,17 +187,34 @@ def find_home(folder: Path, database_url: str | None) -> Home | None:
     if not known:
         database.close()
         return None
+    try:
+        _check_release(database, folder, schema_difference)
+        spec = _recorded(known, folder)
+    except OtherRelease:
+        database.close()
+        raise
     return Home(
         public_key=bytes.fromhex(known[PUBLIC_KEY]),
-        spec=_recorded(known),
+        spec=spec,
         database=database,
         blobs=open_blobs(_store_url(known, given=None) or None, folder),
         folder=folder,
     )
 
 
-def _recorded(known: dict[str, str]) -> RunSpec:
-    return decode(RunSpec, known[SPEC].encode(), max_bytes=MAX_SPEC_BYTES)
+def _check_release(database: Database, folder: Path, check: Callable[[Connection], str | None]) -> None:
+    """Raise OtherRelease with what `check` says of the run's database, if anything."""
+    with database.read() as connection:
+        difference = check(connection)
+    if difference is not None:
+        raise OtherRelease(f"the run in {folder} is of another release of swarmproof: {difference}")
+
+
+def _recorded(known: dict[str, str], folder: Path) -> RunSpec:
+    try:
+        return decode(RunSpec, known[SPEC].encode(), max_bytes=MAX_SPEC_BYTES)
+    except Malformed as error:
+        raise OtherRelease(f"the run in {folder} is of another release of swarmproof: its rules: {error}") from error
 
 
 def _store_url(known: dict[str, str], *, given: str | None) -> str:

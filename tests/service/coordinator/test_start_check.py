@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,55 @@ def refused(role: str, folder: Path) -> str:
     assert "hint:" in result.stderr
     assert "swarmproof check --data" in result.stderr
     return result.stderr
+
+
+ANOTHER: dict[str, list[str]] = {
+    "a column was added since": ["ALTER TABLE nodes DROP COLUMN held_from"],
+    "a table was added since": ["DROP TABLE deliveries"],
+    "a later release's migration": ["UPDATE alembic_version SET version_num = '0099'"],
+    "rules that this release does not know": ["UPDATE facts SET value = '{\"rules\": 1}' WHERE name = 'spec'"],
+}
+
+
+def altered(data: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(data / "swarmproof.sqlite3")) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+def test_columns_that_need_not_be_filled_keep_nobody_out(actors: SigningActors, tmp_path: Path) -> None:
+    """A run is not given up for what another release has added and this one leaves alone."""
+    actors.home.database.close()
+    altered(tmp_path / "run", "ALTER TABLE facts ADD COLUMN note TEXT NOT NULL DEFAULT ''")
+    open_home(tmp_path / "run").database.close()
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    data = ["--data", str(folder / "run")]
+    return {
+        "check": ["check", *data],
+        "export": ["export", "rollouts", str(folder / "run"), "--to", str(folder / "rollouts")],
+        "backup": ["backup", *data, str(folder / "backup")],
+    }
+
+
+@pytest.mark.parametrize("why", ANOTHER)
+def test_a_run_of_another_build_is_refused_in_one_sentence(actors: SigningActors, tmp_path: Path, why: str) -> None:
+    """Its operator would be shown a statement in SQL, and nothing to do about it."""
+    actors.home.database.close()
+    altered(tmp_path / "run", *ANOTHER[why])
+    results = [start(role, tmp_path) for role in ("coordinator", "verifier", "trainer")]
+    results += [CliRunner().invoke(cli.main, command) for command in commands(tmp_path).values()]
+    for result in results:
+        assert result.exit_code not in {0, 70}, result.output
+        assert "another release of swarmproof" in result.stderr, result.stderr
+        assert "hint:" in result.stderr
+        assert "Traceback" not in result.stderr
+    rules = ["--run", str(tmp_path / "run.toml"), "--key", str(tmp_path / "run.key"), "--data", str(tmp_path / "run")]
+    looked = CliRunner().invoke(cli.main, ["coordinator", "--check", *rules])
+    assert looked.exit_code == 2
+    assert "another release of swarmproof" in " ".join(looked.output.split())
 
 
 def entries(home: Home) -> int:
