@@ -70,11 +70,13 @@ def _codes():
                 yield str(found.value.value)
 
 
-CLASSES = sorted(set(_error_classes()), key=lambda cls: (cls.__module__, cls.__name__))
+@cache
+def _classes():
+    return sorted(set(_error_classes()), key=lambda cls: (cls.__module__, cls.__name__))
 
 
 def test_every_class_of_errors_has_a_hint():
-    for cls in CLASSES:
+    for cls in _classes():
         hint = hint_for(_raised(cls))
         assert re.fullmatch(r"[A-Z`].*[.`)0-9]|.*slots = 8", hint), f"{cls.__name__}: {hint}"
         if cls.code not in ROOTS:
@@ -82,7 +84,7 @@ def test_every_class_of_errors_has_a_hint():
 
 
 def test_the_trees_were_found():
-    names = {cls.__name__ for cls in CLASSES}
+    names = {cls.__name__ for cls in _classes()}
     assert {
         "StateError",
         "Unavailable",
@@ -96,7 +98,7 @@ def test_the_trees_were_found():
 
 
 def test_no_hint_is_for_a_code_that_nobody_raises():
-    used = {cls.code for cls in CLASSES} | set(_codes())
+    used = {cls.code for cls in _classes()} | set(_codes())
     constants = {
         found.value
         for name, tree in _sources()
