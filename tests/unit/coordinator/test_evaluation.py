@@ -197,7 +197,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_one_others(policy):
     assert [one.name for one in first.environments] == ["arithmetic", "reverse"]
     assert first.reward == 0.0
     assert all(one.completions == 3 and one.tokens_most <= 6 for one in first.environments)
-    longer = msgspec.structs.replace(SPEC, sampling=SamplingSpec(max_new_tokens=48))
+    longer = msgspec.structs.replace(SPEC, environments=SPEC.environments[:1], sampling=SamplingSpec(max_new_tokens=48))
     lengths = [
         evaluate_policy(policy, spec=longer, settings=replace(FEW, problems=16, seed=seed)).environments[0].tokens_mean
         for seed in (0, 1)
