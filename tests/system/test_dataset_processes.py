@@ -63,10 +63,14 @@ def process(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]
 
 
 @pytest.mark.timeout(600)
-def test_readmes_commands_lead_from_a_file_to_a_run_in_which_a_bare_worker_earns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [(), ("--answers", "operator")], ids=["for everybody", "for the operator"])
+def test_readmes_commands_lead_from_a_file_to_a_run_in_which_a_bare_worker_earns(
+    tmp_path: Path, answers: tuple[str, ...]
+) -> None:
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(200)))
     (tmp_path / "run.toml").write_text(RUN_TOML)
     *first, serve = readme_commands()
+    first[1] += answers
     for arguments in first:
         subprocess.run([*COMMAND, *arguments], cwd=tmp_path, check=True, capture_output=True, timeout=SOON)
     ports = {name: free_port() for name in ("coordinator", "origin", "relay")}
@@ -88,5 +92,9 @@ def test_readmes_commands_lead_from_a_file_to_a_run_in_which_a_bare_worker_earns
         status = tmp_path / "worker-1" / "status.json"
         until(lambda: status.exists() and json.loads(status.read_text())["admitted"] >= 1, seconds=SOON)
     fetched = next((tmp_path / "worker-1" / "datasets").glob("*/versions/0-*.bin")).read_bytes()
-    (published,) = (tmp_path / "run" / "datasets").glob("*.dataset")
-    assert fetched == published.read_bytes()
+    made = [path.read_bytes() for path in (tmp_path / "run" / "datasets").glob("*.dataset")]
+    assert fetched in made
+    assert len(made) == 1 + bool(answers)
+    strangers = [path for name in ("worker-1", "relay-1") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    rows = rb'"messages":null,"answer":"\d'
+    assert any(re.search(rows, path.read_bytes()) for path in strangers) is not bool(answers)
