@@ -509,8 +509,9 @@ class Told:
 
 def test_every_step_is_told_to_whoever_watches_and_policies_are_measured_now_and_then(tmp_path: Path) -> None:
     """An operator sees held-out rewards beside those of training; measuring them must not change what is trained."""
-    told = Told()
-    with run_in(tmp_path / "watched") as home:
+    told, spec = Told(), spec_of()
+    spec = msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, max_new_tokens=16))
+    with run_in(tmp_path / "watched", spec) as home:
         train_to_the_end(
             home,
             tmp_path / "watched",
@@ -519,7 +520,7 @@ def test_every_step_is_told_to_whoever_watches_and_policies_are_measured_now_and
             evaluation=EvaluationSettings(problems=3),
         )
         watched = outcome_of(home)
-    with run_in(tmp_path / "alone") as home:
+    with run_in(tmp_path / "alone", spec) as home:
         train_to_the_end(home, tmp_path / "alone")
         assert outcome_of(home) == watched
     assert [step for step, _ in told.steps] == [0, 1, 2, 3]

@@ -464,7 +464,7 @@ async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither keys and values nor a recurrent state may outlive the policy that made them."""
-    spec = make_spec(max_new_tokens=150, max_version_lead=1, temperature=0.8)
+    spec = make_spec(max_new_tokens=60, max_version_lead=1, temperature=0.8)
     paths = {version: tmp_path / f"policy-{version}" for version in (1, 2)}
     for version, path in paths.items():
         if family in RECURRENT_NAMES:
