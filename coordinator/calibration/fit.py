@@ -75,10 +75,8 @@ def fit(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> H
     if not workers or any(len(groups) < 2 for groups in workers):
         raise ValueError("fitting levels needs at least two groups per worker")
     spreads = math.sqrt(2 * drift_limit(LimitsSpec(false_rejections=false_rejections)))
-    values = {
-        name: [[[one.statistics[name] for one in group] for group in groups] for groups in workers]
-        for name in STATISTICS
-    }
+    found = [[[one.statistics for one in group] for group in groups] for groups in workers]
+    values = {name: [[[one[name] for one in group] for group in groups] for groups in found] for name in STATISTICS}
     levels = {name: _fit(every, name, spreads=spreads, parts=parts) for name, every in values.items()}
     # Statistics that the run's proofs lack keep their defaults.
     return HonestSpec(**{name: level for name, level in levels.items() if level is not None})
