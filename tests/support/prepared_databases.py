@@ -1,16 +1,18 @@
-"""Runs of tests begin in half the time: their SQLite databases get the tables of the first one, which was migrated.
+"""What is the same for each database of a session is done for the first one alone: migrating and compiling.
 
-Alembic takes 30 ms for each database, and SQLAlchemy compiles each statement anew for each engine, which takes a test
-longer than executing them.
+Alembic takes 30 ms of processor time for each SQLite database, and SQLAlchemy compiles each statement anew for each
+engine, which takes a short test longer than executing them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import Connection, Engine
+
+if TYPE_CHECKING:  # pytest-xdist's own process, whose start the others wait for, has no use for it
+    from sqlalchemy import Connection, Engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +53,8 @@ class _OneDialect:
     """`create_engine` whose engines share the dialect of the first that has connected, and with it what is compiled."""
 
     def __init__(self, create_engine: Any) -> None:
-        self._create_engine, self._first = create_engine, dict[str, Engine]()
+        self._create_engine = create_engine
+        self._first: dict[str, Engine] = {}
 
     def __call__(self, url: Any, **options: Any) -> Engine:
         engine: Engine = self._create_engine(url, **options)
