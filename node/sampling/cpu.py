@@ -292,8 +292,13 @@ def peaks(
     them, and the result is of both.
     """
     rows = len(logits)
-    out = (np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows))
     below = 0
+    out: tuple[NDArray[Any], ...] = (
+        np.empty(rows, np.int64),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows),
+    )
     if before is not None:
         found, below = before
         for held, column in zip(out, (found.tokens, found.scores, found.largest, found.exponentials), strict=True):

@@ -108,7 +108,7 @@ def spans_of(rollout: Rollout, replies: Replies = (), *, row: int, chunk_tokens:
         first += len(proofs)
 
 
-class Head(Protocol):
+class LogitParts(Protocol):
     """The output head."""
 
     @property
@@ -122,7 +122,7 @@ class Head(Protocol):
 def measure_states(
     spans: Sequence[Span],
     states: Sequence[Tensor],
-    head: Head,
+    head: LogitParts,
     *,
     temperature: float,
     proofs: ProofSpec,
@@ -157,7 +157,7 @@ def _measured(chunks: Sequence[Distances], logprobs: list[float], margins: list[
 
 
 def _appraised(
-    spans: Sequence[Span], states: Sequence[Tensor], head: Head, *, temperature: float
+    spans: Sequence[Span], states: Sequence[Tensor], head: LogitParts, *, temperature: float
 ) -> tuple[list[float], list[float]]:
     """Sample again with each span's own seed: the tokens' log-probabilities, and by how much each lost (section 4)."""
     rows = torch.cat(list(states))
