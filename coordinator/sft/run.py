@@ -327,7 +327,7 @@ class _FineTuning:
         return self._done % every == 0 or self._done == self._schedule.steps
 
     def _save(self) -> None:
-        counters = adapter_counters(self._job.recipe.lora, initial=str(self._job.model))
+        counters = adapter_counters(self._job.recipe.lora, initial=str(self._job.model.absolute()))
         save_checkpoint(
             self._job.state / CHECKPOINTS,
             model=self._policy.model,

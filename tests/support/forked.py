@@ -35,6 +35,8 @@ class ForkingPopen(subprocess.Popen[Any]):
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads here hold no lock that it needs
             self.pid = os.fork()
         if not self.pid:
+            if arguments[21]:  # start_new_session: whoever waits in vain ends the whole group
+                os.setsid()
             _run(command[3:], env=env, standard=(pipes[0], pipes[3], pipes[5]))
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
