@@ -5,7 +5,7 @@ process (tokens, log-probabilities, policy versions, proofs) is fetched and comp
 
 Stop strings are looked for in the stream, by the run's own rule, which vLLM's is not. So the worker process may have
 drawn past the end by the time it is told, and may have proved a chunk with what came after. Such a chunk is drawn
-again, up to the end and no further.
+again, up to the end and no further; without an end there, once more and on.
 
 A new policy is loaded in place: vLLM pauses the running requests, clears their cache, reloads the weights, and reads
 each prefix again under the new weights, so later tokens are the new policy's over the whole prefix, as
@@ -102,23 +102,27 @@ class VllmEngine:
         return rollout
 
     async def _complete(self, request: SampleRequest, on_finished: Callable[[], None] | None) -> Rollout:
-        parts, tokens = list[Rollout](), list[int]()
-        most = cap = request.cap(self._spec.sampling)
-        while True:
+        parts, tokens, missing = list[Rollout](), list[int](), 0
+        cap = request.cap(self._spec.sampling)
+        is_over = False
+        while not is_over:
             rest = replace(
                 request,
                 prompt_ids=(*request.prompt_ids, *tokens),
                 position=request.position + len(tokens),
-                max_tokens=most,
+                max_tokens=missing or cap - len(tokens),
             )
             part, drawn = await self._draw(rest, before=tokens)
+            whole, left_out = [*tokens, *part.completion_ids], drawn - len(part.completion_ids)
+            is_over = not left_out and (len(whole) == cap or request.rules.ends_turn(whole, self.policy.eos_ids))
+            if missing and not left_out and not is_over:
+                # Drawn again with other rows beside it, or by a newer policy, a token may be another one, and the end
+                # elsewhere. Kept, this would be a chunk cut short with others behind it: its place is drawn without
+                # the old end. That finds the old end once more only if rounding differs once more.
+                missing = 0
+                continue
             parts.append(part)
-            tokens += part.completion_ids
-            missing = drawn - len(part.completion_ids)
-            if not missing and (len(tokens) == cap or request.rules.ends_turn(tokens, self.policy.eos_ids)):
-                break
-            # Drawn again with other rows beside it, a token may be another one, and the end elsewhere.
-            most = missing or cap - len(tokens)
+            tokens, missing = whole, left_out
         if on_finished is not None:
             on_finished()
         return merge_pieces(request, parts)
