@@ -96,13 +96,17 @@ def all_graded(
     rules: TurnRules = RUN_RULES,
     seconds: float = REPLY_SECONDS,
 ) -> Iterator[float]:
-    """Yield the reward of each completion, as `graded`; raise EnvironmentFault (too_slow) after `seconds` in all."""
+    """Yield the reward of each completion, as `graded`; raise EnvironmentFault (too_slow) after `seconds` in all.
+
+    The environment's time alone counts: a long group takes a while to be split, which is nobody's doing.
+    """
+    texts = [_texts_of(policy, tokens, rules) for tokens in completions]
     began = time.monotonic()
-    for tokens in completions:
+    for tokens, turns in zip(completions, texts, strict=True):
         spent = time.monotonic() - began
         if spent >= seconds:
             raise EnvironmentFault(f"the rewards of one submission took {spent:.1f} s", code="too_slow")
-        yield graded(policy, environment, problem, tokens, rules=rules)
+        yield grade(environment, problem, turns, tokens=len(tokens))
 
 
 def graded(
@@ -114,5 +118,8 @@ def graded(
     rules: TurnRules = RUN_RULES,
 ) -> float:
     """Return the reward of one completion under `rules`; raise MalformedPolicy, and what the environment raises."""
-    turns = [render_completion(policy, turn) for turn in turns_of(tokens, policy.eos_ids, rules)]
-    return grade(environment, problem, turns, tokens=len(tokens))
+    return grade(environment, problem, _texts_of(policy, tokens, rules), tokens=len(tokens))
+
+
+def _texts_of(policy: Blueprint, tokens: Sequence[int], rules: TurnRules) -> list[str]:
+    return [render_completion(policy, turn) for turn in turns_of(tokens, policy.eos_ids, rules)]

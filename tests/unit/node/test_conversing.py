@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,7 @@ from node.protocol.admission import Outcome, judge_gain
 from node.protocol.reasons import Reason
 from node.protocol.run import ProofSpec, SamplingSpec
 from node.protocol.submission import Rollout
-from node.protocol.turns import MAX_REPLY_CHARACTERS, replay, turns_of
+from node.protocol.turns import MAX_REPLY_CHARACTERS, StopStrings, TurnRules, replay, turns_of
 from node.verification.plan import Rules
 from node.verification.prefill import TransformersPrefill
 from node.verification.second_look import altered, int8, suspect_gain
@@ -322,18 +322,42 @@ def test_the_arithmetic_environment_has_nothing_to_say(policy: Policy) -> None:
     assert asking(policy, Calculator(), Calculator().problem(3), sampling=many) is not None
 
 
-def test_rewards_that_take_too_long_together_are_nobodys_fault(monkeypatch):
-    """A group is graded within a claim's time, or two verifiers do it: what is not proved may be made to be slow."""
-    clock = [0.0]
-    monkeypatch.setattr("node.episodes.conversation.time.monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that grading is measured by, which stands still but for what a test adds."""
+    now = [0.0]
+    monkeypatch.setattr("node.episodes.conversation.time.monotonic", lambda: now[0])
+    return now
 
-    def slow(*_: object, **__: object) -> float:
-        clock[0] += 0.4 * REPLY_SECONDS
+
+@dataclass(frozen=True)
+class Slow(Talker):
+    """Takes its time over each reward."""
+
+    clock: list[float] = field(default_factory=list)
+
+    def reward_turns(self, problem: Problem, turns: Sequence[str]) -> float:
+        self.clock[0] += 0.4 * REPLY_SECONDS
         return 0.5
 
-    monkeypatch.setattr("node.episodes.conversation.graded", slow)
-    rewards = all_graded(None, None, None, [[1]] * 8)
+
+def test_rewards_that_take_too_long_together_are_nobodys_fault(policy: Policy, clock: list[float]) -> None:
+    """A group is graded within a claim's time, or two verifiers do it: what is not proved may be made to be slow."""
+    slow = Slow(lambda _: None, clock=clock)
+    rewards = all_graded(policy, slow, slow.problem(0), [[40]] * 8)
     assert [next(rewards) for _ in range(3)] == [0.5] * 3
     with pytest.raises(EnvironmentFault) as raised:
         next(rewards)
     assert raised.value.code == "too_slow"
+
+
+def test_the_search_for_stop_strings_takes_nothing_of_the_time_for_rewards(policy: Policy, clock: list[float]) -> None:
+    """It takes 20 s for 16 completions of 32768 tokens: an honest group of them would stay undecided for ever."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        clock[0] += REPLY_SECONDS
+        return ""
+
+    rules = TurnRules(stop=StopStrings(("x",), decode))
+    talker = Talker(lambda _: None)
+    assert list(all_graded(policy, talker, talker.problem(0), [[40]] * 4, rules=rules)) == [0.25] * 4
