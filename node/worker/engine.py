@@ -170,6 +170,10 @@ class EngineHost:
             ),
             slot=CHALLENGE_SLOT,
         )
+        try:
+            _check_prompt(expected, rules)
+        except EnvironmentFault as fault:  # the asker would refuse the answer, or no engine takes it
+            raise ChallengeUnavailable(f"The challenge's problem is for nobody: {fault}.") from fault
         if not fits(rules, samples=ask.samples, prompt_tokens=len(expected.prompt_ids)):
             raise ChallengeUnavailable("The run's proofs make the answer too large; ask for fewer samples or tokens.")
         most, prompt = rules.sampling.max_new_tokens, tuple(expected.prompt_ids)

@@ -78,6 +78,15 @@ def forged(scene: Scene, rollouts: list[Rollout]) -> ChallengeBody:
     return msgspec.structs.replace(scene.body, rollouts=write_rollouts(rollouts))
 
 
+async def test_a_prompt_beyond_its_environments_limit_is_unavailable_and_no_lie(tiny_policy_path) -> None:
+    """The asker refuses every answer to it: an honest node would look as if it had failed."""
+    spec = msgspec.structs.replace(SPEC, environments=(EnvironmentSpec(name="arithmetic", max_prompt_tokens=4),))
+    host = EngineHost(TorchEngine(spec), Feed(tiny_policy_path), spec=spec, run_id=RUN_ID)
+    await host.load(0, slots=0)
+    with pytest.raises(ChallengeUnavailable, match="1 to 4 are allowed"):
+        await host.challenge(ASK, node=NODE, nonce=NONCE)
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_honest_work_passes(scene: Scene, measured: bool) -> None:
     shown = appraised(scene.body, scene.prefill if measured else None)
