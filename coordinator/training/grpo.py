@@ -127,11 +127,10 @@ def told_rewards(apart: Mapping[str, float]) -> str:
 def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
     """Return the group's samples with their advantages; none if all are zero and no teacher has something to say."""
     training = spec.training
-    sampling = spec.sampling if group.environment is None else spec.sampling_in(group.environment)
     lengths = [len(sample.completion_ids) for sample in group.rollouts]
     rewards = [
-        reward - recipe.overlong_penalty(tokens, training=training, most=sampling.max_new_tokens)
-        for reward, tokens in zip(group.rewards, lengths, strict=True)
+        reward - recipe.overlong_penalty(tokens, training=training, most=most_tokens(sample, group, spec))
+        for reward, sample, tokens in zip(group.rewards, group.rollouts, lengths, strict=True)
     ]
     advantages = recipe.group_advantages(rewards, normalize=training.normalize_advantage)
     if not any(advantages) and not training.teacher:
@@ -145,6 +144,16 @@ def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
         )
         for sample, advantage, tokens in zip(group.rollouts, advantages, lengths, strict=True)
     ]
+
+
+def most_tokens(sample: Sample, group: Group, spec: RunSpec) -> int:
+    """Return the most tokens that this completion of `group` could have had.
+
+    The ends of its thoughts lower it in a run of one turn. In others they cannot be told from replies here.
+    """
+    sampling = spec.sampling if group.environment is None else spec.sampling_in(group.environment)
+    ends = sum(len(ids) for _, ids in sample.replies) if sampling.max_turns == 1 else 0
+    return sampling.max_new_tokens - ends
 
 
 def staleness(sample: Sample, *, leased: int, step: int) -> tuple[int, ...]:

@@ -265,6 +265,18 @@ def test_a_completion_is_overlong_by_its_environments_own_limit():
     assert score(other, spec=spec, step=0) == []
 
 
+def test_a_completion_that_the_end_of_its_thought_left_less_room_is_overlong_all_the_same():
+    """Cut off at 6 of 8 tokens, it would keep most of its reward: a thought without an end would pay."""
+    spec = run_spec(overlong_share=0.5, normalize_advantage=False)
+    ends, rewards = ((2, (8, 9)),), (1.0, 1.0)
+    cut_off = Sample((1,), (7,) * 6, (-1.0,) * 6, replies=ends)
+    group = Group(0, rewards, (Sample((1,), (7,), (-1.0,)), cut_off))
+    single = msgspec.structs.replace(spec, sampling=SamplingSpec(max_new_tokens=8))
+    assert [one.advantage for one in score(group, spec=single, step=0)] == [0.5, -0.5]
+    several = msgspec.structs.replace(spec, sampling=SamplingSpec(max_new_tokens=8, max_turns=2))
+    assert [one.advantage for one in score(group, spec=several, step=0)] == [0.25, -0.25]  # it may be a reply
+
+
 @pytest.mark.parametrize(("samples", "parts"), [(128, [32] * 4), (10, [2, 3, 2, 3]), (3, [1, 1, 1]), (0, [])])
 def test_minibatches_are_even_and_in_order(samples, parts):
     scored = [Scored(Sample((1,), (at,), (-1.0,)), 1.0, (0,)) for at in range(samples)]
