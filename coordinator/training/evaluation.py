@@ -36,7 +36,7 @@ from node.policy.file import Blueprint, render_prompt
 from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Rollout
-from node.protocol.turns import RUN_RULES, TurnRules
+from node.protocol.turns import RUN_RULES, TurnRules, ends_whole
 from shardcast.wire import derive
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class TaskSet:
                 reward = graded(self._policy, self.environment, problem, rollout.completion_ids, rules=self._rules)
             except NodeError as error:
                 log.warning("completion of %s cannot be judged here: %s", self.environment.name, error)
-            is_cut_off = not self._rules.ends_turn(rollout.completion_ids, self._policy.eos_ids)
+            is_cut_off = not ends_whole(rollout.completion_ids, self._policy.eos_ids, self._rules)
             outcomes.append(CompletionOutcome(len(rollout.completion_ids), is_cut_off, reward))
         return outcomes
 

@@ -206,6 +206,13 @@ def turns_of(tokens: Sequence[int], eos_ids: Collection[int], rules: TurnRules =
     return [list(turn) for turn in dialogue.turns]
 
 
+def ends_whole(tokens: Sequence[int], eos_ids: Collection[int], rules: TurnRules = RUN_RULES) -> bool:
+    """Return whether a whole completion's last token ends its last turn; otherwise the completion was cut off."""
+    dialogue = Dialogue(_ALL_TURNS, eos_ids, lambda _: (), rules)
+    dialogue.see(tokens)
+    return dialogue.tokens == len(tokens)
+
+
 def interleaved(tokens: Sequence[int], replies: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
     """Return `tokens` with the replies inserted at their positions: the model's input."""
     found: list[int] = []

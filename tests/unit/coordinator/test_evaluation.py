@@ -22,11 +22,12 @@ from node.engines.base import Interrupted
 from node.engines.torch import TorchEngine
 from node.environments import load_environment
 from node.environments.base import Environment, Problem
-from node.policy.file import load_policy, save_policy
+from node.policy.file import load_policy, render_completion, save_policy
 from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, LengthSpec, RunSpec, SamplingSpec, run_id_of
 from node.protocol.slots import slot_problem
 from node.protocol.submission import Rollout
+from node.protocol.turns import StopStrings, TurnRules
 from node.sandbox import SandboxFailed
 from shardcast import Origin
 
@@ -140,6 +141,15 @@ def test_rewards_and_lengths_are_the_means_of_what_was_drawn(policy):
     assert found.tokens_mean == sum(lengths) / 4
     assert found.tokens_most == max(lengths)
     assert found.cut_off == 0.25
+
+
+def test_a_turn_cut_off_just_behind_a_stop_string_is_cut_off(policy):
+    """Its last token ends no turn: what stands before it was the end of the turn before."""
+    loaded = load_policy(policy, dtype=torch.float32)
+    stop = StopStrings(("ab",), lambda ids: render_completion(loaded, list(ids)))
+    work = TaskSet(Doubtful(), loaded, EvaluationSettings(problems=1, samples=3), 0, rules=TurnRules(stop=stop))
+    found = work.judge([completion(text, ends=False) for text in ("abc", "cab", "abcab")])
+    assert [one.is_cut_off for one in found] == [True, False, False]
 
 
 def test_length_targets_count_in_an_evaluation_as_in_the_run(policy):
