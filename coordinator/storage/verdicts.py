@@ -86,7 +86,8 @@ def claim(
     Claims last `seconds`, unless they are renewed. Rechecks that training waits for come first, then others, then the
     oldest version, which is the first that training cannot use any more, then by arrival. So verifiers load a policy
     once for all that waits under it, and nothing waits for a version that is older. One that was claimed MAX_ATTEMPTS
-    times is claimed alone: where it ends its verifier, it uses up no claims of others.
+    times is claimed alone: where it ends its verifier, it uses up no claims of others. From then on it also waits until
+    its claim ends, whoever has it: a verifier that ends within a second of each start would give it up within seconds.
     """
     free = or_(
         submissions.c.state == SubmissionState.QUEUED,
@@ -96,7 +97,7 @@ def claim(
                 submissions.c.claimed_until <= now,
                 # Far longer than any claim: made while this machine's clock was ahead.
                 submissions.c.claimed_until > now + 2 * seconds,
-                submissions.c.verifier == verifier,
+                and_(submissions.c.verifier == verifier, submissions.c.attempts < MAX_ATTEMPTS),
             ),
         ),
     )

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.errors import CorruptRead, StorageFault
+from coordinator.errors import CorruptRead, StorageFault, StoreAway
 from coordinator.run.home import Home
 from coordinator.storage import uploads
 from coordinator.storage.blobs import Upload, UploadStore
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class BodyUnavailable(VerifierFailed):
-    """A body is read corrupted at the moment, and may be read well later."""
+    """A body cannot be read at the moment, or is read corrupted, and may be read well later."""
 
 
 def body_reader(home: Home) -> BodyReader:
@@ -35,7 +35,10 @@ def body_reader(home: Home) -> BodyReader:
 
 
 class BodyReader:
-    """Reads the bodies of one verifier's claimed submissions as blobs; every method may block and raise OSError."""
+    """Reads the bodies of one verifier's claimed submissions as blobs; every method may block and raise OSError.
+
+    `read` only where the store is away: one body on a bad part of the disk must not keep others waiting.
+    """
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -47,7 +50,9 @@ class BodyReader:
         """Return the body, or the verdict if it cannot be read or is not the signed one; raises BodyUnavailable."""
         try:
             return self._fetch(claimed)
-        except CorruptRead as error:
+        except OSError as error:
+            if isinstance(error, StoreAway) and not isinstance(error, CorruptRead):
+                raise
             raise BodyUnavailable(f"its body is unavailable: {error}") from error
         except StorageFault as error:
             log.warning(

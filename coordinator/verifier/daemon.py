@@ -21,7 +21,7 @@ from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import locks, rebuilds, training, verdicts
-from coordinator.storage.faults import DatabaseAway, advice
+from coordinator.storage.faults import DatabaseAway, advice, is_away
 from coordinator.storage.rebuilds import AdmittedGroup
 from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import Group, Sample, encode_group
@@ -93,6 +93,7 @@ class Verifier:
         self._history = KeptHistory(settings.state, run_id=home.run_id)
         self._engine_failures = 0
         self._has_fetched_again = False
+        self._unreleased: list[QueueItem] = []
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
@@ -219,8 +220,10 @@ class Verifier:
     async def _verify_batch(self, cache: PolicyCache) -> bool:
         """Claim a batch, whose forward passes are shared, and judge it; return whether there was any submission.
 
-        Raises EngineAway, DatasetAway and EngineFailed after what is not judged was put back.
+        Raises EngineAway, DatasetAway, EngineFailed, and DatabaseAway or OSError where the database or the disk is
+        away, after what is not judged was put back: here, or before the next claim if that cannot be written now.
         """
+        await self._release()
         claimed = await asyncio.to_thread(self._claim)
         if claimed:
             self._metrics.claims.inc(len(claimed))
@@ -234,6 +237,11 @@ class Verifier:
                     await self._defer_all(claimed)
                 except (EngineAway, DatasetAway, EngineFailed):
                     await self._defer_all(claimed)
+                    raise
+                except (DatabaseAway, OSError) as error:
+                    # Other errors may be what a submission does to its verifiers, so its claims count.
+                    if is_away(error):
+                        await self._defer_all(claimed)
                     raise
             self._engine_failures = 0
             await asyncio.to_thread(self._history.keep_current, self._home.database)
@@ -437,14 +445,20 @@ class Verifier:
             return training.published_since(connection, version)
 
     async def _defer_all(self, claimed: Sequence[QueueItem]) -> None:
-        for one in claimed:
-            await asyncio.to_thread(self._defer, one)
+        self._unreleased += claimed
+        await self._release()
+
+    async def _release(self) -> None:
+        """Put back what is still to be; raises DatabaseAway or OSError, and the rest is put back the next time."""
+        while self._unreleased:
+            await asyncio.to_thread(self._defer, self._unreleased[0])
+            del self._unreleased[0]
 
     def _defer(self, claimed: QueueItem) -> None:
-        self._metrics.deferred.inc()
         with self._home.database.write() as connection:
             until = verdicts.clock() + RETRY_SECONDS
             verdicts.defer(connection, claimed, until=until)
+        self._metrics.deferred.inc()
 
     def _record(
         self, claimed: QueueItem, judgement: JudgedClaim, evidence: bytes | None, published: Mapping[int, str]

@@ -131,3 +131,17 @@ def test_a_submission_that_ends_its_verifiers_takes_no_others_with_it(home: Home
     outcomes = {entry.submission: entry.outcome for entry in actors.entries() if isinstance(entry, VerdictEntry)}
     assert outcomes.pop(poison) is Outcome.INDETERMINATE
     assert list(outcomes.values()) == [Outcome.ADMITTED] * 4
+
+
+def test_a_verifier_that_ends_at_once_whenever_it_starts_gives_nothing_up_within_minutes(home: Home) -> None:
+    """Its own fault, such as a driver that crashes, would be the end of honest work before anybody could mend it."""
+    actors = Actors(home)
+    actors.register("honest")
+    actors.publish(0)
+    actors.submit("honest", actors.lease("honest", held=(0,))[0].lease_id)
+    quick = [claim(actors) for _ in range(60)]
+    assert [len(batch) for batch in quick] == [1] * verdicts.MAX_ATTEMPTS + [0] * (60 - verdicts.MAX_ATTEMPTS)
+    actors.now += 31
+    (held,) = claim(actors)
+    assert not held.is_hopeless
+    assert actors.decide(held, Outcome.ADMITTED)

@@ -1,20 +1,27 @@
-"""The verifier's engine: one that is slow keeps its work, and one that dies or has no memory gives it back."""
+"""A verifier whose engine or disk is away: slow work stays its own, and what it cannot do now it gives back."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
 from swarm import RUN_KEY, Swarm, publish, running, small_spec, verifying
 from waiting import until
 
 from coordinator.run.home import create_home
+from coordinator.storage import verdicts
+from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import submissions
+from coordinator.training.groups import encode_group
 from coordinator.verifier import daemon as verifier
 from coordinator.verifier.daemon import MAX_ENGINE_FAILURES, Verifier, VerifierSettings
 from node.engines.base import EngineDied
@@ -23,11 +30,13 @@ from node.policy.file import Policy
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
+from node.submission.writer import write_rollouts
 from node.verification import prefill as prefills
 from node.verification.deviations import SpanMeasured
 from node.verification.prefill import Prefill, TransformersPrefill, TransformersPrefills
 from node.verification.spans import Span
 from shardcast import Origin, OriginServer
+from shardcast.wire import digest
 
 
 class Dying(TransformersPrefills):
@@ -152,3 +161,73 @@ def test_work_is_admitted_by_a_verifier_whose_memory_is_used_up(
         peer = swarm.peer()
         lease = peer.lease()
         assert swarm.judge(peer, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
+
+
+def failing(function: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:
+    """`function`, but its next calls raise `errors`, one each."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("is_database_full", [False, True], ids=["disk", "disk and database"])
+def test_a_full_disk_costs_its_claims_nothing(
+    is_database_full: bool, tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Honest work was given up as indeterminate after six seconds of it."""
+    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    full: list[Exception] = [OSError(errno.ENOSPC, "No space left on device") for _ in range(verdicts.MAX_CLAIMS + 1)]
+    monkeypatch.setattr(
+        "coordinator.verifier.daemon.encode_group", failing(encode_group, full)
+    )  # what `_record` writes
+    away = OperationalError("UPDATE", {}, sqlite3.OperationalError("full"))
+    locked: list[Exception] = [away] * (3 * is_database_full)
+    monkeypatch.setattr(verdicts, "defer", failing(verdicts.defer, locked))
+    with running(tmp_path, tiny_policy_path) as swarm:
+        peer = swarm.peer()
+        lease = peer.lease()
+        assert swarm.judge(peer, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
+        assert claims_of(swarm) == 1
+    assert full == locked == []
+
+
+def test_an_error_that_a_submission_may_cause_counts_as_an_attempt(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put back for nothing, one that nobody can judge would keep the whole queue waiting for ever."""
+    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    odd: list[Exception] = [OSError(errno.E2BIG, "Argument list too long")]
+    monkeypatch.setattr("coordinator.verifier.daemon.encode_group", failing(encode_group, odd))
+    with running(tmp_path, tiny_policy_path) as swarm:
+        peer = swarm.peer()
+        lease = peer.lease()
+        assert swarm.judge(peer, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
+        assert claims_of(swarm) == 2
+
+
+def test_one_body_that_the_disk_does_not_give_keeps_no_other_waiting(
+    tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    bad: set[str] = set()
+    get = FolderBlobs.get
+
+    def reading(blobs: FolderBlobs, name: str, *, max_bytes: int) -> bytes:
+        if name in bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return get(blobs, name, max_bytes=max_bytes)
+
+    monkeypatch.setattr(FolderBlobs, "get", reading)
+    with running(tmp_path, tiny_policy_path) as swarm:
+        first, second = swarm.peer(), swarm.peer()
+        lease, other = first.lease(), second.lease()
+        body = write_rollouts(swarm.honest(lease))
+        bad.add(digest(body))
+        held = first.submit(lease.lease_id, body)
+        assert swarm.judge(second, swarm.honest(other), other).outcome is Outcome.ADMITTED
+        bad.clear()
+        assert swarm.verdict(first, held).outcome is Outcome.ADMITTED
