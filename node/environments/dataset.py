@@ -79,6 +79,9 @@ def load_rows(spec: EnvironmentSpec, datasets: Mapping[str, Path]) -> DatasetPro
     if dataset.has_answers != (wanted is answers or isinstance(answers, UnsetType)):
         fault = "has answers, which the rules keep apart" if dataset.has_answers else "has no answers"
         raise DatasetFault(f"{path} {fault}", code="dataset_malformed")
+    if bool(dataset.header.salt) != (wanted is answers):
+        fault = "is a file of answers, which must not travel" if dataset.header.salt else "has answers without a salt"
+        raise DatasetFault(f"{path} {fault}", code="dataset_malformed")
     if spec.problems.count > dataset.header.leased:
         raise EnvironmentFault(
             f"{spec.name} has {dataset.header.leased} rows that are not held out, and problems.count is "

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from dataset_files import SALT, environment_of, made, sums
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from node.datasets.convert import Converted
 from node.datasets.folder import match_answers
@@ -19,8 +19,9 @@ from node.datasets.format import Dataset
 from node.environments import check_rewards, load_environment
 from node.errors import ConfigError, DatasetFault
 from node.protocol.grading import UnitTestsGrader
-from node.protocol.run import DatasetSpec, EnvironmentSpec, ProblemsSpec, RunSpec, parse_run_toml
+from node.protocol.run import DatasetSpec, EnvironmentSpec, FileSpec, ProblemsSpec, RunSpec, parse_run_toml
 from node.verification.plan import Rules
+from shardcast.content import file_digest
 from shardcast.errors import Malformed
 
 SECRETS = [{"question": f"Q:{at}", "answer": f"secret-{at}", "note": f"worked-{at}"} for at in range(20)]
@@ -116,18 +117,36 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
     assert differ.value.code == "answers_differ"
 
 
+def file_spec(path: Path) -> FileSpec:
+    return FileSpec(digest=file_digest(path), bytes=path.stat().st_size)
+
+
+def refusal(dataset: DatasetSpec, *files: Path) -> str:
+    """The code of what is wrong with `files` in these places of the rules."""
+    answers = UNSET if isinstance(dataset.answers, UnsetType) else "operator"
+    spec = EnvironmentSpec(name="dataset:sums", dataset=dataset, problems=ProblemsSpec(count=20), answers=answers)
+    with pytest.raises(DatasetFault) as wrong:
+        load_environment(spec, {file_digest(path): path for path in files})
+    return wrong.value.code
+
+
 def test_neither_file_passes_for_the_other(tmp_path: Path) -> None:
     """An operator who puts the file with the answers where the prompts belong would send them to everybody."""
+    dataset = apart(tmp_path)
+    prompts, kept = file_spec(dataset.path), file_spec(dataset.answers)
+    assert refusal(DatasetSpec(prompts.digest, prompts.bytes), dataset.path) == "dataset_malformed"
+    leaking = DatasetSpec(kept.digest, kept.bytes)
+    assert refusal(leaking, dataset.answers) == "dataset_malformed"
+    assert refusal(msgspec.structs.replace(leaking, answers=prompts), dataset.answers) == "dataset_malformed"
+
+
+def test_a_file_with_answers_for_everybody_is_none_that_the_operator_keeps(tmp_path: Path) -> None:
+    """Without a salt its digest, which is in the rules, tells whoever knows the prompts when an answer is right."""
     dataset, whole = apart(tmp_path / "apart"), made(tmp_path / "whole")
-    leaking = DatasetSpec(digest=whole.spec.digest, bytes=whole.spec.bytes, answers=dataset.spec.answers)
-    bare = DatasetSpec(digest=dataset.spec.digest, bytes=dataset.spec.bytes)
-    for spec, path, answers in ((leaking, whole.path, "operator"), (bare, dataset.path, UNSET)):
-        environment = EnvironmentSpec(
-            name="dataset:sums", dataset=spec, problems=ProblemsSpec(count=20), answers=answers
-        )
-        with pytest.raises(DatasetFault) as wrong:
-            load_environment(environment, {spec.digest: path})
-        assert wrong.value.code == "dataset_malformed"
+    unsalted = msgspec.structs.replace(dataset.spec, answers=file_spec(whole.path))
+    assert refusal(unsalted, whole.path) == "dataset_malformed"
+    leaking = msgspec.structs.replace(whole.spec, answers=dataset.spec.answers)
+    assert refusal(leaking, whole.path) == "dataset_malformed"
 
 
 @pytest.mark.parametrize("answers", ["", 'answers = "operator"\n'])
