@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+from msgspec import UNSET, UnsetType
 from rich.console import Console
 
 from node.audit.checkpoints import open_checkpoint
@@ -45,7 +46,8 @@ from node.client.http import ExchangeLimits, printable
 from node.client.ssrf import not_nearer
 from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS, match_answers
-from node.errors import BadReply, ConfigError, NodeError, StateError
+from node.environments.dataset import load_rows
+from node.errors import BadReply, ConfigError, DatasetFault, NodeError, StateError
 from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
 from node.protocol.messages import (
@@ -54,7 +56,7 @@ from node.protocol.messages import (
     LogEntry,
     VerdictEntry,
 )
-from node.protocol.run import Descriptor
+from node.protocol.run import Descriptor, RunSpec
 from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
 from shardcast.errors import PeerFault, ShardcastError
@@ -280,12 +282,13 @@ class _Auditor:
         announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
         sources = valid_sources((*self._sources, *descriptor.relays, *announced.relays))
         may_connect = not_nearer(lambda: self._coordinator.reach, own=self._sources)
+        datasets = await self._fetch_datasets(descriptor, sources, may_connect)
         async with EvidenceAuditor(
             self._coordinator,
             descriptor=descriptor,
             checkpoint=checkpoint,
             entries=entries,
-            datasets=await self._fetch_datasets(descriptor, sources, may_connect),
+            datasets=await asyncio.to_thread(self._check_answers, descriptor.spec, datasets),
             sources=sources,
             may_connect=may_connect,
             folder=self._state / "policies",
@@ -297,6 +300,25 @@ class _Auditor:
                 self._report.checked.append(checked)
                 if problem is not None:
                     self._report.problems.append(problem)
+
+    def _check_answers(self, spec: RunSpec, datasets: Mapping[str, Path]) -> Mapping[str, Path]:
+        """Return `datasets` without files of answers that contradict the prompts, which become problems.
+
+        The operator signed for both digests, so the file proves it, whoever gave it.
+        """
+        kept = dict(datasets)
+        for one in spec.environments:
+            answers = UNSET if isinstance(one.dataset, UnsetType) else one.dataset.answers
+            if isinstance(answers, UnsetType) or answers.digest not in kept:
+                continue
+            try:
+                load_rows(one, kept)
+            except DatasetFault as error:
+                if error.code != "answers_differ":
+                    raise
+                del kept[answers.digest]
+                self._report.problems.append(AuditProblem(error.code, f"{error}."))
+        return kept
 
     async def _fetch_datasets(
         self, descriptor: Descriptor, sources: Sequence[str], may_connect: MayConnect

@@ -165,6 +165,25 @@ def test_an_operator_who_invents_rewards_is_convicted_by_whoever_has_the_answers
     assert (told["outcome"], told["problems"][0]["code"]) == ("disagree", "verdict_differs")
 
 
+def test_an_operator_who_signed_for_answers_to_other_prompts_is_convicted_and_the_audit_goes_on(
+    tmp_path: Path, tiny_policy_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told "incomplete", whoever has the file would look for the fault at home."""
+    dataset, other = (made(tmp_path / "data" / "datasets", told_rows(count), salt=SALT) for count in (30, 31))
+    environment = environment_of(dataset)
+    mixed = structs.replace(environment, dataset=structs.replace(dataset.spec, answers=other.spec.answers))
+    with monkeypatch.context() as lying:
+        lying.setattr("node.environments.dataset._digest", lambda _: dataset.spec.digest)
+        with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(mixed,))) as swarm:
+            with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status:
+                until(lambda: status().get("admitted", 0) >= 1, seconds=SOON)
+            lying.undo()
+            found = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys, other.answers)
+    assert (found["outcome"], found["exit_code"], found["error"]) == ("disagree", 1, None)
+    assert [one["code"] for one in found["problems"]] == ["answers_differ"]
+    assert found["results"]["ungraded"] >= 1
+
+
 def test_a_worker_that_guesses_its_rewards_is_not_believed(tmp_path: Path, tiny_policy_path: Path) -> None:
     """Where it knows no answer it may say that all is right: a submission has no place for that."""
     dataset = made(tmp_path / "data" / "datasets", told_rows(30), salt=SALT)
