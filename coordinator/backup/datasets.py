@@ -29,7 +29,8 @@ def copy_datasets(home: Home, folder: Path, *, verify: bool) -> tuple[str, ...]:
         target = folder / DATASETS / dataset_file(dataset.digest)
         source = sources.get(dataset.digest)
         has_it = _is_whole(target, dataset) if verify else target.exists()
-        if has_it or (source is not None and _copy(source, target, dataset)):
+        is_secret = dataset in home.spec.answers
+        if has_it or (source is not None and _copy(source, target, dataset, is_secret=is_secret)):
             held.append(dataset.digest)
     return tuple(held)
 
@@ -54,7 +55,7 @@ def restore_datasets(folder: Path, manifest: BackupManifest, spec: RunSpec, *, d
     """Copy the datasets of the backup in `folder` into the data folder `data`; raises BackupError and OSError."""
     for dataset in held_datasets(manifest, spec):
         path = folder / DATASETS / dataset_file(dataset.digest)
-        if not _copy(path, data / DATASETS / path.name, dataset):
+        if not _copy(path, data / DATASETS / path.name, dataset, is_secret=dataset in spec.answers):
             raise BackupError(f"{path} is damaged: it is not the run's dataset")
 
 
@@ -62,12 +63,15 @@ def _is_whole(path: Path, dataset: FileSpec) -> bool:
     return path.is_file() and path.stat().st_size == dataset.bytes and file_digest(path) == dataset.digest
 
 
-def _copy(source: Path, target: Path, dataset: FileSpec) -> bool:
-    """Copy `source` durably to `target`; return False, and leave nothing, if it is not `dataset`."""
+def _copy(source: Path, target: Path, dataset: FileSpec, *, is_secret: bool) -> bool:
+    """Copy `source` durably to `target`; return False, and leave nothing, if it is not `dataset`.
+
+    One that `is_secret` is for its owner alone, whoever could read the source; others keep the source's mode.
+    """
     target.parent.mkdir(exist_ok=True)
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     try:
-        temporary.touch(mode=0o600)  # answers are for their owner alone
+        temporary.touch(mode=0o600)
         with source.open("rb") as file, temporary.open("wb") as copy:
             hashed = HashingFile(copy)
             while hashed.size_bytes <= dataset.bytes and (piece := file.read(_PIECE_BYTES)):
@@ -80,7 +84,8 @@ def _copy(source: Path, target: Path, dataset: FileSpec) -> bool:
     if hashed.digest != dataset.digest:
         temporary.unlink()
         return False
-    shutil.copymode(source, temporary)
+    if not is_secret:
+        shutil.copymode(source, temporary)
     temporary.rename(target)
     sync_folder(target.parent)
     return True

@@ -70,6 +70,20 @@ def test_answers_that_the_operator_keeps_come_back_for_its_eyes_alone(tmp_path: 
     again.database.close()
 
 
+def test_answers_are_for_the_operators_eyes_alone_whatever_mode_their_copies_have(tmp_path: Path) -> None:
+    """A copy by hand, or from a medium without modes, is readable for all, and a backup lies where others come by."""
+    home, dataset = begin(tmp_path / "run", salt=SALT)
+    dataset.answers.chmod(0o644)
+    back_up(home, tmp_path / "backup")
+    home.database.close()
+    kept = tmp_path / "backup" / "datasets" / dataset.answers.name
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert in_backup(tmp_path / "backup", dataset).stat().st_mode & 0o777 == 0o644
+    kept.chmod(0o644)
+    restore(tmp_path / "backup", tmp_path / "again", wait=no_wait)
+    assert (tmp_path / "again" / "datasets" / kept.name).stat().st_mode & 0o777 == 0o600
+
+
 def test_a_later_backup_does_not_copy_it_again(tmp_path: Path) -> None:
     home, dataset = begin(tmp_path / "run")
     back_up(home, tmp_path / "backup")
