@@ -44,9 +44,9 @@ from node.datasets.sources import read_rows
 from node.graders import check_answer
 from node.policy.file import write_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
+from node.protocol.environment_spec import DATASET
 from node.protocol.grading import GraderSpec, MathGrader, UnitTestsGrader
 from node.protocol.run import (
-    DATASET,
     EnvironmentSpec,
     ModelSpec,
     ProblemsSpec,

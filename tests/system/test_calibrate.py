@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from coordinator import cli
-from coordinator.calibration import command
+from coordinator.commands import calibrate as command
 from coordinator.errors import BadConfiguration
 from node.protocol.run import HonestSpec, RunSpec, parse_run_toml
 
