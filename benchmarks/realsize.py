@@ -43,6 +43,7 @@ from benchmarks.sizing import policy, step, tables, verification
 from benchmarks.sizing.machine import bandwidth, matmul_rate
 from benchmarks.sizing.swarm import RealSwarm, rules
 from benchmarks.train import TRL, trl_python
+from coordinator.training.packing import ROW_TOKENS
 
 RUN_TOML: Final = Path(__file__).parent / "data" / "realsize.toml"
 OTHERS: Final = {
@@ -72,21 +73,22 @@ def swarm(options: argparse.Namespace, folder: Path) -> Findings:
     model = folder / "model"
     in_child(policy.write_folder, model, layers=options.layers, vocabulary=options.vocabulary)
     say("swarm: the model's folder is written")
-    floors = bandwidth(folder), in_child(rates, options.threads)
-    text = rules(RUN_TOML, model)
+    floors = in_child(bandwidth, folder, device=options.device), in_child(rates, options.threads, options.device)
+    text = rules(options.run, model)
     size = tables.Size.of(policy.architecture(layers=options.layers, vocabulary=options.vocabulary))
     run = RealSwarm(
         folder / "run",
         text,
+        device=options.device,
         threads=options.threads,
         patience_s=options.patience,
         policy_memory_gib=SHELF * size.policy_bytes / 2**30,
     )
-    has_vllm = find_spec("vllm") is not None
+    has_vllm = find_spec("vllm") is not None and options.device == "cpu"
     found = run.run(vllm=has_vllm)
     figures, notes = tables.figures(found, size, run.swarm.spec)
     if not has_vllm:
-        notes["vllm"] = "is not installed: no worker of that engine"
+        notes["vllm"] = "is not installed, or for the CPU alone: no worker of that engine"
     stages = tables.stages(found, size, run.swarm.spec, *floors)
     return figures, notes, {"roles": tables.roles(found, size, run.swarm.spec), "stages": stages}
 
@@ -95,7 +97,9 @@ def verify(options: argparse.Namespace, folder: Path) -> Findings:
     """Verify honest groups."""
     path = folder / "verify.safetensors"
     in_child(policy.write_file, path, layers=options.layers, vocabulary=options.vocabulary)
-    task = verification.VerifyTask(path, RUN_TOML.read_text(), groups=options.rounds, threads=options.threads)
+    task = verification.VerifyTask(
+        path, options.run.read_text(), groups=options.rounds, threads=options.threads, device=options.device
+    )
     return in_child(verification.measure, task), {}, {}
 
 
@@ -109,8 +113,16 @@ def train(options: argparse.Namespace, folder: Path) -> Findings:
         notes["step_vs_trl"] = str(error)
     path = folder / "step.safetensors"
     in_child(policy.write_file, path, layers=options.step_layers, vocabulary=options.vocabulary)
-    text = RUN_TOML.read_text()
-    task = step.StepTask(path, text, prompt=options.prompt, rounds=options.rounds, threads=options.threads)
+    task = step.StepTask(
+        path,
+        options.run.read_text(),
+        prompt=options.prompt,
+        rounds=options.rounds,
+        threads=options.threads,
+        groups=options.groups,
+        row_tokens=options.row_tokens,
+        device=options.device,
+    )
     try:
         return in_child(step.measure, task, python), notes, {}
     except PeerUnavailable as error:
@@ -131,10 +143,10 @@ def other(name: str) -> Findings:
     return {key: found["figures"].get(key) for key in OTHERS[name]}, notes, {}
 
 
-def rates(threads: int) -> dict[str, float]:
+def rates(threads: int, device: str) -> dict[str, float]:
     """Return the operations per second of products by dtype."""
     torch.set_num_threads(threads)
-    return {name: matmul_rate(getattr(torch, name)) for name in ("bfloat16", "float32")}
+    return {name: matmul_rate(getattr(torch, name), device=device) for name in ("bfloat16", "float32")}
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -175,12 +187,18 @@ def measure(options: argparse.Namespace, folder: Path) -> Findings:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--run", type=Path, default=RUN_TOML, help=f"its run.toml ({RUN_TOML.name})")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of trainer, verifier, worker and auditor"
+    )
     parser.add_argument("--layers", type=int, default=policy.LAYERS)
     parser.add_argument(
         "--step-layers", type=int, default=STEP_LAYERS, help="of the policy that is trained beside TRL's"
     )
     parser.add_argument("--vocabulary", type=int, default=policy.VOCABULARY)
     parser.add_argument("--prompt", type=int, default=76, help="tokens of a prompt in step")
+    parser.add_argument("--groups", type=int, default=4, help="of a batch in step")
+    parser.add_argument("--row-tokens", type=int, default=ROW_TOKENS, help="that ours packs into a row in step")
     parser.add_argument("--rounds", type=int, default=2, help="timed steps, and verified groups")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of torch in each process")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for each event of the swarm")

@@ -1,7 +1,7 @@
 """A GRPO step of a real policy: against the machine's matrix products, and against TRL's on the same batch.
 
-Both sides hold the policy in float32 at the same time and take their steps in turn. The batch is the same: GROUPS
-groups, whose completions have random tokens of SHORTEST to `completion` tokens each; half of a group earns 1.
+Both sides hold the policy in float32 at the same time and take their steps in turn. The batch is the same: groups
+whose completions have random tokens of SHORTEST to `completion` tokens each; half of a group earns 1.
 """
 
 from __future__ import annotations
@@ -22,29 +22,35 @@ import torch
 
 from benchmarks.peers import PeerUnavailable
 from benchmarks.report import say
-from benchmarks.sizing.machine import matmul_rate
+from benchmarks.sizing.machine import matmul_rate, synchronize
 from coordinator.training.groups import Group, Sample
-from coordinator.training.grpo import score, train_step
+from coordinator.training.grpo import Execution, score, train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import ROW_TOKENS, pack
+from coordinator.training.world import World
 from node.policy.file import load_policy
 from node.policy.skeleton import unique_tensors
 from node.protocol.run import RunSpec, parse_run_toml
 
 WORKER: Final = Path(__file__).with_name("trl_step_worker.py")
-GROUPS: Final = 4
 SHORTEST: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """A policy file, its run's run.toml, and how often both sides step, with how many threads."""
+    """A policy file, its run's run.toml, and how often both sides step, where and with how many threads.
+
+    On a GPU both take products in bfloat16 (autocast), and ours packs `row_tokens` into a row.
+    """
 
     policy: Path
     run_toml: str
     prompt: int
     rounds: int
     threads: int
+    groups: int = 4
+    row_tokens: int = ROW_TOKENS
+    device: str = "cpu"
 
     @property
     def spec(self) -> RunSpec:
@@ -60,7 +66,7 @@ def batch(task: StepTask, vocabulary: int) -> list[Group]:
         return tuple(rng.choices(range(vocabulary), k=count))
 
     groups = []
-    for _ in range(GROUPS):
+    for _ in range(task.groups):
         prompt = tokens(task.prompt)
         lengths = [rng.randint(SHORTEST, sampling.max_new_tokens) for _ in range(sampling.group_size)]
         samples = tuple(Sample(prompt, tokens(length), (-10.0,) * length) for length in lengths)
@@ -68,14 +74,14 @@ def batch(task: StepTask, vocabulary: int) -> list[Group]:
     return groups
 
 
-def operations(groups: list[Group], model: Any, spec: RunSpec) -> float:
+def operations(groups: list[Group], model: Any, task: StepTask) -> float:
     """Count a step's useful floating point operations: forward once, backward twice, nothing that is recomputed.
 
     Layers: 2 for each weight and token of the packed rows, a prompt once. Attention: 4 for each head's channel and pair
     of tokens. Head: 2 for each weight and drawn token.
     """
-    scored = [each for group in groups for each in score(group, spec=spec, step=0)]
-    rows = pack(scored, row_tokens=ROW_TOKENS)
+    scored = [each for group in groups for each in score(group, spec=task.spec, step=0)]
+    rows = pack(scored, row_tokens=task.row_tokens)
     config = model.config
     pairs = sum(int((row.positions + 1).sum()) for row in rows)
     attention = 4 * config.num_attention_heads * config.head_dim * pairs * config.num_hidden_layers
@@ -93,16 +99,21 @@ def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
     """
     torch.set_num_threads(task.threads)
     spec = task.spec
-    policy = load_policy(task.policy, dtype=torch.float32)
+    policy = load_policy(task.policy, dtype=torch.float32, device=torch.device(task.device))
     optimizer = make_optimizer(policy.model, spec.training)
     groups = batch(task, policy.vocabulary)
 
+    autocast = torch.bfloat16 if task.device == "cuda" else None
+    execution = Execution(World(device=torch.device(task.device)), task.row_tokens, autocast)
+
     def ours() -> float:
+        synchronize(task.device)
         started = time.perf_counter()
-        train_step(policy.model, optimizer, groups, spec=spec, step=0)
+        train_step(policy.model, optimizer, groups, spec=spec, step=0, execution=execution)
+        synchronize(task.device)
         return time.perf_counter() - started
 
-    rate = matmul_rate(torch.float32)
+    rate = matmul_rate(autocast or torch.float32, device=task.device)
     seconds: dict[str, list[float]] = {"ours": [], "trl": []}
     with trl_side(task, policy, groups, python) as theirs:
         for turn in range(task.rounds + 1):
@@ -111,14 +122,14 @@ def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
                 seconds["trl"].append(theirs.step())
             say(f"step {turn}: {json.dumps({side: taken[-1] for side, taken in seconds.items() if taken})}")
     mine, peer = (taken[1:] for taken in seconds.values())  # the first makes the optimizers' state
-    done = operations(groups, policy.model, spec)
+    done = operations(groups, policy.model, task)
     return {
         "step_parameters": policy.parameters,
         "step_seconds": statistics.median(mine),
         "step_seconds_trl": statistics.median(peer) if peer else None,
         "step_vs_trl": statistics.median(b / a for a, b in zip(mine, peer, strict=True)) if peer else None,
         "step_tflop": done / 1e12,
-        "matmul_gflop_per_s_float32": rate / 1e9,
+        f"matmul_gflop_per_s_{'float32' if autocast is None else 'bfloat16'}": rate / 1e9,
         "step_share_of_matmul_peak": done / statistics.median(mine) / rate,
     }
 
@@ -167,6 +178,7 @@ def trl_side(task: StepTask, policy: Any, groups: list[Group], python: Path | No
         "betas": [training.beta1, training.beta2],
         "steps": task.rounds + 1,
         "threads": task.threads,
+        "device": task.device,
     }
     (folder / "task.json").write_text(json.dumps(described))
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(task.threads)}

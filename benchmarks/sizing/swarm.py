@@ -33,6 +33,7 @@ _NO_RESTARTS = RestartPolicy(attempts=1)
 """A process that dies here, for memory as like as not, ends the benchmark."""
 _ENGINES: Final = {TORCH: "torch", VLLM: "vllm"}
 _TICK_S = 0.2
+GPU_TRAINER: Final = ("--autocast", "bfloat16", "--row-tokens", "4096")
 _GRACE_S = 20.0
 """A worker takes ten seconds to hand back its slots, and vLLM some to end."""
 
@@ -71,13 +72,14 @@ class Observations:
 
 
 class RealSwarm:
-    """A swarm of one policy in `folder`; `run_toml` are its rules, `patience_s` bounds each wait."""
+    """A swarm of one policy in `folder` on one device; `run_toml` are its rules, `patience_s` bounds each wait."""
 
     def __init__(
-        self, folder: Path, run_toml: str, *, threads: int, patience_s: float, policy_memory_gib: float
+        self, folder: Path, run_toml: str, *, device: str, threads: int, patience_s: float, policy_memory_gib: float
     ) -> None:
         self.swarm = lay_out(folder, run_toml, honest=len(_ENGINES), hostile=(), leaves=0)
         self.found = Observations(RoleMeter())
+        self._device = device
         self._threads = threads
         self._policy_memory_gib = policy_memory_gib
         self._patience_s = patience_s
@@ -135,7 +137,9 @@ class RealSwarm:
         *module, name = command.arguments[:3]
         options: tuple[str, ...] = ()
         if command.name in (TRAINER, VERIFIER, *_ENGINES):
-            options += "--threads", str(self._threads)
+            options += "--threads", str(self._threads), "--device", self._device
+        if command.name == TRAINER and self._device == "cuda":
+            options += GPU_TRAINER
         if command.name in _ENGINES:
             options += "--engine", _ENGINES[command.name], "--slots", "1", "--json"
         if command.name == VERIFIER:
@@ -174,8 +178,9 @@ class RealSwarm:
         output, errors = (self.swarm.folder / "logs" / f"audit.{name}" for name in ("json", "log"))
         asked = ("audit", self.swarm.coordinator_url, "--run-id", self.swarm.run_id, "--sample", "2", "--json")
         sources = ("--source", self.swarm.origin_url, "--state", str(self.swarm.folder / "auditor"))
+        place = ("--device", self._device, "--threads", str(self._threads))
         started = time.monotonic()
-        with launched(("-m", "node.cli", *asked, *sources), output=output, errors=errors) as process:
+        with launched(("-m", "node.cli", *asked, *sources, *place), output=output, errors=errors) as process:
             self.found.meter.follow({"auditor": process.pid})
             self._until(lambda: process.poll() is not None, "the audit")
         row = read_audit("audit", process.returncode, output, errors)

@@ -110,6 +110,7 @@ def roles(found: Observations, size: Size, spec: RunSpec) -> list[dict[str, Any]
                 "role": role,
                 "peak_mib": round(peak / MIB, 1),
                 "peak_over_policy": round(counted / size.policy_bytes, 3),
+                "device_peak_mib": round(found.meter.device_peak_bytes(role) / MIB, 1),
                 "cpu_seconds": round(found.meter.cpu_seconds(role), 1),
                 "disk_mib": round(found.disk[role] / MIB, 1),
                 "disk_copies": round(found.disk[role] / size.policy_bytes, 3),

@@ -4,7 +4,7 @@
 
 Takes a step for each line on standard input, and prints the seconds that it took. Rollouts are given, so that nothing
 is generated: TASK.json has model (a Hugging Face folder), groups (rewards, and rollouts with prompt_ids, completion_ids
-and logprobs), max_new_tokens, learning_rate, clip (epsilon, delta, gradient norm), betas, steps, threads.
+and logprobs), max_new_tokens, learning_rate, clip (epsilon, delta, gradient norm), betas, steps, threads, device.
 """
 
 from __future__ import annotations
@@ -69,10 +69,18 @@ class Turns(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if not sys.stdin.readline():
             sys.exit("nobody waits for another step")
+        synchronize()
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        synchronize()
         print(time.perf_counter() - self._started, file=self._replies, flush=True)
+
+
+def synchronize() -> None:
+    """Wait until a GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def config(task: dict[str, Any], folder: str, *, completions: int) -> GRPOConfig:
@@ -80,8 +88,8 @@ def config(task: dict[str, Any], folder: str, *, completions: int) -> GRPOConfig
     epsilon, delta, norm = task["clip"]
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=task["device"] == "cpu",
+        bf16=task["device"] == "cuda",
         gradient_checkpointing=False,
         max_steps=task["steps"],
         per_device_train_batch_size=completions,

@@ -1,9 +1,14 @@
-"""What a role of the swarm takes: resident memory at its peak, processor time and disk, by Linux's own counters."""
+"""What a role of the swarm takes: resident memory at its peak, processor time and disk, by Linux's own counters.
+
+And of a GPU's memory, as its driver counts it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +17,7 @@ import psutil
 
 INTERVAL_SECONDS = 0.25
 _BLOCK_BYTES = 512
+_QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 
 
 class RoleMeter(threading.Thread):
@@ -22,6 +28,8 @@ class RoleMeter(threading.Thread):
         self._roots: dict[str, int] = {}
         self._peaks: dict[str, dict[int, int]] = {}
         self._cpu: dict[str, dict[int, float]] = {}
+        self._device_peaks: dict[str, int] = {}
+        self._asks_driver = shutil.which(_QUERY[0]) is not None
         self._ending = threading.Event()
 
     def follow(self, pids: Mapping[str, int | None]) -> None:
@@ -39,15 +47,23 @@ class RoleMeter(threading.Thread):
 
     def sample(self) -> None:
         """Read all processes once."""
+        on_device = device_bytes() if self._asks_driver else {}
         for role, root in list(self._roots.items()):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(root)
-                for each in (process, *process.children(recursive=True)):
+                family = (process, *process.children(recursive=True))
+                for each in family:
                     self._note(role, each)
+                taken = sum(on_device.get(each.pid, 0) for each in family)
+                self._device_peaks[role] = max(taken, self._device_peaks.get(role, 0))
 
     def peak_bytes(self, role: str) -> int:
         """Return the sum of the peaks of a role's processes, which may have been at different times."""
         return sum(self._peaks.get(role, {}).values())
+
+    def device_peak_bytes(self, role: str) -> int:
+        """Return the most that a role's processes held of a GPU's memory at once, their CUDA contexts included."""
+        return self._device_peaks.get(role, 0)
 
     def cpu_seconds(self, role: str) -> float:
         """Return user and system time of a role's processes."""
@@ -65,6 +81,13 @@ def peak_bytes(pid: int) -> int:
     """Return a process's largest resident size so far (VmHWM); raises OSError, and gives 0 for a zombie."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def device_bytes() -> dict[int, int]:
+    """Return what each process holds of the GPUs' memory, by process id."""
+    asked = subprocess.run(_QUERY, capture_output=True, text=True, check=False, timeout=60)
+    rows = [line.split(", ") for line in asked.stdout.splitlines()]
+    return {int(row[0]): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def disk_bytes(folder: Path) -> int:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from benchmarks import workload
 from benchmarks.report import say
-from benchmarks.sizing.machine import matmul_rate
+from benchmarks.sizing.machine import matmul_rate, synchronize
 from benchmarks.workload import HeldPolicies, WorkloadVerifier
 from node.engines.base import requests_for
 from node.engines.torch import TorchEngine
@@ -32,12 +32,13 @@ from node.verification.prefill import TransformersPrefill
 
 @dataclass(frozen=True, slots=True)
 class VerifyTask:
-    """A policy file, its run's run.toml, and how many groups are verified, with how many threads."""
+    """A policy file, its run's run.toml, and how many groups are verified, where and with how many threads."""
 
     policy: Path
     run_toml: str
     groups: int
     threads: int
+    device: str = "cpu"
 
 
 def measure(task: VerifyTask) -> dict[str, Any]:
@@ -47,12 +48,13 @@ def measure(task: VerifyTask) -> dict[str, Any]:
     rules = workload.make_rules(replace(spec, limits=replace(spec.limits, suspects=(), second_looks=0.0)))
     dtype = getattr(torch, spec.model.dtype)
     drawn = asyncio.run(_draw(task, rules))
-    policy = load_policy(task.policy, dtype=dtype)
+    policy = load_policy(task.policy, dtype=dtype, device=torch.device(task.device))
     verifier = WorkloadVerifier(rules, HeldPolicies({0: TransformersPrefill(policy)}, {0: task.policy}))
-    rates = {each: matmul_rate(each) for each in {dtype, torch.float32}}
+    rates = {each: matmul_rate(each, device=task.device) for each in {dtype, torch.float32}}
     shares, tokens_per_s, rejected = [], [], 0
     for slot, rollouts in enumerate(drawn):
         body = write_rollouts(rollouts)
+        synchronize(task.device)
         started = time.perf_counter()
         verdict = asyncio.run(verifier.verdict(body, slot=slot))
         seconds = time.perf_counter() - started
@@ -69,7 +71,7 @@ def measure(task: VerifyTask) -> dict[str, Any]:
 
 
 async def _draw(task: VerifyTask, rules: Any) -> list[list[Rollout]]:
-    engine = TorchEngine(rules.spec, threads=task.threads)
+    engine = TorchEngine(rules.spec, device=task.device, threads=task.threads)
     await engine.load(task.policy, version=0)
     drawn = []
     for slot in range(task.groups + 1):
