@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in one command and under ten minutes:
+# Everything that is tested and measured on a GPU, in one command and some ten minutes:
 #
-#   benchmarks/gpu.sh              parts that need no vLLM, then, where it is installed, the engine's
+#   benchmarks/gpu.sh              the tests that need a GPU, then what is measured on one, by vLLM where it is installed
 #   benchmarks/gpu.sh --no-gpu     the same parts at the smallest sizes on a CPU: tries this script, measures nothing
 #
 # One JSON line for each benchmark goes to benchmarks/baselines/gpu-DEVICE.jsonl, or into the folder $OUT; what is
@@ -73,6 +73,7 @@ if [[ $smallest == yes ]]; then
     verify=("${generate[@]}")
     honest=("${sizes[@]}" --completions 16 --warm-start 0.01)
     step=(--hidden 64 --layers 1 --rounds 1)
+    realsize=(--only verify --layers 1 --vocabulary 2000 --rounds 1)
     rounds=1
 else
     # A policy of 1.2 billion weights with a large vocabulary.
@@ -83,21 +84,26 @@ else
     # A training step of 0.6 billion weights, by the trainer's options for a GPU.
     step=(--device cuda --family qwen3 --hidden 1024 --layers 28 --vocabulary 65536 --groups 8 --prompt 512
         --completion 1024 --row-tokens 8192 --autocast bfloat16 --recompute --rounds 5)
+    realsize=(--device cuda --run benchmarks/data/realsize-gpu.toml --only swarm verify step --no-peer
+        --step-layers 28 --groups 8 --row-tokens 8192)
     rounds=20
 fi
 
+part 150 "the tests that need a GPU" "$python" -m pytest -q -p no:cacheprovider tests/service/test_devices.py \
+    tests/unit/node/test_sampling_fast.py tests/unit/node/test_sampling_triton.py tests/unit/toploc/test_sketch.py
 part 50 sampling "$python" -m benchmarks.sampling --json --rounds "$rounds"
 part 40 toploc "$python" -m benchmarks.toploc --json --no-peer --threads 1 --rounds "$rounds"
 part 90 step "$python" -m benchmarks.step --json "${step[@]}"
-part 60 "the Triton kernel's tests" "$python" -m pytest -q -p no:cacheprovider \
-    tests/unit/node/test_sampling_fast.py tests/unit/node/test_sampling_triton.py
-if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
-    part 170 generate "$python" -m benchmarks.generate --json "${generate[@]}"
-    part 130 verify "$python" -m benchmarks.verify --json "${verify[@]}"
-    part 150 honest "$python" -m benchmarks.honest --json "${honest[@]}"
-else
-    summary+=("skipped  generate, verify, honest (vLLM is not installed)")
+# Workers, verifier, trainer and audit of one run, each a process, on this one GPU.
+part 300 realsize "$python" -m benchmarks.realsize --json "${realsize[@]}"
+engine=vllm
+if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
+    engine=torch
+    summary+=("         generate, verify and honest by torch: vLLM is not installed")
 fi
+part 170 generate "$python" -m benchmarks.generate --json --engine "$engine" "${generate[@]}"
+part 130 verify "$python" -m benchmarks.verify --json --engine "$engine" "${verify[@]}"
+part 150 honest "$python" -m benchmarks.honest --json --engine "$engine" "${honest[@]}"
 
 echo
 echo "$device:"

@@ -1,7 +1,8 @@
-"""A policy of Qwen3-0.6B's architecture through everything: `python -m benchmarks.realsize [--json] [--only PART...]`.
+"""A policy of Qwen3-0.6B's size through everything: `python -m benchmarks.realsize [--json] [--only PART...]`.
 
 The policy has random weights and the entropy of a trained one (`benchmarks.sizing.policy`). `--layers 2` (187 million
-parameters) is the short form; the whole takes some 15 minutes of two cores and 20 GiB.
+parameters) is the short form; the whole takes some 15 minutes of two cores and 20 GiB. `--device cuda` has the same on
+a GPU, for which `--run benchmarks/data/realsize-gpu.toml` has larger groups, and `--size 4B` a larger policy.
 
 **swarm**: the run of `benchmarks/data/realsize.toml`, each role a process as an operator starts it: first publish,
 relay, a worker with torch, verification, one GRPO step, its delta, a group of the second policy, a newcomer with vLLM
@@ -71,11 +72,11 @@ Findings = tuple[dict[str, Any], dict[str, str], dict[str, Any]]
 def swarm(options: argparse.Namespace, folder: Path) -> Findings:
     """Run the swarm."""
     model = folder / "model"
-    in_child(policy.write_folder, model, layers=options.layers, vocabulary=options.vocabulary)
+    in_child(policy.write_folder, model, **shape(options))
     say("swarm: the model's folder is written")
     floors = in_child(bandwidth, folder, device=options.device), in_child(rates, options.threads, options.device)
     text = rules(options.run, model)
-    size = tables.Size.of(policy.architecture(layers=options.layers, vocabulary=options.vocabulary))
+    size = tables.Size.of(policy.architecture(**shape(options)))
     run = RealSwarm(
         folder / "run",
         text,
@@ -96,7 +97,7 @@ def swarm(options: argparse.Namespace, folder: Path) -> Findings:
 def verify(options: argparse.Namespace, folder: Path) -> Findings:
     """Verify honest groups."""
     path = folder / "verify.safetensors"
-    in_child(policy.write_file, path, layers=options.layers, vocabulary=options.vocabulary)
+    in_child(policy.write_file, path, **shape(options))
     task = verification.VerifyTask(
         path, options.run.read_text(), groups=options.rounds, threads=options.threads, device=options.device
     )
@@ -112,7 +113,7 @@ def train(options: argparse.Namespace, folder: Path) -> Findings:
     except PeerUnavailable as error:
         notes["step_vs_trl"] = str(error)
     path = folder / "step.safetensors"
-    in_child(policy.write_file, path, layers=options.step_layers, vocabulary=options.vocabulary)
+    in_child(policy.write_file, path, **(shape(options) | {"layers": options.step_layers}))
     task = step.StepTask(
         path,
         options.run.read_text(),
@@ -141,6 +142,11 @@ def other(name: str) -> Findings:
     found = json.loads(ended.stdout.splitlines()[-1])
     notes = {key: found["notes"].get(key, "") for key in OTHERS[name] if found["figures"].get(key) is None}
     return {key: found["figures"].get(key) for key in OTHERS[name]}, notes, {}
+
+
+def shape(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what of the options a policy is made of."""
+    return {"size": options.size, "layers": options.layers, "vocabulary": options.vocabulary}
 
 
 def rates(threads: int, device: str) -> dict[str, float]:
@@ -191,7 +197,8 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of trainer, verifier, worker and auditor"
     )
-    parser.add_argument("--layers", type=int, default=policy.LAYERS)
+    parser.add_argument("--size", choices=tuple(policy.SIZES), default=policy.SIZE, help="of Qwen3's models")
+    parser.add_argument("--layers", type=int, help="(the size's own)")
     parser.add_argument(
         "--step-layers", type=int, default=STEP_LAYERS, help="of the policy that is trained beside TRL's"
     )

@@ -23,6 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks import report as reports
 from benchmarks.report import say, usable_cores
 from node.engines.base import Engine, SampleRequest, requests_for
+from node.engines.device import find_device
 from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
@@ -177,10 +178,7 @@ class WorkloadVerifier:
 
 def verifier_policy(path: Path, *, dtype: torch.dtype) -> Policy:
     """Load a policy as a verifier holds it: on the GPU where there is one."""
-    policy = load_policy(path, dtype=dtype)
-    if torch.cuda.is_available():
-        policy.model.to("cuda")  # type: ignore[arg-type]
-    return policy
+    return load_policy(path, dtype=dtype, device=find_device("auto"))
 
 
 def held(path: Path, *, dtype: torch.dtype) -> HeldPolicies:
@@ -199,7 +197,7 @@ async def running(options: argparse.Namespace, spec: RunSpec, path: Path) -> Asy
             )
             engine = VllmEngine(spec, settings, state=Path(state))
         else:
-            engine = TorchEngine(spec, threads=options.threads)
+            engine = TorchEngine(spec, device=find_device("auto"), threads=options.threads)
         say(f"starting {engine.name}")
         try:
             await engine.load(path, version=0)

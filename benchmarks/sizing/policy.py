@@ -1,4 +1,4 @@
-"""Qwen3-0.6B's architecture with random weights, as a folder in Hugging Face's layout; nothing is downloaded.
+"""The architecture of one of Qwen3's models with random weights, in Hugging Face's layout; nothing is downloaded.
 
 Weights are transformers' initialisation in bfloat16, with two changes that give the policy the entropy of a trained one
 and completions that a reward can tell apart:
@@ -30,7 +30,9 @@ from transformers import (
 
 from node.policy.file import save_policy
 
-LAYERS: Final = 28
+SIZES: Final = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32)}
+"""Widths of hidden states and of the layers between, layers, and heads; 8 key and value heads of 128 in each."""
+SIZE: Final = "0.6B"
 VOCABULARY: Final = 151_936
 SHARDS: Final = 4
 SPREAD: Final = 1.2
@@ -59,14 +61,15 @@ _SHARPNESS: Final = 2.0
 _CONTEXT: Final = 64
 
 
-def architecture(*, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Qwen3Config:
-    """Return Qwen3-0.6B's configuration, with fewer layers and a smaller vocabulary where asked for."""
+def architecture(*, size: str = SIZE, layers: int | None = None, vocabulary: int = VOCABULARY) -> Qwen3Config:
+    """Return the configuration of one of SIZES, with fewer layers and a smaller vocabulary where asked for."""
+    hidden, between, own_layers, heads = SIZES[size]
     return Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
+        hidden_size=hidden,
+        intermediate_size=between,
+        num_hidden_layers=layers or own_layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
@@ -109,40 +112,40 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 
 def make_policy(
-    *, layers: int = LAYERS, vocabulary: int = VOCABULARY, seed: int = 0
+    *, size: str = SIZE, layers: int | None = None, vocabulary: int = VOCABULARY, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Make model and tokenizer."""
-    config, tokenizer = architecture(layers=layers, vocabulary=vocabulary), make_tokenizer(vocabulary)
+    config, tokenizer = architecture(size=size, layers=layers, vocabulary=vocabulary), make_tokenizer(vocabulary)
     torch.manual_seed(seed)
     build: Any = AutoModelForCausalLM.from_config
     model: PreTrainedModel = build(config, dtype=torch.bfloat16)
     answers = torch.tensor(tokenizer.convert_tokens_to_ids(list(ANSWERS)))
     with torch.no_grad():
-        _plant(model, answers)
+        _plant(model, answers, layers=SIZES[size][2])
         _scale(model, answers)
     ends = [mark_id(mark, vocabulary) for mark in (END_OF_TURN, END_OF_TEXT)]
     model.generation_config = GenerationConfig(eos_token_id=ends, do_sample=True, temperature=0.6, top_p=0.95)
     return model, tokenizer
 
 
-def write_folder(folder: Path, *, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> None:
-    """Write weights in several shards with an index, configurations, tokenizer and chat template."""
-    model, tokenizer = make_policy(layers=layers, vocabulary=vocabulary)
+def write_folder(folder: Path, **shape: Any) -> None:
+    """Write weights in several shards with an index, configurations, tokenizer and chat template; as `make_policy`."""
+    model, tokenizer = make_policy(**shape)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     model.save_pretrained(folder, max_shard_size=weight_bytes // SHARDS)
     tokenizer.save_pretrained(folder)
 
 
-def write_file(path: Path, *, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> None:
-    """Write the same policy as one policy file."""
-    save_policy(*make_policy(layers=layers, vocabulary=vocabulary), path)
+def write_file(path: Path, **shape: Any) -> None:
+    """Write the same policy as one policy file; as `make_policy`."""
+    save_policy(*make_policy(**shape), path)
 
 
-def _plant(model: PreTrainedModel, answers: torch.Tensor) -> None:
+def _plant(model: PreTrainedModel, answers: torch.Tensor, *, layers: int) -> None:
     """Reserve channel 0 for what a token is."""
     body: Any = model.base_model
     # With few layers as little of a token's own embedding is left as with all: it would say the same token again.
-    gain = (LAYERS / len(body.layers)) ** 0.5
+    gain = (layers / len(body.layers)) ** 0.5
     for layer in body.layers:
         for writer in (layer.self_attn.o_proj, layer.mlp.down_proj):
             writer.weight *= gain

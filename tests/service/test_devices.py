@@ -1,0 +1,144 @@
+"""A run of several kinds of machines: what one device computes, another accepts, and one of a kind can repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainers import finished_steps, outcome_of, run_in, spec_with, train_to_the_end, trainer_of
+from waiting import until
+
+from coordinator.training.grpo import Execution
+from coordinator.training.world import World
+from node.engines.base import requests_for
+from node.engines.torch import TorchEngine
+from node.environments import load_environments
+from node.episodes.expected import expected_of
+from node.policy.file import Blueprint, load_policy, save_policy
+from node.policy.reading import OpenPolicy
+from node.protocol.admission import Outcome
+from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
+from node.protocol.submission import Rollout
+from node.verification.plan import Claim, Rules
+from node.verification.prefill import Prefill, TransformersPrefills
+from node.verification.verify import decide_many
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+PAIRS = [
+    pytest.param(*pair, marks=[needs_gpu] * ("cuda" in pair))
+    for pair in [("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")]
+]
+RUN_ID, MANIFEST, VERSION, SLOTS = "ab" * 32, "cd" * 32, 1, range(4)
+
+
+@dataclass
+class Held:
+    """`node.verification.measure.Policies` of one policy on one device, whole in its memory or layer by layer."""
+
+    path: Path
+    prefill_of_it: Prefill
+    device: str
+
+    async def blueprint(self, version: int) -> Blueprint:
+        return self.prefill_of_it.blueprint
+
+    async def prefill(self, version: int) -> Prefill:
+        return self.prefill_of_it
+
+    async def file(self, version: int) -> OpenPolicy:
+        return OpenPolicy(self.path, device=self.device)
+
+
+def rules_of(dtype: str) -> Rules:
+    spec = RunSpec(
+        name="devices",
+        environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
+        model=ModelSpec(dtype=dtype),  # type: ignore[arg-type]
+        sampling=SamplingSpec(group_size=4, max_new_tokens=40),
+    )
+    return Rules(RUN_ID, spec, load_environments(spec))
+
+
+def drawn(path: Path, rules: Rules, device: str) -> list[list[Rollout]]:
+    """A group for each of SLOTS, as an honest worker draws them."""
+    policy = load_policy(path, dtype=torch.float32)
+    run = {"run_id": RUN_ID, "version": VERSION, "manifest_digest": MANIFEST}
+    wanted = [expected_of(rules.spec, policy, rules.environments, slot=slot, **run) for slot in SLOTS]
+
+    async def generate() -> list[list[Rollout]]:
+        engine = TorchEngine(rules.spec, device=device)
+        await engine.load(path, version=VERSION)
+        groups = await asyncio.gather(*(engine.generate(requests_for(each)) for each in wanted))
+        await engine.close()
+        return groups
+
+    return asyncio.run(generate())
+
+
+def outcomes(
+    groups: Sequence[Sequence[Rollout]], path: Path, rules: Rules, device: str, *, streamed: bool = False
+) -> set[Outcome]:
+    """What a verifier says of groups for SLOTS, each of which gets a second look."""
+    prefills = TransformersPrefills(dtype=rules.spec.model.dtype, device=device)
+    prefill = asyncio.run(prefills.prefill(path, version=VERSION, streamed=streamed))
+    claims = [
+        Claim(version=VERSION, manifest_digest=MANIFEST, slot=slot, rollouts=group)
+        for slot, group in zip(SLOTS, groups, strict=True)
+    ]
+    held: Any = Held(path, prefill, device)
+    found = asyncio.run(
+        decide_many(claims, policies=held, published={VERSION}, rules=rules, look=lambda _totals, _limits: True)
+    )
+    return {judgement.verdict.outcome for judgement in found}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("worker", "verifier"), PAIRS)
+def test_honest_work_of_one_device_is_admitted_on_another_and_that_of_other_weights_is_not(
+    worker: str, verifier: str, dtype: str, tiny_policy_path: Path, tmp_path: Path
+) -> None:
+    """Contributors bring GPUs, and whoever audits has a laptop."""
+    rules = rules_of(dtype)
+    honest = drawn(tiny_policy_path, rules, worker)
+    for streamed in (False, True):
+        assert outcomes(honest, tiny_policy_path, rules, verifier, streamed=streamed) == {Outcome.ADMITTED}
+    other = load_policy(tiny_policy_path, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in other.model.parameters():
+            tensor.add_(0.1 * tensor.std() * torch.randn(tensor.shape, generator=draw))
+    save_policy(other.model, other.tokenizer, tmp_path / "other")
+    dishonest = drawn(tmp_path / "other", rules, worker)
+    assert outcomes(dishonest, tiny_policy_path, rules, verifier) == {Outcome.REJECTED}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [{}, {"lora": {"rank": 3, "alpha": 6.0}}], ids=["weights", "adapters"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_a_trainer_repeats_its_steps_to_the_same_policies(
+    device: str, recipe: dict[str, Any], autocast: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Else one that was killed between two checkpoints could not go on: its run has logged the digests."""
+    spec = spec_with(**recipe)
+    execution = Execution(World(device=torch.device(device)), row_tokens=64, autocast=autocast)
+    found = []
+    for folder in (tmp_path / "undisturbed", tmp_path / "stopped"):
+        folder.mkdir()
+        with run_in(folder, spec) as home:
+            if folder.name == "stopped":
+                with trainer_of(home, folder, execution=execution, checkpoint_every=10) as trainer:
+                    stopper = threading.Thread(
+                        target=lambda: (until(lambda: finished_steps(home) >= 2), trainer.stop())
+                    )
+                    stopper.start()
+                    trainer.run()
+                    stopper.join()
+            train_to_the_end(home, folder, execution=execution, checkpoint_every=10)
+            found.append(outcome_of(home))
+    assert found[0] == found[1]
