@@ -14,10 +14,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from benchmarks.peers import PeerUnavailable
@@ -171,7 +172,7 @@ def trl_side(task: StepTask, policy: Any, groups: list[Group], python: Path | No
     training = task.spec.training
     described = {
         "model": str(folder),
-        "groups": [asdict(group) for group in groups],
+        "groups": msgspec.to_builtins(groups),
         "max_new_tokens": task.spec.sampling.max_new_tokens,
         "learning_rate": training.learning_rate,
         "clip": [training.clip_epsilon, training.clip_delta, training.gradient_clip],
