@@ -65,6 +65,10 @@ def attend_packed(
     configuration is ignored: a ratio of probabilities means nothing under random masks.
     """
     assert attention_mask is None
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        # Norms and positions leave queries and keys in float32, for which every sample's would be gathered and copied.
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (each.to(dtype) for each in (query, key, value))
     query, key, value = (_gather_samples(each, layout) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     shares_keys = groups > 1
@@ -73,19 +77,54 @@ def attend_packed(
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
         shares_keys = False
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys)
-    flat: Tensor = attended.transpose(1, 2).flatten(0, 1)
-    return flat[layout.flat_index][None], None
+    line: Tensor = _FromSamples.apply(attended.transpose(1, 2).flatten(2), layout)  # type: ignore[no-untyped-call]
+    return line.view(1, -1, *attended.shape[1::2]), None
 
 
 def _gather_samples(row: Tensor, layout: PackedLayout) -> Tensor:
-    """Gather [1, heads, L, D] into [S, heads, W, D].
+    """Gather [1, heads, L, D] into [S, heads, W, D]."""
+    _, heads, _, size = row.shape
+    gathered: Tensor = _ToSamples.apply(row[0].transpose(0, 1).flatten(1), layout)  # type: ignore[no-untyped-call]
+    return gathered.view(*layout.columns.shape, heads, size).transpose(1, 2)
 
-    Gradients of a shared prompt column are summed by `embedding` in a fixed order, whatever the number of threads;
-    plain indexing would not be deterministic.
+
+class _ToSamples(torch.autograd.Function):
+    """Gather a row [L, F] into its samples [S, W, F].
+
+    Its gradient is gathered as well, since the layout knows where each column went: torch's own would look for equal
+    indices, and add up in a fixed order only where that is asked for, which takes a GPU a sort each time.
     """
-    heads_LHD = row[0].transpose(0, 1)
-    gathered = F.embedding(layout.columns, heads_LHD.flatten(1))
-    return gathered.view(*layout.columns.shape, *heads_LHD.shape[1:]).transpose(1, 2)
+
+    @staticmethod
+    def forward(ctx: Any, row_LF: Tensor, layout: PackedLayout) -> Tensor:
+        ctx.layout = layout
+        return F.embedding(layout.columns, row_LF)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SWF: Tensor) -> tuple[Tensor, None]:
+        layout: PackedLayout = ctx.layout
+        grad_LF = F.embedding(layout.flat_index, grad_SWF.flatten(0, 1))
+        for prompt in layout.prompts:
+            others = grad_SWF[prompt.sample : prompt.sample + prompt.samples - 1, : prompt.tokens]
+            grad_LF[prompt.column : prompt.column + prompt.tokens] += others.sum(0)
+        return grad_LF, None
+
+
+class _FromSamples(torch.autograd.Function):
+    """Gather a row [L, F] from its samples [S, W, F], a shared column from the last that has it."""
+
+    @staticmethod
+    def forward(ctx: Any, samples_SWF: Tensor, layout: PackedLayout) -> Tensor:
+        ctx.layout = layout
+        return F.embedding(layout.flat_index, samples_SWF.flatten(0, 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad_LF: Tensor) -> tuple[Tensor, None]:
+        layout: PackedLayout = ctx.layout
+        columns = layout.columns
+        places = torch.arange(columns.numel(), device=columns.device).view_as(columns)
+        grad_SWF = F.embedding(columns, grad_LF)
+        return grad_SWF.masked_fill_((layout.flat_index[columns] != places)[..., None], 0.0), None
 
 
 def _kernel(model: PreTrainedModel) -> str:

@@ -9,8 +9,10 @@ context.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -36,19 +38,31 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """The first `tokens` tokens of `samples` samples from number `sample` on: the row's columns from `column` on."""
+
+    column: int
+    tokens: int
+    sample: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayout:
     """Positions of S samples of at most W tokens in a row of L.
 
     `columns` [S, W] are the row's columns of each sample's tokens, prompt included, and 0 behind its end; `flat_index`
-    [L] is the inverse: where each column of the row is found in flattened `columns` (once, if samples share it).
+    [L] is the inverse: where each column of the row is found in flattened `columns`, in the last of the samples that
+    share it. `prompts` are those that several samples share.
     """
 
     columns: Tensor
     flat_index: Tensor
+    prompts: tuple[SharedPrompt, ...] = ()
 
     def to(self, device: torch.device) -> PackedLayout:
         """Move to a device."""
-        return PackedLayout(self.columns.to(device), self.flat_index.to(device))
+        return PackedLayout(self.columns.to(device), self.flat_index.to(device), self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,4 +181,12 @@ def _layout(columns: Sequence[Sequence[int]], length: int) -> PackedLayout:
     for line, own in enumerate(columns):
         padded[line, : len(own)] = own_columns = torch.tensor(own)
         flat_index[own_columns] = torch.arange(line * width, line * width + len(own))
-    return PackedLayout(padded, flat_index)
+    return PackedLayout(padded, flat_index, tuple(_shared_prompts(columns)))
+
+
+def _shared_prompts(columns: Sequence[Sequence[int]]) -> Iterator[SharedPrompt]:
+    for column, lines in groupby(range(len(columns)), key=lambda line: columns[line][0]):
+        first, *others = lines
+        if others:
+            tokens = sum(map(operator.eq, columns[first], columns[first + 1]))
+            yield SharedPrompt(column, tokens, first, 1 + len(others))
