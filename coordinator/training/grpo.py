@@ -27,6 +27,7 @@ from coordinator.training.lora import without_adapters
 from coordinator.training.losses import CustomLoss, load_loss
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
+from coordinator.training.repeatable import repeatable
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, TeacherSpec
@@ -69,7 +70,7 @@ def train_step(
     `reference` is the policy of the KL penalty, without its adapters: it may be `model`. `teacher` is that of
     `training.teacher`. Without it, groups without advantages are dropped; if none is left, the weights stay unchanged.
     `before_update` is called before weights or optimizer state change. A minibatch with a non-finite gradient is
-    skipped and counted. Deterministic for a fixed number of threads and processes. Raises LossFault.
+    skipped and counted. Deterministic for a number of threads and processes, and a kind of GPU. Raises LossFault.
     """
     training = spec.training
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
@@ -79,7 +80,7 @@ def train_step(
     model.train()
     updates = Updates(model, reference, teacher, spec, execution, stats, before_update, load_loss(training))
     recurrent = isinstance(model, RecurrentForCausalLM)
-    with packed_attention(model, reference, teacher):
+    with repeatable(execution.world.device), packed_attention(model, reference, teacher):
         for samples in split(scored, training.minibatches):
             lengths = [len(each.sample.completion_ids) for each in samples]
             divisor = recipe.loss_divisor(lengths, training=training, most=spec.sampling.max_new_tokens)

@@ -21,6 +21,7 @@ from coordinator.training.grpo import Execution
 from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import PackedRow, rows_of_process
+from coordinator.training.repeatable import repeatable
 from coordinator.training.world import free_gathered, full_tensor
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def packed_backward(model: PreTrainedModel, rows: Sequence[PackedRow], *, execut
     """
     tokens, world = sum(len(row.targets) for row in rows), execution.world
     total = torch.zeros(1, dtype=torch.float64)
-    with packed_attention(model):
+    with repeatable(world.device), packed_attention(model):
         for row in _own_rows(rows, execution):
             weight_N = row.weight / tokens
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from node.errors import ConfigError
@@ -10,6 +12,7 @@ from node.errors import ConfigError
 def find_device(name: str) -> torch.device:
     """Return the device that --device calls "cpu", "cuda" or "auto" (a GPU where torch sees one).
 
+    For a GPU, set what every process of a run has to have alike: call it before anything is computed there.
     Raises ConfigError if it is not there.
     """
     has_gpu = torch.cuda.is_available()
@@ -20,4 +23,11 @@ def find_device(name: str) -> torch.device:
         raise ConfigError(f"There is no device cuda: torch {torch.__version__} {built}.", code="device_missing")
     # cuDNN would round the operands of float32 convolutions and LSTMs to TF32; matrix products stay exact by default.
     torch.backends.cudnn.allow_tf32 = False
+    # Else products that are split among blocks are rounded to 16 bits before they are added: honest work deviates more.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # cuDNN's attention plans anew for each length, so for every token that is drawn; and its gradients vary.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # For a trainer's repeatable products: read when the first product is computed.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device("cuda")

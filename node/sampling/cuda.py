@@ -28,7 +28,8 @@ QUADS = 512
 @triton.jit
 def table_entry(word):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Return the table entry of each uint32; see `node.sampling.cpu.table_entry`."""
-    bits = (word & ~(word >> 12)).to(tl.float32).to(tl.uint32, bitcast=True)
+    # word & ~(word >> 12), without an inversion, which Triton's interpreter cannot do with every NumPy.
+    bits = (word - (word & (word >> 12))).to(tl.float32).to(tl.uint32, bitcast=True)
     return tl.where(word < 4096, word, (bits >> 12) - 280576)
 
 
@@ -76,7 +77,8 @@ def peaks(logits: Tensor, words: NDArray[np.uint32], positions: NDArray[np.uint3
     rows, vocabulary = logits.shape
     device = logits.device
     blocks = triton.cdiv(vocabulary, QUADS * 4)
-    scores, largest, exponentials = torch.empty(3, rows, blocks, device=device)
+    # Each aligned alike: Triton compiles a kernel again for other alignments.
+    scores, largest, exponentials = (torch.empty(rows, blocks, device=device) for _ in range(3))
     tokens = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     if rows:
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
