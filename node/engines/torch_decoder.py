@@ -25,6 +25,11 @@ from node.policy.file import Policy
 
 GROUPED = "swarmproof_grouped"
 
+COLUMNS = 256
+"""By which a cache becomes longer where memory that is reserved is taken: each time it is copied."""
+LAZY = ("cpu",)
+"""Devices whose memory is taken when it is first written to."""
+
 MAX_PREFILL_TOKENS = 16 * 1024
 """Per prefill, padding included; a longer sequence is prefilled alone."""
 
@@ -163,8 +168,9 @@ class _Prefix:
 class _Cache:
     """Keys and values [slots, heads, columns, head size] of each layer.
 
-    Memory is reserved at full length and touched only as far as used; columns up to `_initialised_columns` are set
-    everywhere, since what a mask hides must still be finite.
+    On LAZY devices memory is reserved at full length and touched only as far as used; elsewhere columns come COLUMNS at
+    a time. Those up to `_initialised_columns` are set everywhere, since what a mask hides
+    must still be finite.
     """
 
     def __init__(self, columns: int) -> None:
@@ -195,7 +201,7 @@ class _Cache:
         width = prefix[0][0].shape[2]
         if not self._layers or len(self._layers[0][0]) < rows:
             layers = self._layers or [(key[:0], value[:0]) for key, value in prefix]
-            self._layers = [(self._with_capacity(key, rows), self._with_capacity(value, rows)) for key, value in layers]
+            self._layers = self._with_capacity(layers, rows, width)
         self._widen(width)
         for new, held in zip(chain.from_iterable(prefix), chain.from_iterable(self._layers), strict=True):
             held[target, :, :width] = new[source]
@@ -208,14 +214,24 @@ class _Cache:
 
     def _widen(self, width: int) -> None:
         if width > self._initialised_columns:
+            rows, _, columns, _ = self._layers[0][0].shape
+            if width > columns:
+                self._layers = self._with_capacity(self._layers, rows, width)
             for held in chain.from_iterable(self._layers):
                 held[:, :, self._initialised_columns : width] = 0
             self._initialised_columns = width
 
-    def _with_capacity(self, held: Tensor, rows: int) -> Tensor:
-        """Copy `held` to a tensor of `rows` slots."""
+    def _with_capacity(self, layers: list[tuple[Tensor, Tensor]], rows: int, width: int) -> list[tuple[Tensor, Tensor]]:
+        """Copy keys and values to tensors of `rows` slots, with room for `width` columns at least."""
+        return [(self._roomy(key, rows, width), self._roomy(value, rows, width)) for key, value in layers]
+
+    def _roomy(self, held: Tensor, rows: int, width: int) -> Tensor:
         old, heads, _, size = held.shape
-        roomy = held.new_empty(rows, heads, self._columns, size)
+        columns = self._columns
+        if held.device.type not in LAZY:
+            needed = max(width, self._initialised_columns)
+            columns = min(columns, -(-needed // COLUMNS) * COLUMNS)
+        roomy = held.new_empty(rows, heads, columns, size)
         roomy[:, :, : self._initialised_columns] = 0
         roomy[:old, :, : self._initialised_columns] = held[:, :, : self._initialised_columns]
         return roomy

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from node.cli import main
 from node.commands import engine_options
+from node.engines import torch_decoder
 from node.engines.device import find_device
 from node.engines.torch_decoder import Decoder
 from node.errors import ConfigError
@@ -31,6 +32,7 @@ def gpu(monkeypatch):
     """A machine on which torch sees a GPU, as far as choosing one goes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -51,6 +53,7 @@ def test_auto_is_a_gpu_where_torch_sees_one(gpu):
     assert find_device("auto") == find_device("cuda") == torch.device("cuda")
     assert find_device("cpu") == torch.device("cpu")
     assert not torch.backends.cudnn.allow_tf32, "float32 would not be float32 in convolutions and LSTMs"
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans attention anew for each token that is drawn"
 
 
 def test_auto_is_the_cpu_elsewhere(no_gpu):
@@ -115,3 +118,26 @@ def test_a_decoder_computes_where_its_policy_is(tiny_policy_path):
         found += [decoder.step([1, 2]), decoder.join([(5,)]), decoder.step([6, 7, 8])]
     assert {(one.device.type, one.dtype) for one in found} == {("meta", torch.bfloat16)}
     assert [len(one) for one in found] == [3, 3, 2, 1, 3]
+
+
+@torch.inference_mode()
+def test_a_cache_that_grows_with_its_sequences_holds_what_a_reserved_one_does(tiny_policy_path, monkeypatch):
+    """On a GPU, reserved memory is taken: at full length, the rows of one engine would fill it."""
+
+    def states(policy):
+        decoder = Decoder(policy, columns=64)
+        found = [decoder.join([(3, 4, 5), (7, 8)])]
+        found += [decoder.step([token, token + 1]) for token in range(5, 15)]
+        found.append(decoder.join([tuple(range(5, 30))]))
+        decoder.leave([True, False, False])
+        found += [decoder.step([token, token + 1]) for token in range(5, 25)]
+        return torch.cat(found), decoder
+
+    policy = load_policy(tiny_policy_path, dtype=torch.float32)
+    reserved, _ = states(policy)
+    monkeypatch.setattr(torch_decoder, "LAZY", ())
+    monkeypatch.setattr(torch_decoder, "COLUMNS", 8)
+    grown, decoder = states(policy)
+    assert grown.equal(reserved)
+    ((keys, _), *_) = decoder._cache._layers
+    assert keys.shape[2] == 48, "25 tokens and 20 drawn after them"
