@@ -14,9 +14,9 @@ disk's or the memory's bandwidth and operations over the rate of matrix products
 
 **verify**: `verify_share_of_matmul_peak`, what the products of a prefill would take over what verification takes.
 
-**step**: `step_share_of_matmul_peak`, a GRPO step's useful operations over the rate of one large product in float32,
-with as many threads, and `step_vs_trl`, the seconds of TRL's GRPOTrainer for the same policy and batch over ours, in
-turn; of `--step-layers` layers, with which both fit into memory together.
+**step**: `step_share_of_matmul_peak`, the time that a GRPO step's useful operations would take at the rate of one large
+product of their dtype over the step's, with as many threads, and `step_vs_trl`, the seconds of TRL's GRPOTrainer for
+the same policy and batch over ours, in turn; of `--step-layers` layers, with which both fit into memory together.
 
 **head**, **memory**, **checkpoints**: the figures of these benchmarks that belong here.
 """
@@ -41,7 +41,7 @@ import torch
 from benchmarks.peers import FOLDER, PeerUnavailable
 from benchmarks.report import make_parser, report, say, usable_cores
 from benchmarks.sizing import policy, step, tables, verification
-from benchmarks.sizing.machine import bandwidth, matmul_rate
+from benchmarks.sizing.machine import Bandwidth, bandwidth, matmul_rate
 from benchmarks.sizing.swarm import RealSwarm, rules
 from benchmarks.train import TRL, trl_python
 from coordinator.training.packing import ROW_TOKENS
@@ -74,7 +74,7 @@ def swarm(options: argparse.Namespace, folder: Path) -> Findings:
     model = folder / "model"
     in_child(policy.write_folder, model, **shape(options))
     say("swarm: the model's folder is written")
-    floors = in_child(bandwidth, folder, device=options.device), in_child(rates, options.threads, options.device)
+    floors = in_child(measure_machine, folder, options.threads, options.device)
     text = rules(options.run, model)
     size = tables.Size.of(policy.architecture(**shape(options)))
     run = RealSwarm(
@@ -149,10 +149,11 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     return {"size": options.size, "layers": options.layers, "vocabulary": options.vocabulary}
 
 
-def rates(threads: int, device: str) -> dict[str, float]:
-    """Return the operations per second of products by dtype."""
+def measure_machine(folder: Path, threads: int, device: str) -> tuple[Bandwidth, dict[str, float]]:
+    """Return bytes per second, and the operations per second of products by dtype."""
     torch.set_num_threads(threads)
-    return {name: matmul_rate(getattr(torch, name), device=device) for name in ("bfloat16", "float32")}
+    rates = {name: matmul_rate(getattr(torch, name), device=device) for name in ("bfloat16", "float32")}
+    return bandwidth(folder, device=device), rates
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -36,6 +36,7 @@ from coordinator.training.grpo import Execution, score, train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import ROW_TOKENS, Scored, pack
 from coordinator.training.world import World
+from node.engines.device import find_device
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
 SAMPLES = 8
@@ -67,7 +68,7 @@ class Contender:
         torch.manual_seed(0)
         build: Any = AutoModelForCausalLM.from_config
         size = Size(options.family, options.hidden, options.layers, options.vocabulary)
-        self.model = build(size.config(), dtype=torch.float32).to(options.device)
+        self.model = build(size.config(), dtype=torch.float32).to(find_device(options.device))
         if options.recompute:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         training = TrainingSpec(minibatches=1, learning_rate=1e-6)

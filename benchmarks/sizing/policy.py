@@ -118,9 +118,10 @@ def make_policy(
     config, tokenizer = architecture(size=size, layers=layers, vocabulary=vocabulary), make_tokenizer(vocabulary)
     torch.manual_seed(seed)
     build: Any = AutoModelForCausalLM.from_config
-    model: PreTrainedModel = build(config, dtype=torch.bfloat16)
-    answers = torch.tensor(tokenizer.convert_tokens_to_ids(list(ANSWERS)))
-    with torch.no_grad():
+    # A CPU draws a billion numbers in a minute or two.
+    with torch.no_grad(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: PreTrainedModel = build(config, dtype=torch.bfloat16)
+        answers = torch.tensor(tokenizer.convert_tokens_to_ids(list(ANSWERS)))
         _plant(model, answers, layers=SIZES[size][2])
         _scale(model, answers)
     ends = [mark_id(mark, vocabulary) for mark in (END_OF_TURN, END_OF_TEXT)]

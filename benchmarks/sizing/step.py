@@ -29,6 +29,7 @@ from coordinator.training.grpo import Execution, score, train_step
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import ROW_TOKENS, pack
 from coordinator.training.world import World
+from node.engines.device import find_device
 from node.policy.file import load_policy
 from node.policy.skeleton import unique_tensors
 from node.protocol.run import RunSpec, parse_run_toml
@@ -75,8 +76,8 @@ def batch(task: StepTask, vocabulary: int) -> list[Group]:
     return groups
 
 
-def operations(groups: list[Group], model: Any, task: StepTask) -> float:
-    """Count a step's useful floating point operations: forward once, backward twice, nothing that is recomputed.
+def operations(groups: list[Group], model: Any, task: StepTask) -> tuple[float, float]:
+    """Count a step's useful floating point operations of layers and head: forward once, backward twice, none again.
 
     Layers: 2 for each weight and token of the packed rows, a prompt once. Attention: 4 for each head's channel and pair
     of tokens. Head: 2 for each weight and drawn token.
@@ -88,9 +89,8 @@ def operations(groups: list[Group], model: Any, task: StepTask) -> float:
     attention = 4 * config.num_attention_heads * config.head_dim * pairs * config.num_hidden_layers
     layers = 2 * sum(tensor.numel() for name, tensor in unique_tensors(model).items() if ".layers." in name)
     head = 2 * config.vocab_size * config.hidden_size
-    return 3.0 * (
-        layers * sum(row.ids.numel() for row in rows) + attention + head * sum(len(row.targets) for row in rows)
-    )
+    in_layers = layers * sum(row.ids.numel() for row in rows) + attention
+    return 3.0 * in_layers, 3.0 * head * sum(len(row.targets) for row in rows)
 
 
 def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
@@ -100,12 +100,12 @@ def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
     """
     torch.set_num_threads(task.threads)
     spec = task.spec
-    policy = load_policy(task.policy, dtype=torch.float32, device=torch.device(task.device))
+    policy = load_policy(task.policy, dtype=torch.float32, device=find_device(task.device))
     optimizer = make_optimizer(policy.model, spec.training)
     groups = batch(task, policy.vocabulary)
 
     autocast = torch.bfloat16 if task.device == "cuda" else None
-    execution = Execution(World(device=torch.device(task.device)), task.row_tokens, autocast)
+    execution = Execution(World(device=find_device(task.device)), task.row_tokens, autocast)
 
     def ours() -> float:
         synchronize(task.device)
@@ -114,7 +114,8 @@ def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
         synchronize(task.device)
         return time.perf_counter() - started
 
-    rate = matmul_rate(autocast or torch.float32, device=task.device)
+    dtype = autocast or torch.float32
+    rates = {each: matmul_rate(each, device=task.device) for each in {dtype, torch.float32}}
     seconds: dict[str, list[float]] = {"ours": [], "trl": []}
     with trl_side(task, policy, groups, python) as theirs:
         for turn in range(task.rounds + 1):
@@ -123,15 +124,17 @@ def measure(task: StepTask, python: Path | None) -> dict[str, Any]:
                 seconds["trl"].append(theirs.step())
             say(f"step {turn}: {json.dumps({side: taken[-1] for side, taken in seconds.items() if taken})}")
     mine, peer = (taken[1:] for taken in seconds.values())  # the first makes the optimizers' state
-    done = operations(groups, policy.model, task)
+    in_layers, in_head = operations(groups, policy.model, task)
+    floor = in_layers / rates[dtype] + in_head / rates[torch.float32]  # the head is summed in float32, whatever else is
     return {
         "step_parameters": policy.parameters,
         "step_seconds": statistics.median(mine),
         "step_seconds_trl": statistics.median(peer) if peer else None,
         "step_vs_trl": statistics.median(b / a for a, b in zip(mine, peer, strict=True)) if peer else None,
-        "step_tflop": done / 1e12,
-        f"matmul_gflop_per_s_{'float32' if autocast is None else 'bfloat16'}": rate / 1e9,
-        "step_share_of_matmul_peak": done / statistics.median(mine) / rate,
+        "step_tflop": (in_layers + in_head) / 1e12,
+        "step_tflop_head": in_head / 1e12,
+        **{f"matmul_gflop_per_s_{str(each).removeprefix('torch.')}": rate / 1e9 for each, rate in rates.items()},
+        "step_share_of_matmul_peak": floor / statistics.median(mine),
     }
 
 

@@ -104,7 +104,7 @@ def roles(found: Observations, size: Size, spec: RunSpec) -> list[dict[str, Any]
         peak = found.meter.peak_bytes(role)
         if not peak:
             continue
-        counted = peak - cache if role == TORCH else peak
+        counted = peak - cache if role == TORCH and not found.meter.device_peak_bytes(role) else peak
         rows.append(
             {
                 "role": role,

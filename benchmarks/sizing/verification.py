@@ -20,6 +20,7 @@ from benchmarks.report import say
 from benchmarks.sizing.machine import matmul_rate, synchronize
 from benchmarks.workload import HeldPolicies, WorkloadVerifier
 from node.engines.base import requests_for
+from node.engines.device import find_device
 from node.engines.torch import TorchEngine
 from node.policy.file import Policy, load_policy
 from node.policy.skeleton import unique_tensors
@@ -48,7 +49,7 @@ def measure(task: VerifyTask) -> dict[str, Any]:
     rules = workload.make_rules(replace(spec, limits=replace(spec.limits, suspects=(), second_looks=0.0)))
     dtype = getattr(torch, spec.model.dtype)
     drawn = asyncio.run(_draw(task, rules))
-    policy = load_policy(task.policy, dtype=dtype, device=torch.device(task.device))
+    policy = load_policy(task.policy, dtype=dtype, device=find_device(task.device))
     verifier = WorkloadVerifier(rules, HeldPolicies({0: TransformersPrefill(policy)}, {0: task.policy}))
     rates = {each: matmul_rate(each, device=task.device) for each in {dtype, torch.float32}}
     shares, tokens_per_s, rejected = [], [], 0

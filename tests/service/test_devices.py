@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from trainers import finished_steps, outcome_of, run_in, spec_with, train_to_the_end, trainer_of
+from transformers import AutoModelForCausalLM, Qwen3Config
 from waiting import until
 
-from coordinator.training.grpo import Execution
+from coordinator.training.groups import Group, Sample
+from coordinator.training.grpo import Execution, train_step
+from coordinator.training.optimizers import make_optimizer
 from coordinator.training.world import World
 from node.engines.base import requests_for
+from node.engines.device import find_device
 from node.engines.torch import TorchEngine
 from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint, load_policy, save_policy
+from node.policy.products import OutputHead
 from node.policy.reading import OpenPolicy
 from node.protocol.admission import Outcome
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
@@ -28,6 +35,7 @@ from node.protocol.submission import Rollout
 from node.verification.plan import Claim, Rules
 from node.verification.prefill import Prefill, TransformersPrefills
 from node.verification.verify import decide_many
+from toploc import build_chunk_proofs, verify_proofs_bytes
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 PAIRS = [
@@ -72,7 +80,7 @@ def drawn(path: Path, rules: Rules, device: str) -> list[list[Rollout]]:
     wanted = [expected_of(rules.spec, policy, rules.environments, slot=slot, **run) for slot in SLOTS]
 
     async def generate() -> list[list[Rollout]]:
-        engine = TorchEngine(rules.spec, device=device)
+        engine = TorchEngine(rules.spec, device=find_device(device))
         await engine.load(path, version=VERSION)
         groups = await asyncio.gather(*(engine.generate(requests_for(each)) for each in wanted))
         await engine.close()
@@ -85,7 +93,7 @@ def outcomes(
     groups: Sequence[Sequence[Rollout]], path: Path, rules: Rules, device: str, *, streamed: bool = False
 ) -> set[Outcome]:
     """What a verifier says of groups for SLOTS, each of which gets a second look."""
-    prefills = TransformersPrefills(dtype=rules.spec.model.dtype, device=device)
+    prefills = TransformersPrefills(dtype=rules.spec.model.dtype, device=find_device(device))
     prefill = asyncio.run(prefills.prefill(path, version=VERSION, streamed=streamed))
     claims = [
         Claim(version=VERSION, manifest_digest=MANIFEST, slot=slot, rollouts=group)
@@ -126,7 +134,7 @@ def test_a_trainer_repeats_its_steps_to_the_same_policies(
 ) -> None:
     """Else one that was killed between two checkpoints could not go on: its run has logged the digests."""
     spec = spec_with(**recipe)
-    execution = Execution(World(device=torch.device(device)), row_tokens=64, autocast=autocast)
+    execution = Execution(World(device=find_device(device)), row_tokens=64, autocast=autocast)
     found = []
     for folder in (tmp_path / "undisturbed", tmp_path / "stopped"):
         folder.mkdir()
@@ -142,3 +150,57 @@ def test_a_trainer_repeats_its_steps_to_the_same_policies(
             train_to_the_end(home, folder, execution=execution, checkpoint_every=10)
             found.append(outcome_of(home))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 60), pytest.param("cuda", 1000, marks=needs_gpu)])
+def test_a_step_on_long_samples_is_repeated_to_the_same_weights(device: str, tokens: int, recompute: bool) -> None:
+    """A GPU's attention sums gradients in whatever order they come once a sample is longer than a block of it."""
+    place = find_device(device)
+    rng = random.Random(0)
+
+    def sample() -> Sample:
+        length = rng.randrange(tokens // 2, tokens)
+        return Sample(tuple(range(5, 55)), tuple(rng.choices(range(5, 900), k=length)), (-6.8,) * length)
+
+    samples = tuple(sample() for _ in range(4))
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1000}
+    config = Qwen3Config(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, **shape)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(place)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        spec = spec_with(learning_rate=1e-3)
+        spec = structs.replace(spec, sampling=structs.replace(spec.sampling, max_new_tokens=tokens))
+        execution = Execution(World(device=place), row_tokens=4096, autocast=torch.bfloat16, recompute=recompute)
+        group = Group(0, (1.0, 0.0, 0.0, 1.0), samples)
+        train_step(model, make_optimizer(model, spec.training), [group], spec=spec, step=0, execution=execution)
+        found.append([tensor.detach().cpu() for tensor in model.parameters()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 16, 110])
+def test_logits_of_a_gpu_are_summed_in_float32(rows: int) -> None:
+    """Of 150,000 tokens hundreds are close together: sums in 16 bits would choose others."""
+    draw = torch.Generator().manual_seed(0)
+    states, weight = (torch.randn(count, 1024, generator=draw).bfloat16() for count in (rows, 5000))
+    logits = OutputHead(weight.to(find_device("cuda"))).logits(states.cuda())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double().cpu(), states.double() @ weight.double().t(), rtol=1e-5, atol=1e-3)
+
+
+@needs_gpu
+def test_proofs_of_a_gpu_are_those_of_a_cpu() -> None:
+    """Else an honest worker would be rejected for where it computes."""
+    draw = torch.Generator().manual_seed(0)
+    chunks = [torch.randn(tokens, 1024, generator=draw).bfloat16() for tokens in (32, 32, 7, 1)]
+    here, there = (build_chunk_proofs([chunk.to(device) for chunk in chunks], 128) for device in ("cpu", "cuda"))
+    for chunk, own, other in zip(chunks, here, there, strict=True):
+        results = (
+            verify_proofs_bytes(chunk[None].cuda(), [own], 32, 128),
+            verify_proofs_bytes(chunk[None], [other], 32, 128),
+        )
+        assert [(one.exp_mismatches, one.mant_err_mean) for (one,) in results] == [(0, 0.0)] * 2

@@ -119,6 +119,7 @@ def test_the_gpus_kernel_divides_and_adds_in_two_roundings(tmp_path):
     assert not [line for line in assembly.splitlines() if "fma." in line or "div.full" in line or "rcp." in line]
 
 
+@pytest.mark.service  # Triton compiles by other programs
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("vocabulary", [1, 5, 2_049, 152_064])
 def test_a_gpu_chooses_what_the_cpu_chooses(vocabulary):
