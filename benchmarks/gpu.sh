@@ -99,7 +99,10 @@ part 300 realsize "$python" -m benchmarks.realsize --json "${realsize[@]}"
 engine=vllm
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
     engine=torch
-    summary+=("         generate, verify and honest by torch: vLLM is not installed")
+    summary+=("         generate, verify and honest by torch, smaller: vLLM is not installed")
+    generate+=(--tokens 64 --rounds 1 --concurrency 1 64)
+    verify+=(--tokens 64 --rounds 1 --concurrency 16)
+    honest+=(--completions 128)
 fi
 part 170 generate "$python" -m benchmarks.generate --json --engine "$engine" "${generate[@]}"
 part 130 verify "$python" -m benchmarks.verify --json --engine "$engine" "${verify[@]}"
