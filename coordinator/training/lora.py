@@ -35,6 +35,9 @@ A, B = "lora_A", "lora_B"
 BLOCK_NUMBERS: Final = 2**16
 """Of a weight that are merged together on a CPU, whose cache holds them and two copies."""
 
+RECOMPUTED: Final = {"use_reentrant": False, "preserve_rng_state": False}
+"""How activations are recomputed. No layer draws at random: keeping the generator would have a CPU wait for a GPU."""
+
 
 class AdaptedLinear(Linear):
     """A linear layer whose weight is frozen, with an adapter that counts where `is_adapted`."""
@@ -88,7 +91,7 @@ def load_trained(path: Path, *, lora: LoraSpec | None, seed: int, recompute: boo
     policy = load_policy(path, dtype=torch.float32, shards=world, prepare=prepare)
     begin_adapters(policy.model, seed=seed, world=world)
     if recompute:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTED)
     return policy
 
 
