@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that is tested and measured on a GPU, in one command and some ten minutes:
+# Everything that is tested and measured on a GPU, in one command and at most twenty minutes:
 #
 #   benchmarks/gpu.sh              the tests that need a GPU, then what is measured on one, by vLLM where it is installed
 #   benchmarks/gpu.sh --no-gpu     the same parts at the smallest sizes on a CPU: tries this script, measures nothing
@@ -73,7 +73,8 @@ if [[ $smallest == yes ]]; then
     verify=("${generate[@]}")
     honest=("${sizes[@]}" --completions 16 --warm-start 0.01)
     step=(--hidden 64 --layers 1 --rounds 1)
-    realsize=(--only verify --layers 1 --vocabulary 2000 --rounds 1)
+    realsize=(--only swarm --layers 1 --vocabulary 2000)
+    parts=(--only verify step --no-peer --layers 1 --step-layers 1 --vocabulary 2000 --rounds 1)
     rounds=1
 else
     # A policy of 1.2 billion weights with a large vocabulary.
@@ -81,10 +82,11 @@ else
     generate=("${sizes[@]}" --tokens 256 --rounds 5 --concurrency 1 16 64 256)
     verify=("${sizes[@]}" --tokens 256 --rounds 3)
     honest=(--hidden 1024 --layers 16 --tokens 256)
-    # A training step of 0.6 billion weights, by the trainer's options for a GPU.
+    # A training step of 0.45 billion weights, by the trainer's options for a GPU.
     step=(--device cuda --family qwen3 --hidden 1024 --layers 28 --vocabulary 65536 --groups 8 --prompt 512
         --completion 1024 --row-tokens 8192 --autocast bfloat16 --recompute --rounds 5)
-    realsize=(--device cuda --run benchmarks/data/realsize-gpu.toml --only swarm verify step --no-peer
+    realsize=(--device cuda --run benchmarks/data/realsize-gpu.toml --only swarm --patience 150)
+    parts=(--device cuda --run benchmarks/data/realsize-gpu.toml --only verify step --no-peer
         --step-layers 28 --groups 8 --row-tokens 8192)
     rounds=20
 fi
@@ -94,8 +96,9 @@ part 150 "the tests that need a GPU" "$python" -m pytest -q -p no:cacheprovider 
 part 50 sampling "$python" -m benchmarks.sampling --json --rounds "$rounds"
 part 40 toploc "$python" -m benchmarks.toploc --json --no-peer --threads 1 --rounds "$rounds"
 part 90 step "$python" -m benchmarks.step --json "${step[@]}"
-# Workers, verifier, trainer and audit of one run, each a process, on this one GPU.
-part 300 realsize "$python" -m benchmarks.realsize --json "${realsize[@]}"
+# Workers, verifier, trainer and audit of one run, each a process, on this one GPU; then its parts alone.
+part 300 "a run" "$python" -m benchmarks.realsize --json "${realsize[@]}"
+part 150 "a run's parts" "$python" -m benchmarks.realsize --json "${parts[@]}"
 engine=vllm
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
     engine=torch

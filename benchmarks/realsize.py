@@ -72,7 +72,7 @@ Findings = tuple[dict[str, Any], dict[str, str], dict[str, Any]]
 def swarm(options: argparse.Namespace, folder: Path) -> Findings:
     """Run the swarm."""
     model = folder / "model"
-    in_child(policy.write_folder, model, **shape(options))
+    in_child(policy.write_folder, model, device=options.device, **shape(options))
     say("swarm: the model's folder is written")
     floors = in_child(measure_machine, folder, options.threads, options.device)
     text = rules(options.run, model)
@@ -97,7 +97,7 @@ def swarm(options: argparse.Namespace, folder: Path) -> Findings:
 def verify(options: argparse.Namespace, folder: Path) -> Findings:
     """Verify honest groups."""
     path = folder / "verify.safetensors"
-    in_child(policy.write_file, path, **shape(options))
+    in_child(policy.write_file, path, device=options.device, **shape(options))
     task = verification.VerifyTask(
         path, options.run.read_text(), groups=options.rounds, threads=options.threads, device=options.device
     )
@@ -113,7 +113,7 @@ def train(options: argparse.Namespace, folder: Path) -> Findings:
     except PeerUnavailable as error:
         notes["step_vs_trl"] = str(error)
     path = folder / "step.safetensors"
-    in_child(policy.write_file, path, **(shape(options) | {"layers": options.step_layers}))
+    in_child(policy.write_file, path, device=options.device, **(shape(options) | {"layers": options.step_layers}))
     task = step.StepTask(
         path,
         options.run.read_text(),

@@ -83,8 +83,7 @@ def save_random_policy(path: Path, size: Size, *, dtype: torch.dtype, ends: bool
     """Save a policy of random weights; unless `ends`, its end mark is never drawn."""
     torch.manual_seed(seed)
     build: Any = AutoModelForCausalLM.from_config
-    with torch.device(find_device("auto")):  # a CPU draws a billion numbers in a minute or two
-        model = build(size.config(), dtype=torch.float32)
+    model = build(size.config(), dtype=torch.float32)
     with torch.no_grad():
         # The last norm's output has a mean square of 1.
         model.lm_head.weight *= SPREAD / (model.lm_head.weight.std() * size.hidden**0.5)

@@ -112,14 +112,18 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 
 def make_policy(
-    *, size: str = SIZE, layers: int | None = None, vocabulary: int = VOCABULARY, seed: int = 0
+    *,
+    size: str = SIZE,
+    layers: int | None = None,
+    vocabulary: int = VOCABULARY,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make model and tokenizer."""
+    """Make model and tokenizer, the weights drawn on `device`: a CPU draws a billion numbers in a minute or two."""
     config, tokenizer = architecture(size=size, layers=layers, vocabulary=vocabulary), make_tokenizer(vocabulary)
     torch.manual_seed(seed)
     build: Any = AutoModelForCausalLM.from_config
-    # A CPU draws a billion numbers in a minute or two.
-    with torch.no_grad(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.no_grad(), torch.device(device):
         model: PreTrainedModel = build(config, dtype=torch.bfloat16)
         answers = torch.tensor(tokenizer.convert_tokens_to_ids(list(ANSWERS)))
         _plant(model, answers, layers=SIZES[size][2])

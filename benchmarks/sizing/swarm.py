@@ -78,7 +78,7 @@ class RealSwarm:
         self, folder: Path, run_toml: str, *, device: str, threads: int, patience_s: float, policy_memory_gib: float
     ) -> None:
         self.swarm = lay_out(folder, run_toml, honest=len(_ENGINES), hostile=(), leaves=0)
-        self.found = Observations(RoleMeter())
+        self.found = Observations(RoleMeter(device=device))
         self._device = device
         self._threads = threads
         self._policy_memory_gib = policy_memory_gib

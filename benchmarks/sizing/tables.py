@@ -104,7 +104,7 @@ def roles(found: Observations, size: Size, spec: RunSpec) -> list[dict[str, Any]
         peak = found.meter.peak_bytes(role)
         if not peak:
             continue
-        counted = peak - cache if role == TORCH and not found.meter.device_peak_bytes(role) else peak
+        counted = peak - cache if role == TORCH and found.meter.device == "cpu" else peak
         rows.append(
             {
                 "role": role,
@@ -128,6 +128,8 @@ def stages(
     tokens, group = sum(each["tokens"] for each in generated), spec.sampling.group_size
     reads = whole / disk.memory
     per_token = 2 * (size.layers / rates[spec.model.dtype] + size.head / rates["float32"])
+    trained_in = "bfloat16" if found.meter.device == "cuda" else "float32"
+    per_trained = 6 * (size.layers / rates[trained_in] + size.head / rates["float32"])
     (step,) = (each["stats"] for each in found.steps if each["step"] == 0)
     published = found.logged_at("trainer", "policy 0 published")
 
@@ -154,7 +156,7 @@ def stages(
         (
             "step",
             step["train_seconds"],
-            6 * (size.layers + size.head) * step["tokens"] / rates["float32"] + 28 * size.parameters / disk.memory,
+            per_trained * step["tokens"] + 28 * size.parameters / disk.memory,
             "products of drawn tokens, AdamW's passes over its state",
         ),
         (

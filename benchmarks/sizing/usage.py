@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,18 +18,19 @@ import psutil
 INTERVAL_SECONDS = 0.25
 _BLOCK_BYTES = 512
 _QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+_QUERY_SECONDS = 60.0
 
 
 class RoleMeter(threading.Thread):
     """Samples processes by role, children included: the kernel keeps each one's peak, so only ends can be missed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: str) -> None:
         super().__init__(name="role meter", daemon=True)
+        self.device = device
         self._roots: dict[str, int] = {}
         self._peaks: dict[str, dict[int, int]] = {}
         self._cpu: dict[str, dict[int, float]] = {}
         self._device_peaks: dict[str, int] = {}
-        self._asks_driver = shutil.which(_QUERY[0]) is not None
         self._ending = threading.Event()
 
     def follow(self, pids: Mapping[str, int | None]) -> None:
@@ -47,7 +48,7 @@ class RoleMeter(threading.Thread):
 
     def sample(self) -> None:
         """Read all processes once."""
-        on_device = device_bytes() if self._asks_driver else {}
+        on_device = device_bytes() if self.device == "cuda" else {}
         for role, root in list(self._roots.items()):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(root)
@@ -84,10 +85,17 @@ def peak_bytes(pid: int) -> int:
 
 
 def device_bytes() -> dict[int, int]:
-    """Return what each process holds of the GPUs' memory, by process id."""
-    asked = subprocess.run(_QUERY, capture_output=True, text=True, check=False, timeout=60)
-    rows = [line.split(", ") for line in asked.stdout.splitlines()]
-    return {int(row[0]): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].isdigit()}
+    """Return what each process holds of all GPUs' memory, by process id; {} where the driver does not say."""
+    try:
+        asked = subprocess.run(_QUERY, capture_output=True, text=True, check=False, timeout=_QUERY_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    found: Counter[int] = Counter()
+    for line in asked.stdout.splitlines():
+        pid, _, mib = line.partition(", ")
+        if mib.isdigit():
+            found[int(pid)] += int(mib) * 2**20
+    return found
 
 
 def disk_bytes(folder: Path) -> int:

@@ -72,7 +72,7 @@ def measure(task: VerifyTask) -> dict[str, Any]:
 
 
 async def _draw(task: VerifyTask, rules: Any) -> list[list[Rollout]]:
-    engine = TorchEngine(rules.spec, device=task.device, threads=task.threads)
+    engine = TorchEngine(rules.spec, device=find_device(task.device), threads=task.threads)
     await engine.load(task.policy, version=0)
     drawn = []
     for slot in range(task.groups + 1):

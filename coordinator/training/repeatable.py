@@ -20,11 +20,11 @@ def repeatable(device: torch.device) -> Iterator[None]:
         yield
         return
     settings: Any = torch.utils.deterministic
-    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    before, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # nothing reads what it has not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
         settings.fill_uninitialized_memory = filled

@@ -12,7 +12,7 @@ from node.errors import ConfigError
 def find_device(name: str) -> torch.device:
     """Return the device that --device calls "cpu", "cuda" or "auto" (a GPU where torch sees one).
 
-    For a GPU, set what every process of a run has to have alike: call it before anything is computed there.
+    For a GPU, set what torch has to do alike in all of a run's processes: call it before anything is computed there.
     Raises ConfigError if it is not there.
     """
     has_gpu = torch.cuda.is_available()
@@ -28,6 +28,6 @@ def find_device(name: str) -> torch.device:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # cuDNN's attention plans anew for each length, so for every token that is drawn; and its gradients vary.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # For a trainer's repeatable products: read when the first product is computed.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # For a trainer's repeatable products: read at the first product; torch takes no other one.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return torch.device("cuda")

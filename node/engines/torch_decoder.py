@@ -169,8 +169,7 @@ class _Cache:
     """Keys and values [slots, heads, columns, head size] of each layer.
 
     On LAZY devices memory is reserved at full length and touched only as far as used; elsewhere columns come COLUMNS at
-    a time. Those up to `_initialised_columns` are set everywhere, since what a mask hides
-    must still be finite.
+    a time. Those up to `_initialised_columns` are set everywhere, since what a mask hides must still be finite.
     """
 
     def __init__(self, columns: int) -> None:
@@ -200,8 +199,8 @@ class _Cache:
         """Copy line `source[i]` of a prefill to slot `target[i]`, with room for `rows` slots in all."""
         width = prefix[0][0].shape[2]
         if not self._layers or len(self._layers[0][0]) < rows:
-            layers = self._layers or [(key[:0], value[:0]) for key, value in prefix]
-            self._layers = self._with_capacity(layers, rows, width)
+            self._layers = self._layers or [(key[:0], value[:0]) for key, value in prefix]
+            self._make_room(rows, width)
         self._widen(width)
         for new, held in zip(chain.from_iterable(prefix), chain.from_iterable(self._layers), strict=True):
             held[target, :, :width] = new[source]
@@ -216,14 +215,15 @@ class _Cache:
         if width > self._initialised_columns:
             rows, _, columns, _ = self._layers[0][0].shape
             if width > columns:
-                self._layers = self._with_capacity(self._layers, rows, width)
+                self._make_room(rows, width)
             for held in chain.from_iterable(self._layers):
                 held[:, :, self._initialised_columns : width] = 0
             self._initialised_columns = width
 
-    def _with_capacity(self, layers: list[tuple[Tensor, Tensor]], rows: int, width: int) -> list[tuple[Tensor, Tensor]]:
-        """Copy keys and values to tensors of `rows` slots, with room for `width` columns at least."""
-        return [(self._roomy(key, rows, width), self._roomy(value, rows, width)) for key, value in layers]
+    def _make_room(self, rows: int, width: int) -> None:
+        """Copy keys and values to tensors of `rows` slots, with room for `width` columns at least, layer by layer."""
+        for at, (key, value) in enumerate(self._layers):
+            self._layers[at] = self._roomy(key, rows, width), self._roomy(value, rows, width)
 
     def _roomy(self, held: Tensor, rows: int, width: int) -> Tensor:
         old, heads, _, size = held.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from trainers import finished_steps, outcome_of, run_in, spec_with, train_to_the
 from transformers import AutoModelForCausalLM, Qwen3Config
 from waiting import until
 
+from coordinator.training.checkpoint import checkpoints
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, train_step
 from coordinator.training.lora import RECOMPUTED
@@ -36,7 +38,7 @@ from node.protocol.submission import Rollout
 from node.verification.plan import Claim, Rules
 from node.verification.prefill import Prefill, TransformersPrefills
 from node.verification.verify import decide_many
-from toploc import build_chunk_proofs, verify_proofs_bytes
+from toploc import build_chunk_proofs
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 PAIRS = [
@@ -130,10 +132,10 @@ def test_honest_work_of_one_device_is_admitted_on_another_and_that_of_other_weig
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("recipe", [{}, {"lora": {"rank": 3, "alpha": 6.0}}], ids=["weights", "adapters"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_a_trainer_repeats_its_steps_to_the_same_policies(
-    device: str, recipe: dict[str, Any], autocast: torch.dtype | None, tmp_path: Path
+def test_a_trainer_without_checkpoints_trains_its_steps_again_to_the_logged_policies(
+    device: str, recipe: dict[str, Any], autocast: torch.dtype | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else one that was killed between two checkpoints could not go on: its run has logged the digests."""
+    """Else one that was killed between two of them could not go on: its run has logged the digests."""
     spec = spec_with(**recipe)
     execution = Execution(World(device=find_device(device)), row_tokens=64, autocast=autocast)
     found = []
@@ -148,9 +150,12 @@ def test_a_trainer_repeats_its_steps_to_the_same_policies(
                     stopper.start()
                     trainer.run()
                     stopper.join()
+                for path in checkpoints(folder / "checkpoints"):
+                    shutil.rmtree(path)
             train_to_the_end(home, folder, execution=execution, checkpoint_every=10)
             found.append(outcome_of(home))
     assert found[0] == found[1]
+    assert "steps again" in caplog.text
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -199,9 +204,4 @@ def test_proofs_of_a_gpu_are_those_of_a_cpu() -> None:
     draw = torch.Generator().manual_seed(0)
     chunks = [torch.randn(tokens, 1024, generator=draw).bfloat16() for tokens in (32, 32, 7, 1)]
     here, there = (build_chunk_proofs([chunk.to(device) for chunk in chunks], 128) for device in ("cpu", "cuda"))
-    for chunk, own, other in zip(chunks, here, there, strict=True):
-        results = (
-            verify_proofs_bytes(chunk[None].cuda(), [own], 32, 128),
-            verify_proofs_bytes(chunk[None], [other], 32, 128),
-        )
-        assert [(one.exp_mismatches, one.mant_err_mean) for (one,) in results] == [(0, 0.0)] * 2
+    assert here == there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from importlib import metadata
 
@@ -32,7 +33,13 @@ def gpu(monkeypatch):
     """A machine on which torch sees a GPU, as far as choosing one goes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    products = torch.backends.cuda.matmul
+    sums = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    attention = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = sums
+    torch.backends.cuda.enable_cudnn_sdp(attention)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -54,6 +61,8 @@ def test_auto_is_a_gpu_where_torch_sees_one(gpu):
     assert find_device("cpu") == torch.device("cpu")
     assert not torch.backends.cudnn.allow_tf32, "float32 would not be float32 in convolutions and LSTMs"
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans attention anew for each token that is drawn"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, "honest work would deviate more"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "torch refuses to repeat a step with most others"
 
 
 def test_auto_is_the_cpu_elsewhere(no_gpu):
