@@ -1,13 +1,16 @@
 """Extensions of click: commands by entry point, and errors with hints.
 
 An error is one line that says what is wrong, and one that begins with `hint:` and says what to do
-(`node.commands.hints`).
+(`node.commands.hints`). Output that nobody reads any more (`swarmproof ... | head`) is no error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from typing import IO, Any
@@ -27,6 +30,9 @@ ENVIRONMENT = "SWARMPROOF"
 
 UNFORESEEN = 70
 """The exit code of a defect: EX_SOFTWARE of sysexits.h."""
+
+UNREAD = 141
+"""The exit code once nobody reads the output: 128 + SIGPIPE, as a shell says of a program that the signal ended."""
 
 
 class Failed(click.ClickException):
@@ -79,12 +85,17 @@ def _show(said: str, hint: str, file: IO[Any] | None) -> None:
 
 @contextlib.contextmanager
 def reported(failure: type[Failed] = Failed) -> Iterator[None]:
-    """Turn exceptions of the block into `failure` with a hint, unless --debug was given."""
+    """Turn exceptions of the block into `failure` with a hint, unless --debug was given.
+
+    The error of a closed output passes, which `Commands.main` ends the process for.
+    """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _closed_outputs():
+            raise
         ctx = click.get_current_context(silent=True)
         if ctx is not None and ctx.find_root().params.get("debug"):
             raise
@@ -103,6 +114,43 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError):
         return f"{error.filename or 'The system'}: {error.strerror or error}"
     return None
+
+
+def _closed_outputs() -> list[int]:
+    """Return which of stdout and stderr nobody reads any more: a broken pipe may as well be a child's, or a socket."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # a test's, which is no file
+                poll.register(stream.fileno(), 0)
+    return [number for number, happened in poll.poll(0) if happened & (select.POLLERR | select.POLLHUP)]
+
+
+@contextlib.contextmanager
+def _unread_is_quiet() -> Iterator[None]:
+    """Exit with UNREAD, without a word, where a closed output ends the block."""
+    try:
+        yield
+    except (SystemExit, BrokenPipeError) as error:
+        is_by_rich = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+        if not is_by_rich and not (isinstance(error, BrokenPipeError) and _closed_outputs()):
+            raise
+        _discard_output()
+        raise SystemExit(UNREAD) from error
+
+
+def _flush_output() -> None:
+    """Write what is buffered; where that fails only while Python exits, it says so itself, and exits with 120."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """Let what is buffered for nobody go to /dev/null when Python exits."""
+    for closed in _closed_outputs():
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, closed)
+        os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -151,13 +199,24 @@ class Commands(click.Group):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """Make the context as click does, with hints in usage errors."""
-        with _reworded():
+        with _unread_is_quiet(), _reworded():
             return super().make_context(info_name, args, parent, **extra)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line as click does, and end quietly once nobody reads the output."""
+        with _unread_is_quiet():
+            return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, turning exceptions into errors with hints."""
-        with _reworded(), reported():
-            return super().invoke(ctx)
+        with _unread_is_quiet(), _reworded(), reported():
+            try:
+                result = super().invoke(ctx)
+            except click.exceptions.Exit:
+                _flush_output()
+                raise
+            _flush_output()
+            return result
 
     def _load_others(self) -> dict[str, click.Command]:
         if self._others is None:

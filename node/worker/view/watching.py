@@ -45,7 +45,10 @@ class WorkerIdentity:
 
 @contextlib.asynccontextmanager
 async def observe_worker(identity: WorkerIdentity, *, as_json: bool, stop: asyncio.Event) -> AsyncIterator[Observer]:
-    """Report on a worker while the block is active: as JSON, on a terminal, or in the log."""
+    """Report on a worker while the block is active: as JSON, on a terminal, or in the log.
+
+    Raises OSError at the end of the block if the JSON could not be written.
+    """
     async with contextlib.AsyncExitStack() as stack:
         reporter: Reporter
         if as_json:
@@ -61,6 +64,8 @@ async def observe_worker(identity: WorkerIdentity, *, as_json: bool, stop: async
             ticking.cancel()
             await asyncio.wait({ticking})
             reporter.end()
+        if isinstance(reporter, JsonReporter) and reporter.failure is not None:
+            raise reporter.failure
 
 
 class Reporter(Observer):
@@ -140,13 +145,16 @@ class LogReporter(Reporter):
 
 
 class JsonReporter(Reporter):
-    """Writes one JSON object a line; if the reader closes the stream, the worker is stopped."""
+    """Writes one JSON object a line; if the reader closes the stream, the worker is stopped.
+
+    `failure` is then why the stream could not be written.
+    """
 
     def __init__(self, identity: WorkerIdentity, stream: TextIO, *, stop: asyncio.Event) -> None:
         super().__init__(identity)
         self._stream, self._stop = stream, stop
         self._lock = threading.Lock()
-        self._is_closed = False
+        self.failure: OSError | None = None
 
     def report(self, kind: EventKind, keys: dict[str, Any]) -> None:
         """Write one event."""
@@ -159,13 +167,13 @@ class JsonReporter(Reporter):
         }
         said |= {key: keys.get(key) for key in KEYS[kind]}
         with self._lock:
-            if self._is_closed:
+            if self.failure is not None:
                 return
             try:
                 self._stream.write(json.dumps(said) + "\n")
                 self._stream.flush()
             except OSError as error:
-                self._is_closed = True
+                self.failure = error
                 log.warning("event stream closed by its reader (%s); stopping the worker", error.strerror)
                 self._stop.set()
 

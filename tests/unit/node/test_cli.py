@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import logging
 import os
 import subprocess
@@ -12,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from locations import ROOT
+from rich.console import Console
 
 from node import cli
 from node.commands.click_ext import Commands
@@ -19,6 +22,8 @@ from node.errors import ConfigError
 from node.keys.identity import load_key, node_id
 from node.protocol.run import run_id_of
 from node.runtime.logs import RepeatFilter
+from node.worker.events import EventKind
+from node.worker.view.watching import WorkerIdentity, observe_worker
 
 RUN_ID = "ab" * 32
 
@@ -290,6 +295,82 @@ def test_the_unexpected_has_a_traceback_only_with_debug(monkeypatch, tmp_path):
     assert "Traceback" not in plain.output
     assert isinstance(swarmproof("--debug", *arguments).exception, ZeroDivisionError)
     assert isinstance(swarmproof(*arguments, SWARMPROOF_DEBUG="1").exception, ZeroDivisionError)
+
+
+# -- output that nobody reads any more
+
+
+def unread(command, arguments, name="stdout"):
+    """Run `command` with a pipe as stdout, buffered as Python's own, whose reader has ended; return its exit code.
+
+    It may be written to in vain when it is closed, as at Python's exit: that must not fail.
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(writer, "w") as output:
+        patch.setattr(sys, name, output)
+        with pytest.raises(SystemExit) as ended:
+            command.main(arguments)
+    return ended.value.code
+
+
+def _broken_pipe():
+    raise BrokenPipeError(32, "Broken pipe")
+
+
+WRITES = {
+    "click": lambda: click.echo("a line"),
+    "rich": lambda: Console().print("a table"),
+    "buffered": lambda: sys.stdout.write("flushed while Python exits"),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_command_whose_reader_has_ended_ends_without_a_word(monkeypatch, capfd, how, debug):
+    """`swarmproof status | head -1` is no error; pipelines (`set -o pipefail`) know 141 from every other program."""
+    group = Commands(name="swarmproof", params=[click.Option(["--debug"], is_flag=True)])
+    group.add_command(click.Command("say", callback=WRITES[how]))
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
+    assert unread(group, ["--debug", "say"] if debug else ["say"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["keys", "--help"]])
+def test_so_does_help(capfd, arguments):
+    assert unread(cli.main, arguments) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_that_nobody_reads_says_nothing_else(tmp_path):
+    """With `2>&1 | head`, what went wrong has no reader either."""
+    assert unread(cli.main, ["keys", "show", str(tmp_path / "none")], name="stderr") == 141
+
+
+def test_a_broken_pipe_of_something_else_is_an_error_as_any_other():
+    group = Commands(name="swarmproof", commands={"say": click.Command("say", callback=_broken_pipe)})
+    result = CliRunner().invoke(group, ["say"])
+    assert result.exit_code == 1
+    assert "Broken pipe" in result.output
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+async def test_a_worker_whose_events_cannot_be_written_fails_once_it_has_ended(monkeypatch):
+    """Its slots are handed back first; a full disk is no reason to end as if all was well."""
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    stop, has_ended = asyncio.Event(), False
+    with pytest.raises(OSError, match="No space left"):
+        async with observe_worker(
+            WorkerIdentity(run_id=RUN_ID, node="ab", coordinators=()), as_json=True, stop=stop
+        ) as observer:
+            observer.notify(EventKind.STARTED)
+            await stop.wait()
+            has_ended = True
+    assert has_ended
 
 
 # -- audit's exit codes
