@@ -114,8 +114,13 @@ def render_reply(policy: Blueprint, text: str) -> list[int]:
 
     Raises MalformedPolicy if the tokenizer fails.
     """
+    return reply_ids(policy.tokenizer, text)
+
+
+def reply_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Do as `render_reply`, for whoever has no more of a policy than its tokenizer."""
     with tokenizer_errors():
-        ids: list[int] = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
 

@@ -386,8 +386,12 @@ def _check_lengths(spec: RunSpec) -> None:
                 raise ValueError(f"environments.{key} is at most sampling.{key}")
         if environment.length and max(environment.length.targets) > sampling.max_new_tokens:
             raise ValueError("environments.length.targets are at most max_new_tokens: no rollout is longer")
-        if isinstance(environment.thinking, ThinkingSpec) and environment.thinking.tokens >= sampling.max_new_tokens:
-            raise ValueError("environments.thinking.tokens must be below max_new_tokens: an answer needs some as well")
+        thinking = environment.thinking
+        if isinstance(thinking, ThinkingSpec) and thinking.tokens + 1 >= sampling.max_new_tokens:
+            raise ValueError(
+                "environments.thinking.tokens must be below max_new_tokens, with room for thinking.end: an answer "
+                "needs some as well"
+            )
 
 
 __all__ = [

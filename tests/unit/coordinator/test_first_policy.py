@@ -19,9 +19,11 @@ from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.doctor import model as doctor_model
 from node.keys.identity import create_key
+from node.policy.file import reply_ids
 from node.policy.inspection import FirstPolicy
+from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.chat_formats import CHAT_FORMATS
-from node.protocol.run import EnvironmentSpec, LoraSpec, RunSpec
+from node.protocol.run import EnvironmentSpec, LoraSpec, RunSpec, ThinkingSpec
 from node.protocol.submission import Rollout, chunk_sizes, proof_bytes
 from node.submission.writer import full_group_bytes, write_rollouts
 
@@ -86,6 +88,21 @@ def test_a_tiny_policy_of_512_positions_begins_no_run_of_4496_tokens() -> None:
     for begin in (lambda: startable(spec, model_elsewhere=False), lambda: initial_policy(spec)):
         with pytest.raises(UnfitModel, match=r"4496 tokens .* positions for 512"):
             begin()
+
+
+def test_a_budget_behind_which_the_end_of_a_thought_never_fits_begins_no_run() -> None:
+    """Nobody's thoughts would be ended, and the operator would look for the reason in the policy."""
+    most = SPEC.sampling.max_new_tokens - len(reply_ids(make_tokenizer(), "</think>"))
+    for initial in ("random-tiny", "random-finch"):
+        for tokens in (most - 1, most):
+            thinking = ThinkingSpec(tokens=tokens, end="</think>")
+            spec = changed("model", initial=initial)
+            spec = msgspec.structs.replace(spec, environments=(EnvironmentSpec(name="arithmetic", thinking=thinking),))
+            if tokens < most:
+                initial_policy(spec)
+                continue
+            with pytest.raises(UnfitModel, match=rf"a thought of {most} tokens and the \d+ of its end leave nothing"):
+                initial_policy(spec)
 
 
 @pytest.mark.parametrize(("rank", "kl"), [(8, 0.0), (1024, 0.01)])

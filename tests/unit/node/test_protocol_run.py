@@ -181,6 +181,8 @@ def test_every_setting_is_part_of_the_digest() -> None:
         (SMALLEST + f"stop = {['x'] * 9}\n", "environments[0].stop"),
         (SMALLEST + 'stop = ["a\\ufffd"]\n', "U+FFFD"),
         (SMALLEST + "thinking = { tokens = 48 }\n", "below max_new_tokens"),
+        (SMALLEST + "thinking = { tokens = 47 }\n", "with room for thinking.end"),
+        (SMALLEST + "max_new_tokens = 9\nthinking = { tokens = 8 }\n", "with room for thinking.end"),
         (SMALLEST + "thinking = { tokens = 8, end = 'Done.' }\n", "must hold </think>"),
         (SMALLEST + "problems = { count = 0 }\n", "environments[0].problems.count"),
         (SMALLEST + "problems = { count = 1048577 }\n", "environments[0].problems.count"),
