@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -138,21 +139,24 @@ class Attempts:
         drawn = await self._draw(requests, max_prompt_tokens=longest)
         return [cheats.as_if_asked(group, own) for group, own in zip(drawn, self._requests, strict=True)]
 
+    def _prove(self, groups: Groups) -> Groups:
+        return [self._prover.prove(group, self._slots.replies(group)) for group in groups]
+
     async def _prove_int4(self) -> Groups:
-        return [self._prover.prove(group) for group in await self._with_weights(cheats.int4)]
+        return self._prove(await self._with_weights(cheats.int4))
 
     async def _prove_other(self, other: Path) -> Groups:
-        return [self._prover.prove(group) for group in await self._draw(self._requests, path=other)]
+        return self._prove(await self._draw(self._requests, path=other))
 
     async def _best(self) -> Groups:
         requests = [
-            [SampleRequest(one.prompt_ids, secrets.token_bytes(SEED_BYTES)) for one in own for _ in range(BEST_OF)]
+            [replace(one, seed=secrets.token_bytes(SEED_BYTES)) for one in own for _ in range(BEST_OF)]
             for own in self._requests
         ]
         drawn = await self._draw(requests)
         best = [self._best_of(slot, group) for slot, group in zip(self._numbers, drawn, strict=True)]
         claimed = [cheats.as_if_asked(group, own) for group, own in zip(best, self._requests, strict=True)]
-        return [self._prover.prove(group) for group in claimed]
+        return self._prove(claimed)
 
     def _best_of(self, slot: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return of every BEST_OF rollouts the first with the highest reward."""

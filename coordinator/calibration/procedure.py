@@ -166,8 +166,9 @@ class _Calibration:
 
     async def _measured(self, drawn: Sequence[Sequence[Rollout]], spec: RunSpec) -> _MeasuredWork:
         """Measure one group at a time, as a verifier with a short queue does."""
-        size = spec.sampling.group_size
-        return _MeasuredWork(drawn, await asyncio.to_thread(measure, self._prefill, drawn, spec=spec, at_once=size))
+        size, replies = spec.sampling.group_size, [self._slots.replies(group) for group in drawn]
+        measured = await asyncio.to_thread(measure, self._prefill, drawn, replies, spec=spec, at_once=size)
+        return _MeasuredWork(drawn, measured)
 
     def _with_limits(self, honest: Sequence[Sequence[Group]]) -> RunSpec:
         """Fit levels to every other group, and single-value limits to all."""
@@ -217,8 +218,11 @@ class _Calibration:
         return outcome(name, work.measured, limits, second_looks=[found for found in second_looks if found is not None])
 
     async def _second_look(self, rollouts: Sequence[Rollout]) -> Finding | None:
+        replies = self._slots.replies(rollouts)
         for suspect in self._spec.limits.suspects:
-            gain = await suspect_gain(suspect, rollouts, version=0, policies=self, published=(0,), spec=self._spec)
+            gain = await suspect_gain(
+                suspect, rollouts, replies, version=0, policies=self, published=(0,), spec=self._spec
+            )
             finding = judge_gain(suspect, gain, limits=self._spec.limits)
             if finding is not None:
                 return finding
