@@ -7,7 +7,6 @@ embedding and the head (`coordinator.training.vocabulary`), over NCCL on GPUs an
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -26,11 +25,9 @@ from transformers import PreTrainedModel
 
 from coordinator.training.vocabulary import rows_of_rank, share_vocabulary
 from node.policy.config import ATTENTION
+from node.policy.memory import map_large_blocks
 
 T = TypeVar("T")
-_M_MMAP_THRESHOLD = -3
-_MAPPED_BYTES = 2**20
-"""mallopt(3)'s name of the size from which a block is mapped, and ours; glibc's own adapts, up to 32 MiB."""
 _COLLECTIVE_TIMEOUT = timedelta(days=365)
 """Processes may wait for work indefinitely; a dead one is noticed by its closed connection."""
 
@@ -194,24 +191,13 @@ def open_world(*, device: str, gathered_in: torch.dtype | None = None) -> Iterat
     if device == "cuda":
         torch.cuda.set_device(local)
     else:
-        _return_freed_blocks()
+        map_large_blocks()  # of each gathered layer, which comes and goes
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT)
     try:
         reports = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
         yield World(dist.get_rank(), size, local, init_device_mesh(device, (size,)), reports, gathered_in)
     finally:
         dist.destroy_process_group()
-
-
-def _return_freed_blocks() -> None:
-    """Have glibc map each large block by itself, so that it goes back when it is freed; elsewhere a no-op.
-
-    A gathered layer comes and goes. Up to 32 MiB its tensors would come from heaps, one of each thread, which keep the
-    holes: four processes' steps took as much for these as for all that the step itself needs beside its state.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def _layers(model: PreTrainedModel) -> Iterator[nn.Module]:

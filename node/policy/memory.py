@@ -1,4 +1,7 @@
-"""Memory that is used up: how torch says so on each device, and how what it keeps for later is given back."""
+"""Memory that is used up: how torch says so on each device, and how what it keeps for later is given back.
+
+glibc's malloc is configured here alone; with another allocator, that does nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,35 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _M_ARENA_MAX: Final = -8
-"""mallopt(3)'s name of the most heaps."""
+_M_MMAP_THRESHOLD: Final = -3
+"""mallopt(3)'s names of the most heaps, and of the size from which a block is mapped."""
 HEAPS: Final = 2
 """Of a process that holds a policy: one for each of few threads that allocate at the same time."""
+MAPPED_BYTES: Final = 2**20
+"""Of a process that gathers layers; glibc's own threshold adapts, up to 32 MiB."""
 
 
 def share_heaps() -> None:
-    """Have this process's threads share `HEAPS` heaps; to be called before they start, and a no-op but with glibc.
+    """Have this process's threads share `HEAPS` heaps; to be called before they start.
 
     Otherwise each thread has a heap of its own, up to eight for each core, and keeps what it freed there: threads that
     fetch, check and load policies one after another held what none of them used any more.
     """
+    _mallopt(_M_ARENA_MAX, HEAPS)
+
+
+def map_large_blocks() -> None:
+    """Have each block of `MAPPED_BYTES` or more mapped by itself, so that it goes back when it is freed.
+
+    Otherwise tensors of up to 32 MiB come from heaps, one of each thread, which keep the holes: four processes' steps
+    took as much for those of gathered layers as for all that a step itself needs beside its state.
+    """
+    _mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def _mallopt(name: int, value: int) -> None:
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(_M_ARENA_MAX, HEAPS)
+        libc.mallopt(name, value)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from node.policy.memory import free_memory
+from node.policy.memory import free_memory, map_large_blocks, share_heaps
 
 KIB = 2**10
 
@@ -35,3 +38,16 @@ def test_weights_that_another_thread_loaded_are_given_back() -> None:
     thread.join()
     free_memory()
     assert resident() - before < 50_000 * KIB, "of 150,000 KiB that nothing refers to"
+
+
+@pytest.mark.parametrize(("configure", "expected"), [(share_heaps, (-8, 2)), (map_large_blocks, (-3, 2**20))])
+def test_malloc_is_configured_by_glibcs_numbers_and_left_alone_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, configure: Callable[[], None], expected: tuple[int, int]
+) -> None:
+    """M_ARENA_MAX and M_MMAP_THRESHOLD of malloc.h: a wrong number is ignored without a word."""
+    calls: list[tuple[int, int]] = []
+    glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)))
+    for libc in (glibc, SimpleNamespace()):
+        monkeypatch.setattr(ctypes, "CDLL", lambda _, libc=libc: libc)
+        configure()
+    assert calls == [expected]
