@@ -8,7 +8,7 @@ CoordinatorError
 ├── StateDiffers         the database or the blob store does not say what the log does
 ├── StorageFault         the database or the blob store does not hold what it must
 │   └── DamagedBlob      a blob has other bytes than its name says
-└── StoreAway            the object store cannot be asked now; an OSError, so that whoever waits for a disk waits for it
+└── StoreAway            the blob store cannot be asked now; an OSError, so that whoever waits for a disk waits for it
     └── CorruptRead      it answered with other bytes than were asked for, and may send the right ones next time
 """
 

@@ -1,8 +1,9 @@
 """Content-addressed blobs: submissions, their signed requests, admitted groups. One port, two backends.
 
 A blob's name is its BLAKE3 digest, and exists only once the blob is complete. Reads verify digest and size. A missing
-or damaged blob raises StorageFault; an unreachable store raises StoreAway, an OSError, on which processes retry. So
-does, for a while, a store that answers with other bytes (CorruptRead): a read over a network may go wrong once.
+or damaged blob raises StorageFault; an unreachable store, or a folder that is gone as a whole, raises StoreAway, an
+OSError, on which processes retry. So does, for a while, a store that answers with other bytes (CorruptRead): a read
+over a network may go wrong once.
 
 An `UploadStore` receives bodies from their senders directly. An upload's key is its lease and SHA-256, and an offer is
 a presigned URL that accepts nothing else.

@@ -12,7 +12,7 @@ from typing import IO
 
 from blake3 import blake3
 
-from coordinator.errors import DamagedBlob, StorageFault
+from coordinator.errors import DamagedBlob, StorageFault, StoreAway
 from coordinator.storage.blobs import BlobStore, check_name, checked_blob
 from coordinator.storage.timings import metered
 from node.protocol.reasons import Reason, Refusal
@@ -58,7 +58,10 @@ class Incoming:
 
 
 class FolderBlobs(BlobStore):
-    """Blob store in a folder; a blob is complete and on disk before its name exists."""
+    """Blob store in a folder; a blob is complete and on disk before its name exists.
+
+    Once the whole folder is gone, as when its disk is no longer mounted, methods raise StoreAway: no blob is missing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,7 +89,7 @@ class FolderBlobs(BlobStore):
             with self.path(name).open("rb") as file:
                 data = file.read(max_bytes + 1)
         except FileNotFoundError as error:
-            raise StorageFault(f"blob {name} is missing") from error
+            raise self._missing(name) from error
         return checked_blob(data, name, max_bytes=max_bytes)
 
     def verified_path(self, name: str) -> Path:
@@ -97,10 +100,17 @@ class FolderBlobs(BlobStore):
                 while piece := file.read(_PIECE_BYTES):
                     hasher.update(piece)
         except FileNotFoundError as error:
-            raise StorageFault(f"blob {name} is missing") from error
+            raise self._missing(name) from error
         if hasher.hexdigest() != name:
             raise DamagedBlob(f"blob {name} is damaged")
         return path
+
+    def _missing(self, name: str) -> StorageFault | StoreAway:
+        # An empty mount point is a folder, too: what tells is the one that is made before any blob.
+        return StorageFault(f"blob {name} is missing") if self._incoming.is_dir() else self._away()
+
+    def _away(self) -> StoreAway:
+        return StoreAway(f"the blobs' folder {self._folder} is gone: see that its disk is mounted")
 
     def _is_whole(self, name: str, *, size_bytes: int) -> bool:
         try:
@@ -113,7 +123,10 @@ class FolderBlobs(BlobStore):
     @contextmanager
     def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:
         """Open a blob for writing in pieces; it is removed at the end of the block unless committed."""
-        descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
+        try:
+            descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
+        except FileNotFoundError as error:
+            raise self._away() from error
         path = Path(temporary)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -123,7 +136,10 @@ class FolderBlobs(BlobStore):
 
     def _place(self, temporary: Path, name: str) -> None:
         target = self.path(name)
-        target.parent.mkdir(exist_ok=True)
+        try:
+            target.parent.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise self._away() from error
         temporary.replace(target)
 
     def sync(self) -> None:

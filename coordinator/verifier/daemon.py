@@ -233,7 +233,7 @@ class Verifier:
                     async with self._renewing(claimed):
                         await self._judge(claimed, cache)
                 except StoreAway as error:
-                    log.warning("%d submissions deferred, object store unavailable: %s", len(claimed), error)
+                    log.warning("%d submissions deferred, blob store unavailable: %s", len(claimed), error)
                     await self._defer_all(claimed)
                 except (EngineAway, DatasetAway, EngineFailed):
                     await self._defer_all(claimed)

@@ -16,9 +16,10 @@ from alembic.migration import MigrationContext
 from sqlalchemy import select
 from storm import STORMS
 
-from coordinator.errors import BadConfiguration, StorageFault
+from coordinator.errors import BadConfiguration, StorageFault, StoreAway
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.storage import log, rebuilds, verdicts, work
+from coordinator.storage.faults import is_away
 from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
 from coordinator.storage.verdicts import QueueItem
@@ -525,6 +526,30 @@ def test_a_damaged_blob_is_noticed(tmp_path: Path) -> None:
         blobs.get(name, max_bytes=8)
     with pytest.raises(StorageFault, match="more than 7 bytes"):
         blobs.get(name, max_bytes=7)
+
+
+@pytest.mark.parametrize("mount_point", [None, "blobs"])
+def test_a_folder_that_is_gone_is_waited_for_and_misses_no_blob(tmp_path: Path, mount_point: str | None) -> None:
+    """A disk that is no longer mounted leaves no folder, or an empty one: nothing is lost, and all of it comes back."""
+    blobs = FolderBlobs(tmp_path / "blobs")
+    name = blobs.put(b"evidence")
+    (tmp_path / "blobs").rename(tmp_path / "unmounted")
+    if mount_point:
+        (tmp_path / mount_point).mkdir()
+    for use in (
+        lambda: blobs.get(name, max_bytes=8),
+        lambda: blobs.verified_path(name),
+        lambda: blobs.put(b"another"),
+    ):
+        with pytest.raises(StoreAway, match="see that its disk is mounted") as raised:
+            use()
+        assert is_away(raised.value)
+    if mount_point:
+        (tmp_path / mount_point).rmdir()
+    (tmp_path / "unmounted").rename(tmp_path / "blobs")
+    assert blobs.get(name, max_bytes=8) == b"evidence"
+    with pytest.raises(StorageFault, match="is missing"):
+        blobs.get("0" * 64, max_bytes=8)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, "0" * 63, "0" * 64 + "\n"])

@@ -20,8 +20,10 @@ from waiting import eventually, until
 
 from coordinator.run.history import KeptHistory
 from coordinator.storage import log, verdicts
+from coordinator.storage.verdicts import QueueItem
 from coordinator.verifier import daemon as verifier
 from coordinator.verifier import policy_cache as policy_shelf
+from coordinator.verifier.bodies import BodyReader
 from coordinator.verifier.policy_cache import PolicyCache
 from node.environments import load_environment
 from node.episodes.expected import expected_of
@@ -173,6 +175,28 @@ def test_a_submission_that_no_verifier_survived_is_given_up_and_its_slot_is_leas
     assert "came to a verdict" in receipt.detail
     assert readings == []
     assert run.swarm.peer().lease().slot == lease.slot
+
+
+def test_a_blob_folder_that_is_gone_for_a_while_uses_up_no_attempts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is not mounted for a minute would else cost everybody the work that waited, one after the other."""
+    folder, attempts = run.folder / "data" / "blobs", list[int]()
+    fetch = BodyReader._fetch
+
+    def unmounted(reader: BodyReader, claimed: QueueItem) -> bytes | Verdict:
+        if not attempts:
+            folder.rename(run.folder / "unmounted")
+        attempts.append(claimed.attempts)
+        return fetch(reader, claimed)
+
+    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(BodyReader, "_fetch", unmounted)
+    peer = run.swarm.peer()
+    lease = peer.lease()
+    reply = peer.submit(lease.lease_id, write_rollouts(run.swarm.honest(lease)))
+    until(lambda: len(attempts) > 3)
+    assert set(attempts) == {0}
+    (run.folder / "unmounted").rename(folder)
+    assert run.swarm.verdict(peer, reply).outcome is Outcome.ADMITTED
 
 
 def cache_of(run: Run, client: Client, folder: Path, *, memory: int = 2**30) -> PolicyCache:
