@@ -1,4 +1,7 @@
-"""Facts about the run that every process shares, as text by name: its key, its spec, its blob store, its leader."""
+"""Facts about the run that every process shares, as text by name: its key, its spec, its blob store, its leader.
+
+The digest of its teacher's file is one as well: no log entry names what only the trainer reads.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from node.protocol.run import run_id_of
 
 FACTS = facts.name
 PUBLIC_KEY, SPEC, BLOBS, LEADER = "public_key", "spec", "blobs", "leader"
+TEACHER_DIGEST = "teacher_digest"
 
 
 def read_facts(connection: Connection) -> dict[str, str]:

@@ -21,7 +21,8 @@ from blake3 import blake3
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
 from coordinator.run.home import Home
-from coordinator.storage import training
+from coordinator.storage import locks, training
+from coordinator.storage.facts import TEACHER_DIGEST, put_fact, read_fact
 from coordinator.storage.faults import DatabaseAway, advice
 from coordinator.storage.verdicts import clock
 from coordinator.training.batches import read_batch
@@ -32,12 +33,13 @@ from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
 from coordinator.training.losses import load_loss
 from coordinator.training.publisher import Publisher
-from coordinator.training.teacher import write_teacher
+from coordinator.training.teacher import TEACHER, write_teacher
 from coordinator.training.trackers import NullTracker, Tracker
 from node.engines.base import EngineError
 from node.errors import NodeError
 from node.policy.errors import PolicyError
 from node.policy.file import write_policy
+from node.protocol.run import TeacherSpec
 from node.runtime.logs import bound
 from shardcast import Origin, OriginServer
 from shardcast.errors import LocalFault
@@ -179,7 +181,7 @@ class Trainer:
             keep_companion(self._state, self._home.spec.model.initial, source.tokenizer)
             write_policy(source, self._team.first_policy, dtype=self._dtype)
         self._check_first_policy()
-        write_teacher(self._home.spec, self._state)
+        self._keep_teacher()
         learner = self._team.restore(self._home.spec)
         if learner.step:
             log.info("resuming at step %d", learner.step)
@@ -202,6 +204,27 @@ class Trainer:
                 f"{self._state} is not the folder of this run's trainer: its policy 0 is another one"
             )
         again.replace(path)
+
+    def _keep_teacher(self) -> None:
+        """Write the run's teacher, if it has one, and refuse another than the run began with.
+
+        The rules name a folder, whose content may change: its digest is a fact of the run from the first start on.
+        """
+        if not isinstance(self._home.spec.training.teacher, TeacherSpec):
+            return
+        write_teacher(self._home.spec, self._state)
+        path = self._state / TEACHER
+        found = _digest_of(path)
+        with self._home.database.write() as connection:
+            locks.leasing(connection)
+            known = read_fact(connection, TEACHER_DIGEST)
+            if known is None:
+                put_fact(connection, TEACHER_DIGEST, found)
+        if known not in (None, found):
+            raise BadConfiguration(
+                f"{path} is not the teacher that this run began with (its digest was {known[:16]}…, and is "
+                f"{found[:16]}…): restore it, or remove it if training.teacher.folder is as it was"
+            )
 
     def _check_history(self, learner: Learner) -> None:
         """Refuse a state folder that is not this run's: signing another history is fraud.

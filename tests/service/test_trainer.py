@@ -18,6 +18,7 @@ import msgspec
 import psycopg
 import pytest
 import torch
+from model_folders import make_folder
 from safetensors import safe_open
 from sqlalchemy import delete, select, update
 from trainers import (
@@ -27,6 +28,7 @@ from trainers import (
     outcome_of,
     run_in,
     spec_of,
+    spec_with,
     train_to_the_end,
     trainer_of,
 )
@@ -44,8 +46,9 @@ from coordinator.training.checkpoint import checkpoints
 from coordinator.training.evaluation import EvaluationSettings
 from coordinator.training.groups import Group, Sample, encode_group
 from coordinator.training.optimizers import Optimizers
+from coordinator.training.teacher import TEACHER
 from coordinator.training.trainer import ReplayDiffers, Trainer
-from node.policy.file import load_policy, write_policy
+from node.policy.file import load_policy, save_policy, write_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec
 from node.protocol.slots import slot_problem
@@ -417,6 +420,19 @@ def test_a_trainer_in_another_folder_does_not_sign_a_second_history(tmp_path: Pa
         with trainer_of(home, tmp_path / "other") as trainer, pytest.raises(BadConfiguration, match="--state"):
             trainer.run()
         assert not list((tmp_path / "other" / "origin").rglob("manifests/*"))
+
+
+def test_a_teacher_that_was_exchanged_is_refused_and_one_that_was_lost_is_read_again(tmp_path: Path) -> None:
+    """From some step on the policy would near another model, and nothing would say so."""
+    folder = make_folder(tmp_path / "big", num_hidden_layers=1)
+    spec = spec_with(teacher={"folder": str(folder), "coefficient": 0.5})
+    with run_in(tmp_path, spec) as home:
+        train_to_the_end(home, tmp_path)
+        save_policy(make_model(8), make_tokenizer(), tmp_path / TEACHER)
+        with trainer_of(home, tmp_path) as trainer, pytest.raises(BadConfiguration, match="not the teacher that this"):
+            trainer.run()
+        (tmp_path / TEACHER).unlink()
+        restarted(home, tmp_path)
 
 
 def test_a_trainer_whose_newest_checkpoints_were_moved_away_goes_on_from_an_older_one(
