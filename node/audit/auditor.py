@@ -72,6 +72,8 @@ MAX_PAGE_BYTES: Final = LOG_ENTRIES.max_reply_bytes
 PATIENCE_SECONDS: Final = 30.0
 DATASETS_SECONDS: Final = 900.0
 LIMITS: Final = ExchangeLimits(reply_seconds=120.0)
+SIGNED_FAULTS: Final = frozenset({"answers_differ", "dataset_malformed"})
+"""What is wrong with a file of answers that has the signed digest: whoever signed did it, and nobody on the way."""
 
 
 async def run_audit(
@@ -302,7 +304,7 @@ class _Auditor:
                     self._report.problems.append(problem)
 
     def _check_answers(self, spec: RunSpec, datasets: Mapping[str, Path]) -> Mapping[str, Path]:
-        """Return `datasets` without files of answers that contradict the prompts, which become problems.
+        """Return `datasets` without files of answers that are malformed or contradict the prompts: these are problems.
 
         The operator signed for both digests, so the file proves it, whoever gave it.
         """
@@ -314,7 +316,7 @@ class _Auditor:
             try:
                 load_rows(one, kept)
             except DatasetFault as error:
-                if error.code != "answers_differ":
+                if error.code not in SIGNED_FAULTS:
                     raise
                 del kept[answers.digest]
                 self._report.problems.append(AuditProblem(error.code, f"{error}."))

@@ -30,12 +30,17 @@ from coordinator.storage import log
 from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.audit.auditor import run_audit
 from node.audit.log import read_entries
+from node.datasets.convert import Converted
+from node.datasets.folder import dataset_file
 from node.datasets.format import Dataset
 from node.errors import DatasetFault
 from node.joining.session import JoinSettings
 from node.protocol.messages import VerdictEntry
+from node.protocol.run import FileSpec
 from node.relay.daemon import RelaySettings, run_relay
 from node.submission.writer import write_rollouts
+from shardcast.content import file_digest
+from shardcast.wire import digest
 
 SOON = 120.0
 
@@ -165,22 +170,51 @@ def test_an_operator_who_invents_rewards_is_convicted_by_whoever_has_the_answers
     assert (told["outcome"], told["problems"][0]["code"]) == ("disagree", "verdict_differs")
 
 
-def test_an_operator_who_signed_for_answers_to_other_prompts_is_convicted_and_the_audit_goes_on(
-    tmp_path: Path, tiny_policy_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def other_prompts(folder: Path, _dataset: Converted) -> Path:
+    other = made(folder, told_rows(31), salt=SALT)
+    assert other.answers is not None
+    return other.answers
+
+
+def cut_short(folder: Path, dataset: Converted) -> Path:
+    assert dataset.answers is not None
+    data = dataset.answers.read_bytes()[:-1]
+    path = folder / dataset_file(digest(data))
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(("forge", "code"), [(other_prompts, "answers_differ"), (cut_short, "dataset_malformed")])
+def test_an_operator_who_signed_for_answers_that_are_none_is_convicted_and_the_audit_goes_on(
+    *,
+    forge: Callable[[Path, Converted], Path],
+    code: str,
+    tmp_path: Path,
+    tiny_policy_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Told "incomplete", whoever has the file would look for the fault at home."""
-    dataset, other = (made(tmp_path / "data" / "datasets", told_rows(count), salt=SALT) for count in (30, 31))
+    dataset = made(tmp_path / "data" / "datasets", told_rows(30), salt=SALT)
+    forged = forge(tmp_path / "data" / "datasets", dataset)
+    answers = FileSpec(file_digest(forged), forged.stat().st_size)
     environment = environment_of(dataset)
-    mixed = structs.replace(environment, dataset=structs.replace(dataset.spec, answers=other.spec.answers))
+    mixed = structs.replace(environment, dataset=structs.replace(dataset.spec, answers=answers))
+    opened = Dataset.open
+
+    def judging_by_others(path: Path, spec: FileSpec | None = None) -> Dataset:
+        assert dataset.answers is not None
+        return opened(dataset.answers) if spec == answers else opened(path, spec)
+
     with monkeypatch.context() as lying:
-        lying.setattr("node.environments.dataset._digest", lambda _: dataset.spec.digest)
+        lying.setattr(Dataset, "open", judging_by_others)
         with running(tmp_path, tiny_policy_path, spec=small_spec(environments=(mixed,))) as swarm:
             with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status:
                 until(lambda: status().get("admitted", 0) >= 1, seconds=SOON)
             lying.undo()
-            found = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys, other.answers)
+            found = audited(swarm.url, swarm.home.run_id, tmp_path / "audit", capsys, forged)
     assert (found["outcome"], found["exit_code"], found["error"]) == ("disagree", 1, None)
-    assert [one["code"] for one in found["problems"]] == ["answers_differ"]
+    assert [one["code"] for one in found["problems"]] == [code]
     assert found["results"]["ungraded"] >= 1
 
 
