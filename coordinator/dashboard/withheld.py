@@ -8,9 +8,9 @@ from typing import Final
 
 from coordinator.dashboard.visible import visible
 from coordinator.storage.database import Connection
-from coordinator.storage.deliveries import NodeDeliveries, read_withheld
+from coordinator.storage.deliveries import read_withheld
 from node.protocol.run import RunSpec
-from node.protocol.withholding import EVEN, Unevenness
+from node.protocol.withholding import EVEN, Unevenness, corrected
 
 SHOWN: Final = 8
 SIGNAL: Final = {True: "groups with signal", False: "groups without signal"}
@@ -18,7 +18,10 @@ SIGNAL: Final = {True: "groups with signal", False: "groups without signal"}
 
 @dataclass(frozen=True, slots=True)
 class WithholdingRow:
-    """One node's slots: what it withheld above all, with the odds of that by chance; "" if chance explains it."""
+    """One node's slots: what it withheld above all, with the odds of that by chance; "" if chance explains it.
+
+    The odds are of any of the nodes here being as uneven.
+    """
 
     node: str
     delivered: int
@@ -29,7 +32,14 @@ class WithholdingRow:
 
 def read_rows(connection: Connection, *, spec: RunSpec) -> Sequence[WithholdingRow]:
     """Return the nodes that withheld slots, the least likely to be chance first, at most SHOWN."""
-    found = [(_least_even(one, spec=spec), node, one) for node, one in read_withheld(connection).items()]
+    of_nodes = read_withheld(connection)
+    by_environment = {(node, "environment"): one.by_environment.unevenness() for node, one in of_nodes.items()}
+    by_signal = {(node, "signal"): one.by_signal.unevenness() for node, one in of_nodes.items()}
+    compared = corrected(by_environment | by_signal)
+    found = [
+        (_least_even(compared[node, "environment"], compared[node, "signal"], spec=spec), node, one)
+        for node, one in of_nodes.items()
+    ]
     found.sort(key=lambda row: (row[0][1].probability, -row[2].by_environment.missed.total()))
     return [
         WithholdingRow(
@@ -43,8 +53,7 @@ def read_rows(connection: Connection, *, spec: RunSpec) -> Sequence[WithholdingR
     ]
 
 
-def _least_even(of_node: NodeDeliveries, *, spec: RunSpec) -> tuple[str, Unevenness]:
-    environment, signal = of_node.by_environment.unevenness(), of_node.by_signal.unevenness()
+def _least_even(environment: Unevenness, signal: Unevenness, *, spec: RunSpec) -> tuple[str, Unevenness]:
     if signal.kind is not None and signal.probability < environment.probability:
         return SIGNAL[bool(signal.kind)], signal
     return "" if environment.kind is None else visible(spec.environments[environment.kind].name, most=40), environment

@@ -14,7 +14,8 @@ for it. An audit does not show that every submission was logged: for that, worke
     reached_training      [{log_index, submission, step}]: groups that a second verdict did not bear out, too late
     withholding           {gaps, nodes: [{node, delivered, missed, environment, environment_probability,
                           signal, signal_probability}]}: who had slots and did not deliver them, and how likely it is
-                          that this has nothing to do with their environment, or with whether the group had signal
+                          that this has nothing to do with their environment, or with whether the group had signal:
+                          corrected for the number of nodes (docs/protocol.md, section 7.7)
     accounts              [{node, credit, pending, void, verified, strikes, banned, full_rate}], summed up from the log
     results               {agree, disagree, indeterminate, unavailable, unseen, ungraded}: counts over `verdicts`
     verdicts              [{log_index, submission, node, version, slot, logged: {outcome, reason},

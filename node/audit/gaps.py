@@ -13,7 +13,7 @@ from node.protocol.admission import has_signal
 from node.protocol.messages import BatchEntry, VerdictEntry
 from node.protocol.run import RunSpec
 from node.protocol.slots import slot_problem
-from node.protocol.withholding import Deliveries
+from node.protocol.withholding import Deliveries, Unevenness, corrected
 
 Slot = tuple[int, int]
 
@@ -22,8 +22,8 @@ Slot = tuple[int, int]
 class WithheldRow:
     """Slots that one node delivered and did not, of those that training used or missed.
 
-    The probabilities are of missing so much or more of one kind by chance: of the environment of that name, and of
-    groups `with signal` or `without signal`.
+    The probabilities are of missing so much or more of one kind by chance, for any of the nodes that are compared: of
+    the environment of that name, and of groups `with signal` or `without signal`.
     """
 
     node: str
@@ -46,12 +46,15 @@ class Withholding:
 
     def rows(self) -> list[WithheldRow]:
         """Return every node that missed a slot, the least likely to be chance first."""
-        found = [self._row(node) for node, of_node in self.by_environment.items() if of_node.missed]
-        return sorted(found, key=lambda row: min(row.environment_probability, row.signal_probability))
+        nodes = [node for node, of_node in self.by_environment.items() if of_node.missed]
+        by_environment = {(node, "environment"): self.by_environment[node].unevenness() for node in nodes}
+        by_signal = {(node, "signal"): self.by_signal.get(node, Deliveries()).unevenness() for node in nodes}
+        found = corrected(by_environment | by_signal)
+        rows = [self._row(node, environment=found[node, "environment"], signal=found[node, "signal"]) for node in nodes]
+        return sorted(rows, key=lambda row: min(row.environment_probability, row.signal_probability))
 
-    def _row(self, node: str) -> WithheldRow:
+    def _row(self, node: str, *, environment: Unevenness, signal: Unevenness) -> WithheldRow:
         of_node = self.by_environment[node]
-        environment, signal = of_node.unevenness(), self.by_signal.get(node, Deliveries()).unevenness()
         return WithheldRow(
             node=node,
             delivered=of_node.delivered.total(),

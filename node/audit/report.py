@@ -226,7 +226,10 @@ def _accounts(report: Report) -> Table:
 
 def _withheld(rows: list[WithheldRow]) -> Table:
     """Render what nodes had and did not deliver, the least likely to be chance first."""
-    caption = "by chance: how often an honest node looks as uneven. A slow machine lets go what takes long."
+    caption = (
+        "by chance: how often any of so many honest nodes looks as uneven (corrected for the nodes and kinds that are "
+        "compared). A slow machine lets go what takes long."
+    )
     table = Table(title="slots that nodes had and did not deliver", caption=caption)
     for column in ("node", "delivered", "missed", "above all of", "by chance"):
         table.add_column(column, justify="right" if column in ("delivered", "missed") else "left")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 EVEN = 0.05
 """Unevenness that is likelier by chance is not worth showing."""
 _RAREST = 1e-9
 
+Key = TypeVar("Key")
 Kind = int | bool
 """An environment's number, or whether the group had signal."""
 
@@ -51,6 +54,22 @@ class Deliveries:
         }
         worst = min(found, key=found.__getitem__)
         return Unevenness(worst, min(1.0, found[worst] * len(kinds)))
+
+
+def corrected(found: Mapping[Key, Unevenness]) -> dict[Key, Unevenness]:
+    """Return all that is compared in a run with the probabilities that hold for all of it at once (Holm).
+
+    Such a probability says how often any of so many honest nodes looks as uneven. Uncorrected, one in a thousand of
+    them is shown with 1 in 1,000. What cannot be uneven is not counted: a node that missed nothing, or had one kind
+    alone.
+    """
+    compared = [key for key, one in found.items() if one.kind is not None]
+    compared.sort(key=lambda key: found[key].probability)
+    result, least = dict(found), 0.0
+    for rank, key in enumerate(compared):
+        least = max(least, min(1.0, found[key].probability * (len(compared) - rank)))
+        result[key] = replace(found[key], probability=least)
+    return result
 
 
 def odds(probability: float) -> str:

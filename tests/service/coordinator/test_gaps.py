@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
+from sqlalchemy import insert
 
+from coordinator.dashboard.withheld import read_rows
 from coordinator.run.home import create_home
 from coordinator.storage.deliveries import read_withheld
+from coordinator.storage.schema import UNKNOWN_SIGNAL, deliveries, nodes
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, Gap, Lease, MissedSlot, VerdictEntry
 from node.protocol.reasons import Reason, Refusal
+from node.protocol.run import EnvironmentSpec
 
 Start = Callable[..., Actors]
 
@@ -317,3 +322,21 @@ def test_a_third_of_the_nodes_that_withhold_what_they_dislike_change_nothing(sta
         assert counted.by_environment == logged.by_environment[node]
         assert counted.by_signal == logged.by_signal[node]
     assert set(withheld) == {who("c")}
+
+
+def test_the_runs_page_blames_nobody_because_many_are_looked_at(start: Start) -> None:
+    """Each as uneven as one in 60 honest nodes is: alone it is worth a look, among a hundred it is what chance does."""
+    spec = msgspec.structs.replace(spec_of(), environments=tuple(map(EnvironmentSpec, ("arithmetic", "reverse"))))
+    actors = start()
+    for names in ([0], range(1, 100)):
+        with actors.home.database.write() as connection:
+            for name in map(str, names):
+                known = {"software": "", "engine": "", "registered_at": 0.0, "seen_at": 0.0}
+                connection.execute(insert(nodes).values(node=name, **known))
+                for environment, delivered, missed in ((0, 20, 1), (1, 10, 7)):
+                    counted = {"environment": environment, "signal": UNKNOWN_SIGNAL}
+                    connection.execute(
+                        insert(deliveries).values(node=name, delivered=delivered, missed=missed, **counted)
+                    )
+            rows = read_rows(connection, spec=spec)
+        assert {bool(row.kind) for row in rows} == {bool(row.odds) for row in rows} == {len(rows) == 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -27,6 +28,7 @@ from logged import (
 )
 from msgspec import UNSET, UnsetType
 
+from node.audit.gaps import Withholding
 from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals, drift_limit
@@ -36,6 +38,7 @@ from node.protocol.pools import first_candidate
 from node.protocol.reasons import Reason
 from node.protocol.run import EnvironmentSpec, PoolsSpec, ProblemsSpec
 from node.protocol.slots import MOST_CANDIDATES, SlotProblem, slot_problem
+from node.protocol.withholding import EVEN, Deliveries
 from shardcast.wire import encode
 
 RULES = RunEntry(run_id=RUN, spec_digest=SPEC.digest)
@@ -126,6 +129,20 @@ def test_what_a_node_withholds_is_counted_by_what_it_was_for() -> None:
     assert choosy.kind == 1
     assert choosy.probability < 1e-5
     assert failing.probability > 0.05
+
+
+def test_a_node_is_not_shown_as_choosy_because_many_are_looked_at() -> None:
+    """Among 300 nodes that are alike, each as uneven as one in 60 is by chance, nobody is to blame."""
+    alike = Deliveries(Counter({0: 20, 1: 10}), Counter({0: 1, 1: 7}))
+    assert alike.unevenness().probability < EVEN
+    choosy = Deliveries(Counter({0: 30}), Counter({1: 20}))
+    by_environment = {f"{at:04}" * 16: alike for at in range(300)} | {"ab" * 32: choosy}
+    names = ("sums", "words")
+    rows = Withholding(names, by_environment=by_environment).rows()
+    assert (rows[0].node, rows[0].environment, rows[0].environment_probability < EVEN) == ("ab" * 32, "words", True)
+    assert {(row.environment_probability, row.signal_probability) for row in rows[1:]} == {(1.0, 1.0)}
+    alone = Withholding(names, by_environment={"ab" * 32: alike}).rows()
+    assert alone[0].environment_probability == alike.unevenness().probability
 
 
 POOLS = PoolsSpec(easy=1, normal=1, hard=0, easy_from=0.9, hard_to=0.1)
