@@ -311,9 +311,11 @@ class TestCallersMistakes:
         with pytest.raises(BadArgument):
             sketch_errors(CHUNKS, SEEDS[:2], HONEST, step=STEP)
 
-    def test_shifts_of_other_tokens(self) -> None:
+    @pytest.mark.parametrize(("own", "other"), [(4, 3), (3, 4), (1, 4)])
+    def test_shifts_of_other_tokens(self, own: int, other: int) -> None:
+        """A single token would be compared with every one of the others, and the suspicion be about nothing."""
         with pytest.raises(BadArgument):
-            shifts(CHUNKS[:1], [CHUNKS[0][:3]], [SEED], step=STEP)
+            shifts([CHUNKS[0][:own]], [CHUNKS[0][:other]], [SEED], step=STEP)
 
     def test_errors_and_shifts_that_do_not_belong_together(self) -> None:
         eight = torch.ones(4, 8)

@@ -110,6 +110,11 @@ class TestModulus:
         x = [0, *(P - j for j in range(200))]
         assert field.separating_moduli(torch.tensor([x, list(range(201))])).tolist() == [P - 200, P]
 
+    def test_is_found_where_memory_allows_one_modulus_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a batch of thousands of chunks, which a verifier would otherwise end on."""
+        monkeypatch.setattr(field, "_SEARCH_BUDGET", 1)
+        assert field.separating_moduli(torch.tensor([[0, P, P - 1]])).tolist() == [P - 2]
+
     def test_of_integers_beyond_32_bits(self) -> None:
         draw = random.Random(2)
         x = [draw.randrange(4_000_000_000) for _ in range(100)]
