@@ -188,6 +188,17 @@ def test_states_that_cannot_be_proved_are_the_callers_fault(spec: ProofSpec) -> 
         verify_proofs([CHUNKS[0], broken], SEEDS[:2], proofs_of(spec)[:2], spec=spec)
 
 
+def test_an_honest_proof_passes_where_two_indices_are_one_modulo_the_largest_modulus() -> None:
+    """In chunks of 32 tokens of a real model some are: refusing the smaller modulus would reject honest workers."""
+    states = torch.full((32, 4096), 0.5).bfloat16()
+    states.view(-1)[[5, 5 + 65497]] = 2.0
+    (proof,) = build_proofs([states], SEEDS[:1], spec=TOPLOC)
+    assert int.from_bytes(proof[:2], "big") < 65497
+    check_proofs([proof], [32], hidden=4096, spec=TOPLOC)
+    with pytest.raises(BadModulus):
+        check_proofs([proof], [15], hidden=4096, spec=TOPLOC)
+
+
 @pytest.mark.parametrize(
     ("spec", "least"),
     [(TOPLOC, 8), (SKETCH, 8), (BOTH, 8), (msgspec.structs.replace(BOTH, top_k=4), 8), (ProofSpec(), 128)],
