@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import inspect
 
 from node.control.authorization import MAX_KNOWN, NONCE_SECONDS, PEER_BURST, STRANGERS_BURST, ControlAuthorizer
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
@@ -28,6 +30,7 @@ from node.protocol.control import (
     AskRestart,
     AskStatus,
     Authority,
+    Body,
     ChallengeBody,
     ControlReason,
     ControlRefusal,
@@ -46,7 +49,7 @@ from node.protocol.run import EnvironmentSpec, LengthSpec, RunSpec
 from node.protocol.slots import group_seeds, sample_seed
 from shardcast.envelope import seal
 from shardcast.errors import PeerFault
-from shardcast.wire import digest, encode
+from shardcast.wire import MAX_INTEGER, digest, encode
 
 NOW = 1_800_000_000
 RUN_ID, OTHER_RUN = "1" * 64, "2" * 64
@@ -388,6 +391,14 @@ def test_what_is_no_answer_to_this_request(changes, key, code) -> None:
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize("body", get_args(Body), ids=lambda body: body.__name__)
+def test_no_answer_has_an_integer_that_only_some_parsers_can_hold(body: type[msgspec.Struct]) -> None:
+    """Of 2**53 and its successor many JSON parsers make one number: a page would show what nobody signed."""
+    kinds = [field.type for field in inspect.type_info(body).fields]
+    integers = [kind for kind in kinds if isinstance(kind, inspect.IntType)]
+    assert [kind.le for kind in integers] == [MAX_INTEGER] * len(integers)
+
+
 def test_the_largest_answer_fits() -> None:
     body = ChallengeBody(version=1, manifest_digest="0" * 64, rollouts=bytes(MAX_CHALLENGE_BYTES))
     payload = reply(ASKED, body=body)
@@ -440,3 +451,15 @@ def test_an_answer_that_would_be_too_large_is_not_begun() -> None:
     heavy = msgspec.structs.replace(rules, proofs=msgspec.structs.replace(rules.proofs, chunk_tokens=1, top_k=4096))
     assert not fits(heavy, samples=8, prompt_tokens=128)
     assert not fits(rules, samples=8, prompt_tokens=MAX_CHALLENGE_BYTES // 8)
+
+
+def test_an_answer_that_is_almost_too_large_is_given() -> None:
+    """An operator whose run has long prompts would else take every honest node for one that cannot answer.
+
+    Of each completion: two proofs of 258 + 128 bytes with their lengths, 48 tokens with their log-probabilities.
+    """
+    rules = challenge_spec(SPEC, AskChallenge(samples=8, max_tokens=128))
+    completion = 2 * (4 + 258 + 128) + 8 * 48 + 64
+    prompt_tokens = ((MAX_CHALLENGE_BYTES - 32 * 1024) // 8 - completion) // 4
+    assert fits(rules, samples=8, prompt_tokens=prompt_tokens)
+    assert not fits(rules, samples=8, prompt_tokens=prompt_tokens + 1)

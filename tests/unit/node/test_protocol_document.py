@@ -14,12 +14,13 @@ import pytest
 from locations import ROOT
 
 from coordinator.run.membership import by_work
+from coordinator.storage import log
 from node.discovery import descriptor as board
 from node.discovery import peer_book
 from node.joining import session as joining
 from node.protocol import control, membership, messages, peers
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
-from node.protocol.endpoints import ENDPOINTS
+from node.protocol.endpoints import ENDPOINTS, LOG_ENTRIES
 from node.protocol.evidence import STATISTICS, Totals
 from node.protocol.reasons import Reason
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
@@ -252,6 +253,14 @@ def test_the_limits_of_membership_are_the_codes() -> None:
     assert f"issued_at - {membership.MAX_SKEW_SECONDS} s" in text
     assert f"told for {by_work.SALT_SECONDS} s" in text
     assert f"last {by_work.WAITING_SECONDS:.0f} s" in text
+
+
+def test_a_node_reads_the_largest_page_of_the_log() -> None:
+    """It ends with the entry that makes it so long. An auditor who reads less can audit no run of that size."""
+    (said,) = re.findall(r"at most (\d+), and none after the one that makes it (\d+) MiB", section(3))
+    entries, size = int(said[0]), int(said[1]) * 2**20
+    assert (entries, size) == (log.MAX_ENTRIES_PER_READ, log.MAX_BYTES_PER_READ)
+    assert LOG_ENTRIES.max_reply_bytes >= size + messages.MAX_ENTRY_BYTES + entries, "a line feed after each"
 
 
 def test_the_limits_of_peers_are_the_codes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -128,6 +129,16 @@ def test_a_sum_hardly_above_the_mean_keeps_its_digits() -> None:
     variance = 10_000 * (1.0 + 10_000 * 1e6)
     for excess in (1.0, 1e3, 1e6):
         assert evidence(Total(count=10_000, sum=excess), level) == pytest.approx(excess**2 / 2 / variance, rel=1e-6)
+
+
+@pytest.mark.parametrize("excess", [1e-9, 3e-5, 0.9999e-4, 1.0001e-4, 1e-3])
+def test_the_series_and_the_closed_form_are_one_bound(excess: float) -> None:
+    """Auditors of another implementation have no series, but more digits: both must find the same of one group."""
+    with localcontext(prec=60):
+        ratio = Decimal(excess)
+        nats = float((1 + ratio) * (1 + ratio).ln() - ratio)
+    level = LevelSpec(mean=0.0, variance=1.0, largest=1.0)
+    assert evidence(Total(count=1, sum=excess), level) == pytest.approx(nats, rel=1e-9, abs=0)
 
 
 @given(LEVELS, st.integers(1, 10_000), st.floats(0, 1))

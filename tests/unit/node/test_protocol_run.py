@@ -153,6 +153,7 @@ def test_every_setting_is_part_of_the_digest() -> None:
         (SMALLEST + "[limits]\nmantissa_mean = -1\n", "limits.mantissa_mean"),
         (SMALLEST + "[limits]\nmax_submission_bytes = 3_000_000_000\n", "limits.max_submission_bytes"),
         (SMALLEST + "[limits]\nfalse_rejections = 0\n", "limits.false_rejections"),
+        (SMALLEST + "[limits]\nfalse_rejections = 1\n", "limits.false_rejections"),  # every honest group
         (SMALLEST + "[limits.honest.tokens]\nmean = 0\nvariance = 1\nlargest = 1\n", "tokens"),
         (SMALLEST + "[limits.honest.margin]\nmean = 0\nvariance = 1\n", "largest"),
         (SMALLEST + "[limits.honest.margin]\nmean = 0\nvariance = 0\nlargest = 1\n", "limits.honest.margin.variance"),
