@@ -173,6 +173,21 @@ def test_a_verdict_that_the_log_does_not_have_is_taken_back(actors: Actors) -> N
     assert check(actors) == []
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_slot_held_for_no_group_until_its_policy_is_too_old_is_not_given_out_again(actors: Actors) -> None:
+    """Whoever worked on it would be told that the policy is stale, and training would wait for the slot."""
+    held = select(slots.c.id).where(slots.c.state == "open", slots.c.version == 0)
+    change(actors, update(slots).where(slots.c.id.in_(held.scalar_subquery())).values(state="admitted"))
+    for version in (2, 3):
+        while actors.assign() is None:
+            actors.work("a")
+        actors.publish(version)
+    assert [(one.table, one.stored, one.derived) for one in check(actors, repair=True)] == [
+        ("slots", "admitted", "stale")
+    ]
+    assert check(actors) == []
+
+
 def test_what_a_node_withheld_cannot_be_changed_unnoticed(actors: Actors) -> None:
     """A node that had the counts of its missed slots changed would look even."""
     with actors.home.database.read() as connection:

@@ -94,6 +94,28 @@ def test_dropping_a_bad_draw_gains_nothing(actors: Actors) -> None:
     assert refusal.value.reason is Reason.EXPIRED_LEASE
 
 
+def test_whoever_delivers_after_another_is_told_that_its_lease_has_ended(actors: Actors) -> None:
+    """Told that the policy is too old, an operator would look into how policies are fetched, and find nothing."""
+    (late,) = actors.lease("a", held=(0,))
+    actors.now += 51
+    (again,) = actors.lease("b", held=(0,))
+    assert again.slot == late.slot
+
+    def assert_expired() -> None:
+        with pytest.raises(Refusal) as refusal:
+            actors.submit("a", late.lease_id)
+        assert refusal.value.reason is Reason.EXPIRED_LEASE
+
+    actors.submit("b", again.lease_id)
+    assert_expired()
+    actors.decide(actors.claim(), Outcome.ADMITTED)
+    assert_expired()
+    for _ in range(2):
+        actors.work("b")
+    assert actors.assign() == 0
+    assert_expired()
+
+
 def test_a_new_node_gets_one_slot_and_one_more_with_each_admitted_group(actors: Actors) -> None:
     actors.register("new", admitted=0)
     for count in (1, 2, 3, 3):
