@@ -2,8 +2,8 @@
 
 Settings come from flags, then the environment (SWARMPROOF_<COMMAND>_<FLAG>), then the TOML file of --config,
 then defaults. Whatever goes wrong is one sentence and, below it, what to do. Exit code 2 is for a wrong command line
-(and for a command that could not run, where 1 is an answer), 70 for a defect of this program, 141 where nobody reads its
-output any more, and 1 for everything else; --debug or SWARMPROOF_DEBUG=1 shows the traceback.
+(and for a command that could not run, where 1 is an answer), 70 for a defect of this program, 141 where nobody reads
+its output any more, and 1 for everything else; --debug or SWARMPROOF_DEBUG=1 shows the traceback.
 """
 
 from __future__ import annotations
