@@ -11,34 +11,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
+from node.commands.audit import audit
 from node.commands.broadcast import fetch, publish
-from node.commands.click_ext import ENVIRONMENT, Commands, CouldNotRun, reported
+from node.commands.click_ext import ENVIRONMENT, Commands
 from node.commands.completion import completion
 from node.commands.config import default_map, load_config
 from node.commands.control import authority, control, control_options
+from node.commands.doctor import doctor
 from node.commands.engine_options import (
     check_engine,
     engine_maker,
     engine_options,
     import_models,
-    prefills_maker,
     refuse_vllm_options,
 )
 from node.commands.invite import invite, invite_option
-from node.commands.joining_options import check_run_id, joining_options
+from node.commands.joining_options import joining_options
 from node.commands.keys import keys
-from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import (
-    EXISTING_FILE,
     FILE,
     json_option,
     key_option,
     listen_options,
     metrics_options,
+    state_folder,
     state_option,
     threads_option,
 )
@@ -109,19 +109,8 @@ def main(
         ctx.default_map = default_map(load_config(config), main, ctx)
 
 
-_RUN_ID_OPTION = click.option(
-    "--run-id",
-    metavar="ID",
-    required=True,
-    callback=check_run_id,
-    help="Which run; all that is trusted follows from it.",
-)
 _KEY = key_option()
 _STATE = state_option()
-
-
-def _state_folder(state: Path | None, run_id: str, role: str) -> Path:
-    return state or Path.home() / ".swarmproof" / run_id[:16] / role
 
 
 @main.command()
@@ -189,7 +178,7 @@ def worker(
     from node.worker.view.watching import WorkerIdentity, observe_worker
     from shardcast.serve.metrics import DiskCollector
 
-    folder = _state_folder(state, join.run_id, "worker")
+    folder = state_folder(state, join.run_id, "worker")
     node_key = load_or_create_key(key or folder / "key")
     identity = WorkerIdentity(run_id=join.run_id, node=node_id(node_key), coordinators=join.coordinators)
     join_settings, own = join.settings(node_key), None if serve is None else serving(serve, public_url)
@@ -273,7 +262,7 @@ def relay(
     from node.relay.daemon import RelaySettings, run_relay
     from node.runtime.metrics import process_registry, serving_metrics
 
-    folder = _state_folder(state, join.run_id, "relay")
+    folder = state_folder(state, join.run_id, "relay")
     node_key = load_or_create_key(key or folder / "key")
     settings = RelaySettings(
         join=join.settings(node_key),
@@ -296,159 +285,11 @@ def relay(
         asyncio.run(serve())
 
 
-@main.command()
-@click.argument("url")
-@_RUN_ID_OPTION
-@click.option(
-    "--sample",
-    type=click.IntRange(min=0),
-    metavar="COUNT",
-    help="How many verdicts to derive again.  [default: a few]",
-)
-@click.option("--all", "all_", is_flag=True, help="Derive every verdict again.")
-@click.option(
-    "--source",
-    "sources",
-    multiple=True,
-    metavar="URL",
-    help="An origin or relay to ask for policies besides the run's own; repeatable. Relays forget old policies.",
-)
-@click.option(
-    "--answers",
-    multiple=True,
-    type=EXISTING_FILE,
-    metavar="FILE",
-    help="A file of answers that the operator keeps and gave to you, to derive its rewards too; repeatable.",
-)
-@click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
-@_STATE
-@policy_memory_option
-@engine_options
-@json_option("One JSON object instead of a table.")
-@click.pass_context
-def audit(
-    ctx: click.Context,
-    /,
-    *,
-    url: str,
-    run_id: str,
-    sample: int | None,
-    all_: bool,
-    sources: tuple[str, ...],
-    answers: tuple[Path, ...],
-    seed: int | None,
-    state: Path | None,
-    policy_memory: float | None,
-    engine: str,
-    as_json: bool,
-    **compute: Any,
-) -> None:
-    """Check a coordinator's log, and derive its verdicts again.
-
-    \b
-    Example:
-      swarmproof audit http://192.0.2.1:8700 --run-id 5f3c... --sample 20
-
-    Any --engine and --device that hold the policy will do, whatever the run's verifiers have.
-
-    Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
-    """
-    with reported(CouldNotRun):
-        if all_ and sample is not None:
-            raise click.UsageError("Give --sample or --all, not both.")
-        refuse_vllm_options(engine)
-        check_engine(engine, compute["device"])
-        import_models()
-        from node.audit.auditor import run_audit
-
-        folder = _state_folder(state, run_id, "audit")
-        code = asyncio.run(
-            run_audit(
-                url,
-                run_id=run_id,
-                sample=sample,
-                all_=all_,
-                seed=seed,
-                state_dir=folder,
-                as_json=as_json,
-                sources=sources,
-                answers=answers,
-                policy_memory=policy_memory_bytes(policy_memory, engine=engine, device=compute["device"]),
-                prefills=prefills_maker(engine, state=folder, **compute),
-            )
-        )
-    ctx.exit(code)
-
-
-@main.command()
-@click.option(
-    "--engine",
-    type=click.Choice(["torch", "vllm"]),
-    default="torch",
-    show_default=True,
-    help="What the policy shall run on.",
-)
-@click.option("--coordinator", metavar="URL", help="Ask this coordinator, and compare clocks.")
-@click.option(
-    "--run",
-    "run_file",
-    type=FILE,
-    help="The run's run.toml: how long sequences are, how many policies are kept, and for its operator "
-    "whether it can begin.",
-)
-@click.option(
-    "--policy",
-    type=click.Path(path_type=Path),
-    help="A policy file or a model's folder, to see whether it fits; with --run, whether the run can begin with it.",
-)
-@key_option("The key file to check.  [default: key in --state]")
-@state_option("The folder whose disk to look at.  [default: ~/.swarmproof]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where a relay would listen, with --port.")
-@click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="See whether a relay could listen here.")
-@json_option("One JSON object instead of a table.")
-@click.pass_context
-def doctor(
-    ctx: click.Context,
-    *,
-    engine: Literal["torch", "vllm"],
-    coordinator: str | None,
-    run_file: Path | None,
-    policy: Path | None,
-    key: Path | None,
-    state: Path | None,
-    host: str,
-    port: int | None,
-    as_json: bool,
-) -> None:
-    """Check this machine before a worker or a relay starts.
-
-    \b
-    Example:
-      swarmproof doctor --engine vllm --coordinator http://192.0.2.1:8700
-
-    It says what to do about each problem, and changes nothing. Exit code 0: no problem. 1: there is one.
-    2: the doctor could not run.
-    """
-    with reported(CouldNotRun):
-        from node.doctor.checks import DoctorSettings, run_doctor
-
-        settings = DoctorSettings(
-            engine=engine,
-            state=state or Path.home() / ".swarmproof",
-            key=key or (state / "key" if state else None),
-            coordinator=coordinator,
-            run_file=run_file,
-            policy=policy,
-            host=host,
-            port=port,
-        )
-        code = run_doctor(settings, as_json=as_json)
-    ctx.exit(code)
-
-
+main.add_command(audit)
 main.add_command(authority)
 main.add_command(completion)
 main.add_command(control)
+main.add_command(doctor)
 main.add_command(publish)
 main.add_command(fetch)
 main.add_command(invite)

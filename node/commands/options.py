@@ -68,6 +68,11 @@ def state_option(
     return click.option("--state", type=kind, required=required, help=said)
 
 
+def state_folder(state: Path | None, run_id: str, role: str) -> Path:
+    """Return the folder that `--state` named, or by default a node's own for its run and role."""
+    return state or Path.home() / ".swarmproof" / run_id[:16] / role
+
+
 def key_option(
     said: str = "This node's key file, made if missing.  [default: key in the state folder]", *, required: bool = False
 ) -> Option:
