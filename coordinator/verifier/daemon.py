@@ -20,14 +20,15 @@ from coordinator.errors import StoreAway
 from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
-from coordinator.storage import locks, rebuilds, training, verdicts
+from coordinator.storage import locks, training, verdicts
 from coordinator.storage.faults import DatabaseAway, advice, is_away
-from coordinator.storage.rebuilds import AdmittedGroup
 from coordinator.storage.verdicts import QueueItem
-from coordinator.training.groups import Group, Sample, encode_group
+from coordinator.training.groups import encode_group
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
+from coordinator.verifier.claimed import claim_of, given_up, group_of, log_context
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits, encode_evidence, kept_tokens
 from coordinator.verifier.policy_cache import PolicyCache
+from coordinator.verifier.rebuilding import GroupRebuilder
 from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS
 from node.environments import load_environments
@@ -38,17 +39,14 @@ from node.policy.file import Blueprint, render_completion, render_tokens
 from node.policy.memory import share_heaps
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
-from node.protocol.submission import Rollout
-from node.runtime.logs import bound
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
 from node.verification.measure import DatasetAway, EngineAway, PolicyUnavailable
-from node.verification.plan import Claim, Rules, never
+from node.verification.plan import Claim, Rules
 from node.verification.readings import MakePrefills, make_prefills, transformers_prefills
 from node.verification.shelf import GIB
 from node.verification.verify import decide_many, read, undecided
 from shardcast import Client
-from shardcast.wire import digest
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +88,7 @@ class Verifier:
         self._metrics = metrics or VerifierMetrics()
         self._rules = Rules(home.run_id, home.spec, [])
         self._bodies = body_reader(home)
+        self._rebuilder = GroupRebuilder(home, self._bodies, defer=self._defer)
         self._history = KeptHistory(settings.state, run_id=home.run_id)
         self._engine_failures = 0
         self._has_fetched_again = False
@@ -289,12 +288,12 @@ class Verifier:
         published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
         for one in claimed:
             if one.rebuild:
-                await self._rebuild(one, cache, published)
+                await self._rebuilder.rebuild(one, cache, published, rules=self._rules)
         claimed = [one for one in claimed if not one.rebuild]
         for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
                 away = found if isinstance(found, EngineAway | DatasetAway) else away
-                with _log_context(one):
+                with log_context(one):
                     log.warning("submission %s… deferred: %s", one.submission[:16], found)
                 if not one.recheck or verdicts.clock() < one.recheck_by:
                     await asyncio.to_thread(self._defer, one)
@@ -315,7 +314,7 @@ class Verifier:
         claims: dict[str, Claim] = {}
         for one in claimed:
             if one.is_hopeless:
-                found[one.submission] = _given_up(one)
+                found[one.submission] = given_up(one)
                 continue
             try:
                 body = await asyncio.to_thread(self._bodies.read, one)
@@ -326,85 +325,10 @@ class Verifier:
             if isinstance(rollouts, Verdict):
                 found[one.submission] = JudgedClaim(verdict=rollouts)
             else:
-                claims[one.submission] = _claim(one, rollouts)
+                claims[one.submission] = claim_of(one, rollouts)
         decided = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
         found |= dict(zip(claims, decided, strict=True))
         return [found[one.submission] for one in claimed]
-
-    async def _rebuild(self, claimed: QueueItem, cache: PolicyCache, published: Mapping[int, str]) -> None:
-        """Measure an admitted submission once more, alone, and keep its group if it is the logged one."""
-        kept = await asyncio.to_thread(self._admitted_group, claimed)
-        if claimed.is_hopeless:
-            await asyncio.to_thread(self._record_rebuild, claimed, _given_up(claimed), kept)
-            return
-        found: JudgedClaim | PolicyUnavailable | BodyUnavailable
-        try:
-            body = await asyncio.to_thread(self._bodies.read, claimed)
-            rollouts = body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
-            if isinstance(rollouts, Verdict):
-                found = JudgedClaim(verdict=rollouts)
-            else:
-                found = await self._measure_again(_claim(claimed, rollouts), claimed, kept, cache, published)
-        except BodyUnavailable as error:
-            found = error
-        if isinstance(found, PolicyUnavailable | BodyUnavailable):
-            log.warning("rebuilding the group of %s… deferred: %s", claimed.submission[:16], found)
-            await asyncio.to_thread(self._defer, claimed)
-            if isinstance(found, EngineAway | DatasetAway):
-                raise found
-            return
-        await asyncio.to_thread(self._record_rebuild, claimed, found, kept)
-
-    async def _measure_again(
-        self,
-        claim: Claim,
-        claimed: QueueItem,
-        kept: AdmittedGroup,
-        cache: PolicyCache,
-        published: Mapping[int, str],
-    ) -> JudgedClaim | PolicyUnavailable:
-        """Judge as the first time; until the group has the same bits, with another row first, which rounds otherwise.
-
-        They may differ all the same, where other submissions shared the first forward passes.
-        """
-        probes = [*range(len(claim.rollouts))] if claimed.spot is None else [claimed.spot]
-        for probe in probes:
-            (found,) = await decide_many(
-                [claim],
-                policies=cache,
-                published=published,
-                rules=self._rules,
-                probe=lambda _rows, probe=probe: probe,  # type: ignore[misc]
-                look=never,
-            )
-            if isinstance(found, PolicyUnavailable) or found.verdict.outcome is not Outcome.ADMITTED:
-                break
-            if digest(encode_group(_group(claimed, found))) == kept.blob:
-                break
-        return found
-
-    def _admitted_group(self, claimed: QueueItem) -> AdmittedGroup:
-        with self._home.database.read() as connection:
-            return rebuilds.admitted_group(connection, claimed.submission)
-
-    def _record_rebuild(self, claimed: QueueItem, found: JudgedClaim, kept: AdmittedGroup) -> None:
-        """Keep the group if its rewards are the logged ones and, once a policy was trained on it, if each bit is."""
-        verdict, blob = found.verdict, None
-        if verdict.outcome is Outcome.ADMITTED and tuple(verdict.rewards or ()) == kept.rewards:
-            data = encode_group(_group(claimed, found))
-            if digest(data) == kept.blob or not kept.is_trained:
-                blob = self._home.blobs.put(data)
-        with self._home.database.write() as connection:
-            again = verdict.outcome is Outcome.INDETERMINATE
-            if not rebuilds.finish(connection, claimed, blob=blob, again=again):
-                return
-        with _log_context(claimed):
-            if blob is None:
-                why = "its bits differ from those trained on" if verdict.outcome is Outcome.ADMITTED else verdict.detail
-                log.warning("the group of submission %s… could not be rebuilt: %s", claimed.submission[:16], why)
-            else:
-                how = "bit for bit" if blob == kept.blob else "of a new measurement"
-                log.info("rebuilt the group of submission %s…, %s", claimed.submission[:16], how)
 
     async def _evidence(self, claimed: QueueItem, judgement: JudgedClaim, cache: PolicyCache) -> bytes | None:
         """Encode the measurements for the submission's page; None if there are none. The verdict ignores them."""
@@ -465,7 +389,7 @@ class Verifier:
     ) -> None:
         verdict, blobs = judgement.verdict, self._home.blobs
         is_group = verdict.outcome is Outcome.ADMITTED and not claimed.recheck
-        group = blobs.put(encode_group(_group(claimed, judgement))) if is_group else None
+        group = blobs.put(encode_group(group_of(claimed, judgement))) if is_group else None
         evidence_name = None if evidence is None else blobs.put(evidence)
         now = verdicts.clock()
         with self._home.database.write() as connection:
@@ -482,46 +406,5 @@ class Verifier:
         if stored:
             why = f" ({verdict.reason}: {verdict.detail})" if verdict.reason else ""
             where, again = f"{claimed.version}/{claimed.slot}", " again" if claimed.recheck else ""
-            with _log_context(claimed):
+            with log_context(claimed):
                 log.info("slot %s of %s… %s%s%s", where, claimed.node[:8], verdict.outcome, again, why)
-
-
-def _log_context(claimed: QueueItem) -> contextlib.AbstractContextManager[None]:
-    return bound(submission=claimed.submission, node=claimed.node, policy=claimed.version, slot=claimed.slot)
-
-
-def _given_up(claimed: QueueItem) -> JudgedClaim:
-    """Judge a submission whose verifiers all ended, or lost their claims, before they had a verdict."""
-    detail = f"None of {claimed.attempts} verifiers that claimed it came to a verdict."
-    with _log_context(claimed):
-        log.error("submission %s… is given up: %s See the logs of that time", claimed.submission[:16], detail)
-    return JudgedClaim(
-        verdict=Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail, tokens=0)
-    )
-
-
-def _claim(claimed: QueueItem, rollouts: Sequence[Rollout]) -> Claim:
-    return Claim(
-        version=claimed.version,
-        manifest_digest=claimed.manifest_digest,
-        slot=claimed.slot,
-        candidate=claimed.candidate or 0,
-        rollouts=rollouts,
-        full=claimed.full,
-    )
-
-
-def _group(claimed: QueueItem, judgement: JudgedClaim) -> Group:
-    samples = tuple(
-        Sample(
-            prompt_ids=tuple(rollout.prompt_ids),
-            completion_ids=tuple(rollout.completion_ids),
-            logprobs=tuple(logprobs),
-            segments=tuple(zip(rollout.segment_versions, rollout.segment_tokens, strict=True)),
-            replies=replies,
-        )
-        for rollout, logprobs, replies in zip(
-            judgement.rollouts, judgement.logprobs or (), judgement.replies, strict=True
-        )
-    )
-    return Group(version=claimed.version, rewards=judgement.verdict.rewards or (), rollouts=samples)

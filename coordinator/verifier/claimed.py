@@ -1,0 +1,62 @@
+"""What a claimed submission is to the rest of the verifier: a claim to judge, a group to train on, ids in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from coordinator.storage.verdicts import QueueItem
+from coordinator.training.groups import Group, Sample
+from node.protocol.admission import Outcome, Verdict
+from node.protocol.reasons import Reason
+from node.protocol.submission import Rollout
+from node.runtime.logs import bound
+from node.verification.judge import JudgedClaim
+from node.verification.plan import Claim
+
+log = logging.getLogger(__name__)
+
+
+def log_context(claimed: QueueItem) -> AbstractContextManager[None]:
+    """Add the submission's ids to what is logged in the block."""
+    return bound(submission=claimed.submission, node=claimed.node, policy=claimed.version, slot=claimed.slot)
+
+
+def given_up(claimed: QueueItem) -> JudgedClaim:
+    """Judge a submission whose verifiers all ended, or lost their claims, before they had a verdict."""
+    detail = f"None of {claimed.attempts} verifiers that claimed it came to a verdict."
+    with log_context(claimed):
+        log.error("submission %s… is given up: %s See the logs of that time", claimed.submission[:16], detail)
+    return JudgedClaim(
+        verdict=Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail, tokens=0)
+    )
+
+
+def claim_of(claimed: QueueItem, rollouts: Sequence[Rollout]) -> Claim:
+    """Return what the submission claims, for `node.verification`."""
+    return Claim(
+        version=claimed.version,
+        manifest_digest=claimed.manifest_digest,
+        slot=claimed.slot,
+        candidate=claimed.candidate or 0,
+        rollouts=rollouts,
+        full=claimed.full,
+    )
+
+
+def group_of(claimed: QueueItem, judgement: JudgedClaim) -> Group:
+    """Return what is trained on of an admitted submission."""
+    samples = tuple(
+        Sample(
+            prompt_ids=tuple(rollout.prompt_ids),
+            completion_ids=tuple(rollout.completion_ids),
+            logprobs=tuple(logprobs),
+            segments=tuple(zip(rollout.segment_versions, rollout.segment_tokens, strict=True)),
+            replies=replies,
+        )
+        for rollout, logprobs, replies in zip(
+            judgement.rollouts, judgement.logprobs or (), judgement.replies, strict=True
+        )
+    )
+    return Group(version=claimed.version, rewards=judgement.verdict.rewards or (), rollouts=samples)
