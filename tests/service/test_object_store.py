@@ -31,7 +31,7 @@ from coordinator.errors import CorruptRead
 from coordinator.storage import s3_blobs, uploads
 from coordinator.storage.schema import SubmissionState, groups, leases, submissions
 from coordinator.storage.schema import uploads as uploads_table
-from coordinator.storage.uploads import SWEPT_AFTER_SECONDS, sweep
+from coordinator.storage.uploads import OFFER_SECONDS, SWEPT_AFTER_SECONDS, sweep
 from coordinator.training.batches import read_batch
 from coordinator.training.groups import encode_group
 from node.audit.auditor import run_audit
@@ -515,6 +515,20 @@ def test_an_upload_for_a_lease_that_ended_is_refused_and_swept(swarm: Swarm, sto
     assert sweep(home.database, home.blobs, now=time.time()) == 1
     assert store.keys(f"uploads/{lease.lease_id}") == []
     assert sweep(home.database, home.blobs, now=time.time()) == 0
+
+
+def test_what_may_still_be_submitted_or_sent_is_not_swept(swarm: Swarm, store: Store, tmp_path: Path) -> None:
+    """A worker that has a slot for hours, and found the coordinator away, would have to upload it all again."""
+    peer = swarm.peer()
+    lease, body = peer.lease(), b"of a long slot"
+    put(announce(peer, lease.lease_id, body), body, tmp_path / "body")
+    aged(swarm, lease.lease_id)
+    for left, stays in ((60.0, True), (60.0 - OFFER_SECONDS, True), (-1.0 - OFFER_SECONDS, False)):
+        now = time.time()
+        with swarm.home.database.write() as connection:
+            connection.execute(update(leases).where(leases.c.lease == lease.lease_id).values(expires_at=now + left))
+        sweep(swarm.home.database, swarm.home.blobs, now=now)
+        assert bool(store.keys(f"uploads/{lease.lease_id}")) == stays, left
 
 
 def test_what_waits_for_a_verdict_is_never_swept(swarm: Swarm, store: Store, tmp_path: Path) -> None:
