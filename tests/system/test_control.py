@@ -22,6 +22,8 @@ from node.protocol.control import PURPOSES
 
 pytest.importorskip("libp2p")
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SECONDS = 90.0
 
@@ -87,7 +89,7 @@ def grant_to(folder: Path, *, run_key: Path, node: str, purposes: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Scene]:
+def scene(forked_commands: None, tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("control")
     run_key, operator, worker_key = (create_key(folder / f"{name}.key") for name in ("run", "operator", "worker"))
     with running(folder, tiny_policy_path, spec=small_spec(), key=run_key) as swarm:

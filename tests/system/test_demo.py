@@ -75,6 +75,7 @@ def swarm_processes(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked_commands")
 @pytest.mark.parametrize(
     "model",
     # goldfinch has both memories that eagle and finch have.

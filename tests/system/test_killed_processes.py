@@ -39,6 +39,9 @@ KINDS = (
     pytest.param("relay-leaf-1", marks=pytest.mark.nightly),
     pytest.param("honest-1", marks=pytest.mark.nightly),
 )
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 START_SECONDS = 300.0
 FINISH_SECONDS = 300.0
 

@@ -25,7 +25,7 @@ name = "t"
 initial = "random-tiny"
 
 [sampling]
-max_new_tokens = 24
+max_new_tokens = 8
 
 [[environments]]
 name = "arithmetic"
@@ -48,6 +48,7 @@ def batches(file: Path) -> list[bytes]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked_commands")
 def test_problems_that_is_killed_goes_on_and_keeps_the_same_problems(tmp_path: Path) -> None:
     dataset = made(tmp_path, sums(200))
     spec = environment_of(dataset).dataset

@@ -32,7 +32,7 @@ from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.run import EnvironmentSpec
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("forked_commands")]
 SECONDS = 700.0
 TORCHRUN = ("torch.distributed.run", "--master-addr", "127.0.0.1", "--rdzv-backend", "c10d")
 TORCHRUN += ("--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "2", "-m")

@@ -27,6 +27,8 @@ from node.protocol.run import StandingSpec
 from node.worker.daemon import WorkerSettings, run_worker
 from shardcast.wire import decode
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 SPEC = small_spec(standing=StandingSpec(probation=2, full_rate_floor=0.5, ban_after=2))
 SPEC = msgspec.structs.replace(SPEC, batch=msgspec.structs.replace(SPEC.batch, groups_per_step=60))
 

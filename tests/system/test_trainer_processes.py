@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from locations import ROOT
+from ports import free_port
 from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_in, spec_with, train_to_the_end
+from waiting import until
 
 from coordinator.run.home import Home
 from coordinator.training.checkpoint import checkpoints
@@ -37,20 +38,13 @@ LAUNCH = (
     "--rdzv-endpoint",
     "127.0.0.1:0",
 )
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
 LAUNCH_SECONDS = 400.0
-SCRIPT = """
-import pathlib
-from node.commands.engine_options import import_models
-
-import_models()
-import {module}
-
-{module}.{function}(pathlib.Path({state!r}), **{arguments!r})
-"""
 
 
 def launch(function: str, state: Path, processes: int, *, module: str = "trainers", **arguments: object) -> None:
@@ -58,16 +52,19 @@ def launch(function: str, state: Path, processes: int, *, module: str = "trainer
     if processes == 1:
         getattr(importlib.import_module(module), function)(state, **arguments)
         return
-    script = state / "launched.py"
-    script.write_text(SCRIPT.format(module=module, function=function, state=str(state), arguments=arguments))
-    support = ROOT / "tests" / "support"
-    subprocess.run(
-        [*LAUNCH, "--nproc-per-node", str(processes), str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(support), str(ROOT)))},
-        check=True,
-        timeout=LAUNCH_SECONDS,
-        stdout=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-m", "launched", module, function, str(state), json.dumps(arguments)]
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        started = []
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, stdout=subprocess.DEVNULL))
+            stack.callback(kill, started[-1])
+        until(
+            lambda: all(each.poll() is not None for each in started) or any(each.returncode for each in started),
+            seconds=LAUNCH_SECONDS,
+        )
+        assert [each.poll() for each in started] == [0] * processes
 
 
 def launched(state: Path, processes: int, **arguments: object) -> list[dict[str, float]]:
@@ -155,7 +152,7 @@ def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path, 
 
 
 @pytest.fixture(scope="module")
-def curve_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def curve_of_two(forked_commands: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of three steps by two processes."""
     return launched(beginning(tmp_path_factory.mktemp("two") / "whole"), 2, steps=3)
 

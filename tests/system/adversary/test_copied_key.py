@@ -35,10 +35,8 @@ from node.worker import registration as worker_registration
 from node.worker.daemon import WorkerSettings, run_worker
 
 SECONDS = 120.0
-ON_MACHINE = (
-    "import socket, sys; name = sys.argv.pop(1); socket.gethostname = lambda: name; from node.cli import main; main()"
-)
-"""The worker's command on a machine of the name that comes first."""
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ class Machine:
     """A worker's process on a machine of its own name."""
 
     def __init__(self, name: str, swarm: Swarm, state: Path) -> None:
-        command = [sys.executable, "-c", ON_MACHINE, name, "worker", "--coordinator", swarm.url]
+        command = [sys.executable, "-m", "on_machine", name, "worker", "--coordinator", swarm.url]
         self.errors = state.parent / f"{name}-{time.monotonic_ns()}.log"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(

@@ -91,7 +91,7 @@ ADDRESSES = (f"127.0.1.{number}" for number in count(10))
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+def swarm(forked_commands: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     """A run whose only workers are hostile: so many groups are wanted that it never gets to its first step."""
     swarm = lay_out(tmp_path_factory.mktemp("red") / "run", RUN_TOML, honest=0, hostile=(), leaves=1)
     with Supervisor(swarm.folder / "logs", grace_seconds=4.0) as supervisor:
