@@ -40,6 +40,7 @@ from shardcast.wire import decode
 
 pytestmark = [
     pytest.mark.timeout(900),
+    pytest.mark.usefixtures("forked_environments"),
     pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed"),
 ]
 

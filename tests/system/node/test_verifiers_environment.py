@@ -20,6 +20,7 @@ from node.environments.verifiers_messages import EnvironmentLoaded
 from node.protocol.chat_formats import CHAT_FORMATS, CHATML
 from node.protocol.run import EnvironmentSpec, LengthSpec
 
+pytestmark = pytest.mark.usefixtures("forked_environments")
 needs_package = pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed")
 
 
