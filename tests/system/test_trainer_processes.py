@@ -98,7 +98,8 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         ({}, (2, 4), 1e-5, "tiny"),
         # Inside Muon there is bfloat16, which rounds each of 8 updates of about 2e-4 to one part in 256.
         ({"optimizer": "muon"}, (2,), 5e-5, "tiny"),
-        ({**TERMS, "recompute": True}, (2,), 1e-5, "goldfinch"),
+        # One weight of a thousand has next to no gradient, which Adam divides by itself: 1.1e-5 by some CPUs' kernels.
+        ({**TERMS, "recompute": True}, (2,), 3e-5, "goldfinch"),
         ({}, (2,), 1e-5, "frame-action"),
         ({**TERMS, **LORA, "recompute": True}, (2,), 1e-5, "tiny"),
         ({"teacher": {"folder": "big", "coefficient": 0.5}}, (2,), 1e-5, "tiny"),
