@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from locations import ROOT
 from ports import free_port
 from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_in, spec_with, train_to_the_end
 from waiting import until
@@ -38,13 +39,12 @@ LAUNCH = (
     "--rdzv-endpoint",
     "127.0.0.1:0",
 )
-pytestmark = pytest.mark.usefixtures("forked_commands")
-
 LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
 LAUNCH_SECONDS = 400.0
+IMPORTED = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
 
 
 def launch(function: str, state: Path, processes: int, *, module: str = "trainers", **arguments: object) -> None:
@@ -57,7 +57,7 @@ def launch(function: str, state: Path, processes: int, *, module: str = "trainer
     with ExitStack() as stack:
         started = []
         for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORTED}
             started.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, stdout=subprocess.DEVNULL))
             stack.callback(kill, started[-1])
         until(
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path: Path, 
 
 
 @pytest.fixture(scope="module")
-def curve_of_two(forked_commands: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def curve_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of three steps by two processes."""
     return launched(beginning(tmp_path_factory.mktemp("two") / "whole"), 2, steps=3)
 
