@@ -42,7 +42,6 @@ COMMANDS = (
 VLLM = (
     "node.engines.vllm",
     "node.engines.vllm_worker",
-    "node.worker.daemon",
     "vllm.engine.arg_utils",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -174,6 +173,7 @@ def forked_commands(zygote: Zygote) -> Iterator[None]:
 
 
 def forking(zygote: Zygote) -> type[ForkedPopen]:
+    """Return a Popen that asks `zygote`."""
     return type("Popen", (ForkedPopen,), {"zygote": zygote})
 
 
@@ -200,12 +200,6 @@ def forked_environments() -> Iterator[None]:
         patch.setattr(subprocess, "Popen", forking(found))
         yield
     found.close()
-
-
-@pytest.fixture
-def forked_vllm_command(vllm_zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start `python -m ...`, but not vLLM's processes, as a fork that has imported vLLM."""
-    monkeypatch.setattr(subprocess, "Popen", forking(vllm_zygote))
 
 
 @pytest.fixture(scope="module")

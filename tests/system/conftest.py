@@ -1,10 +1,3 @@
 """Processes that begin as forks, where a test asks for them: see support/zygote.py."""
 
-from zygote import (  # noqa: F401  (fixtures)
-    forked_commands,
-    forked_environments,
-    forked_vllm,
-    forked_vllm_command,
-    vllm_zygote,
-    zygote,
-)
+from zygote import forked_commands, forked_environments, forked_vllm, vllm_zygote, zygote  # noqa: F401  (fixtures)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import multiprocessing.util
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ import pytest
 import pytest_asyncio
 import torch
 from talking import talkative_file
+from zygote_process import spawnv_passfds
 
 from node.engines.base import BadRequest, BrokenPolicy, DoesNotFit, EngineDied, NoPolicy, SampleRequest
 from node.engines.vllm import VllmEngine
@@ -38,7 +40,12 @@ from node.protocol.turns import StopStrings, ThinkingBudget, TurnRules, pieces, 
 from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forked_vllm"),
+]
 
 SPEC = RunSpec(
     name="vllm",
@@ -81,7 +88,7 @@ def prefills(files):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(files, tmp_path_factory):
+async def running(forked_vllm, files, tmp_path_factory):
     engine = VllmEngine(SPEC, SETTINGS, state=tmp_path_factory.mktemp("engine"))
     with pytest.raises(NoPolicy):
         await engine.generate(some_requests(1))
@@ -324,32 +331,6 @@ async def test_a_policy_that_outgrows_its_numbers_is_not_submitted(engine, tmp_p
     assert_exact(await engine.generate(some_requests(8, seed=5)), {8: prefills[1]})
 
 
-async def test_an_engine_process_that_is_killed_is_noticed_and_a_new_one_started(engine, files, prefills, caplog):
-    generating = asyncio.create_task(engine.generate(some_requests(24, seed=6)))
-    await under_way(engine, 100)
-    (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
-    os.kill(core.pid, signal.SIGKILL)
-    with vllm_says(caplog) as said:
-        with pytest.raises(EngineDied):
-            await asyncio.wait_for(generating, 60)
-        while engine.version is not None:  # noqa: ASYNC110  (a watcher's work)
-            await asyncio.sleep(0.05)
-        with pytest.raises(NoPolicy):
-            await engine.generate(some_requests(1))
-        await engine.load(files[1], version=1)
-    assert any("EngineDeadError" in (record.exc_text or "") for record in said), "a death must not be kept quiet"
-    assert_exact(await engine.generate(some_requests(4, seed=7)), prefills)
-    # Killed while it is asked something, too.
-    (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
-    os.kill(core.pid, signal.SIGSTOP)
-    loading = asyncio.create_task(engine.load(files[0], version=2))
-    await asyncio.sleep(0.5)
-    assert not loading.done()
-    os.kill(core.pid, signal.SIGKILL)
-    with pytest.raises(EngineDied), caplog.at_level(logging.CRITICAL):
-        await asyncio.wait_for(loading, 60)
-
-
 async def test_vllm_measures_what_transformers_measures(engine, files, prefills, tmp_path):
     """For an operator whose policies only vLLM can hold: the same figures, over the same submissions."""
     generating = asyncio.create_task(engine.generate(some_requests(12, seed=8)))
@@ -391,6 +372,32 @@ async def test_vllm_measures_what_transformers_measures(engine, files, prefills,
     assert reasons[0] == reasons[1]
 
 
+async def test_an_engine_process_that_is_killed_is_noticed_and_a_new_one_started(engine, files, prefills, caplog):
+    generating = asyncio.create_task(engine.generate(some_requests(24, seed=6)))
+    await under_way(engine, 100)
+    (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+    os.kill(core.pid, signal.SIGKILL)
+    with vllm_says(caplog) as said:
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(generating, 60)
+        while engine.version is not None:  # noqa: ASYNC110  (a watcher's work)
+            await asyncio.sleep(0.05)
+        with pytest.raises(NoPolicy):
+            await engine.generate(some_requests(1))
+        await engine.load(files[1], version=1)
+    assert any("EngineDeadError" in (record.exc_text or "") for record in said), "a death must not be kept quiet"
+    assert_exact(await engine.generate(some_requests(4, seed=7)), prefills)
+    # Killed while it is asked something, too.
+    (core,) = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+    os.kill(core.pid, signal.SIGSTOP)
+    loading = asyncio.create_task(engine.load(files[0], version=2))
+    await asyncio.sleep(0.5)
+    assert not loading.done()
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied), caplog.at_level(logging.CRITICAL):
+        await asyncio.wait_for(loading, 60)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -419,8 +426,9 @@ def temporary(monkeypatch):
 
 
 async def test_a_start_that_is_given_up_leaves_nothing_and_the_next_one_waits_for_its_end(
-    files, tmp_path, temporary, caplog
+    files, tmp_path, temporary, caplog, monkeypatch
 ):
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", spawnv_passfds)  # started as ever, which takes a while
     before = processes()
 
     async def starting(engine):

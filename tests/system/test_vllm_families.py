@@ -25,7 +25,7 @@ from node.protocol.run import EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.usefixtures("forked_vllm")]
 
 SPEC = RunSpec(
     name="families",

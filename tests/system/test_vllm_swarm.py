@@ -39,7 +39,12 @@ from node.protocol.run import LimitsSpec, ProofSpec, TrainingSpec
 from node.submission.reader import read_rollouts
 from node.worker.daemon import WorkerSettings, run_worker
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forked_vllm"),
+]
 
 SPEC = small_spec()
 SPEC = msgspec.structs.replace(
@@ -68,7 +73,7 @@ class BorrowedEngine(VllmEngine):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def vllm(tmp_path_factory):
+async def vllm(forked_vllm, tmp_path_factory):
     engine = BorrowedEngine(SPEC, VllmSettings(cpu_threads=1, kv_cache_gib=0.1), state=tmp_path_factory.mktemp("vllm"))
     yield engine
     await engine.really_close()

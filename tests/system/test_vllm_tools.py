@@ -25,7 +25,7 @@ from node.verification.prefill import TransformersPrefills
 from node.verification.spans import spans_of
 from toploc.sketch import LEVELS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.usefixtures("forked_vllm")]
 
 RUN = """\
 name = "tools"
