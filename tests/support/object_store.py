@@ -10,6 +10,7 @@ fails in the ways that a test wants.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import hmac
 import http.client
@@ -19,16 +20,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
+import pytest
 from botocore.auth import S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from botocore.loaders import JSONFileLoader
 from ports import free_port
 
 ACCESS_KEY, SECRET_KEY, REGION, BUCKET = "AKIATEST", "a secret of the store", "us-east-1", "swarmproof-test"
@@ -80,6 +83,7 @@ class Store:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
+    @functools.cached_property
     def client(self):
         """An operator's client, straight to moto."""
         return boto3.session.Session().client(
@@ -92,17 +96,29 @@ class Store:
 
     def keys(self, prefix: str = "") -> list[str]:
         """The names of all objects below `prefix`."""
-        listed = self.client().list_objects_v2(Bucket=BUCKET, Prefix=f"run/{prefix}")
+        listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix=f"run/{prefix}")
         return [one["Key"].removeprefix("run/") for one in listed.get("Contents", [])]
 
     def replace(self, key: str, data: bytes) -> None:
         """What only whoever owns the store can do."""
-        self.client().put_object(Bucket=BUCKET, Key=f"run/{key}", Body=data)
+        self.client.put_object(Bucket=BUCKET, Key=f"run/{key}", Body=data)
+
+
+_read_description = functools.cache(JSONFileLoader().load_file)
+"""Of S3 and of its endpoints: to read them takes more than half of the time of making a client."""
 
 
 @contextmanager
 def object_store() -> Iterator[Store]:
     """An empty bucket."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", lambda _, path: _read_description(path))
+        with _serving() as store:
+            yield store
+
+
+@contextmanager
+def _serving() -> Iterator[Store]:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     moto = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -113,8 +129,9 @@ def object_store() -> Iterator[Store]:
     thread.start()
     try:
         _wait_for(port)
-        store.client().create_bucket(Bucket=BUCKET)
-        yield store
+        with closing(store.client) as client:
+            client.create_bucket(Bucket=BUCKET)
+            yield store
     finally:
         gate.shutdown()
         thread.join()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.errors import BadConfiguration, UnfitModel
-from coordinator.sft.run import SftStopped
+from coordinator.sft.run import SftResult, SftStopped
 from coordinator.training import world
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.export import FolderNotEmpty, export_file
@@ -39,6 +39,25 @@ def folder(tmp_path: Path) -> Path:
     chat_folder(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl", conversations())
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def done() -> list[SftResult]:
+    """What `undisturbed` has made, whose process for the chat template is a fork in tests alone."""
+    return []
+
+
+@pytest.fixture
+def undisturbed(done: list[SftResult], tmp_path_factory: pytest.TempPathFactory) -> SftResult:
+    """What a fine-tuning of such a folder makes that nobody stops."""
+    if not done:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        chat_folder(folder / "model")
+        write_rows(folder / "rows.jsonl", conversations())
+        result = run_job(job_in(folder))
+        assert result is not None
+        done.append(result)
+    return done[0]
 
 
 def plain_losses(folder: Path, *, epochs: int, batch: int, peak: float) -> list[float]:
@@ -113,9 +132,8 @@ def test_a_named_end_mark_becomes_the_models(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [3, 4])
-def test_a_stopped_one_goes_on_and_ends_alike(folder: Path, at: int) -> None:
+def test_a_stopped_one_goes_on_and_ends_alike(folder: Path, undisturbed: SftResult, at: int) -> None:
     job, steps = job_in(folder), list[int]()
-    undisturbed = run_job(replace(job, to=folder / "other", state=folder / "other-state"))
     with pytest.raises(SftStopped, match=f"after step {at} of 15"):
         run_job(job, watcher=Watcher(steps.append), stop=lambda: at in steps)
     assert not job.to.exists()
@@ -124,9 +142,8 @@ def test_a_stopped_one_goes_on_and_ends_alike(folder: Path, at: int) -> None:
     assert (watcher.done, min(watcher.losses), sorted(watcher.held_out)) == (at, at + 1, [4, 8, 12, 15][at == 4 :])
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(folder: Path) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(folder: Path, undisturbed: SftResult) -> None:
     job, steps = job_in(folder), list[int]()
-    undisturbed = run_job(replace(job, to=folder / "other", state=folder / "other-state"))
     with pytest.raises(SftStopped):
         run_job(job, watcher=Watcher(steps.append), stop=lambda: 6 in steps)
     newest = checkpoints(job.state / "checkpoints")[-1] / "shard-00000.safetensors"

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from forked import forked  # noqa: F401  (a fixture)
 from model_folders import SIZES, make_folder
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
