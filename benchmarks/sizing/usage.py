@@ -24,7 +24,7 @@ _QUERY_SECONDS = 60.0
 class RoleMeter(threading.Thread):
     """Samples processes by role, children included: the kernel keeps each one's peak, so only ends can be missed."""
 
-    def __init__(self, *, device: str) -> None:
+    def __init__(self, *, device: str = "cpu") -> None:
         super().__init__(name="role meter", daemon=True)
         self.device = device
         self._roots: dict[str, int] = {}

@@ -43,6 +43,12 @@ def written(formatter: logging.Formatter, message: str, *arguments: object, erro
     return stream.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def of_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the names that a command gave this process in another test."""
+    monkeypatch.setattr(logs, "_OF_PROCESS", {})
+
+
 @pytest.mark.parametrize("broken", BREAKS, ids=ascii)
 @pytest.mark.parametrize("forged", [FORGED, FORGED_JSON], ids=["text", "json"])
 def test_a_line_break_in_a_strangers_text_begins_no_line(broken: str, forged: str):
