@@ -16,20 +16,14 @@ from node.commands.engine_options import (
     prefills_maker,
     refuse_vllm_options,
 )
-from node.commands.joining_options import check_run_id
+from node.commands.joining_options import run_id_option
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
 from node.commands.options import EXISTING_FILE, json_option, state_folder, state_option
 
 
 @click.command()
 @click.argument("url")
-@click.option(
-    "--run-id",
-    metavar="ID",
-    required=True,
-    callback=check_run_id,
-    help="Which run; all that is trusted follows from it.",
-)
+@run_id_option
 @click.option(
     "--sample",
     type=click.IntRange(min=0),

@@ -30,6 +30,16 @@ def check_run_id(_ctx: click.Context, _param: click.Parameter, value: str | None
     return value
 
 
+run_id_option = click.option(
+    "--run-id",
+    metavar="ID",
+    required=True,
+    callback=check_run_id,
+    help="Which run; all that is trusted follows from it.",
+)
+"""The run that a command looks at without joining it."""
+
+
 _OPTIONS = (
     click.option(
         "--join",

@@ -7,7 +7,7 @@ import asyncio
 import click
 
 from node.commands.click_ext import CouldNotRun, reported
-from node.commands.joining_options import check_run_id
+from node.commands.joining_options import run_id_option
 from node.commands.options import json_option
 
 
@@ -24,13 +24,7 @@ def receipt() -> None:
 
 @receipt.command()
 @click.argument("sources", nargs=-1, required=True, metavar="FILE|URL...")
-@click.option(
-    "--run-id",
-    metavar="ID",
-    required=True,
-    callback=check_run_id,
-    help="Which run; all that is trusted follows from it.",
-)
+@run_id_option
 @click.option("--coordinator", metavar="URL", help="Whose log to ask.  [default: that of the first URL]")
 @json_option("One JSON object instead of a line for each receipt.")
 @click.pass_context
