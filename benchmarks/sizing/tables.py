@@ -127,9 +127,8 @@ def stages(
     generated = [each for each in found.events(TORCH, "slot_generated") if each["policy"] == 0]
     tokens, group = sum(each["tokens"] for each in generated), spec.sampling.group_size
     reads = whole / disk.memory
-    per_token = 2 * (size.layers / rates[spec.model.dtype] + size.head / rates["float32"])
-    trained_in = "bfloat16" if found.meter.device == "cuda" else "float32"
-    per_trained = 6 * (size.layers / rates[trained_in] + size.head / rates["float32"])
+    per_token = _product_seconds(size, rates, dtype=spec.model.dtype)
+    per_trained = 3 * _product_seconds(size, rates, dtype="bfloat16" if found.meter.device == "cuda" else "float32")
     (step,) = (each["stats"] for each in found.steps if each["step"] == 0)
     published = found.logged_at("trainer", "policy 0 published")
 
@@ -173,6 +172,11 @@ def stages(
         {"stage": stage, "seconds": round(taken, 2), "floor_seconds": round(floor, 2), "floor": floor_of}
         for stage, taken, floor, floor_of in rows
     ]
+
+
+def _product_seconds(size: Size, rates: Mapping[str, float], *, dtype: str) -> float:
+    """Return the least seconds of a token's products, the layers' in `dtype` and the head's in float32."""
+    return 2 * (size.layers / rates[dtype] + size.head / rates["float32"])
 
 
 def _verified_seconds(found: Observations) -> float:
