@@ -255,8 +255,9 @@ class Worker:
                     await race(self._delivery.settled(), stop)
                     return
                 await race(self._follow_policy(), stop)
-                if not await self._take_work(stop):
-                    await self._wait_for_change(stop)
+                pause = self._leases.pause_seconds  # read once: it may end at any moment
+                if pause > 0 or not await self._take_work(stop):
+                    await self._wait_for_change(stop, pause=pause)
             except UnusablePolicy as error:
                 self._count_failure(error)
                 log.error("%s", error)  # noqa: TRY400  (a person reads this; the cause is in its sentence)
@@ -280,9 +281,9 @@ class Worker:
         await self._host.load(newest, slots=len(self._slots))
 
     async def _take_work(self, stop: asyncio.Event) -> bool:
-        """Lease as many slots as there is room for, and start them; return False if no request was due."""
+        """Lease as many slots as there is room for, and start them; return False if there is none, or no policy."""
         held = [version for version in self._feed.versions() if not self._slots or self._host.serves(version)]
-        room = 0 if self._control.draining or self._leases.pause_seconds > 0 else self._room()
+        room = 0 if self._control.draining else self._room()
         if not held or room < 1 or self._host.version is None:
             return False
         leases = await race(self._leases.ask(held, room), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
@@ -314,10 +315,9 @@ class Worker:
             return 0
         return self._slots.room(self._settings.slots, lease_seconds=self._spec.batch.lease_seconds)
 
-    async def _wait_for_change(self, stop: asyncio.Event) -> None:
-        """Wait until a slot ends, a policy arrives, or the next lease request is due."""
+    async def _wait_for_change(self, stop: asyncio.Event, *, pause: float) -> None:
+        """Wait until a slot ends, a policy arrives, or a lease request is due after `pause` seconds."""
         self._doing = self._describe_activity()
-        pause = self._leases.pause_seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause if pause > 0 and self._room() > 0 else None):
                 await race(self._changed.wait(), stop)

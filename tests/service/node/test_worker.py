@@ -6,6 +6,7 @@ What breaks here costs a contributor work or credit, or lets a coordinator make 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 
@@ -27,6 +28,7 @@ from node.relay.daemon import RelaySettings, run_relay
 from node.submission.reader import read_rollouts
 from node.verification.plan import Rules
 from node.verification.verify import verify
+from node.worker.leases import LeaseClient
 from shardcast import Client
 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
@@ -63,6 +65,13 @@ async def test_generation_does_not_wait_for_receipts_and_more_slots_follow_the_f
         await swarm.until(lambda: len(swarm.coordinator.submissions) >= 5)
     assert [request.slots for request in swarm.coordinator.asked[:2]] == [1, 2]
     assert swarm.coordinator.asked[0].held_versions == (0,)
+
+
+async def test_a_pause_that_ends_while_the_worker_decides_does_not_make_it_wait_for_ever(swarm, monkeypatch):
+    reads = itertools.cycle([0.05, 0.0])
+    monkeypatch.setattr(LeaseClient, "pause_seconds", property(lambda _: next(reads)))
+    async with swarm.working():
+        await swarm.until(lambda: swarm.coordinator.submissions, seconds=20)
 
 
 async def test_credit_survives_restarts_and_is_kept_with_its_proof(swarm):
