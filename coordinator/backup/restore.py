@@ -94,7 +94,7 @@ def restore(
     wait(max(0.0, SETTLE_SECONDS - (time.monotonic() - begun)))
     with _rollback_on_failure(data, database_url):
         data.mkdir(parents=True, exist_ok=True)
-        store = open_blobs(blobs_url, data)
+        store = open_blobs(blobs_url, data, create=True)
         store.begin(checked.spec_text)
         count = _put_blobs(checked, store)
         restore_datasets(folder, manifest, checked.spec, data=data)

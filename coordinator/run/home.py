@@ -104,8 +104,9 @@ def _initialise(
     decode(RunSpec, text, max_bytes=MAX_SPEC_BYTES)  # nodes could not read a larger one
     run_id = run_id_of(public_key)
     with database.read() as connection:
-        store = _store_url(read_facts(connection), given=blobs_url)
-    blobs = open_blobs(store or None, folder)
+        known = read_facts(connection)
+        store = _store_url(known, given=blobs_url)
+    blobs = open_blobs(store or None, folder, create=not known)
     blobs.begin(text)  # before the run is recorded: its store must accept writes
     with database.write() as connection:
         locks.exclusive(connection)

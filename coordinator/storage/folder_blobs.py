@@ -61,12 +61,14 @@ class FolderBlobs(BlobStore):
     """Blob store in a folder; a blob is complete and on disk before its name exists.
 
     Once the whole folder is gone, as when its disk is no longer mounted, methods raise StoreAway: no blob is missing.
+    So a process that opens a known store does not `create` it: what it wrote would lie below the mount point.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, create: bool = True) -> None:
         self._folder = folder
         self._incoming = folder / "incoming"
-        self._incoming.mkdir(parents=True, exist_ok=True)
+        if create:
+            self._incoming.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
         """Return the path of blob `name`; raises StorageFault unless it is a digest."""
@@ -147,6 +149,8 @@ class FolderBlobs(BlobStore):
             sync_folder(each)
 
     def clear_leftovers(self) -> None:
+        if not self._incoming.is_dir():
+            raise self._away()
         for leftover in self._incoming.iterdir():
             try:
                 if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:

@@ -10,10 +10,10 @@ from coordinator.storage.blobs import BlobStore
 from coordinator.storage.folder_blobs import FolderBlobs
 
 
-def open_blobs(url: str | None, folder: Path) -> BlobStore:
-    """Return the store at `url`, or the one in the data folder; raises BadConfiguration."""
+def open_blobs(url: str | None, folder: Path, *, create: bool = False) -> BlobStore:
+    """Return the store at `url`, or the one in the data folder, which is made to `create`; raises BadConfiguration."""
     if url is None:
-        return FolderBlobs(folder / "blobs")
+        return FolderBlobs(folder / "blobs", create=create)
     if not url.startswith("s3://"):
         raise BadConfiguration("--blobs must be s3://BUCKET or s3://BUCKET/PREFIX; without it, blobs lie in --data")
     if find_spec("boto3") is None:

@@ -574,6 +574,30 @@ def test_a_folder_that_is_gone_is_waited_for_and_misses_no_blob(tmp_path: Path, 
         blobs.get("0" * 64, max_bytes=8)
 
 
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_a_start_without_the_blobs_disk_makes_no_second_folder(tmp_path: Path, *, mount_point: bool) -> None:
+    """What a restarted coordinator took would lie below the mount point, and be hidden when the disk is back."""
+    run = {"public_key": PUBLIC_KEY, "spec": spec_of()}
+    data, away = tmp_path / "run", tmp_path / "unmounted"
+    create_home(data, **run).database.close()
+    (data / "blobs").rename(away)
+    if mount_point:
+        (data / "blobs").mkdir()
+    with pytest.raises(StoreAway, match="see that its disk is mounted"):
+        create_home(data, **run)
+    home = open_home(data)
+    with pytest.raises(StoreAway):
+        home.blobs.put(b"evidence")
+    with pytest.raises(StoreAway):
+        home.blobs.clear_leftovers()
+    home.database.close()
+    assert not any((data / "blobs").glob("*"))
+    if mount_point:
+        (data / "blobs").rmdir()
+    away.rename(data / "blobs")
+    create_home(data, **run).database.close()
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, "0" * 63, "0" * 64 + "\n"])
 def test_a_blobs_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(StorageFault):
