@@ -36,7 +36,7 @@ WORKER = Path(__file__).parent / "learning" / "trl_worker.py"
 LAST = 10
 PEER_KEYS = ("seconds_per_step_vs_trl", "reward_minus_trl")
 PARTS = ("trl", "utilisation")
-PLAYBACK_STEPS, LAYERS = 8, 16
+PLAYBACK_STEPS, LAYERS, WIDTH = 8, 16, 4096
 
 
 def trl_python(folder: Path) -> Path:
@@ -124,7 +124,9 @@ def summary(curve: LearningCurve) -> dict[str, float]:
 
 def utilisation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measure the trainer's share of busy time, by `max_async`."""
-    settings = PlaybackSettings(options.playback_steps, options.layers, options.warm_start, usable_cores())
+    settings = PlaybackSettings(
+        options.playback_steps, options.layers, options.width, options.warm_start, threads=usable_cores()
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for lag in (0, 1, 2):
@@ -139,6 +141,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--playback-steps", type=int, default=PLAYBACK_STEPS, help="of each run that is played back")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of its policy: how long a step takes")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of its policy's multilayer perceptrons")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on both sides")
     parser.add_argument("--no-peer", action="store_true", help=f"measure without TRL {TRL}")

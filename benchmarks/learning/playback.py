@@ -44,8 +44,8 @@ from shardcast import Origin
 NODES: Final = 8
 OPERATOR: Final = ("coordinator", "trainer", "verifier")
 NOTHING: Final = 1e-12
-"""Of a further layer's outputs. No larger than the rounding of what they are added to, and not 0: any learning rate
-would change that."""
+"""Of a further layer's and unit's output weights: what they add is no larger than the rounding of what it is added to.
+Not 0, which any learning rate would change."""
 LEARNING_RATE: Final = "1e-38"
 SECONDS: Final = 1200.0
 PAUSE_S: Final = 0.1
@@ -58,30 +58,35 @@ Slot = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PlaybackSettings:
-    """A run of `steps` steps of a policy with `layers` layers, `threads` of them for generating beforehand."""
+    """A run of `steps` steps of a policy with `layers` layers, whose multilayer perceptrons have `width` units.
+
+    `threads` generate beforehand.
+    """
 
     steps: int
     layers: int
+    width: int
     warm_start: float
     threads: int
 
 
-def save_deep_policy(folder: Path, settings: PlaybackSettings) -> None:
-    """Save the warm-started tiny policy with further layers that add next to nothing, as a folder.
+def save_larger_policy(folder: Path, settings: PlaybackSettings) -> None:
+    """Save the warm-started tiny policy with further layers and units that add next to nothing, as a folder.
 
-    It solves the demonstration's problems now and then, as a policy has to for a step to have work, and takes longer
-    to train than a coordinator to answer.
+    It solves the demonstration's problems now and then, as a policy has to for a step to have work; and its products
+    take a step's and a verdict's time, as those of a policy that somebody trains do.
     """
     model, tokenizer = warmed_up(settings.warm_start)
-    config: Any = type(model.config).from_dict(model.config.to_dict() | {"num_hidden_layers": settings.layers})
-    deep: Any = AutoModelForCausalLM.from_config(config)
-    known = model.config.num_hidden_layers
-    deep.load_state_dict(model.state_dict(), strict=False)
+    sizes = {"num_hidden_layers": settings.layers, "intermediate_size": settings.width}
+    larger: Any = AutoModelForCausalLM.from_config(type(model.config).from_dict(model.config.to_dict() | sizes))
     with torch.no_grad():
-        for layer in deep.model.layers[known:]:
-            for matrix in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                matrix.weight.fill_(NOTHING)
-    deep.save_pretrained(folder)
+        for layer in larger.model.layers:
+            layer.self_attn.o_proj.weight.fill_(NOTHING)
+            layer.mlp.down_proj.weight.fill_(NOTHING)
+        tensors = larger.state_dict()
+        for name, weight in model.state_dict().items():
+            tensors[name][tuple(map(slice, weight.shape))] = weight
+    larger.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -203,7 +208,7 @@ async def _until(delivering: Any, supervisor: Supervisor) -> None:
 def measure_busy(folder: Path, *, max_async: int, settings: PlaybackSettings) -> dict[str, Any]:
     """Return the share of time in which the trainer computed, after its first step, and what it waited for else."""
     initial = folder.with_name(f"{folder.name}-initial")
-    save_deep_policy(initial, settings)
+    save_larger_policy(initial, settings)
     text = demo_run_toml(
         initial=json.dumps(str(initial)), steps=settings.steps, max_async=max_async, learning_rate=LEARNING_RATE
     )

@@ -215,7 +215,7 @@ CASES = {
         most={"honest_chunks_most_other_elements": 38},
     ),
     "train": Case(
-        "--no-peer --playback-steps 2 --layers 3 --warm-start 0.01",
+        "--no-peer --playback-steps 2 --layers 3 --width 512 --warm-start 0.01",
         "seconds_per_step_vs_trl reward_minus_trl utilisation_async2",
         sections=["rows"],
     ),
