@@ -251,10 +251,11 @@ def _build(chunks: Sequence[Chunk], topk: int) -> list[bytes]:
     sizes = checked_sizes(chunks, topk)
     if not chunks:
         return []
-    index, bits = top_points(chunks, sizes, topk)
+    # A few thousand numbers a chunk from here on, for which a device would be given a hundred little things to do.
+    index, bits = (points.cpu() for points in top_points(chunks, sizes, topk))
     moduli = field.separating_moduli(index)
     coefficients = field.interpolate((index % moduli.unsqueeze(1)).double(), bits.double())
-    return wire.encode(moduli.cpu(), coefficients.cpu())
+    return wire.encode(moduli, coefficients)
 
 
 @torch.inference_mode()

@@ -2,9 +2,10 @@
 
 It lives in the process that holds the model and is called twice per step: `begin` with the batch rows before tokens are
 chosen, `sample` with the logits. Hidden states stay on the device in a ring of one chunk per completion and become
-proofs on another thread once a chunk is full, so memory does not grow with length. Rows may come in any order, among
-other requests, again after a preemption, and twice if a scheduler discarded a step: the last write of a position
-counts.
+proofs on another thread once a chunk is full, so memory does not grow with length. A step waits for no copy between
+host and device, and states are proved where they are: of a chunk only what its proof is made of comes to the host. Rows
+may come in any order, among other requests, again after a preemption, and twice if a scheduler discarded a step: the
+last write of a position counts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from node.engines.base import BrokenPolicy, EngineError
+from node.engines.streams import Streams, Taken, streams_of
 from node.protocol.run import ProofSpec
 from node.sampling.forced import choose
+from node.sampling.transfers import to_device
 from node.sampling.types import Choose
 from node.verification.proofs import build_proofs
 from toploc.errors import CallerFault
@@ -104,6 +108,7 @@ class Recorder:
         device: torch.device,
         proves: bool = True,
         choose: Choose = choose,
+        streams: Streams | None = None,
     ) -> None:
         self.version = version
         self._span = chunk_tokens = proofs.chunk_tokens
@@ -112,6 +117,7 @@ class Recorder:
         self._device = device
         self._proves = proves
         self._choose = choose
+        self._streams = streams or streams_of(device)
         self._tracks: dict[str, _Track] = {}
         self._free: list[int] = []
         self._hidden = torch.zeros(0, chunk_tokens, hidden, dtype=torch.bfloat16, device=device)
@@ -139,7 +145,8 @@ class Recorder:
             return logits
         kept, batch_rows, hidden = step
         whole = len(kept) == len(logits)
-        rows = torch.tensor(kept, device=logits.device)
+        device = logits.device
+        rows = torch.arange(len(kept), device=device) if whole else to_device(np.array(kept), device)
         choice = self._choose(
             logits if whole else logits[rows],
             [slot.seed for slot in batch_rows],
@@ -177,14 +184,10 @@ class Recorder:
         self._prove(full)
         sound = [index for index, track in enumerate(tracks) if track.fault is None]
         if len(sound) < len(tracks):
-            chosen = torch.tensor(sound, dtype=torch.int64, device=self._device)
+            chosen = to_device(np.array(sound, dtype=np.int64), self._device)
             hidden, tokens, logprobs = hidden[chosen], tokens[chosen], logprobs[chosen]
-        where = torch.tensor(
-            [[tracks[index].slot, tracks[index].end - 1 - tracks[index].start] for index in sound],
-            dtype=torch.int64,
-            device=self._device,
-        ).reshape(-1, 2)
-        row, column = where.unbind(1)
+        places = [(tracks[index].slot, tracks[index].end - 1 - tracks[index].start) for index in sound]
+        row, column = to_device(np.array(places, dtype=np.int64).reshape(-1, 2), self._device).unbind(1)
         self._hidden[row, column] = hidden.bfloat16()
         self._tokens[row, column] = tokens
         self._logprobs[row, column] = logprobs
@@ -221,9 +224,10 @@ class Recorder:
         """Submit copies of chunks to the proof thread, as the ring is reused."""
         if not cuts:
             return
-        batch_rows = torch.tensor([track.slot for track, _ in cuts], device=self._device)
-        held = self._hidden[batch_rows], self._tokens[batch_rows], self._logprobs[batch_rows]
-        self._last = self._prover.submit(_complete_chunks, [chunk for _, chunk in cuts], *held, scheme=self._scheme)
+        slots = to_device(np.array([track.slot for track, _ in cuts]), self._device)
+        held = self._hidden[slots], self._tokens[slots], self._logprobs[slots]
+        taken = self._streams.hand_over(held)
+        self._last = self._prover.submit(_complete_chunks, [chunk for _, chunk in cuts], taken, scheme=self._scheme)
 
     # -- after a completion
 
@@ -254,15 +258,14 @@ class Recorder:
         return len(self._tracks)
 
 
-def _complete_chunks(
-    chunks: Sequence[_Chunk], hidden: Tensor, tokens: Tensor, logprobs: Tensor, *, scheme: ProofSpec
-) -> None:
-    """Complete chunks from their ring slots: [chunks, span, H], [chunks, span], [chunks, span]."""
+def _complete_chunks(chunks: Sequence[_Chunk], taken: Taken, *, scheme: ProofSpec) -> None:
+    """Complete chunks from their ring slots: states [chunks, span, H], tokens and log-probabilities [chunks, span]."""
     try:
-        states = [row[: chunk.count] for row, chunk in zip(hidden.cpu(), chunks, strict=True)]
-        for chunk, row, values in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=True):
-            chunk.tokens, chunk.logprobs = row[: chunk.count], values[: chunk.count]
-        _build_proofs(chunks, states, scheme=scheme)
+        with taken as (hidden, tokens, logprobs):
+            for chunk, row, values in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=True):
+                chunk.tokens, chunk.logprobs = row[: chunk.count], values[: chunk.count]
+            states = [row[: chunk.count] for row, chunk in zip(hidden, chunks, strict=True)]
+            _build_proofs(chunks, states, scheme=scheme)
     except Exception as error:
         logger.exception("building proofs failed; the completions are unusable")
         for chunk in chunks:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from node.protocol.sampling import gumbel_table
+from node.sampling.transfers import to_device
 from node.sampling.types import Peaks
 
 QUADS = 512
@@ -84,8 +85,8 @@ def peaks(logits: Tensor, words: NDArray[np.uint32], positions: NDArray[np.uint3
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
             _blocks[(rows, blocks)](
                 logits.contiguous(),
-                torch.from_numpy(words.view(np.int32)).to(device),
-                torch.from_numpy(positions.view(np.int32)).to(device),
+                to_device(words.view(np.int32), device),
+                to_device(positions.view(np.int32), device),
                 _table(device),
                 scores,
                 tokens,

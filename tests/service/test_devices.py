@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from recording import HIDDEN, PROOFS, SPAN, Model, assert_same, expected, seed_of
 from trainers import finished_steps, outcome_of, run_in, spec_with, train_to_the_end, trainer_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 from waiting import until
@@ -26,6 +27,7 @@ from coordinator.training.optimizers import make_optimizer
 from coordinator.training.world import World
 from node.engines.base import requests_for
 from node.engines.device import find_device
+from node.engines.recorder import DecodeRow, Recorder
 from node.engines.torch import TorchEngine
 from node.environments import load_environments
 from node.episodes.expected import expected_of
@@ -35,6 +37,7 @@ from node.policy.reading import OpenPolicy
 from node.protocol.admission import Outcome
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Rollout
+from node.sampling.forced import warm_up
 from node.verification.plan import Claim, Rules
 from node.verification.prefill import Prefill, TransformersPrefills
 from node.verification.verify import decide_many
@@ -205,3 +208,27 @@ def test_proofs_of_a_gpu_are_those_of_a_cpu() -> None:
     chunks = [torch.randn(tokens, 1024, generator=draw).bfloat16() for tokens in (32, 32, 7, 1)]
     here, there = (build_chunk_proofs([chunk.to(device) for chunk in chunks], 128) for device in ("cpu", "cuda"))
     assert here == there
+
+
+@needs_gpu
+def test_a_step_of_a_gpus_recorder_waits_for_nothing_and_its_proofs_are_a_cpus() -> None:
+    """The whole of forced sampling and recording; that no other thread reads too early is tested without a GPU."""
+    model, records = Model(), []
+    versions = [7] * (SPAN - 1)
+    for device in ("cuda", "cpu"):
+        recorder = Recorder(hidden=HIDDEN, proofs=PROOFS, temperature=0.7, version=7, device=torch.device(device))
+        drawn = [[each.to(device) for each in model.at("a", position, 7)] for position in range(len(versions))]
+        warm_up(torch.device(device))
+        try:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            for position, (states, logits) in enumerate(drawn):
+                recorder.begin([DecodeRow("a", seed_of("a"), position)], states[None])
+                recorder.sample(logits[None].clone())
+                recorder.end()
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        records += recorder.collect([("a", len(versions))])
+    for record in records:
+        assert_same(record, expected(model, "a", versions))
