@@ -44,7 +44,7 @@ def serving(folder: Path, what: Stock) -> Iterator[StockedRun]:
     key = create_key(folder / "run.key")
     _, spec = read_run_file(folder / "run.toml")
     home = create_home(folder / "data", public_key=key.public_key().public_bytes_raw(), spec=spec)
-    submissions = stock(home, what, now=time.time())
+    submissions = stock(home, what, key=key, now=time.time())
     home.database.close()
     command = ["coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--data", "data", "--port", "0"]
     with running_command(folder, "coordinator", [*command, "--relay", "http://192.0.2.1:8710"]) as (output, process):

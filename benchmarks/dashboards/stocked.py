@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, Table, insert
 
 from coordinator.run.home import Home
@@ -39,6 +40,7 @@ from node.protocol.admission import Figures, Outcome
 from node.protocol.evidence import Totals
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason
+from shardcast.manifest import DEFAULT_LIMITS, Manifest, Payload, SignedManifest, seal_manifest
 from shardcast.wire import digest, encode
 
 AT_ONCE = 5000
@@ -74,9 +76,12 @@ class _Shelf:
 
     connection: Connection
     first_index: int
+    run_id: str
+    key: Ed25519PrivateKey
     rows: defaultdict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     tables: dict[str, Table] = field(default_factory=dict)
     leaves: list[bytes] = field(default_factory=list)
+    manifests: dict[int, str] = field(default_factory=dict)
 
     def put(self, table: Table, **row: Any) -> None:
         self.tables[table.name] = table
@@ -94,12 +99,12 @@ class _Shelf:
         append_many(self.connection, self.leaves)
 
 
-def stock(home: Home, what: Stock, *, now: float) -> list[str]:
-    """Fill `home` up; returns the ids of the submissions, the oldest first."""
+def stock(home: Home, what: Stock, *, key: Ed25519PrivateKey, now: float) -> list[str]:
+    """Fill `home`, the run of `key`, up; returns the ids of the submissions, the oldest first."""
     rng = random.Random(what.seed)
     names = [digest(f"worker {number}".encode()) for number in range(what.workers)]
     with home.database.write() as connection:
-        shelf = _Shelf(connection, first_index=log.size(connection))
+        shelf = _Shelf(connection, first_index=log.size(connection), run_id=home.run_id, key=key)
         found = _submissions(shelf, what, names, rng, now=now)
         _relays(shelf, what, head=len(shelf.rows["policies"]) - 1, now=now)
         shelf.store()
@@ -155,7 +160,7 @@ def _submission(
         submission=own,
         node=node,
         version=version,
-        manifest_digest=f"{version:064x}",
+        manifest_digest=shelf.manifests[version],
         slot=number,
         request=own,
         body=body,
@@ -239,9 +244,27 @@ def _statistics(step: int) -> dict[str, float]:
 
 
 def _policy(shelf: _Shelf, version: int, *, at: float) -> None:
-    name = f"{version:064x}"
-    shelf.put(policies, version=version, manifest_digest=name, result_digest=name, manifest=b"", published_at=at)
-    shelf.append(PolicyEntry(version=version, manifest_digest=name, result_digest=name))
+    signed = _manifest(shelf, version)
+    digests = {"manifest_digest": signed.digest, "result_digest": signed.manifest.result_digest}
+    shelf.put(policies, version=version, **digests, manifest=signed.envelope, published_at=at)
+    shelf.append(PolicyEntry(version=version, **digests))
+    shelf.manifests[version] = signed.digest
+
+
+def _manifest(shelf: _Shelf, version: int) -> SignedManifest:
+    """Sign a policy of one byte: a coordinator that starts reads the newest ones."""
+    content = digest(b"policy %d" % version)
+    manifest = Manifest(
+        run_id=shelf.run_id,
+        version=version,
+        previous=None,
+        issued_at=0,
+        expires_at=2**32,
+        result_digest=content,
+        full=Payload(chunk_bytes=DEFAULT_LIMITS.min_chunk_bytes, payload_bytes=1, chunk_digests=bytes.fromhex(content)),
+        deltas=(),
+    )
+    return seal_manifest(manifest, shelf.key)
 
 
 def _nodes(

@@ -72,7 +72,7 @@ class Tab:
 def served(folder: Path, what: Stock | None) -> Iterator[Run]:
     key = Ed25519PrivateKey.generate()
     home = create_home(folder, public_key=key.public_key().public_bytes_raw(), spec=SPEC)
-    found = [] if what is None else stock(home, what, now=time.time())
+    found = [] if what is None else stock(home, what, key=key, now=time.time())
     with serve(Coordinator(home, key=key, relay_urls=("http://192.0.2.1:8710",))) as url:
         yield Run(home, url, found)
     home.database.close()

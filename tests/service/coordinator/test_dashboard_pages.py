@@ -82,7 +82,7 @@ def run_with(
     key = Ed25519PrivateKey.generate()
     public_key = key.public_key().public_bytes_raw()
     home = create_home(folder, public_key=public_key, spec=spec, database_url=database_url)
-    found = [] if what is None else stock(home, what, now=time.time())
+    found = [] if what is None else stock(home, what, key=key, now=time.time())
     contacts = Contacts(endpoints=("http://192.0.2.1:8700",))
     coordinator = Coordinator(home, key=key, relay_urls=("http://192.0.2.1:8710",), contacts=contacts)
     with serve(coordinator) as url:
