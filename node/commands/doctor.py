@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from node.commands.click_ext import CouldNotRun, reported
+from node.commands.engine_options import check_engine, compute_options, refuse_vllm_options
 from node.commands.options import FILE, json_option, key_option, state_option
+
+if TYPE_CHECKING:
+    from node.doctor.trial import Trial
+    from node.protocol.run import RunSpec
 
 
 @click.command()
@@ -18,6 +23,14 @@ from node.commands.options import FILE, json_option, key_option, state_option
     default="torch",
     show_default=True,
     help="What the policy shall run on.",
+)
+@compute_options
+@click.option(
+    "--try",
+    "tries",
+    is_flag=True,
+    help="Draw a group with the engine and have the reference verify it: with the --policy, or a tiny one, and by the "
+    "limits of the --run. Minutes where the engine compiles.",
 )
 @click.option("--coordinator", metavar="URL", help="Ask this coordinator, and compare clocks.")
 @click.option(
@@ -40,8 +53,12 @@ from node.commands.options import FILE, json_option, key_option, state_option
 @click.pass_context
 def doctor(
     ctx: click.Context,
+    /,
     *,
     engine: Literal["torch", "vllm"],
+    device: str,
+    threads: int | None,
+    tries: bool,
     coordinator: str | None,
     run_file: Path | None,
     policy: Path | None,
@@ -50,18 +67,27 @@ def doctor(
     host: str,
     port: int | None,
     as_json: bool,
+    **compute: Any,
 ) -> None:
     """Check this machine before a worker or a relay starts.
 
     \b
     Example:
       swarmproof doctor --engine vllm --coordinator http://192.0.2.1:8700
+      swarmproof doctor --engine vllm --try --policy ./Qwen3-4B --run run.toml
 
     It says what to do about each problem, and changes nothing. Exit code 0: no problem. 1: there is one.
     2: the doctor could not run.
     """
     with reported(CouldNotRun):
         from node.doctor.checks import DoctorSettings, run_doctor
+
+        refuse_vllm_options(engine)
+        if tries:
+            check_engine(engine, device)
+
+        def run_trial(spec: RunSpec | None) -> Trial:
+            return _try(spec, policy, engine=engine, device=device, threads=threads, settings=compute)
 
         settings = DoctorSettings(
             engine=engine,
@@ -72,6 +98,19 @@ def doctor(
             policy=policy,
             host=host,
             port=port,
+            run_trial=run_trial if tries else None,
         )
         code = run_doctor(settings, as_json=as_json)
     ctx.exit(code)
+
+
+def _try(spec: RunSpec | None, policy: Path | None, **engine: Any) -> Trial:
+    """Run a trial in a process of its own; raises NoAnswer."""
+    import msgspec
+
+    from node.doctor.trial import SECONDS, Trial
+    from node.policy.child import ask_child
+
+    wanted = engine | {"spec": spec, "policy": None if policy is None else str(policy.absolute())}
+    text = msgspec.json.encode(wanted).decode()
+    return ask_child("node.commands.trial_process", text, answer=Trial, seconds=SECONDS)

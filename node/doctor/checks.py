@@ -6,8 +6,9 @@ given are left out.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -22,6 +23,7 @@ from node.doctor.model import check_first_policy, check_folder, check_submission
 from node.doctor.policy import Footprint, read_footprint
 from node.doctor.report import Check, exit_code, problem, render_json, show
 from node.doctor.sandbox import check_sandbox
+from node.doctor.trial import Trial, check_trial
 from node.errors import ConfigError
 from node.policy.inspection import tiny_policy
 from node.protocol.run import BatchSpec, RunSpec, parse_run_toml
@@ -36,7 +38,7 @@ _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """The machine's intended use; None means not checked, or estimated."""
+    """The machine's intended use; None means not checked, or estimated. `run_trial` may raise NoAnswer."""
 
     engine: Literal["torch", "vllm"] = "torch"
     state: Path
@@ -46,6 +48,7 @@ class DoctorSettings:
     policy: Path | None = None
     host: str = "127.0.0.1"
     port: int | None = None
+    run_trial: Callable[[RunSpec | None], Trial] | None = None
 
 
 def run_doctor(settings: DoctorSettings, *, as_json: bool) -> int:
@@ -72,6 +75,7 @@ def _left_out(settings: DoctorSettings) -> list[str]:
         "whether a policy fits (--policy FILE or FOLDER)": settings.policy,
         "the key (--key FILE)": settings.key,
         "a relay's port (--port PORT)": settings.port,
+        "whether its work would be admitted (--try)": settings.run_trial,
     }
     return [what for what, given in wanted.items() if given is None]
 
@@ -103,6 +107,8 @@ def examine(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:
         yield machine.check_port(settings.host, settings.port)
     if settings.coordinator is not None:
         yield from check_coordinator(settings.coordinator)
+    if settings.run_trial is not None:
+        yield check_trial(partial(settings.run_trial, spec))
 
 
 def _examine_model(settings: DoctorSettings, spec: RunSpec | None) -> Iterator[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import stat
 import sys
@@ -534,6 +535,35 @@ def test_a_run_and_its_policy_set_what_is_needed(healthy, tmp_path, tiny_policy_
     result = doctor("--state", str(tmp_path), "--run", str(run), "--policy", str(tiny_policy_path), "--json")
     (disk,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "disk"]
     assert "7 versions" in disk["sentence"]
+
+
+def trial(tmp_path, *arguments):
+    result = doctor("--state", str(tmp_path), "--try", "--json", *arguments)
+    (check,) = [each for each in json.loads(result.stdout)["checks"] if each["name"] == "trial"]
+    return result.exit_code, check
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_a_trial_draws_with_the_engine_and_has_the_reference_verify_it(tmp_path, engine):
+    code, check = trial(tmp_path, "--engine", engine, "--threads", "1")
+    assert (code, check["level"]) == (0, "ok"), check
+    assert re.search(r"drew \d+ tokens at [\d,]+ a second, after \d+ s to start, in [\d.]+ [MG]B", check["sentence"])
+    assert "admits it: sketch distance 0." in check["sentence"]
+
+
+def test_a_machine_whose_work_the_runs_limits_refuse_is_told_before_it_joins(healthy, tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text('name = "x"\n[[environments]]\nname = "arithmetic"\n[limits]\nsketch_distance = 0.1\n')
+    code, check = trial(tmp_path, "--run", str(run))
+    assert (code, check["level"]) == (1, "problem")
+    assert "does not admit it, proof_mismatch" in check["sentence"]
+
+
+def test_a_policy_that_no_engine_loads_fails_its_trial_with_a_sentence(healthy, tmp_path):
+    (tmp_path / "policy").write_bytes(b"x" * 100)
+    code, check = trial(tmp_path, "--policy", str(tmp_path / "policy"))
+    assert (code, check["level"]) == (1, "problem")
+    assert "failed: " in check["sentence"]
 
 
 def test_a_file_that_is_no_policy_is_a_problem_and_the_rest_is_still_looked_at(healthy, tmp_path):
