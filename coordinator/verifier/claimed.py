@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager
 
 from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import Group, Sample
+from coordinator.verifier.evidence import EvidenceLimits, encode_evidence, kept_tokens
+from node.policy.file import Blueprint, render_completion, render_tokens
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
+from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 from node.runtime.logs import bound
 from node.verification.judge import JudgedClaim
@@ -60,3 +63,23 @@ def group_of(claimed: QueueItem, judgement: JudgedClaim) -> Group:
         )
     )
     return Group(version=claimed.version, rewards=judgement.verdict.rewards or (), rollouts=samples)
+
+
+def evidence_of(judgement: JudgedClaim, blueprint: Blueprint, *, limits: EvidenceLimits, spec: RunSpec) -> bytes | None:
+    """Encode the measurements of a group for its submission's page, within `limits`; raises PolicyError.
+
+    None if these keep nothing.
+    """
+    rollouts = judgement.rollouts
+    most = kept_tokens(limits, rows=len(rollouts))
+    return encode_evidence(
+        rollouts,
+        {row: one.deviations for row, one in judgement.rows.items()},
+        prompt=render_completion(blueprint, rollouts[0].prompt_ids[: 2 * spec.sampling.max_prompt_tokens]),
+        pieces=[render_tokens(blueprint, rollout.completion_ids[:most]) for rollout in rollouts],
+        replies=[
+            [(before, render_completion(blueprint, list(ids))) for before, ids in said] for said in judgement.replies
+        ],
+        chunk_tokens=spec.proofs.chunk_tokens,
+        limits=limits,
+    )

@@ -25,8 +25,8 @@ from coordinator.storage.faults import DatabaseAway, advice, is_away
 from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import encode_group
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
-from coordinator.verifier.claimed import claim_of, given_up, group_of, log_context
-from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits, encode_evidence, kept_tokens
+from coordinator.verifier.claimed import claim_of, evidence_of, given_up, group_of, log_context
+from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits
 from coordinator.verifier.policy_cache import PolicyCache
 from coordinator.verifier.rebuilding import GroupRebuilder
 from node.datasets.fetching import dataset_feed
@@ -35,7 +35,6 @@ from node.environments import load_environments
 from node.errors import EngineFailed
 from node.policy.arrival import ArrivingPolicies
 from node.policy.errors import PolicyError
-from node.policy.file import Blueprint, render_completion, render_tokens
 from node.policy.memory import share_heaps
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
@@ -336,28 +335,14 @@ class Verifier:
             return None
         try:
             blueprint = await cache.blueprint(claimed.version)
-            return await asyncio.to_thread(self._encode_evidence, judgement, blueprint)
+            return await asyncio.to_thread(
+                evidence_of, judgement, blueprint, limits=self._settings.evidence, spec=self._home.spec
+            )
         except (PolicyUnavailable, PolicyError) as error:
             log.warning(
                 "no evidence kept of submission %s…, its policy is unusable: %s", claimed.submission[:16], error
             )
             return None
-
-    def _encode_evidence(self, judgement: JudgedClaim, blueprint: Blueprint) -> bytes | None:
-        limits, spec, rollouts = self._settings.evidence, self._home.spec, judgement.rollouts
-        most = kept_tokens(limits, rows=len(rollouts))
-        return encode_evidence(
-            rollouts,
-            {row: one.deviations for row, one in judgement.rows.items()},
-            prompt=render_completion(blueprint, rollouts[0].prompt_ids[: 2 * spec.sampling.max_prompt_tokens]),
-            pieces=[render_tokens(blueprint, rollout.completion_ids[:most]) for rollout in rollouts],
-            replies=[
-                [(before, render_completion(blueprint, list(ids))) for before, ids in said]
-                for said in judgement.replies
-            ],
-            chunk_tokens=spec.proofs.chunk_tokens,
-            limits=limits,
-        )
 
     def _published(self, version: int) -> Mapping[int, str]:
         """Return the manifest digests, by version, of the policies published from about `version` on.
