@@ -286,6 +286,7 @@ LARGE_STEP = tuple(digest(b"%d" % number) for number in range(600))
 """Submissions of a step whose entry in the log takes 40 KB."""
 
 
+@pytest.mark.system
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """A log of 4 MB and one of 40 MB: whoever held either of them whole would hold 36 MB more of the larger one."""
     peaks = []

@@ -256,6 +256,7 @@ def sign_for_a_while(folder: Path, contacts: Contacts, had_part: list[Event], qu
     home.database.close()
 
 
+@pytest.mark.system
 def test_two_processes_on_one_database_never_sign_one_version_twice(home: Home, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     queue: multiprocessing.Queue = context.Queue()

@@ -234,6 +234,7 @@ def test_a_missing_extra_ends_with_what_to_install(monkeypatch: pytest.MonkeyPat
         open_blobs("s3://bucket/run", None)
 
 
+@pytest.mark.system
 def test_a_run_with_a_folder_imports_no_boto3() -> None:
     """It costs every start half a second, and is not installed on most machines."""
     code = (

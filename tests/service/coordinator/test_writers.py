@@ -40,6 +40,7 @@ def other_process(folder: Path, found: SimpleQueue[tuple[int, float]]) -> None:
     database.close()
 
 
+@pytest.mark.system
 def test_a_busy_verifier_does_not_keep_requests_waiting(tmp_path: Path) -> None:
     """SQLite's own waiting lets whoever comes and goes fast keep all others out, some of them for seconds."""
     context = multiprocessing.get_context("spawn")
@@ -80,6 +81,7 @@ def write_nothing(database: Database) -> None:
         pass
 
 
+@pytest.mark.system
 def test_a_writer_elsewhere_that_was_stopped_does_not_hold_up_each_of_ours_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_template_that_never_ends_ends_fine_tuning_by_name(folder: Path, monke
         run_job(job_in(folder))
 
 
+@pytest.mark.system
 def test_a_template_that_never_ends_is_no_orphan_for_long_after_its_trainer_is_killed(folder: Path) -> None:
     """It would take a core of the operator's machine until somebody looks for it."""
     code = (

@@ -300,6 +300,7 @@ def without_libp2p(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("command", ["relay", "peer"])
 def test_without_libp2p_joining_by_peers_is_one_sentence(tmp_path: Path, command: str) -> None:
     join = f"swarmproof://{RUN_ID}{NOBODY}"

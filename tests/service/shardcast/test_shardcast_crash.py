@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 from waiting import eventually
 
@@ -19,6 +20,8 @@ from shardcast import Origin, listen
 from shardcast.errors import LocalFault
 from shardcast.store.reading import StoredVersions
 from shardcast.trust import load_seen
+
+pytestmark = pytest.mark.system
 
 CHUNK = 4096
 PROLOGUE = """
