@@ -21,6 +21,7 @@ from coordinator.commands.check import check
 from coordinator.commands.dataset import dataset
 from coordinator.commands.evaluate import evaluate
 from coordinator.commands.export import export
+from coordinator.commands.importing import importing
 from coordinator.commands.options import (
     HOME_WAIT_SECONDS,
     contact_options,
@@ -297,5 +298,5 @@ def _open_or_create(data: Path, listening: socket.socket, *, model_elsewhere: bo
 
 
 COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
-COMMANDS += [dataset, plan, sft, evaluate, problems, export, backup, restore, check]
+COMMANDS += [dataset, plan, sft, evaluate, problems, export, importing, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

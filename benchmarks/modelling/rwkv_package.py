@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coordinator.importing.rwkv_names import published_names
+from node.policy.models.wkv import HEAD_SIZE
+
 CHILD_SECONDS = 120.0
 _CHILD = """
 import json, sys
@@ -38,7 +41,7 @@ def package_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -
     """
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, found = Path(folder) / "model.pth", Path(folder) / "logits.npy"
-        torch.save(_renamed(model), checkpoint)  # noqa: TID251  (the package reads nothing else)
+        save_published(model, checkpoint)
         subprocess.run(
             [sys.executable, "-c", _CHILD, str(checkpoint), json.dumps([list(each) for each in sequences]), str(found)],
             check=True,
@@ -49,46 +52,21 @@ def package_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -
         return torch.from_numpy(np.load(found))
 
 
-def _renamed(model: Any) -> dict[str, Tensor]:
-    """Return the state dict under the package's names, in an order from which it tells the version."""
-    body, finch = model.model, model.config.model_type == "finch"
-    found = {"emb.weight": body.embeddings.weight}
-    for index, layer in enumerate(body.layers):
-        at = f"blocks.{index}"
-        norms = {"ln1": layer.time_norm, "ln2": layer.channel_norm, "att.ln_x": layer.time_mix.norm}
-        if index == 0:
-            norms["ln0"] = body.first_norm
-        for name, norm in norms.items():
-            found |= {f"{at}.{name}.weight": norm.weight, f"{at}.{name}.bias": norm.bias}
-        time, channel = layer.time_mix, layer.channel_mix
-        for name in ("receptance", "key", "value", "gate", "output"):
-            found[f"{at}.att.{name}.weight"] = getattr(time, name).weight
-        for name in ("receptance", "key", "value"):
-            found[f"{at}.ffn.{name}.weight"] = getattr(channel, name).weight
-        found |= {f"{at}.{name}": weight for name, weight in (_finch if finch else _eagle)(time, channel).items()}
-        heads = time.norm.num_groups
-        found[f"{at}.att.time_faaaa"] = time.bonus.view(heads, -1)
-        found[f"{at}.att.time_decay"] = time.decay.view(1, 1, -1) if finch else time.decay.view(heads, -1)
-    found |= {"ln_out.weight": body.last_norm.weight, "ln_out.bias": body.last_norm.bias}
-    found["head.weight"] = model.lm_head.weight
-    return {name: weight.detach().clone().contiguous() for name, weight in found.items()}
+def save_published(model: Any, path: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """Save an Eagle or Finch in `path` as its authors publish one."""
+    found: dict[str, Tensor] = {}
+    names = published_names(model.config.model_type, model.config.num_hidden_layers)
+    state = model.state_dict()
+    for ours, published in names.items():
+        rows = [state[ours]] if len(published.names) == 1 else list(state[ours])
+        for name, row in zip(published.names, rows, strict=True):
+            weight = 1 - row if published.is_complement else row
+            found[name] = _shaped(name, weight, model.config).to(dtype, copy=True).contiguous()
+    torch.save(found, path)  # noqa: TID251  (the package reads nothing else)
 
 
-def _eagle(time: Any, channel: Any) -> dict[str, Tensor]:
-    """Mix the other way round, as the package does: the share of the token itself."""
-    shares = {"k": time.mix_key, "v": time.mix_value, "r": time.mix_receptance, "g": time.mix_gate}
-    mixed = {f"att.time_mix_{name}": 1 - share for name, share in shares.items()}
-    return mixed | {"ffn.time_mix_k": 1 - channel.mix_key, "ffn.time_mix_r": 1 - channel.mix_receptance}
-
-
-def _finch(time: Any, channel: Any) -> dict[str, Tensor]:
-    return {
-        "att.time_maa_x": time.mix_first,
-        **{f"att.time_maa_{name}": share for name, share in zip("wkvrg", time.mix, strict=True)},
-        "att.time_maa_w1": time.mix_down,
-        "att.time_maa_w2": time.mix_up,
-        "att.time_decay_w1": time.decay_down,
-        "att.time_decay_w2": time.decay_up,
-        "ffn.time_maa_k": channel.mix_key,
-        "ffn.time_maa_r": channel.mix_receptance,
-    }
+def _shaped(name: str, weight: Tensor, config: Any) -> Tensor:
+    """Return a weight in its published shape: what each head has apart, other vectors of a mix behind two ones."""
+    if name.endswith("time_faaaa") or (name.endswith("time_decay") and config.model_type == "eagle"):
+        return weight.view(-1, HEAD_SIZE)
+    return weight.view(1, 1, -1) if weight.ndim == 1 and "time_" in name else weight

@@ -51,8 +51,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
 def render_header(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, config: str, tokenizer: str, tokenizer_config: str
 ) -> bytes:
-    """Return what a policy file begins with; safetensors' own metadata order varies between calls."""
-    (name_of_dtype,) = (name for name, torch_name in DTYPES.items() if torch_name == str(dtype)[6:])
+    """Return what a policy file begins with."""
     metadata = {
         "config": config,
         "format": "pt",
@@ -60,6 +59,15 @@ def render_header(
         "tokenizer_config": tokenizer_config,
         "swarmproof": FORMAT,
     }
+    return render_tensors(shapes, dtype, metadata)
+
+
+def render_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+    """Return what a safetensors file begins with, whose tensors follow in the order of `shapes`.
+
+    safetensors' own metadata order varies between calls.
+    """
+    (name_of_dtype,) = (name for name, torch_name in DTYPES.items() if torch_name == str(dtype)[6:])
     entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, shape in shapes.items():
