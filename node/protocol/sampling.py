@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from node.protocol.slots import SEED_BYTES
 
 TABLE_DIGEST = "487087ce087c45ee199c21a01b19e4a80dcec4f694a0d83ec53b25a603685f77"
+BLOCK_VALUES = 2**16
+"""Noise values made together, a multiple of 4: arrays in between take some 50 bytes for each, and fit a cache."""
 _OCTAVE_BITS = 11
 _ENTRIES = (33 - _OCTAVE_BITS) << _OCTAVE_BITS
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -59,16 +61,32 @@ def table_index(bits: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def gumbel_noise(seeds: list[bytes], positions: list[int], *, vocabulary: int) -> NDArray[np.float32]:
-    """Return noise [rows, vocabulary] for each row's seed (16 bytes) and completion position (from 0)."""
+    """Return noise [rows, vocabulary] for each row's seed (16 bytes) and completion position (from 0).
+
+    Besides the result it takes a few MiB, whatever the vocabulary.
+    """
     if len(seeds) != len(positions):
         raise ValueError("one position per seed")
     if any(len(seed) != SEED_BYTES for seed in seeds):
         raise ValueError(f"a seed has {SEED_BYTES} bytes")
     words = np.frombuffer(b"".join(seeds), dtype="<u4").reshape(len(seeds), 4).astype(np.uint64)
-    blocks = np.arange((vocabulary + 3) // 4, dtype=np.uint64)[None, :]
-    where = np.asarray(positions, dtype=np.uint64)[:, None]
-    counter = np.stack(np.broadcast_arrays(blocks, where, words[:, 2:3], words[:, 3:4]))
+    where = np.asarray(positions, dtype=np.uint64)
+    noise = np.empty((len(seeds), vocabulary), dtype=np.float32)
+    rows = max(1, BLOCK_VALUES // vocabulary)
+    for top in range(0, len(seeds), rows):
+        for first in range(0, vocabulary, BLOCK_VALUES):
+            block = noise[top : top + rows, first : first + BLOCK_VALUES]
+            block[:] = _noise_block(words[top : top + rows], where[top : top + rows], first, block.shape[1])
+    return noise
+
+
+def _noise_block(
+    words: NDArray[np.uint64], positions: NDArray[np.uint64], first: int, count: int
+) -> NDArray[np.float32]:
+    """Return the noise [rows, count] of the tokens from `first` on, a multiple of 4, by the seeds' words [rows, 4]."""
+    quads = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)[None, :]
+    counter = np.stack(np.broadcast_arrays(quads, positions[:, None], words[:, 2:3], words[:, 3:4]))
     bits = philox4x32(counter, np.stack((words[:, 0:1], words[:, 1:2])))
-    per_token = bits.transpose(1, 2, 0).reshape(len(seeds), -1)[:, :vocabulary]
+    per_token = bits.transpose(1, 2, 0).reshape(len(words), -1)[:, :count]
     noise: NDArray[np.float32] = gumbel_table()[table_index(per_token)]
     return noise

@@ -24,7 +24,7 @@ from node.protocol.slots import SEED_BYTES
 from node.sampling.types import Choice, Peaks
 
 MAX_NOISE_VALUES = 2**20
-"""Noise values held at once without a kernel; generating them takes some 80 bytes each."""
+"""Noise values held at once without a kernel, in a few tensors of as many numbers."""
 
 
 def choose(logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float) -> Choice:

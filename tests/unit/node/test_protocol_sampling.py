@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -157,6 +158,19 @@ def test_choices_are_the_published(vector: dict) -> None:
             for at, logit in enumerate(vector["logits"])
         ]
         assert scores.index(max(scores)) == token
+
+
+def test_noise_is_made_in_bounded_memory_and_the_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, the 128 rows of an engine would take gigabytes over a vocabulary of 262,144."""
+    seeds, positions = [bytes([row]) * 16 for row in range(3)], [0, 5, 2**32 - 1]
+    tracemalloc.start()
+    wide = gumbel_noise(seeds, positions, vocabulary=262_144)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak - wide.nbytes < 8 * 2**20
+    for block in (4, 64, 3 * 131, 2**40):
+        monkeypatch.setattr("node.protocol.sampling.BLOCK_VALUES", block - block % 4)
+        assert gumbel_noise(seeds, positions, vocabulary=131).tobytes() == wide[:, :131].tobytes()
 
 
 def test_noise_does_not_depend_on_the_batch_or_the_vocabulary() -> None:

@@ -59,11 +59,11 @@ def test_noise_is_the_definitions_for_every_token(find, vocabulary):
 
 
 def test_noise_is_the_definitions_at_the_end_of_a_real_vocabulary():
-    tokens = [0, 4095, 4096, 65_535, 65_536, 131_072, 152_060, 152_063]
-    logits = torch.full((len(tokens), 152_064), -torch.inf)
+    tokens = [0, 4095, 4096, 65_535, 65_536, 131_072, 262_140, 262_143]
+    logits = torch.full((len(tokens), 262_144), -torch.inf)
     logits[range(len(tokens)), tokens] = 0.0
     found = peaks(logits, np.zeros((len(tokens), 4), np.uint32), np.full(len(tokens), 9, np.uint32), 1.0)
-    assert found.scores.tolist() == gumbel_noise([bytes(16)], [9], vocabulary=152_064)[0, tokens].tolist()
+    assert found.scores.tolist() == gumbel_noise([bytes(16)], [9], vocabulary=262_144)[0, tokens].tolist()
 
 
 @pytest.mark.parametrize("vector", VECTORS["noise"], ids=lambda v: f"{v['seed'][:8]}-{v['position']}")
@@ -131,7 +131,7 @@ def test_logits_that_come_in_parts_are_judged_as_if_they_came_at_once(width, sca
 
 
 def test_choices_are_the_definitions_at_a_real_vocabulary():
-    logits, seeds, positions = problem(6, 152_064)
+    logits, seeds, positions = problem(6, 262_144)
     scores, _ = by_the_definition(logits, seeds, positions, 0.7)
     found = peaks(logits, words_of(seeds), np.array(positions, np.uint32), 0.7)
     assert found.tokens.equal(scores.argmax(-1))
