@@ -172,7 +172,7 @@ async def shares(verifier: WorkloadVerifier, bodies: Mapping[int, bytes]) -> dic
     parts = {
         "read": (verifying, "read_rollouts"),
         "prefill": (TransformersPrefill, "_hidden_states"),
-        "logits_and_noise": (spans, "_appraised"),
+        "logits_and_noise": (spans, "appraise_spans"),
         "noise": (spans, "appraise"),
         "proofs": (spans, "_check_proofs"),
     }

@@ -29,13 +29,15 @@ from node.protocol.turns import Replies, pieces
 from node.sampling.types import Choice
 from node.verification.prefill import TransformersPrefill
 from node.verification.proofs import build_proofs
-from node.verification.spans import spans_of
+from node.verification.spans import appraise_spans, spans_of
 
 Change = Callable[[Tensor], Tensor]
 
 NOISE_SEED = 20
 TARGET = ord("*")
 RESET_TOKENS = 32
+MAX_PICKED = 2**22
+"""Logits that a rule picks from at once, with their noise: rules make some ten tensors of that size."""
 
 
 def int4(weight: Tensor) -> Tensor:
@@ -71,10 +73,14 @@ class Chooser:
     def __call__(
         self, logits: Tensor, seeds: Sequence[bytes], positions: Sequence[int], *, temperature: float
     ) -> Choice:
-        scaled = logits.detach() / temperature
-        noises = torch.from_numpy(gumbel_noise(list(seeds), list(positions), vocabulary=logits.shape[1]))
-        noises = noises.to(logits.device)
-        tokens = self._pick(scaled, noises)
+        step = max(1, MAX_PICKED // logits.shape[1])
+        parts = [slice(top, top + step) for top in range(0, len(logits), step)]
+        chosen = [self._choose(logits[each].detach() / temperature, seeds[each], positions[each]) for each in parts]
+        return Choice(torch.cat([each.tokens for each in chosen]), torch.cat([each.logprobs for each in chosen]))
+
+    def _choose(self, scaled: Tensor, seeds: Sequence[bytes], positions: Sequence[int]) -> Choice:
+        noises = torch.from_numpy(gumbel_noise(list(seeds), list(positions), vocabulary=scaled.shape[1]))
+        tokens = self._pick(scaled, noises.to(scaled.device))
         logprobs = torch.log_softmax(scaled, -1).gather(1, tokens[:, None])[:, 0]
         return Choice(tokens, logprobs)
 
@@ -247,14 +253,13 @@ class Prover:
         ((_, span),) = spans_of(whole, replies, row=0, chunk_tokens=chunk_tokens)
         with torch.inference_mode():
             (states,) = TransformersPrefill(self.policy).states([span])
-            logits = self.policy.logits(states) / self.spec.sampling.temperature
-        chosen = torch.tensor(rollout.completion_ids, device=logits.device)
-        logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0]
+            temperature = self.spec.sampling.temperature
+            logprobs, _ = appraise_spans([span], [states], self.policy.head, temperature=temperature)
         sizes = chunk_sizes(pieces(whole.segment_tokens, replies), chunk_tokens=chunk_tokens)
         chunks = list(torch.split(states.bfloat16(), sizes))
         return msgspec.structs.replace(
             whole,
-            logprobs=logprobs.tolist(),
+            logprobs=logprobs,
             proofs=build_proofs(chunks, [rollout.seed] * len(chunks), spec=self.spec.proofs),
         )
 

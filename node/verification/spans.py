@@ -134,7 +134,7 @@ def measure_states(
     """
     if [len(own) for own in states] != [span.tokens for span in spans]:
         raise ValueError("the hidden states are not one for each token of each span")
-    logprobs, margins = _appraised(spans, states, head, temperature=temperature)
+    logprobs, margins = appraise_spans(spans, states, head, temperature=temperature)
     ends = accumulate(span.tokens for span in spans)
     return [
         found
@@ -156,10 +156,13 @@ def _measured(chunks: Sequence[Distances], logprobs: list[float], margins: list[
     )
 
 
-def _appraised(
+def appraise_spans(
     spans: Sequence[Span], states: Sequence[Tensor], head: LogitParts, *, temperature: float
 ) -> tuple[list[float], list[float]]:
-    """Sample again with each span's own seed: the tokens' log-probabilities, and by how much each lost (section 4)."""
+    """Sample again with each span's own seed: the tokens' log-probabilities, and by how much each lost (section 4).
+
+    `states` are as for `measure_states`. No more than MAX_LOGITS logits exist at a time, whatever the vocabulary.
+    """
     rows = torch.cat(list(states))
     chosen = torch.tensor([token for span in spans for token in span.token_ids], device=rows.device)
     seeds = [span.seed for span in spans for _ in range(span.tokens)]
