@@ -7,8 +7,6 @@ resident at the start and, for each command, what was resident before and after 
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import random
 import sys
@@ -17,13 +15,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.resident import resident, settle
 from coordinator.training.distributed_learner import Team
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution
 from coordinator.training.world import World, open_world
 from node.protocol.run import EnvironmentSpec, RunSpec, TrainingSpec
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 SPEC = RunSpec(
     name="memory",
     environments=(EnvironmentSpec(name="arithmetic"),),
@@ -33,20 +31,6 @@ GROUPS, SAMPLES, TOKENS = 2, 4, 16
 STEPS = 2
 """In the first one there is no optimizer state yet while gradients are computed."""
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-def resident(name: str) -> int:
-    """Return this process's `VmRSS` or `VmHWM` in bytes."""
-    (kib,) = (int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return kib * 1024
-
-
-def settle() -> int:
-    """Give freed memory back, begin a new peak (proc(5)), and return what is resident."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    CLEAR_REFS.write_text("5")
-    return resident("VmRSS")
 
 
 class MeasuredTeam(Team):

@@ -184,7 +184,10 @@ CASES = {
         equal={"hostile_admitted": 0, "honest_slots_rejected": 0},
         sections=["attacks"],
     ),
-    "sampling": Case("--rounds 1", "warm_up_seconds"),
+    "sampling": Case(
+        "--rounds 1 --vocabulary 1000",
+        "warm_up_seconds ours_1_thread_ms_128x1000 ours_mib_128x1000 reference_mib_128x1000 verifier_mib_128x1000",
+    ),
     "scale": Case("--relays 10 --workers 50", "intellect2_s", sections=["rows", "chunk_costs"]),
     "state": Case(
         "--entries 400 --repeats 1", "start_seconds accounts_seconds check_seconds", most={"start_seconds": 1.0}
