@@ -32,7 +32,7 @@ _LOCAL: Final = struct.Struct("<4s5H3L2H")
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `path` by name, whose numbers lie in the file one after the other, and nowhere twice.
 
-    Raises UnreadableCheckpoint, and OSError.
+    Reads the whole file once, for its checksums. Raises UnreadableCheckpoint, and OSError.
     """
     try:
         with path.open("rb") as file:
@@ -42,6 +42,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         _require_apart(
             "tensors", [(each.start, each.start + each.count * ITEM_BYTES[each.dtype]) for each in found.values()]
         )
+        _check_sums(path)
         return found
     except UnreadableCheckpoint as error:
         raise UnreadableCheckpoint(f"{path}: {error}") from error
@@ -149,6 +150,13 @@ def _is_contiguous(tensor: PickledTensor) -> bool:
             return False
         step *= width
     return True
+
+
+def _check_sums(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise UnreadableCheckpoint(f"its record {damaged[:100]!r} is damaged: its checksum is another one")
 
 
 def _require_apart(what: str, spans: list[tuple[int, int]]) -> None:
