@@ -27,6 +27,7 @@ from coordinator.importing.state_pickle import MAX_PICKLE_BYTES, read_state
 from coordinator.importing.torch_file import read_tensors
 from coordinator.importing.world import read_vocabulary, world_tokenizer
 from node.cli import main
+from node.policy.file import load_policy, render_completion, render_prompt, render_tokens, write_policy
 from node.policy.folder import open_folder
 from node.policy.models import RECURRENT
 from node.policy.weights import StoredTensor
@@ -69,19 +70,24 @@ def vocabulary(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["eagle", "finch"])
 def test_a_published_model_is_the_same_one_in_the_folder(family: str, tmp_path: Path, vocabulary: Path) -> None:
-    """By the command, as the operator would; what a run would begin with is read as a run reads it."""
+    """By the command, as the operator would; the folder becomes a policy file as a run's first one does."""
     model, folder = published(tmp_path / "model.pth", family), tmp_path / "folder"
     arguments = ["import", "rwkv", str(tmp_path / "model.pth"), "-o", str(folder), "--vocabulary", str(vocabulary)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert f"({family}) of 2 layers, 128 hidden units" in result.output
-    assert open_folder(folder).first_policy().end_marks == (0,)
-    found = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    write_policy(open_folder(folder).source(), tmp_path / "policy", dtype=torch.float32)
+    policy = load_policy(tmp_path / "policy", dtype=None)
+    assert policy.eos_ids == {0}
     for name, weight in model.state_dict().items():
-        assert torch.allclose(found.state_dict()[name], weight, rtol=0, atol=1e-7), name
-    ids = torch.tensor([[5, 0, 299, 17, 17]])
+        assert torch.allclose(policy.model.state_dict()[name], weight, rtol=0, atol=1e-7), name
+    text = "the==== è世界  'a"
+    ids = render_prompt(policy, text)
+    assert ids == longest_matches(read_vocabulary(vocabulary, size=300), text.encode())
+    assert render_completion(policy, [*ids, 0]) == "".join(render_tokens(policy, ids)) == text
+    batch: Any = {"input_ids": torch.tensor([ids])}
     with torch.inference_mode():
-        assert (found(input_ids=ids).logits - model(input_ids=ids).logits).abs().max() <= 1e-5
+        assert (policy.model(**batch).logits - model(**batch).logits).abs().max() <= 1e-5
 
 
 def test_weights_of_16_bits_stay_bit_for_bit(tmp_path: Path, vocabulary: Path) -> None:
@@ -148,7 +154,7 @@ def test_a_tensor_too_few_too_many_or_misshapen_is_named(
     assert not (tmp_path / "folder").exists()
 
 
-def text(value: str) -> bytes:
+def string(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
@@ -161,13 +167,15 @@ def tensor(key: str = "0", *, numbers: int = 6, shape: Any = (2, 3), strides: An
     def several(values: Any) -> bytes:
         return b"(" + b"".join(map(integer, values)) + b"t"
 
-    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + integer(numbers) + b"tQ"
+    storage = (
+        b"(" + string("storage") + b"ctorch\nFloatStorage\n" + string(key) + string("cpu") + integer(numbers) + b"tQ"
+    )
     described = storage + integer(offset) + several(shape) + several(strides) + b"\x89ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + described + b"tR"
 
 
 def state(**tensors: bytes) -> bytes:
-    return b"\x80\x02}(" + b"".join(text(name) + value for name, value in tensors.items()) + b"u."
+    return b"\x80\x02}(" + b"".join(string(name) + value for name, value in tensors.items()) + b"u."
 
 
 def archive(path: Path, pickled: bytes, compression: int = zipfile.ZIP_STORED, **records: bytes) -> Path:
@@ -203,7 +211,7 @@ def test_what_torch_saves_is_read_where_it_lies(tmp_path: Path) -> None:
             assert torch.equal(values.view(stored.shape), expected[name])
 
 
-COMMAND = text("touch hacked")
+COMMAND = string("touch hacked")
 REFUSED: dict[str, dict[str, bytes]] = {
     "it names": {
         "os.system": b"\x80\x02cos\nsystem\n(" + COMMAND + b"tR.",
@@ -229,13 +237,13 @@ REFUSED: dict[str, dict[str, bytes]] = {
         "a negative offset": state(w=tensor(offset=-1)),
         "a shape of 2**62": state(w=tensor(shape=(2**62,), strides=(1,))),
         "nine dimensions": state(w=tensor(shape=(1,) * 9, strides=(1,) * 9)),
-        "a string for a storage": state(w=tensor().replace(b"ctorch\nFloatStorage\n", text("x"))),
+        "a string for a storage": state(w=tensor().replace(b"ctorch\nFloatStorage\n", string("x"))),
     },
     "it is damaged": {"nothing": b"", "no end": b"\x80\x02}", "a cut": state(w=tensor())[:-20]},
     "it is not a dictionary": {"a tensor": b"\x80\x02" + tensor() + b".", "two": b"\x80\x02}" + state(w=tensor())[2:]},
     "is not a tensor": {
-        "a dictionary in itself": b"\x80\x02}q\x00" + text("w") + b"h\x00s.",
-        "deep tuples": b"\x80\x02}" + text("w") + b")" + b"\x85" * 20_000 + b"s.",
+        "a dictionary in itself": b"\x80\x02}q\x00" + string("w") + b"h\x00s.",
+        "deep tuples": b"\x80\x02}" + string("w") + b")" + b"\x85" * 20_000 + b"s.",
         "a long name": state(**{"w" * 201: tensor()}),
     },
     "it has 0 tensors": {"an empty one": b"\x80\x02}."},
