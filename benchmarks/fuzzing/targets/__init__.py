@@ -23,6 +23,7 @@ AREAS = (
     "submission",
     "proofs",
     "policy",
+    "checkpoint",
     "dataset",
     "door",
     "replies",
