@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.report import make_parser, report, say
 from coordinator.training.head import CHUNK_BYTES, head_backward
+from node.policy.products import OutputHead
 
 STATUS = Path("/proc/self/status")
 ENTROPY_COEFFICIENT = 0.01
@@ -62,7 +63,7 @@ def chunked(inputs: Inputs, *, entropy: bool = False) -> None:
     """Run the trainer's head."""
     head_backward(
         inputs.states,
-        inputs.weight,
+        OutputHead(inputs.weight),
         inputs.targets,
         temperature=1.0,
         loss=lambda part, logp_n, entropy_n: inputs.loss(part, logp_n, entropy_n if entropy else None),

@@ -2,13 +2,14 @@
 
 Per-token computation runs over the packed row, where a prompt stands once. Only for attention are queries, keys and
 values gathered into one line per sample, by the row's `PackedLayout`. So attention costs the square of a sample, not of
-a row, and torch's causal kernels need no mask.
+a row, and torch's causal kernels need no mask, but for a window that is shorter than the lines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from coordinator.training.packing import PackedLayout, PackedRow
+from node.policy.attention import attend_capped, visible
 from node.policy.config import ATTENTION
 
 KERNEL = "swarmproof_packed"
+LEAST_PART = 512
+"""Queries that go through a window together, if it is no longer: what they attend to is that much and a window."""
 
 
 @contextmanager
@@ -49,7 +53,7 @@ def layout_arguments(model: PreTrainedModel, row: PackedRow) -> dict[str, Packed
 
 
 def attend_packed(
-    _module: nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -57,6 +61,8 @@ def attend_packed(
     *,
     layout: PackedLayout,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers: queries, keys and values [1, heads, L, D] to [1, L, heads, D].
@@ -70,15 +76,38 @@ def attend_packed(
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (each.to(dtype) for each in (query, key, value))
     query, key, value = (_gather_samples(each, layout) for each in (query, key, value))
+    window = sliding_window if sliding_window is not None and sliding_window < query.shape[2] else None
+    if softcap is None:
+        attended = _attend(query, key, value, window=window, scaling=scaling).transpose(1, 2)
+    else:
+        seen = visible(torch.arange(query.shape[2], device=query.device)[None], columns=query.shape[2], window=window)
+        added = torch.where(seen[:, None], 0.0, torch.finfo(torch.float32).min)
+        assert scaling is not None
+        attended, _none = attend_capped(module, query, key, value, added, scaling=scaling, softcap=softcap)
+    line: Tensor = _FromSamples.apply(attended.flatten(2), layout)  # type: ignore[no-untyped-call]
+    return line.view(1, -1, *attended.shape[2:]), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scaling: float | None) -> Tensor:
+    """Attend causally, of queries [S, heads, W, D] to [S, heads, W, D], to `window` tokens or to all before."""
     groups = query.shape[1] // key.shape[1]
     shares_keys = groups > 1
-    if shares_keys and query.is_cuda and query.dtype == torch.float32:
-        # CUDA's grouped-query kernels either take no float32, or materialise all scores.
+    if shares_keys and query.is_cuda and (query.dtype == torch.float32 or window is not None):
+        # CUDA's grouped-query kernels either take no float32, or materialise all scores, as with a mask.
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
         shares_keys = False
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys)
-    line: Tensor = _FromSamples.apply(attended.transpose(1, 2).flatten(2), layout)  # type: ignore[no-untyped-call]
-    return line.view(1, -1, *attended.shape[1::2]), None
+    kernel = partial(F.scaled_dot_product_attention, scale=scaling, enable_gqa=shares_keys)
+    if window is None:
+        return kernel(query, key, value, is_causal=True)
+    parts = []
+    tokens, step = query.shape[2], max(window, LEAST_PART)
+    for first in range(0, tokens, step):
+        end, start = min(first + step, tokens), max(0, first - window + 1)
+        mask = visible(
+            torch.arange(first - start, end - start, device=query.device), columns=end - start, window=window
+        )
+        parts.append(kernel(query[:, :, first:end], key[:, :, start:end], value[:, :, start:end], attn_mask=mask))
+    return torch.cat(parts, 2)
 
 
 def _gather_samples(row: Tensor, layout: PackedLayout) -> Tensor:

@@ -22,12 +22,12 @@ from coordinator.metrics.curves import REWARD_OF
 from coordinator.training import recipe
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Group, Sample
-from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
+from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.lora import without_adapters
 from coordinator.training.losses import CustomLoss, load_loss
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
-from coordinator.training.repeatable import repeatable
+from coordinator.training.repeatable import repeatable, set_training
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, TeacherSpec
@@ -77,7 +77,7 @@ def train_step(
     by_group = [score(group, spec=spec, step=step) for group in groups]
     scored, kept = [each for one in by_group for each in one], sum(1 for one in by_group if one)
     stats = Statistics()
-    model.train()
+    set_training(model)
     updates = Updates(model, reference, teacher, spec, execution, stats, before_update, load_loss(training))
     recurrent = isinstance(model, RecurrentForCausalLM)
     with repeatable(execution.world.device), packed_attention(model, reference, teacher):
@@ -237,8 +237,8 @@ class Updates:
             total = (losses(part, logp_n, entropy_n) * row.weight[part]).sum() / divisor
             return total if own is None else total + (own[1][part] * logp_n).sum()
 
-        weight_VD = head_weight(self.model)
-        logp_N, entropy_N = head_backward(states_ND, weight_VD, row.targets, temperature=temperature, loss=weighted)
+        head = output_head(self.model)
+        logp_N, entropy_N = head_backward(states_ND, head, row.targets, temperature=temperature, loss=weighted)
         every = slice(None)
         held_N = recipe.held_back(ratios(every, logp_N), training=training)
         loss_N = losses(every, logp_N, entropy_N)
@@ -255,7 +255,7 @@ class Updates:
         if training.ratio != "sequence" and self.loss is None:
             return None, None
         temperature = self.spec.sampling.temperature
-        logp_N = head_logprobs(states_ND, head_weight(self.model), row.targets, temperature=temperature)
+        logp_N = head_logprobs(states_ND, output_head(self.model), row.targets, temperature=temperature)
         if training.ratio == "sequence":
             log_ratio_N = recipe.sequence_log_ratios(logp_N, row.behaviour, row.completion)
         if self.loss is None:
@@ -277,7 +277,7 @@ class Updates:
         with torch.no_grad(), without_adapters(model):
             states_ND = final_states(model, row)
         temperature = self.spec.sampling.temperature
-        return head_logprobs(states_ND, head_weight(model), row.targets, temperature=temperature)
+        return head_logprobs(states_ND, output_head(model), row.targets, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)

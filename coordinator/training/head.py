@@ -27,6 +27,8 @@ from transformers import PreTrainedModel
 from coordinator.training.attention import layout_arguments
 from coordinator.training.packing import PackedRow
 from coordinator.training.vocabulary import VocabularyShard, like_weight, own_rows
+from node.policy.families import ATTENTION_FAMILIES
+from node.policy.products import LogitRule, OutputHead
 
 CHUNK_BYTES = 128 * 2**20
 """Bound on a chunk's logits, of which up to three copies exist at a time. Each chunk reads and writes all of the head's
@@ -39,14 +41,13 @@ ChunkLoss = Callable[[slice, Tensor, Tensor], Tensor]
 """
 
 
-def head_weight(model: PreTrainedModel) -> Tensor:
-    """Return the output embedding [V, D], shared out by rows over several processes.
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """Return the model's head; its weight [V, D] is shared out by rows over several processes, and trained in place.
 
     No family's head has a bias (`node.policy.config.FAMILIES`).
     """
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    weight: Tensor = head.weight
-    return weight
+    return OutputHead(head.weight, LogitRule.of(model.config))
 
 
 def final_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
@@ -64,14 +65,16 @@ def final_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def head_logprobs(
-    states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
+    states_ND: Tensor, head: OutputHead, targets_N: Tensor, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
     """Compute the log-probabilities [N] of `targets_N`, without gradients; every process must call it."""
-    shard = VocabularyShard.of(weight_VD)
+    weight_VD, shard = head.weight, VocabularyShard.of(head.weight)
     with torch.no_grad(), _in_float32(states_ND):
         wide_vD, logp_N = own_rows(weight_VD).float(), states_ND.new_empty(len(targets_N), dtype=torch.float32)
         for part in shard.chunks(targets_N, token_bytes=4 * len(weight_VD), chunk_bytes=chunk_bytes):
-            logprobs_mv = _logprobs(shard.gather(states_ND, part).float(), wide_vD, temperature, shard)
+            logits_mv = head.rule.apply(F.linear(shard.gather(states_ND, part).float(), wide_vD))
+            logprobs_mv = shard.log_softmax(logits_mv.div_(temperature))
+            del logits_mv
             picked_m = _pick(logprobs_mv, *shard.places(shard.gather(targets_N, part)))
             del logprobs_mv  # before the next chunk's
             shard.take_own(shard.sum_all(picked_m), out_n=logp_N[part])
@@ -80,7 +83,7 @@ def head_logprobs(
 
 def head_backward(
     states_ND: Tensor,
-    weight_VD: Tensor,
+    head: OutputHead,
     targets_N: Tensor,
     *,
     temperature: float,
@@ -89,11 +92,11 @@ def head_backward(
 ) -> tuple[Tensor, Tensor]:
     """Run the head forward and backward, and the backward pass of what computed `states_ND`.
 
-    The gradient of the sum of all processes' losses is added to `weight_VD.grad`, in place, unless that weight is
+    The gradient of the sum of all processes' losses is added to `head.weight.grad`, in place, unless that weight is
     frozen, and to the gradients of `states_ND`'s graph. Every process must call it. Return log-probabilities of
     `targets_N` [N] and entropies in nats [N].
     """
-    shard = VocabularyShard.of(weight_VD)
+    weight_VD, shard = head.weight, VocabularyShard.of(head.weight)
     with torch.no_grad(), _in_float32(states_ND):
         wide_vD, wide_ND = own_rows(weight_VD).float(), states_ND.float()
         grad_vD = _gradient_so_far(weight_VD)
@@ -101,7 +104,10 @@ def head_backward(
         logp_N, entropy_N = wide_ND.new_empty(2, len(targets_N))
         for part in shard.chunks(targets_N, token_bytes=4 * len(weight_VD), chunk_bytes=chunk_bytes):
             states_mD, targets_m = shard.gather(wide_ND, part), shard.gather(targets_N, part)
-            logprobs_mv = _logprobs(states_mD, wide_vD, temperature, shard)
+            logits_mv = head.rule.apply(F.linear(states_mD, wide_vD))
+            slopes_mv = head.rule.slopes(logits_mv)
+            logprobs_mv = shard.log_softmax(logits_mv.div_(temperature))
+            del logits_mv
             probs_mv = logprobs_mv.exp()
             picked_m = _pick(logprobs_mv, *shard.places(targets_m))
             logp_m, entropy_m = shard.sum_all(torch.stack((picked_m, -torch.linalg.vecdot(probs_mv, logprobs_mv))))
@@ -114,10 +120,12 @@ def head_backward(
             grad_mv = _logit_gradients(logprobs_mv, probs_mv, entropy_m, by_logp_m, by_entropy_m)
             places_m, is_here_m = shard.places(targets_m)
             grad_mv.scatter_add_(1, places_m[:, None], (by_logp_m * is_here_m)[:, None]).div_(temperature)
+            if slopes_mv is not None:
+                grad_mv.mul_(slopes_mv)
             shard.sum_own(torch.mm(grad_mv, wide_vD), out_n=grad_ND[part])
             if grad_vD is not None:
                 grad_vD.addmm_(grad_mv.t(), states_mD)
-            del logprobs_mv, probs_mv, grad_mv  # before the next chunk's
+            del logprobs_mv, probs_mv, grad_mv, slopes_mv  # before the next chunk's
         if grad_vD is not None:
             weight_VD.grad = like_weight(grad_vD.to(weight_VD.dtype), weight_VD)
         del grad_vD, wide_vD  # copies, of weights in 16 bits
@@ -161,11 +169,6 @@ def _slopes(loss: ChunkLoss, part: slice, logp_n: Tensor, entropy_n: Tensor) -> 
     return by_logp_n, by_entropy_n
 
 
-def _logprobs(states_mD: Tensor, weight_vD: Tensor, temperature: float, shard: VocabularyShard) -> Tensor:
-    """Compute log-probabilities [m, v] of the ids whose rows are here."""
-    return shard.log_softmax(F.linear(states_mD, weight_vD).div_(temperature))
-
-
 def _pick(logprobs_mv: Tensor, places_m: Tensor, is_here_m: Tensor) -> Tensor:
     """Return the log-probabilities [m] of targets whose rows are here, and 0 for others."""
     return torch.where(is_here_m, logprobs_mv.gather(1, places_m[:, None])[:, 0], 0)
@@ -178,8 +181,16 @@ def _head_replaced(model: PreTrainedModel, function: Callable[[Tensor], Tensor])
     Its base model alone cannot be called instead: FSDP gathers the root's parameters when the root is called.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    family = ATTENTION_FAMILIES.get(model.config.model_type)
+    # What the model would do to logits, it would do to the states.
+    idle = {family.logit_divisor: 1.0, family.logit_cap: None} if family else {}
+    before = {name: getattr(model.config, name) for name in idle if name}
     head.forward = function
+    for name in before:
+        setattr(model.config, name, idle[name])
     try:
         yield
     finally:
         del head.forward
+        for name, value in before.items():
+            setattr(model.config, name, value)

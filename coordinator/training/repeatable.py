@@ -1,4 +1,4 @@
-"""Training steps that a restarted trainer repeats to the same bytes, on a GPU too."""
+"""Training steps that a restarted trainer repeats to the same bytes, on a GPU too: nothing in them is random."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from node.policy.models.base import RecurrentForCausalLM
 
 
 @contextmanager
@@ -28,3 +32,15 @@ def repeatable(device: torch.device) -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(before)
         settings.fill_uninitialized_memory = filled
+
+
+def set_training(model: PreTrainedModel) -> None:
+    """Put a model in training mode, without dropout, whatever its configuration says.
+
+    Rollouts are drawn without it. A model with attention is left in evaluation mode, but for the layers themselves,
+    which recompute their activations in training mode alone.
+    """
+    model.train(isinstance(model, RecurrentForCausalLM))
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from coordinator.training.attention import packed_attention
 from coordinator.training.grpo import Execution
-from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
+from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import PackedRow, rows_of_process
-from coordinator.training.repeatable import repeatable
+from coordinator.training.repeatable import repeatable, set_training
 from coordinator.training.world import free_gathered, full_tensor
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def supervise(
     """
     for step in range(first, schedule.steps):
         rate = schedule.rate(step)
-        model.train()
+        set_training(model)
         optimizer.set_learning_rate(rate)
         optimizer.zero_grad()
         loss = backward(step)
@@ -97,7 +97,7 @@ def packed_backward(model: PreTrainedModel, rows: Sequence[PackedRow], *, execut
                 return -(logp_n * weight_N[part]).sum()
 
             states_ND = _states(model, row, execution)
-            logp_N, _ = head_backward(states_ND, head_weight(model), row.targets, temperature=1.0, loss=loss)
+            logp_N, _ = head_backward(states_ND, output_head(model), row.targets, temperature=1.0, loss=loss)
             total -= (logp_N * row.weight).double().sum().cpu()
     return world.total(total).item() / tokens
 
@@ -111,7 +111,7 @@ def packed_loss(model: PreTrainedModel, batches: Iterator[Sequence[PackedRow]], 
             tokens += sum(len(row.targets) for row in rows)
             for row in _own_rows(rows, execution):
                 states_ND = _states(model, row, execution)
-                logp_N = head_logprobs(states_ND, head_weight(model), row.targets, temperature=1.0)
+                logp_N = head_logprobs(states_ND, output_head(model), row.targets, temperature=1.0)
                 total -= (logp_N * row.weight).double().sum().cpu()
         free_gathered(model)
     return execution.world.total(total).item() / tokens

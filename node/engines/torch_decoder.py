@@ -4,8 +4,8 @@ A batch slot holds one sequence's keys and values from column 0 on, so slots of 
 a freed slot costs a copy of the last one, never of the cache. Equal sequences are prefilled once: a group's samples
 share their prompt.
 
-The base model gives the final norm's output; the caller applies the output embedding, as it needs both. That is the
-whole head of the families in `node.policy.file.FAMILIES`; one that scales or caps its logits would need more.
+The base model gives the final norm's output; the caller applies the output head, as it needs both. A layer with a
+window keeps all columns, and hides those before its window by a mask.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from node.policy.attention import layer_masks
 from node.policy.file import Policy
 
 GROUPED = "swarmproof_grouped"
@@ -41,7 +42,7 @@ class Decoder:
         model: Any = policy.model
         if model.config._attn_implementation == "sdpa":  # noqa: SLF001  (transformers sets it by a method, reads it so)
             model.set_attn_implementation(GROUPED)
-        self._base = model.base_model
+        self._base, self._config = model.base_model, model.config
         self._hidden = policy.hidden
         self._dtype: torch.dtype = model.dtype
         self._device: torch.device = model.device
@@ -57,7 +58,7 @@ class Decoder:
         self._cache.extend(ends, width=width)
         hidden = self._forward(
             torch.tensor(tokens, device=self._device)[:, None],
-            visible=torch.arange(width, device=self._device) <= ends[:, None, None],
+            columns=width,
             position_ids=ends[:, None],
             cache=self._cache,
         )
@@ -104,16 +105,14 @@ class Decoder:
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         for line, sequence in zip(ids, sequences, strict=True):
             line[: len(sequence)] = torch.tensor(sequence)
-        ids, column = ids.to(self._device), torch.arange(width, device=self._device)
-        return self._forward(ids, visible=(column <= column[:, None])[None], position_ids=column[None], cache=prefix)
+        column = torch.arange(width, device=self._device)
+        return self._forward(ids.to(self._device), columns=width, position_ids=column[None], cache=prefix)
 
-    def _forward(self, ids: Tensor, *, visible: Tensor, position_ids: Tensor, cache: _Cache | _Prefix) -> Tensor:
-        """Run the model; `visible` [B or 1, Q, K] marks the columns each token attends to."""
-        blocked = torch.finfo(self._dtype).min
-        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
-        mask = mask.masked_fill_(~visible, blocked)[:, None]
+    def _forward(self, ids: Tensor, *, columns: int, position_ids: Tensor, cache: _Cache | _Prefix) -> Tensor:
+        """Run the model on tokens at `position_ids` [B or 1, Q], which attend to `columns` columns up to their own."""
+        masks = layer_masks(self._config, position_ids, columns=columns, dtype=self._dtype)
         output = self._base(
-            input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+            input_ids=ids, attention_mask=masks, position_ids=position_ids, past_key_values=cache, use_cache=True
         )
         hidden: Tensor = output.last_hidden_state
         return hidden

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from node.engines.base import DoesNotFit, WrongEngine
+from node.policy.families import engines_of
 from node.policy.file import Blueprint
-from node.policy.models import RECURRENT
 from node.protocol.run import RunSpec
 
 GIB = 2**30
@@ -104,10 +104,10 @@ def make_plan(
 
 
 def check_family(blueprint: Blueprint) -> None:
-    """Raise WrongEngine for a policy vLLM has no model of."""
+    """Raise WrongEngine for a policy that vLLM has no model of, or one that was not seen to compute the same."""
     family = blueprint.config.model_type
-    if family in RECURRENT:
-        raise WrongEngine(f"vLLM has no model for {family} policies; use --engine torch.")
+    if "vllm" not in engines_of(family):
+        raise WrongEngine(f"vLLM does not serve {family} policies; use --engine torch.")
 
 
 def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:

@@ -16,13 +16,14 @@ import msgspec
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from node.policy.errors import MalformedPolicy
+from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW, Family
 from node.policy.models import RECURRENT
 from node.policy.weights import MAX_CONFIG_BYTES
 
-ATTENTION = frozenset({"llama", "mistral", "olmo2", "qwen2", "qwen3"})
-"""Model types with full attention and rotary positions."""
+ATTENTION = frozenset(ATTENTION_FAMILIES)
+"""Model types with attention and rotary positions."""
 FAMILIES = ATTENTION | RECURRENT.keys()
-"""Model types that are built; for each, logits = output embedding of the final norm."""
+"""Model types that are built; for each, logits are a function of the output embedding times the final norm."""
 
 MAX_NUMBER = 2**24
 """Upper bound of every integer in a configuration: sizes, counts and token ids, which decide what is allocated.
@@ -43,14 +44,13 @@ _ROPE_FIELDS = {
 """Required parameters of each kind of rotary positions, besides its base.
 
 No others are accepted, because engines interpret more: vLLM changes positions for `use_fope` or `rope_dim`, where
-transformers only warns of an unknown field. Two engines would then hold two models.
+transformers only warns of an unknown field. Two engines would then hold two models. Kinds whose frequencies depend on
+the longest sequence of a batch, `dynamic` and `longrope`, are none of these: a worker's batches are not a verifier's.
 """
+_PARTIAL = "partial_rotary_factor"
+"""Field of the part of each head that rotary positions turn, at most 1."""
 _YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 """Optional parameters of `yarn`."""
-_ACTIVATION = "silu"
-"""Activation of every family with attention: for another, transformers may look up a kernel, and vLLM knows no
-other.
-"""
 
 # Declared by every configuration, but for other tasks or for selecting outputs.
 _NOT_STORED = frozenset(
@@ -73,10 +73,21 @@ def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
     """Render `config` as JSON with sorted keys, for weights in `dtype`; a rotary base becomes a float."""
     values = config.to_dict() | {"dtype": dtype}
     rendered = {name: values[name] for name in config_fields(type(config)) if name in values}
-    rope = rendered.get("rope_parameters")
-    if isinstance(rope, dict) and type(rope.get("rope_theta")) is int:
-        rendered["rope_parameters"] = rope | {"rope_theta": float(rope["rope_theta"])}
+    if isinstance(rope := rendered.get("rope_parameters"), dict):
+        rendered["rope_parameters"] = _with_float_base(rope)
     return json.dumps(rendered | {"model_type": config.model_type}, sort_keys=True)
+
+
+def _with_float_base(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters, or those of each kind of layer, with a base that is a float."""
+    return {
+        name: _with_float_base(value)
+        if isinstance(value, dict)
+        else float(value)
+        if name == "rope_theta" and type(value) is int
+        else value
+        for name, value in rope.items()
+    }
 
 
 def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
@@ -102,7 +113,7 @@ def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
     except Exception as error:
         raise MalformedPolicy(f"its configuration is refused: {error}", code="bad_config") from error
     if family in ATTENTION:
-        _check_attention(config)
+        _check_attention(config, ATTENTION_FAMILIES[family])
     return config
 
 
@@ -118,14 +129,15 @@ def _decode_config(text: str) -> dict[str, Any]:
         values = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise MalformedPolicy(f"its configuration is not JSON: {error}", code="bad_config") from error
-    _check_values(values, depth=2)
+    family = ATTENTION_FAMILIES.get(str(values.get("model_type")))
+    for name, value in values.items():
+        has_kinds = name == "rope_parameters" and family is not None and family.has_rotary_by_kind
+        _check_values(value, depth=2 if has_kinds else 1)
     return values
 
 
 def _check_values(value: object, *, depth: int) -> None:
-    """Raise MalformedPolicy for integers out of bounds, and for containers nested more than twice
-    (`rope_parameters`).
-    """
+    """Raise MalformedPolicy for integers out of bounds, and for containers nested more than `depth` times."""
     if isinstance(value, dict | list):
         if depth == 0:
             raise MalformedPolicy("its configuration nests too deep", code="bad_config")
@@ -137,39 +149,68 @@ def _check_values(value: object, *, depth: int) -> None:
         )
 
 
-def _check_attention(config: PreTrainedConfig) -> None:
-    """Refuse configurations under which a hidden state depends on more or fewer than all earlier tokens.
+def _check_attention(config: PreTrainedConfig, family: Family) -> None:
+    """Refuse configurations under which engines would compute different things, or ignore what they say.
 
     Frequencies that change with the batch's length would make decoding and prefill differ, and so honest workers and
-    the verifier; windows are not what the engines' masks describe.
+    the verifier.
     """
-    _check_positions(getattr(config, "rope_parameters", None) or {})
-    kinds: list[str] = getattr(config, "layer_types", None) or []
-    for layer, kind in enumerate(kinds):
-        if kind != "full_attention":
-            raise MalformedPolicy(
-                f"its layer {layer} has {str(kind)[:50]!r}, not full attention", code="unsupported_model"
-            )
-    window = getattr(config, "sliding_window", None)
-    if window is not None:
-        raise MalformedPolicy(
-            f"its attention is not full: it has a window of {window} tokens", code="unsupported_model"
-        )
-    if getattr(config, "hidden_act", None) != _ACTIVATION:
-        raise MalformedPolicy(f"its activation is not {_ACTIVATION}", code="unsupported_model")
+    _check_ignored(config, family)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if family.has_rotary_by_kind:
+        if not set(getattr(config, LAYER_KINDS)) <= rope.keys() <= {FULL, SLIDING}:
+            raise MalformedPolicy("its positions are not those of its kinds of layers", code="unsupported_model")
+        for each in rope.values():
+            _check_positions(each, family)
+    else:
+        _check_positions(rope, family)
+    _check_windows(config)
+    if getattr(config, family.activation_field, None) != family.activation:
+        raise MalformedPolicy(f"its activation is not {family.activation}", code="unsupported_model")
+    for name in (family.logit_divisor, family.logit_cap, family.score_cap):
+        number = None if name is None else getattr(config, name)
+        if number is not None and not 0 < number < math.inf:
+            raise MalformedPolicy(f"its {name} is {number}, not above 0", code="bad_config")
 
 
-def _check_positions(rope: Mapping[str, Any]) -> None:
-    kind = rope.get("rope_type")
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        raise MalformedPolicy(f"its positions are not one of {sorted(_ROPE_FIELDS)}", code="unsupported_model")
+def _check_ignored(config: PreTrainedConfig, family: Family) -> None:
+    """Refuse a field that has an effect nowhere here, or a value that engines do not compute."""
+    for declared in dataclasses.fields(config):
+        name, value = declared.name, getattr(config, declared.name, declared.default)
+        if name in _NOT_STORED or name in family.known_fields:
+            continue
+        if value != declared.default and value not in family.fixed.get(name, ()):
+            raise MalformedPolicy(f"it sets {name!r}, which is not supported", code="unsupported_model")
+
+
+def _check_windows(config: PreTrainedConfig) -> None:
+    kinds, window = getattr(config, LAYER_KINDS, None), getattr(config, WINDOW, None)
+    for layer, kind in enumerate(kinds or []):
+        if kind not in (FULL, SLIDING):
+            raise MalformedPolicy(f"its layer {layer} has {str(kind)[:50]!r}", code="unsupported_model")
+    if kinds is not None and len(kinds) != config.num_hidden_layers:
+        raise MalformedPolicy(f"it has {len(kinds)} kinds of layers", code="bad_config")
+    is_used = window is not None if kinds is None else SLIDING in kinds
+    if window is not None and not is_used:
+        raise MalformedPolicy("its window is that of none of its layers", code="unsupported_model")
+    if is_used and (type(window) is not int or window < 1 or not getattr(config, "use_sliding_window", True)):
+        raise MalformedPolicy(f"its layers have a window of {str(window)[:30]} tokens", code="unsupported_model")
+
+
+def _check_positions(rope: object, family: Family) -> None:
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    if not isinstance(rope, dict) or not isinstance(kind, str) or kind not in family.rotary:
+        raise MalformedPolicy(f"its positions are not one of {sorted(family.rotary)}", code="unsupported_model")
     needed = _ROPE_FIELDS[kind] | {"rope_theta"}
-    unknown = sorted(rope.keys() - needed - {"rope_type"} - (_YARN_FIELDS if kind == "yarn" else frozenset()))
+    optional = (_YARN_FIELDS if kind == "yarn" else frozenset()) | ({_PARTIAL} if family.is_rotary_partial else set())
+    unknown = sorted(rope.keys() - needed - {"rope_type"} - optional)
     if unknown:
         raise MalformedPolicy(f"its {kind} positions set {unknown[0][:100]!r}", code="unsupported_model")
     if not needed <= rope.keys():
         raise MalformedPolicy(f"its {kind} positions lack a number", code="bad_config")
     for name in rope.keys() - {"rope_type", "truncate"}:
         number = rope[name]
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        most = 1.0 if name == _PARTIAL else math.inf
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < math.inf or number > most:
             raise MalformedPolicy(f"its {kind} positions have {str(number)[:30]!r} for {name!r}", code="bad_config")

@@ -1,14 +1,149 @@
-"""Names of the tiny policies that a run can start from, and of layers. Imports nothing, since --help lists some."""
+"""Families of models by data: what a configuration of each may say. Names for --help, which imports this, so no torch.
+
+A family of `ATTENTION_FAMILIES` is built by transformers' own modules, an embedding, layers and a final norm, whose
+output is the hidden state that is proved. What differs between families is a row of that table.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 TINY_FAMILIES: Final = ("tiny", "eagle", "finch", "goldfinch", "frame-action")
 """Values of `model.initial`: each is warm-started, or untrained with the prefix "random-". "tiny" is a Llama."""
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of every family with attention."""
+"""The linear layers of a Llama, and of most families with attention."""
+FUSED_PROJECTIONS: Final = ("qkv_proj", "gate_up_proj")
+"""Those that some families have in place of three or two of them."""
 TINY_POSITIONS: Final = 512
 """Longest sequence of the Llama among them; the recurrent ones have no limit."""
 TINY_HIDDEN: Final = 128
 """Hidden units of each."""
+
+FIELDS: Final = frozenset(
+    {
+        "attention_bias",
+        "attention_dropout",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "initializer_range",
+        "intermediate_size",
+        "max_position_embeddings",
+        "mlp_bias",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "pretraining_tp",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
+"""Fields that mean in each family that has them what they mean in a Llama."""
+WINDOW: Final = "sliding_window"
+"""Field of the tokens that a layer of the kind SLIDING attends to, its own included."""
+LAYER_KINDS: Final = "layer_types"
+"""Field of each layer's kind; where a family has none, all its layers have the window, if there is one."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the configurations of a family with attention may say, by the fields of transformers' class.
+
+    `fields` are those that its modules read besides `FIELDS`; any other field has its default or is refused, so that
+    none is ignored. `fixed` are the values that some may have, `former` the fields of a folder's config.json that the
+    class reads as others. `rotary` are the kinds of rotary positions, which are
+    given for each kind of layer where `has_rotary_by_kind`, and may turn a part of each head where `is_rotary_partial`.
+    `logit_divisor`, `logit_cap` and `score_cap` name the fields that divide logits, and bound logits and attention
+    scores by x -> cap tanh(x / cap). `engines` are those that serve it.
+    """
+
+    fields: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    former: frozenset[str] = frozenset()
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    rotary: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn"})
+    has_rotary_by_kind: bool = False
+    is_rotary_partial: bool = False
+    logit_divisor: str | None = None
+    logit_cap: str | None = None
+    score_cap: str | None = None
+    engines: frozenset[str] = frozenset({"torch"})
+
+    @property
+    def known_fields(self) -> frozenset[str]:
+        """The fields that may differ from their defaults."""
+        named = {self.activation_field, self.logit_divisor, self.logit_cap, self.score_cap} - {None}
+        return FIELDS | self.fields | {name for name in named if name}
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether its layers may attend through a window."""
+        return WINDOW in self.fields
+
+
+_BOTH: Final = frozenset({"torch", "vllm"})
+_CAUSAL: Final = {"use_bidirectional_attention": (None, False)}
+_PARTIAL: Final = frozenset({"partial_rotary_factor"})
+_QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window_layers"})
+
+ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
+    "ernie4_5": Family(fields=frozenset({"use_bias"})),
+    "gemma": Family(fixed=_CAUSAL, activation="gelu_pytorch_tanh"),
+    "gemma2": Family(
+        fields=frozenset({WINDOW, LAYER_KINDS, "query_pre_attn_scalar"}),
+        fixed=_CAUSAL,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        logit_cap="final_logit_softcapping",
+        score_cap="attn_logit_softcapping",
+    ),
+    # Its modules ignore attn_logit_softcapping, which no other value than its default switches off.
+    "gemma3_text": Family(
+        fields=frozenset({WINDOW, LAYER_KINDS, "query_pre_attn_scalar"}),
+        fixed=_CAUSAL,
+        former=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        has_rotary_by_kind=True,
+        logit_cap="final_logit_softcapping",
+    ),
+    "glm4": Family(former=_PARTIAL, is_rotary_partial=True),
+    "granite": Family(
+        fields=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
+        logit_divisor="logits_scaling",
+    ),
+    "llama": Family(engines=_BOTH),
+    "ministral": Family(fields=frozenset({WINDOW, LAYER_KINDS})),
+    "mistral": Family(fields=frozenset({WINDOW}), engines=_BOTH),
+    "olmo2": Family(engines=_BOTH),
+    "olmo3": Family(fields=frozenset({WINDOW, LAYER_KINDS}), has_rotary_by_kind=True),
+    "phi3": Family(
+        fields=frozenset({WINDOW, "embd_pdrop", "resid_pdrop", "original_max_position_embeddings"}),
+        former=_PARTIAL,
+        rotary=frozenset({"default"}),
+        is_rotary_partial=True,
+    ),
+    "qwen2": Family(fields=_QWEN, engines=_BOTH),
+    "qwen3": Family(fields=_QWEN, engines=_BOTH),
+    "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"})),
+    "smollm3": Family(
+        fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"})
+    ),
+}
+"""By `model_type`."""
+
+
+def engines_of(family: str) -> frozenset[str]:
+    """Return the engines that serve policies of a family; of a recurrent one it is torch alone."""
+    found = ATTENTION_FAMILIES.get(family)
+    return found.engines if found else frozenset({"torch"})

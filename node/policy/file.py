@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from node.policy.config import DTYPES, FAMILIES, parse_config, render_config
 from node.policy.errors import MalformedPolicy
 from node.policy.header import read_header, reading_errors, render_header, stored_tensors
-from node.policy.products import OutputHead
+from node.policy.products import LogitRule, OutputHead
 from node.policy.skeleton import build_skeleton, materialise, probe, probe_shapes, unique_tensors
 from node.policy.streaming import SeenChunks, are_finite, read_into, read_numbers, write_numbers
 from node.policy.tokenizer import eos_ids_of, parse_tokenizer, render_tokenizer, tokenizer_errors
@@ -88,7 +88,7 @@ class Policy(Blueprint):
         section 4), so that two kernels hardly ever disagree about a token.
         """
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return OutputHead(head.weight.detach())
+        return OutputHead(head.weight.detach(), LogitRule.of(self.config))
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute logits [tokens, vocabulary], float32, of final hidden states [tokens, hidden]."""

@@ -29,6 +29,7 @@ from transformers import (
 
 from node.policy.config import ATTENTION, DTYPES, FAMILIES, config_fields, parse_config, render_config
 from node.policy.errors import MalformedPolicy
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
 from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, unique_tensors
@@ -278,7 +279,8 @@ def _check_fields(path: Path, values: Mapping[str, Any]) -> None:
                 f"{consequence} ({name}): take the original weights of a supported family",
                 code="unsupported_model",
             )
-    known = config_fields(CONFIG_MAPPING[family]) | _FORMER_FIELDS
+    former = ATTENTION_FAMILIES[family].former if family in ATTENTION_FAMILIES else frozenset[str]()
+    known = config_fields(CONFIG_MAPPING[family]) | _FORMER_FIELDS | former
     # What is null or false is switched off, as it is where nobody knows it.
     unknown = sorted(name for name, value in values.items() if name not in known and value not in (None, False))
     if unknown:

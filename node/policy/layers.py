@@ -1,6 +1,6 @@
 """A policy's model with the weights of one layer in memory at a time.
 
-For policies with attention (`node.policy.config.ATTENTION`), whose models are an embedding, equal layers and a norm.
+For policies with attention (`node.policy.config.ATTENTION`), whose models are an embedding, layers and a norm.
 Each part computes by transformers' own modules, which never hold weights themselves, so that the hidden states are,
 bit for bit, those of the whole model. A recurrent policy has no such form, and is always loaded whole.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from node.policy.products import OutputHead
+from node.policy.products import LogitRule, OutputHead
 from node.policy.reading import OpenPolicy
-from node.policy.skeleton import build_skeleton, unique_tensors
+from node.policy.skeleton import build_skeleton, fill_buffers, unique_tensors
 
 PIECE_NUMBERS = 2**22
 """Of a weight that are converted together."""
@@ -42,10 +42,10 @@ class LayeredModel:
         self._embedding, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
         self._embedding.padding_idx = None  # for gradients alone, and no row of the table that is read here
         self._head: nn.Module = model.get_output_embeddings()
-        base.rotary_emb = type(base.rotary_emb)(config=model.config).to(file.device)
-        base.norm, self._entry = nn.Identity(), _Entry()
-        base.layers = nn.ModuleList([self._entry])
-        self._base = base
+        fill_buffers(model, file.device)
+        base.norm, self._entries = nn.Identity(), [_Entry() for _ in self._layers]
+        base.layers = nn.ModuleList(self._entries)
+        self._base, self._rule = base, LogitRule.of(model.config)
 
     @property
     def state_bytes(self) -> int:
@@ -59,29 +59,30 @@ class LayeredModel:
         of the embedding only the rows of these tokens. Raises UnreadablePolicy.
         """
         states, arguments = self._enter(batches)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             weights = self._weights(layer, altered=True)
             for at, inputs in enumerate(states):
-                states[at] = functional_call(layer, weights, (inputs,), arguments[at])
+                states[at] = functional_call(layer, weights, (inputs,), arguments[at][index])
             del weights  # before the next layer's are read
         weights = self._weights(self._norm)
         return [functional_call(self._norm, weights, (inputs,)) for inputs in states]
 
     def head(self) -> OutputHead:
         """Read the output head. Raises UnreadablePolicy."""
-        return OutputHead(self._weights(self._head)["weight"])
+        return OutputHead(self._weights(self._head)["weight"], self._rule)
 
-    def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Return what the first layer is given for each batch: its input, and the other arguments of all layers."""
+    def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
+        """Return what the layers are given for each batch: the first one's input, and the other arguments of each."""
         states, arguments = [], []
         rows = sorted({row for ids in batches for row in ids.flatten().tolist()})
         (name,) = (self._names[id(parameter)] for parameter in self._embedding.parameters())
-        table = self._file.read_rows(name, rows, dtype=self._rounded)
+        # Converted before it is used: some families scale what they look up, in the dtype that they compute in.
+        table = self._file.read_rows(name, rows, dtype=self._rounded).to(self._dtype)
         for ids in batches:
             places = torch.searchsorted(torch.tensor(rows), ids).to(self._file.device)
-            embedded = functional_call(self._embedding, {"weight": table}, (places,)).to(self._dtype)
+            embedded = functional_call(self._embedding, {"weight": table}, (places,))
             states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
-            arguments.append(self._entry.arguments)
+            arguments.append([entry.arguments for entry in self._entries])
         return states, arguments
 
     def _weights(
@@ -106,7 +107,7 @@ class LayeredModel:
 
 
 class _Entry(nn.Module):
-    """Stands where a model has its layers: keeps the arguments that they are given, and returns their input."""
+    """Stands where a model has a layer: keeps the arguments that it is given, and returns its input."""
 
     def __init__(self) -> None:
         super().__init__()

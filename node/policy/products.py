@@ -16,6 +16,9 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from node.policy.families import ATTENTION_FAMILIES
 
 BLOCK_NUMBERS: Final = 2**20
 """Of a weight that are converted together: 4 MiB, which a processor's cache holds until they are multiplied."""
@@ -63,10 +66,40 @@ def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRule:
+    """How logits follow from the output embedding's products: product / divisor, then cap tanh(that / cap)."""
+
+    divisor: float = 1.0
+    cap: float | None = None
+
+    @staticmethod
+    def of(config: PreTrainedConfig) -> LogitRule:
+        """Return the rule of a validated configuration; a family without fields for it has the products themselves."""
+        family = ATTENTION_FAMILIES.get(config.model_type)
+        divisor = getattr(config, family.logit_divisor) if family and family.logit_divisor else 1.0
+        return LogitRule(divisor, getattr(config, family.logit_cap) if family and family.logit_cap else None)
+
+    def apply(self, products: Tensor) -> Tensor:
+        """Turn products, of any shape, into logits in place and return them."""
+        if self.divisor != 1.0:
+            products.div_(self.divisor)
+        if self.cap is not None:
+            products.div_(self.cap).tanh_().mul_(self.cap)
+        return products
+
+    def slopes(self, logits: Tensor) -> Tensor | float | None:
+        """Return the derivatives of `logits` along their products; None where all are 1."""
+        if self.cap is not None:
+            return (1 - (logits / self.cap).square_()).div_(self.divisor)
+        return None if self.divisor == 1.0 else 1 / self.divisor
+
+
+@dataclass(frozen=True, slots=True)
 class OutputHead:
-    """An output head by its `weight` [vocabulary, hidden]."""
+    """An output head by its `weight` [vocabulary, hidden], and what its logits are of its products."""
 
     weight: Tensor
+    rule: LogitRule = LogitRule()
 
     @property
     def width(self) -> int:
@@ -75,7 +108,7 @@ class OutputHead:
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute logits [tokens, vocabulary], float32, of final hidden states [tokens, hidden]."""
-        return multiply_exactly(states, self.weight)
+        return self.rule.apply(multiply_exactly(states, self.weight))
 
     def parts(self, states: Tensor) -> Iterator[Tensor]:
         """Yield `logits` by consecutive columns, [tokens, at most `width`]; on a CPU each overwrites the one before.
@@ -88,7 +121,7 @@ class OutputHead:
         wide = states.float()
         product = torch.empty(len(wide), self.width, dtype=torch.float32)
         for _, block in _blocks(self.weight):
-            yield torch.mm(wide, block.t(), out=product[:, : len(block)])
+            yield self.rule.apply(torch.mm(wide, block.t(), out=product[:, : len(block)]))
 
 
 def _wants_blocks(states: Tensor, weight: Tensor) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from node.policy.attention import kernel_of
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
-from node.policy.families import PROJECTIONS
+from node.policy.families import FUSED_PROJECTIONS, PROJECTIONS
 from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
 
@@ -19,7 +20,7 @@ from node.policy.products import use_blocks
 def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model on the meta device, from this machine's classes only; raises MalformedPolicy."""
     build: Any = AutoModelForCausalLM.from_config
-    kernel = {"attn_implementation": "sdpa"} if config.model_type in ATTENTION else {}
+    kernel = {"attn_implementation": kernel_of(config)} if config.model_type in ATTENTION else {}
     try:
         with torch.device("meta"):
             # transformers makes the dtype it is given that of all threads meanwhile: whoever computes beside this
@@ -30,8 +31,18 @@ def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTraine
             model.config.dtype = dtype
     except Exception as error:
         raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
+    if kernel:
+        _check_buffers(model)
     use_blocks(model)
     return model
+
+
+def _check_buffers(model: PreTrainedModel) -> None:
+    """Refuse a model with numbers that no file carries, and that `fill_buffers` would leave arbitrary."""
+    filled = (f"{model.base_model_prefix}.rotary_emb.", f"{model.base_model_prefix}.embed_tokens.embed_scale")
+    unknown = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    if left := sorted(name for name in unknown if not name.startswith(filled)):
+        raise MalformedPolicy(f"its numbers {left[0]!r} are in no file", code="bad_config")
 
 
 def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -46,7 +57,7 @@ def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def projections(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that can have adapters, by their full names."""
     found = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return {name: each for name, each in found if name.rpartition(".")[2] in PROJECTIONS}
+    return {name: each for name, each in found if name.rpartition(".")[2] in (*PROJECTIONS, *FUSED_PROJECTIONS)}
 
 
 def projection_widths(model: nn.Module) -> dict[str, int]:
@@ -58,13 +69,21 @@ def projection_widths(model: nn.Module) -> dict[str, int]:
 
 
 def materialise(skeleton: PreTrainedModel, device: torch.device) -> None:
-    """Give the model memory for its weights, which are arbitrary, and rotary frequencies, which no file carries."""
+    """Give the model memory for its weights, which are arbitrary, and the numbers that no file carries."""
     skeleton.to_empty(device=device)
     skeleton.tie_weights()  # `to_empty` makes two weights of a shared one
     if skeleton.config.model_type in ATTENTION:
-        base: Any = skeleton.base_model
-        base.rotary_emb = type(base.rotary_emb)(config=skeleton.config).to(device)
+        fill_buffers(skeleton, device)
     skeleton.train(False)
+
+
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute, in float32, the rotary frequencies of a model with attention, and the scale of its embedding."""
+    base: Any = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
+    scale = getattr(base.embed_tokens, "scalar_embed_scale", None)
+    if scale is not None:
+        base.embed_tokens.embed_scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
 
 def probe_shapes(skeleton: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from coordinator.training import vocabulary
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
-from coordinator.training.head import final_states, head_backward, head_logprobs, head_weight
+from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.packing import PackedRow, Scored, pack
 from coordinator.training.world import World, open_world
 from node.policy.file import load_policy
@@ -78,21 +78,21 @@ def row_of(model: Any, *, drawn: int) -> PackedRow:
 
 
 def backward(model: Any, row: PackedRow) -> Tensor:
-    weight = head_weight(model)
+    head = output_head(model)
     found, _ = head_backward(
         final_states(model, row),
-        weight,
+        head,
         row.targets,
         temperature=TEMPERATURE,
         loss=lambda _part, logp_n, entropy_n: (logp_n.exp() - 0.3 * entropy_n).sum(),
-        chunk_bytes=4 * len(weight) * CHUNK_TOKENS,
+        chunk_bytes=4 * len(head.weight) * CHUNK_TOKENS,
     )
     return found
 
 
 def logprobs(model: Any, row: PackedRow) -> Tensor:
     with torch.no_grad():
-        return head_logprobs(final_states(model, row), head_weight(model), row.targets, temperature=TEMPERATURE)
+        return head_logprobs(final_states(model, row), output_head(model), row.targets, temperature=TEMPERATURE)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ async def test_a_verifier_whose_engine_cannot_hold_the_policy_does_not_start(tmp
         settings = VerifierSettings(
             name="verifier-1", state=tmp_path / "verifier", sources=(url,), make_prefills=through_vllm
         )
-        with pytest.raises(EngineFailed, match="vLLM has no model for eagle policies") as caught:
+        with pytest.raises(EngineFailed, match="vLLM does not serve eagle policies") as caught:
             await asyncio.wait_for(Verifier(home, settings).run(asyncio.Event()), 120)
     finally:
         server.stop()

@@ -17,16 +17,17 @@ from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from model_folders import SECOND_END, edit_json, make_folder
 from tokenizers import pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from benchmarks.modelling.families import small_model
 from coordinator.training.companion import keep_companion
 from coordinator.training.export import export_file
 from coordinator.training.initial import initial_policy
 from node.cli import main
-from node.policy.config import ATTENTION
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import load_policy, render_prompt, save_policy, write_policy
 from node.policy.models.tiny import MAKERS
-from node.policy.models.tiny_llama import EOS, PAD, make_model, make_tokenizer
+from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec
 from shardcast import Origin, wire
 
@@ -42,8 +43,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(ATTENTION)},
-    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(ATTENTION)},
+    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(ATTENTION_FAMILIES)},
+    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(ATTENTION_FAMILIES)},
     "llama3-positions": ("llama", {"rope_parameters": LLAMA3}),
     "yarn-positions": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.2}}),
     "several-ends": ("qwen3", {"eos_token_id": [7, 9]}),
@@ -60,26 +61,7 @@ def policy_file(
     **fields: Any,
 ) -> Path:
     """A small policy whose every weight, norms and biases included, is a random number."""
-    config = CONFIG_MAPPING[family](
-        **{
-            "vocab_size": 128,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "bos_token_id": None,
-            "eos_token_id": EOS,
-            "pad_token_id": PAD,
-            "sliding_window": None,
-        }
-        | fields
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
+    model = small_model(family, seed=seed, dtype=DTYPES[dtype], **fields)
     save_policy(model, tokenizer or make_tokenizer(), path)
     return path
 
@@ -145,7 +127,7 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     return Qwen2Tokenizer(vocab=vocabulary, merges=[("t", "h"), ("th", "e")])
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
 def test_transformers_reads_the_tokenizer_of_the_policy_or_the_operator_is_told(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

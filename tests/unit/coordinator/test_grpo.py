@@ -9,8 +9,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.modelling.families import small_model, telling_fields
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import MOST_TOLD, Execution, environment_rewards, score, split, told_rewards, train_step
 from coordinator.training.head import head_backward
@@ -27,7 +28,7 @@ from coordinator.training.recipe import (
     token_losses,
     token_ratios,
 )
-from node.policy.config import ATTENTION
+from node.policy.families import ATTENTION_FAMILIES
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
 
@@ -472,18 +473,15 @@ def test_the_mismatch_between_the_policies_is_estimated(model):
     assert stats["clip_fraction"] == 1.0
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
 def test_a_configuration_with_dropout_trains_like_one_without(family):
     """Rollouts are drawn without dropout: with it every ratio would be off, and no restart would repeat a step."""
     trained = []
     for dropout in (0.0, 0.5):
-        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "initializer_range": 0.3}
-        config = CONFIG_MAPPING[family](**sizes, **heads, sliding_window=None, attention_dropout=dropout)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config).eval()
-            spec = run_spec(minibatches=2)
-            train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0)
+        fields = telling_fields(family, layers=2)
+        dropped = {name: dropout for name in fields if "dropout" in name or "pdrop" in name}
+        model = small_model(family, **{"initializer_range": 0.3} | dropped)
+        spec = run_spec(minibatches=2)
+        train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0)
         trained.append(weights(model))
     assert same(*trained)

@@ -16,6 +16,7 @@ from coordinator.training.groups import Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs
 from coordinator.training.packing import PackedRow, Scored, pack
 from node.policy.models.tiny import MAKERS
+from node.policy.products import LogitRule, OutputHead
 
 V, D, CHUNK = 50, 24, 8
 CHUNK_BYTES = CHUNK * V * 4
@@ -54,7 +55,7 @@ def whole(states: Tensor, weight: Tensor, targets: Tensor, coefficient: Tensor, 
 def in_chunks(states: Tensor, weight: Tensor, targets: Tensor, coefficient: Tensor, entropy_coefficient: float = 0.0):
     logp, entropy = head_backward(
         states,
-        weight,
+        OutputHead(weight),
         targets,
         temperature=TEMPERATURE,
         loss=lambda part, *values: losses(*values, coefficient[part], entropy_coefficient).sum(),
@@ -78,13 +79,36 @@ def test_chunks_learn_what_all_logits_at_once_would(tokens: int, entropy_coeffic
     for found, wanted in zip(in_chunks(*given, entropy_coefficient), whole(*given, entropy_coefficient), strict=True):
         assert_near(found, wanted, 2e-6)
     states, weight, targets, _ = given
-    found = head_logprobs(states, weight, targets, temperature=TEMPERATURE, chunk_bytes=CHUNK_BYTES)
+    found = head_logprobs(states, OutputHead(weight), targets, temperature=TEMPERATURE, chunk_bytes=CHUNK_BYTES)
     assert_near(found, whole(*given)[0])
+
+
+def test_a_head_that_scales_and_caps_its_logits_learns_through_both() -> None:
+    """Granite divides, Gemma bounds by a tanh: a gradient past either is one of another model, and no error says so."""
+    states, weight, targets, coefficient = inputs(2 * CHUNK + 1)
+    exact, matrix = (each.detach().double().requires_grad_() for each in (states, weight))
+    logits = 1.5 * torch.tanh(F.linear(exact, matrix) / 0.5 / 1.5)
+    logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
+    logp, entropy = logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    losses(logp, entropy, coefficient.double(), 0.3).sum().backward()
+    head = OutputHead(weight, LogitRule(divisor=0.5, cap=1.5))
+    found = head_backward(
+        states,
+        head,
+        targets,
+        temperature=TEMPERATURE,
+        loss=lambda part, *values: losses(*values, coefficient[part], 0.3).sum(),
+        chunk_bytes=CHUNK_BYTES,
+    )
+    alone = head_logprobs(states, head, targets, temperature=TEMPERATURE, chunk_bytes=CHUNK_BYTES)
+    wanted = (logp.detach(), entropy.detach(), exact.grad, matrix.grad, logp.detach())
+    for ours, theirs in zip((*found, states.grad, weight.grad, alone), wanted, strict=True):
+        assert_near(ours, theirs, 3e-6)
 
 
 def test_a_vocabulary_above_the_bound_is_computed_token_by_token() -> None:
     states, weight, targets, coefficient = inputs(5)
-    found = head_logprobs(states, weight, targets, temperature=TEMPERATURE, chunk_bytes=1)
+    found = head_logprobs(states, OutputHead(weight), targets, temperature=TEMPERATURE, chunk_bytes=1)
     assert_near(found, whole(states, weight, targets, coefficient)[0])
 
 
@@ -98,7 +122,7 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
         sizes.append(len(logp_n))
         return logp_n.sum()
 
-    head_backward(states, weight, targets, temperature=1.0, loss=loss, chunk_bytes=CHUNK_BYTES)
+    head_backward(states, OutputHead(weight), targets, temperature=1.0, loss=loss, chunk_bytes=CHUNK_BYTES)
     assert sizes == [CHUNK, CHUNK, CHUNK, 2]
 
 
@@ -129,7 +153,7 @@ def test_autocast_leaves_the_head_in_float32() -> None:
     given = inputs(2 * CHUNK)
     with torch.autocast("cpu", torch.bfloat16):
         found = in_chunks(*given, 0.3)
-        alone = head_logprobs(*given[:3], temperature=TEMPERATURE)
+        alone = head_logprobs(given[0], OutputHead(given[1]), given[2], temperature=TEMPERATURE)
     for ours, wanted in zip((*found, alone), (*whole(*given, 0.3), whole(*given)[0]), strict=True):
         assert ours.dtype == torch.float32
         assert_near(ours, wanted, 2e-6)
@@ -140,7 +164,7 @@ def test_entropy_by_hand() -> None:
     states = torch.tensor([[0.5, 0.5, 1e-30], [0.5, 0.25, 0.25]]).log().requires_grad_()
     weight = torch.eye(3, requires_grad=True)
     _, entropy = head_backward(
-        states, weight, torch.tensor([0, 1]), temperature=1.0, loss=lambda _part, logp_n, _: logp_n.sum()
+        states, OutputHead(weight), torch.tensor([0, 1]), temperature=1.0, loss=lambda _part, logp_n, _: logp_n.sum()
     )
     assert entropy.tolist() == pytest.approx([math.log(2), 1.5 * math.log(2)])
 

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.modelling.families import small_model
 from benchmarks.modelling.policies import random_policy
 from node.errors import EngineFailed
-from node.policy.config import ATTENTION
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layers import LayeredModel
-from node.policy.models.tiny_llama import EOS, make_tokenizer
+from node.policy.models.tiny_llama import make_tokenizer
 from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec
@@ -63,24 +63,8 @@ def written(
 ) -> Path:
     """A policy of three layers with random weights of one seed."""
     rope = {"rope_parameters": POSITIONS[positions]} if POSITIONS[positions] else {}
-    config = CONFIG_MAPPING[family](
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        tie_word_embeddings=tied,
-        sliding_window=None,
-        **rope,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "tie_word_embeddings": tied}
+    model = small_model(family, seed=7, dtype=getattr(torch, dtype), **sizes, **rope)
     path = folder / "policy.safetensors"
     save_policy(model, make_tokenizer(), path)
     return path
@@ -111,7 +95,7 @@ def made_up_spans(hidden: int) -> list[Span]:
     return spans
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
 @pytest.mark.parametrize("tied", [True, False])
 def test_layer_by_layer_every_family_computes_the_same_bits(family: str, tied: bool, tmp_path: Path) -> None:
     path = written(tmp_path, family, tied=tied)

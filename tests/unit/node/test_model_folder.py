@@ -16,8 +16,9 @@ import pytest
 from model_folders import SECOND_END, edit_header, edit_json, make_folder, shard_of
 from safetensors.torch import load_file, save_file
 
-from node.policy.config import ATTENTION
+from benchmarks.modelling.families import telling_fields
 from node.policy.errors import MalformedPolicy
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.folder import MAX_BYTES, check_chat_template, validate_folder
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, make_tokenizer
@@ -117,10 +118,9 @@ CASES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "configuration_nests_deep": ("bad_config", "config.json is not a JSON", write("config.json", b'{"a":' * 9_000)),
     "family_of_a_newer_release": (
         "unsupported_model",
-        "config.json has the model_type 'qwen9', and these are supported: .*llama, mistral, olmo2, qwen2, qwen3",
+        "config.json has the model_type 'qwen9', and these are supported: .*llama, ministral, mistral, olmo2",
         config(model_type="qwen9"),
     ),
-    "granite_scales_its_logits": ("unsupported_model", "'granite'", config(model_type="granite", logits_scaling=8.0)),
     "no_family": ("unsupported_model", "None", config(model_type=None)),
     "setting_of_a_newer_release": (
         "bad_config",
@@ -130,10 +130,10 @@ CASES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "multiplier_that_would_be_lost": ("bad_config", "'residual_multiplier'", config(residual_multiplier=0.22)),
     "code_of_its_own": ("unsupported_model", "auto_map", config(auto_map={"AutoModelForCausalLM": "evil.Model"})),
     "quantised_weights": ("unsupported_model", "quantization_config", config(quantization_config={"bits": 4})),
-    "sliding_windows": (
+    "window_of_no_tokens": (
         "unsupported_model",
-        "its layer 1 has 'sliding_attention', not full attention",
-        config(use_sliding_window=True, sliding_window=64, max_window_layers=1, layer_types=None),
+        "window of 0 tokens",
+        config(use_sliding_window=True, sliding_window=0, max_window_layers=1, layer_types=None),
     ),
     "linear_attention_in_a_layer": (
         "unsupported_model|bad_config",
@@ -348,10 +348,10 @@ def test_a_chat_template_that_raises_is_refused(template: str, said: str, folder
     assert caught.value.code == "bad_chat_template"
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
 def test_a_whole_folder_of_each_family_passes_with_every_end_mark(family: str, tmp_path: Path) -> None:
     """Qwen's second end mark stands in generation_config.json alone; a run without it never ends there."""
-    found = validate_folder(make_folder(tmp_path / "model", family=family))
+    found = validate_folder(make_folder(tmp_path / "model", family=family, **telling_fields(family, layers=2)))
     check_chat_template(tmp_path / "model")
     assert (found.family, found.hidden, found.positions, found.vocabulary) == (family, 128, 512, 128)
     assert found.end_marks == (EOS, SECOND_END)

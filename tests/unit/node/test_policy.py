@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from node.policy.config import ATTENTION
+from benchmarks.modelling.families import small_config, small_model
+from node.policy.config import parse_config, render_config
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import (
     Policy,
     inspect_policy,
@@ -100,24 +102,11 @@ def test_a_shared_weight_travels_once_and_is_shared_again(policy: Policy, parts:
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION))
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_family_survives_the_journey(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    config = CONFIG_MAPPING[family](
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=[EOS, 7],
-        pad_token_id=0,
-        tie_word_embeddings=tied,
-        sliding_window=None,
-    )
-    original = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    original = small_model(family, dtype=dtype, eos_token_id=[EOS, 7], tie_word_embeddings=tied)
     save_policy(original, make_tokenizer(), tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy", dtype=dtype)
     use_blocks(original)  # the same products, whatever this CPU has for 16 bits
@@ -350,17 +339,70 @@ def test_positions_that_every_engine_reads_alike_are_taken(parts: tuple[Metadata
         assert refusal_unbuilt(tmp_path / "scaled") is None
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_attention_through_a_window_is_refused(family: str, parts: tuple[Metadata, Tensors], tmp_path: Path) -> None:
-    metadata, tensors = dict(parts[0]), parts[1]
-    config = CONFIG_MAPPING[family](num_hidden_layers=2, sliding_window=8, bos_token_id=None).to_dict()
-    wanted = ("num_hidden_layers", "sliding_window", "layer_types", "rope_parameters")
-    windowed = {name: config[name] for name in wanted if name in config}
-    if family == "qwen2":
-        windowed |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-    metadata["config"] = json.dumps({"model_type": family, "dtype": "float32"} | windowed)
-    save_file(tensors, tmp_path / "windowed", metadata)
-    assert refusal(tmp_path / "windowed") == "unsupported_model"
+WINDOWS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "of_no_tokens": ("unsupported_model", "mistral", {"sliding_window": 0}),
+    "of_a_part_of_a_token": ("bad_config", "mistral", {"sliding_window": 7.5}),
+    "that_is_switched_off_in_a_layer_that_has_it": (
+        "unsupported_model",
+        "smollm3",
+        {"use_sliding_window": False, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "of_a_layer_without_tokens": ("unsupported_model", "gemma2", {"sliding_window": None}),
+    "of_more_layers_than_there_are": ("bad_config", "qwen3", {"layer_types": ["full_attention"] * 3}),
+    "in_chunks": ("unsupported_model", "ministral", {"layer_types": ["chunked_attention", "full_attention"]}),
+    "that_looks_ahead": ("unsupported_model", "gemma3_text", {"use_bidirectional_attention": True}),
+    "with_a_cap_that_its_modules_ignore": ("unsupported_model", "gemma3_text", {"attn_logit_softcapping": 50.0}),
+    "with_a_cap_of_nothing": ("bad_config", "gemma2", {"final_logit_softcapping": 0.0}),
+    "with_positions_of_one_kind_of_layer": (
+        "unsupported_model",
+        "olmo3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}, "x": {}}},
+    ),
+    "with_positions_that_nest": (
+        "bad_config",
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": {"rope_type": {"rope_type": {}}}}},
+    ),
+    "with_positions_that_change_with_the_length": (
+        "bad_config",
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+                "long_factor": [1.0, 1.0, 1.0, 1.0],
+                "partial_rotary_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "with_more_than_a_whole_head_turned": (
+        "bad_config",
+        "glm4",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_attention_that_engines_would_not_compute_alike_is_refused(case: str) -> None:
+    """A window, a cap or positions that one of them ignores: its honest worker would be rejected."""
+    code, family, changes = WINDOWS[case]
+    values = json.loads(render_config(small_config(family), dtype="float32"))
+    assert parse_config(json.dumps(values), tensors=20).model_type == family
+    with pytest.raises(MalformedPolicy) as caught:
+        parse_config(json.dumps(values | changes), tensors=20)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
+def test_no_field_of_a_family_is_ignored(family: str) -> None:
+    """A later transformers has more fields, and a configuration that sets one is of another model."""
+    values = json.loads(render_config(small_config(family), dtype="float32"))
+    for name in values.keys() - ATTENTION_FAMILIES[family].known_fields - {"model_type"}:
+        with pytest.raises(MalformedPolicy):
+            parse_config(json.dumps(values | {name: 7}), tensors=20)
 
 
 HEADER = {

@@ -1,0 +1,92 @@
+"""What the layers of a policy with attention attend to, and how, by its configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask
+
+from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW
+
+CAPPED: Final = "swarmproof_capped"
+SCORES: Final = 2**26
+"""Attention scores in memory at a time, where no kernel does without: 256 MiB, and a few tensors of that size."""
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Return of each layer how many tokens one attends to, itself included; None for all before it."""
+    window: int | None = getattr(config, WINDOW, None)
+    kinds: list[str] | None = getattr(config, LAYER_KINDS, None)
+    layers: int = config.num_hidden_layers
+    return [window] * layers if kinds is None else [window if kind == SLIDING else None for kind in kinds]
+
+
+def kernel_of(config: PreTrainedConfig) -> str:
+    """Return the kernel that computes all that the configuration asks for: `sdpa` ignores a cap of the scores."""
+    field = ATTENTION_FAMILIES[config.model_type].score_cap
+    return "sdpa" if field is None or getattr(config, field) is None else CAPPED
+
+
+def visible(position_ids: Tensor, *, columns: int, window: int | None) -> Tensor:
+    """Return which of `columns` columns the tokens at `position_ids` [..., Q] attend to, as [..., Q, columns]."""
+    column, ends = torch.arange(columns, device=position_ids.device), position_ids[..., None]
+    return column <= ends if window is None else (column <= ends) & (column > ends - window)
+
+
+def layer_masks(
+    config: PreTrainedConfig, position_ids: Tensor, *, columns: int, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """Return the masks [B, 1, Q, columns] that are added to the scores, as transformers' models take them.
+
+    One for all layers, or one by the kind of layer where these differ. `position_ids` [B, Q] are the tokens' columns.
+    """
+
+    def added(window: int | None) -> Tensor:
+        seen = visible(position_ids, columns=columns, window=window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=position_ids.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+    windows = set(layer_windows(config))
+    if getattr(config, LAYER_KINDS, None) is None or windows == {None}:
+        return added(windows.pop())
+    return {FULL: added(None), SLIDING: added(getattr(config, WINDOW))}
+
+
+def attend_capped(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function called by transformers, with scores bounded by x -> softcap tanh(x / softcap) before the mask.
+
+    Of queries [B, H, Q, D], keys and values [B, G, K, D] and a mask [B or 1, 1, Q, K]: [B, Q, H, D]. In float32, since
+    in 16 bits a score of 40 is off by an eighth. At most SCORES scores are in memory at a time.
+    """
+    batch, heads, tokens, size = query.shape
+    groups, columns = key.shape[1:3]
+    wide, values = key.float().transpose(2, 3), value.float()
+    parts = []
+    step = max(1, SCORES // (batch * heads * columns))
+    for first in range(0, tokens, step):
+        rows = slice(first, min(first + step, tokens))
+        count = rows.stop - first
+        # The heads that share keys are queries of theirs, so that no key is copied.
+        shared = query[:, :, rows].float().reshape(batch, groups, -1, size)
+        scores = torch.matmul(shared, wide).mul(scaling / softcap).tanh().mul(softcap)
+        scores = scores.view(batch, groups, heads // groups, count, columns) + attention_mask[:, None, :, rows]
+        attended = torch.matmul(scores.softmax(-1).view(batch, groups, -1, columns), values)
+        parts.append(attended.view(batch, heads, count, size))
+    return torch.cat(parts, 2).transpose(1, 2).to(query.dtype), None
+
+
+AttentionInterface.register(CAPPED, attend_capped)
+AttentionMaskInterface.register(CAPPED, eager_mask)
