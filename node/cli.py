@@ -32,6 +32,7 @@ from node.commands.engine_options import (
 from node.commands.invite import invite, invite_option
 from node.commands.joining_options import joining_options
 from node.commands.keys import keys
+from node.commands.models import models
 from node.commands.options import (
     FILE,
     json_option,
@@ -294,6 +295,7 @@ main.add_command(publish)
 main.add_command(fetch)
 main.add_command(invite)
 main.add_command(keys)
+main.add_command(models)
 main.add_command(peer)
 main.add_command(receipt)
 main.add_command(status)

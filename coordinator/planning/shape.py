@@ -144,7 +144,7 @@ def _count(
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in base.layers]
     routed = sum(tensor.numel() for key, tensor in tensors.items() if _EXPERTS in key)
     each = sizes.num_experts_per_tok or 1
-    head_dim = sizes.head_dim or sizes.hidden_size // sizes.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     if sizes.experts:
         feed_forward = (sizes.moe_intermediate_size or sizes.intermediate_size) * (each + (sizes.n_shared_experts or 0))
     else:
@@ -166,7 +166,7 @@ def _count(
         hidden=sizes.hidden_size,
         feed_forward=feed_forward,
         heads=sizes.num_attention_heads,
-        kv_heads=sizes.num_key_value_heads or sizes.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or sizes.num_attention_heads,
         head_dim=head_dim,
         has_head_norms=any(key.endswith("q_norm.weight") for key in tensors),
         vocabulary=sizes.vocab_size,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from node.engines.base import DoesNotFit, WrongEngine
-from node.policy.families import engines_of
+from node.policy.attention import layer_windows
+from node.policy.families import ATTENTION_FAMILIES, engines_of
 from node.policy.file import Blueprint
 from node.protocol.run import RunSpec
 
@@ -105,31 +106,38 @@ def make_plan(
 
 def check_family(blueprint: Blueprint) -> None:
     """Raise WrongEngine for a policy that vLLM has no model of, or one that was not seen to compute the same."""
-    family = blueprint.config.model_type
+    config = blueprint.config
+    family = config.model_type
     if "vllm" not in engines_of(family):
         raise WrongEngine(f"vLLM does not serve {family} policies; use --engine torch.")
+    if "vllm" in ATTENTION_FAMILIES[family].even_engines and len(set(layer_windows(config))) > 1:
+        raise WrongEngine(f"vLLM serves no {family} policy with a window in some layers alone; use --engine torch.")
 
 
 def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:
     """Return the bytes of one token's keys and values over all layers."""
     config: Any = blueprint.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size: int = 2 * config.num_hidden_layers * config.num_key_value_heads * width * itemsize
+    size: int = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_size(config) * itemsize
     return size
 
 
 def positions_bytes(blueprint: Blueprint) -> int:
-    """Return the bytes vLLM needs while it builds its rotary table of cosines and sines."""
+    """Return the bytes vLLM needs while it builds its rotary tables, one for each kind of layer that has its own."""
     config: Any = blueprint.config
-    rope = config.rope_parameters
-    rows = config.max_position_embeddings
-    if rope["rope_type"] == "yarn":
-        rows = rope["original_max_position_embeddings"] * rope["factor"]
-    elif rope["rope_type"] == "linear":
-        rows *= rope["factor"]
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = [each for each in config.rope_parameters.values() if isinstance(each, dict)] or [config.rope_parameters]
+    rows = 0.0
+    for rope in kinds:
+        if rope["rope_type"] == "yarn":
+            rows += rope["original_max_position_embeddings"] * rope["factor"]
+        else:
+            rows += config.max_position_embeddings * (rope["factor"] if rope["rope_type"] == "linear" else 1)
     # Angles, their cosines and their sines, half a head wide each, and a head's width of both: float32.
-    return int(min(rows * width * 10.0, 2.0**60))
+    return int(min(rows * _head_size(config) * 10.0, 2.0**60))
+
+
+def _head_size(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def _length(blueprint: Blueprint, *, spec: RunSpec, settings: VllmSettings) -> int:

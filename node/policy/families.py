@@ -13,9 +13,7 @@ from typing import Final
 TINY_FAMILIES: Final = ("tiny", "eagle", "finch", "goldfinch", "frame-action")
 """Values of `model.initial`: each is warm-started, or untrained with the prefix "random-". "tiny" is a Llama."""
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a Llama, and of most families with attention."""
-FUSED_PROJECTIONS: Final = ("qkv_proj", "gate_up_proj")
-"""Those that some families have in place of three or two of them."""
+"""The linear layers of a Llama, which can have adapters; some families have others in place of several of them."""
 TINY_POSITIONS: Final = 512
 """Longest sequence of the Llama among them; the recurrent ones have no limit."""
 TINY_HIDDEN: Final = 128
@@ -63,7 +61,8 @@ class Family:
     class reads as others. `rotary` are the kinds of rotary positions, which are
     given for each kind of layer where `has_rotary_by_kind`, and may turn a part of each head where `is_rotary_partial`.
     `logit_divisor`, `logit_cap` and `score_cap` name the fields that divide logits, and bound logits and attention
-    scores by x -> cap tanh(x / cap). `engines` are those that serve it.
+    scores by x -> cap tanh(x / cap). `engines` are those that serve it; `even_engines` of these only where all layers
+    attend alike.
     """
 
     fields: frozenset[str] = frozenset()
@@ -78,6 +77,7 @@ class Family:
     logit_cap: str | None = None
     score_cap: str | None = None
     engines: frozenset[str] = frozenset({"torch"})
+    even_engines: frozenset[str] = frozenset()
 
     @property
     def known_fields(self) -> frozenset[str]:
@@ -91,7 +91,8 @@ class Family:
         return WINDOW in self.fields
 
 
-_BOTH: Final = frozenset({"torch", "vllm"})
+_VLLM: Final = frozenset({"vllm"})
+_BOTH: Final = _VLLM | {"torch"}
 _CAUSAL: Final = {"use_bidirectional_attention": (None, False)}
 _PARTIAL: Final = frozenset({"partial_rotary_factor"})
 _QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window_layers"})
@@ -133,14 +134,17 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
         rotary=frozenset({"default"}),
         is_rotary_partial=True,
     ),
-    "qwen2": Family(fields=_QWEN, engines=_BOTH),
-    "qwen3": Family(fields=_QWEN, engines=_BOTH),
+    # vLLM's own models of these have the window in all layers or in none, whatever layer_types says.
+    "qwen2": Family(fields=_QWEN, engines=_BOTH, even_engines=_VLLM),
+    "qwen3": Family(fields=_QWEN, engines=_BOTH, even_engines=_VLLM),
     "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"})),
     "smollm3": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"})
     ),
 }
 """By `model_type`."""
+RECURRENT_FAMILIES: Final = ("eagle", "finch", "frame_action", "goldfinch")
+"""The `model_type` of every other family: `node.policy.models.RECURRENT`."""
 
 
 def engines_of(family: str) -> frozenset[str]:

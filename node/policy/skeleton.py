@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from node.policy.attention import kernel_of
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
-from node.policy.families import FUSED_PROJECTIONS, PROJECTIONS
+from node.policy.families import PROJECTIONS
 from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
 
@@ -57,7 +57,7 @@ def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def projections(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that can have adapters, by their full names."""
     found = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return {name: each for name, each in found if name.rpartition(".")[2] in (*PROJECTIONS, *FUSED_PROJECTIONS)}
+    return {name: each for name, each in found if name.rpartition(".")[2] in PROJECTIONS}
 
 
 def projection_widths(model: nn.Module) -> dict[str, int]:

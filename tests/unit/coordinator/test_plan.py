@@ -18,6 +18,7 @@ from forked import forked  # noqa: F401  (a fixture)
 from model_folders import SIZES, make_folder
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.modelling.families import telling_fields
 from coordinator.errors import BadConfiguration, UnfitModel
 from coordinator.planning import formulas, roles
 from coordinator.planning.amounts import Cards, parse_cards, parse_rate
@@ -32,11 +33,11 @@ from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import Scored, pack
 from node.cli import main
 from node.keys.identity import create_key
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.products import use_blocks
 from node.protocol.run import LoraSpec, TrainingSpec, parse_run_toml
 
 MODELS = Path(__file__).parents[3] / "benchmarks" / "data" / "models"
-FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 
 
 @functools.cache
@@ -57,11 +58,14 @@ def small_shape(folder: Path, **fields: Any) -> tuple[ModelShape, Any]:
     return read_shape(path), AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_what_is_counted_is_what_the_model_has(tmp_path: Path, family: str, is_tied: bool) -> None:
-    shape, model = small_shape(tmp_path, family=family, tie_word_embeddings=is_tied)
+    fields = telling_fields(family, layers=2) | {"tie_word_embeddings": is_tied}
+    shape, model = small_shape(tmp_path, family=family, **fields)
     assert shape.runs_here
+    keys = model(torch.zeros(1, 3, dtype=torch.int64), use_cache=True).past_key_values.layers[0].keys
+    assert (shape.kv_heads, shape.head_dim) == (keys.shape[1], keys.shape[3])
     assert shape.parameters == shape.active == sum(each.numel() for each in model.parameters())
     assert shape.largest_layer == sum(each.numel() for each in model.model.layers[0].parameters())
     assert shape.outside_layers == shape.parameters - 2 * shape.largest_layer

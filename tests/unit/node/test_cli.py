@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import os
 import subprocess
@@ -20,6 +21,8 @@ from node import cli
 from node.commands.click_ext import Commands
 from node.errors import ConfigError
 from node.keys.identity import load_key, node_id
+from node.policy.config import FAMILIES
+from node.policy.families import engines_of
 from node.protocol.run import run_id_of
 from node.runtime.logs import RepeatFilter
 from node.worker.events import EventKind
@@ -90,6 +93,16 @@ def test_the_help_of_the_whole_names_the_ways_to_take_part():
         "SWARMPROOF_WORKER_",
     ):
         assert line in result.output
+
+
+def test_every_family_is_listed_with_the_engines_that_serve_it():
+    """An operator who picks a model by this list begins no run that its workers' engines refuse."""
+    rows = {row["family"]: row for row in json.loads(swarmproof("models", "--json").output)}
+    assert rows.keys() == FAMILIES
+    assert all(row["engines"] == ", ".join(sorted(engines_of(family))) for family, row in rows.items())
+    lines = swarmproof("models").output.splitlines()
+    assert [line.split()[0] for line in lines[1:-2]] == sorted(rows)
+    assert (rows["gemma2"]["layers"], rows["finch"]["layers"]) == ("full attention, windows", "recurrent")
 
 
 @pytest.mark.system

@@ -21,7 +21,7 @@ from node.engines.base import DoesNotFit, WrongEngine
 from node.engines.vllm_settings import VllmSettings, make_plan
 from node.policy.config import parse_config
 from node.policy.errors import MalformedPolicy
-from node.policy.families import TINY_FAMILIES
+from node.policy.families import RECURRENT_FAMILIES, TINY_FAMILIES
 from node.policy.file import inspect_policy, load_policy
 from node.policy.models import RECURRENT
 from node.policy.models.base import LENGTH, state_bytes
@@ -57,7 +57,7 @@ def step_by_step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def test_every_recurrent_family_has_a_tiny_policy_and_the_commands_name_them_all() -> None:
     assert tuple(MAKERS) == TINY_FAMILIES
-    assert {MAKERS[each](0).config.model_type for each in RECURRENT_NAMES} == set(RECURRENT)
+    assert {MAKERS[each](0).config.model_type for each in RECURRENT_NAMES} == set(RECURRENT) == set(RECURRENT_FAMILIES)
 
 
 @pytest.mark.parametrize("columns", [1, WKV_CHUNK - 1, WKV_CHUNK, WKV_CHUNK + 1, 5 * WKV_CHUNK + 7])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig
 
-from node.engines.base import DoesNotFit
+from benchmarks.modelling.families import small_config
+from node.engines.base import DoesNotFit, WrongEngine
 from node.engines.vllm_host import WEIGHTS, VllmHost
-from node.engines.vllm_settings import GIB, VllmSettings, make_plan
+from node.engines.vllm_settings import GIB, VllmSettings, check_family, make_plan, positions_bytes
 from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint, inspect_policy
 from node.protocol.run import EnvironmentSpec, RunSpec
@@ -50,6 +53,28 @@ def test_a_table_of_positions_larger_than_the_machine_is_refused_in_a_sentence(
     with pytest.raises(DoesNotFit, match="a table of the policy's positions") as caught:
         plan(with_fields(blueprint, **fields), gib=3)
     assert len(str(caught.value)) < 300
+
+
+def test_positions_of_each_kind_of_layer_have_a_table_of_their_own() -> None:
+    config = small_config("gemma3_text", max_position_embeddings=1000)
+    tables = 1000 * 2.0 + 1000  # the full layers' are stretched twofold
+    assert positions_bytes(Blueprint(config, None, frozenset(), 0)) == tables * config.head_dim * 10
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (small_config("seed_oss"), "vLLM does not serve seed_oss policies"),
+        (small_config("qwen3"), "vLLM serves no qwen3 policy with a window in some layers alone"),
+        (small_config("qwen3", layer_types=["sliding_attention"] * 2), None),
+        (small_config("qwen2", layer_types=["full_attention"] * 2, sliding_window=None), None),
+    ],
+)
+def test_a_policy_that_vllm_would_compute_otherwise_is_refused(config: PreTrainedConfig, said: str | None) -> None:
+    """vLLM takes a Qwen with windows in some layers, ignores them, and the node's work would be rejected."""
+    expected = pytest.raises(WrongEngine, match=said) if said else contextlib.nullcontext()
+    with expected:
+        check_family(Blueprint(config, None, frozenset(), 0))
 
 
 def test_a_feed_that_deletes_a_policy_before_vllm_has_read_it(tiny_policy_path: Path, tmp_path: Path) -> None:
