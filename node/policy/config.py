@@ -129,10 +129,8 @@ def _decode_config(text: str) -> dict[str, Any]:
         values = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise MalformedPolicy(f"its configuration is not JSON: {error}", code="bad_config") from error
-    family = ATTENTION_FAMILIES.get(str(values.get("model_type")))
     for name, value in values.items():
-        has_kinds = name == "rope_parameters" and family is not None and family.has_rotary_by_kind
-        _check_values(value, depth=2 if has_kinds else 1)
+        _check_values(value, depth=2 if name == "rope_parameters" else 1)  # of each kind of layer, or lists
     return values
 
 

@@ -58,7 +58,7 @@ class Family:
 
     `fields` are those that its modules read besides `FIELDS`; any other field has its default or is refused, so that
     none is ignored. `fixed` are the values that some may have, `former` the fields of a folder's config.json that the
-    class reads as others. `rotary` are the kinds of rotary positions, which are
+    class reads as others, or that its modules have no use for. `rotary` are the kinds of rotary positions, which are
     given for each kind of layer where `has_rotary_by_kind`, and may turn a part of each head where `is_rotary_partial`.
     `logit_divisor`, `logit_cap` and `score_cap` name the fields that divide logits, and bound logits and attention
     scores by x -> cap tanh(x / cap). `engines` are those that serve it; `even_engines` of these only where all layers
@@ -99,20 +99,21 @@ _QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window
 
 ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     "ernie4_5": Family(fields=frozenset({"use_bias"})),
-    "gemma": Family(fixed=_CAUSAL, activation="gelu_pytorch_tanh"),
+    "gemma": Family(fixed=_CAUSAL, former=frozenset({"hidden_activation"}), activation="gelu_pytorch_tanh"),
     "gemma2": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "query_pre_attn_scalar"}),
         fixed=_CAUSAL,
+        former=frozenset({"hidden_act"}),
         activation="gelu_pytorch_tanh",
         activation_field="hidden_activation",
         logit_cap="final_logit_softcapping",
         score_cap="attn_logit_softcapping",
     ),
-    # Its modules ignore attn_logit_softcapping, which no other value than its default switches off.
+    # Its modules ignore attn_logit_softcapping, so that only null, its default, says what they compute.
     "gemma3_text": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "query_pre_attn_scalar"}),
         fixed=_CAUSAL,
-        former=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
+        former=frozenset({"hidden_act", "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
         activation="gelu_pytorch_tanh",
         activation_field="hidden_activation",
         has_rotary_by_kind=True,
@@ -139,7 +140,8 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": Family(fields=_QWEN, engines=_BOTH, even_engines=_VLLM),
     "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"})),
     "smollm3": Family(
-        fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"})
+        fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"}),
+        former=frozenset({"max_window_layers", "pretraining_tp"}),
     ),
 }
 """By `model_type`."""

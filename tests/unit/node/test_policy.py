@@ -256,7 +256,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
     "unknown_activation": ("unsupported_model", with_config(hidden_act="os.system")),
     "kernel_by_the_activations_name": ("unsupported_model", with_config(hidden_act="xielu")),
     "activation_that_vllm_does_not_have": ("unsupported_model", with_config(hidden_act="gelu")),
-    "positions_of_images_by_a_section": ("bad_config", with_positions(mrope_section=[8, 4, 4])),
+    "positions_of_images_by_a_section": ("unsupported_model", with_positions(mrope_section=[8, 4, 4])),
     "positions_by_fourier_series": ("unsupported_model", with_positions(use_fope=True)),
     "positions_of_a_part_of_each_head": ("unsupported_model", with_positions(partial_rotary_factor=0.5)),
     "positions_of_another_width": ("unsupported_model", with_positions(rope_dim=16)),
@@ -264,7 +264,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
     "positions_without_a_base": ("bad_config", with_positions(rope_theta=0.0)),
     "positions_scaled_by_nothing": ("bad_config", with_positions(**YARN | {"factor": 0})),
     "positions_scaled_by_a_text": ("bad_config", with_positions(**YARN | {"factor": "4"})),
-    "positions_of_a_kind_that_is_a_list": ("bad_config", with_positions(rope_type=["yarn"])),
+    "positions_of_a_kind_that_is_a_list": ("unsupported_model", with_positions(rope_type=["yarn"])),
     "frequencies_that_depend_on_the_length": (
         "unsupported_model",
         with_config(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}),
@@ -361,10 +361,10 @@ WINDOWS: dict[str, tuple[str, str, dict[str, object]]] = {
     "with_positions_that_nest": (
         "bad_config",
         "gemma3_text",
-        {"rope_parameters": {"full_attention": {"rope_type": {"rope_type": {}}}}},
+        {"rope_parameters": {"full_attention": {"rope_type": {"rope_type": 1}}}},
     ),
     "with_positions_that_change_with_the_length": (
-        "bad_config",
+        "unsupported_model",
         "phi3",
         {
             "rope_parameters": {
