@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,11 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{family}-tied": (family, {"tie_word_embeddings": True}) for family in sorted(ATTENTION_FAMILIES)},
-    **{f"{family}-untied": (family, {"tie_word_embeddings": False}) for family in sorted(ATTENTION_FAMILIES)},
+    **{
+        family: (family, {"tie_word_embeddings": tied})
+        for family, tied in zip(sorted(ATTENTION_FAMILIES), cycle([True, False]))
+    },
+    "llama-untied": ("llama", {"tie_word_embeddings": False}),
     "llama3-positions": ("llama", {"rope_parameters": LLAMA3}),
     "yarn-positions": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.2}}),
     "several-ends": ("qwen3", {"eos_token_id": [7, 9]}),

@@ -28,7 +28,6 @@ from coordinator.training.recipe import (
     token_losses,
     token_ratios,
 )
-from node.policy.families import ATTENTION_FAMILIES
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
 
@@ -473,7 +472,7 @@ def test_the_mismatch_between_the_policies_is_estimated(model):
     assert stats["clip_fraction"] == 1.0
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
+@pytest.mark.parametrize("family", ["llama", "phi3", "seed_oss"])  # of scores, by modules, by functions
 def test_a_configuration_with_dropout_trains_like_one_without(family):
     """Rollouts are drawn without dropout: with it every ratio would be off, and no restart would repeat a step."""
     trained = []

@@ -8,6 +8,7 @@ from packed_rows import row_backward, row_logprobs
 
 from benchmarks.modelling.families import WINDOW_TOKENS, small_model
 from coordinator.commands.trainer import trainer
+from coordinator.training import attention
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states
@@ -67,11 +68,14 @@ def test_a_packed_sample_agrees_with_an_ordinary_forward_pass(model):
 
 
 @pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
-def test_every_family_trains_on_shared_prompts_as_transformers_does_on_whole_samples(family):
+def test_every_family_trains_on_shared_prompts_as_transformers_does_on_whole_samples(family, monkeypatch):
     """Loss and every gradient, with each multiplier of a configuration, and without its dropout.
 
     A family that does not hand the layout on to its attention would mix samples; so would a second forward pass.
+    Windows and capped scores go through in several parts, as of long samples.
     """
+    monkeypatch.setattr(attention, "LEAST_PART", WINDOW_TOKENS)
+    monkeypatch.setattr("node.policy.attention.SCORES", 4000)
     model = small_model(family)
     model.set_attn_implementation("eager")
     samples = [*GROUPS, *SAMPLES, LONG]

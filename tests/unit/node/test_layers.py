@@ -7,6 +7,7 @@ import os
 import random
 import weakref
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ def made_up_spans(hidden: int) -> list[Span]:
     return spans
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), zip(sorted(ATTENTION_FAMILIES), cycle([True, False])))
 def test_layer_by_layer_every_family_computes_the_same_bits(family: str, tied: bool, tmp_path: Path) -> None:
     path = written(tmp_path, family, tied=tied)
     assert_same_bits(path, dtype=torch.bfloat16)
