@@ -83,7 +83,8 @@ def attend_packed(
         seen = visible(torch.arange(query.shape[2], device=query.device)[None], columns=query.shape[2], window=window)
         added = torch.where(seen[:, None], 0.0, torch.finfo(torch.float32).min)
         assert scaling is not None
-        attended, _none = attend_capped(module, query, key, value, added, scaling=scaling, softcap=softcap)
+        with torch.autocast(query.device.type, enabled=False):
+            attended, _none = attend_capped(module, query, key, value, added, scaling=scaling, softcap=softcap)
     line: Tensor = _FromSamples.apply(attended.flatten(2), layout)  # type: ignore[no-untyped-call]
     return line.view(1, -1, *attended.shape[2:]), None
 

@@ -45,6 +45,8 @@ def family_row(family: str) -> dict[str, str]:
         "partial rotary": row.is_rotary_partial,
         "rotary by kind of layer": row.has_rotary_by_kind,
     }
+    besides = [name for name, is_so in said.items() if is_so]
+    besides += [f"vllm with {name} {allowed[-1]}".lower() for name, allowed in row.vllm_fixed.items()]
+    besides += ["vllm with layers alike"] if row.is_even_in_vllm else []
     layers = "full attention, windows" if row.has_windows else "full attention"
-    besides = ", ".join(name for name, is_so in said.items() if is_so)
-    return {"family": family, "layers": layers, "engines": engines, "besides": besides}
+    return {"family": family, "layers": layers, "engines": engines, "besides": ", ".join(besides)}

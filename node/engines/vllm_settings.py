@@ -110,7 +110,11 @@ def check_family(blueprint: Blueprint) -> None:
     family = config.model_type
     if "vllm" not in engines_of(family):
         raise WrongEngine(f"vLLM does not serve {family} policies; use --engine torch.")
-    if "vllm" in ATTENTION_FAMILIES[family].even_engines and len(set(layer_windows(config))) > 1:
+    row = ATTENTION_FAMILIES[family]
+    for name, allowed in row.vllm_fixed.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise WrongEngine(f"vLLM serves no {family} policy whose {name} is {value}; use --engine torch.")
+    if row.is_even_in_vllm and len(set(layer_windows(config))) > 1:
         raise WrongEngine(f"vLLM serves no {family} policy with a window in some layers alone; use --engine torch.")
 
 

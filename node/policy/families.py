@@ -61,8 +61,8 @@ class Family:
     class reads as others, or that its modules have no use for. `rotary` are the kinds of rotary positions, which are
     given for each kind of layer where `has_rotary_by_kind`, and may turn a part of each head where `is_rotary_partial`.
     `logit_divisor`, `logit_cap` and `score_cap` name the fields that divide logits, and bound logits and attention
-    scores by x -> cap tanh(x / cap). `engines` are those that serve it; `even_engines` of these only where all layers
-    attend alike.
+    scores by x -> cap tanh(x / cap). `engines` are those that serve it, vLLM only where fields have the values of
+    `vllm_fixed`, and where all layers attend alike if `is_even_in_vllm`.
     """
 
     fields: frozenset[str] = frozenset()
@@ -77,7 +77,8 @@ class Family:
     logit_cap: str | None = None
     score_cap: str | None = None
     engines: frozenset[str] = frozenset({"torch"})
-    even_engines: frozenset[str] = frozenset()
+    vllm_fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    is_even_in_vllm: bool = False
 
     @property
     def known_fields(self) -> frozenset[str]:
@@ -91,15 +92,22 @@ class Family:
         return WINDOW in self.fields
 
 
-_VLLM: Final = frozenset({"vllm"})
-_BOTH: Final = _VLLM | {"torch"}
+_BOTH: Final = frozenset({"torch", "vllm"})
 _CAUSAL: Final = {"use_bidirectional_attention": (None, False)}
 _PARTIAL: Final = frozenset({"partial_rotary_factor"})
+# Of some families, vLLM's own models ignore biases of attention without saying so.
+_NO_BIAS: Final = {"attention_bias": (False,)}
 _QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window_layers"})
 
 ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
-    "ernie4_5": Family(fields=frozenset({"use_bias"})),
-    "gemma": Family(fixed=_CAUSAL, former=frozenset({"hidden_activation"}), activation="gelu_pytorch_tanh"),
+    "ernie4_5": Family(fields=frozenset({"use_bias"}), vllm_fixed={"use_bias": (None, False)}, engines=_BOTH),
+    "gemma": Family(
+        fixed=_CAUSAL,
+        former=frozenset({"hidden_activation"}),
+        activation="gelu_pytorch_tanh",
+        vllm_fixed=_NO_BIAS,
+        engines=_BOTH,
+    ),
     "gemma2": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "query_pre_attn_scalar"}),
         fixed=_CAUSAL,
@@ -108,6 +116,8 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
         activation_field="hidden_activation",
         logit_cap="final_logit_softcapping",
         score_cap="attn_logit_softcapping",
+        vllm_fixed={"tie_word_embeddings": (True,)},
+        engines=_BOTH,
     ),
     # Its modules ignore attn_logit_softcapping, so that only null, its default, says what they compute.
     "gemma3_text": Family(
@@ -118,30 +128,34 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
         activation_field="hidden_activation",
         has_rotary_by_kind=True,
         logit_cap="final_logit_softcapping",
+        engines=_BOTH,
     ),
-    "glm4": Family(former=_PARTIAL, is_rotary_partial=True),
+    "glm4": Family(former=_PARTIAL, is_rotary_partial=True, engines=_BOTH),
     "granite": Family(
         fields=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
         logit_divisor="logits_scaling",
+        engines=_BOTH,
     ),
     "llama": Family(engines=_BOTH),
-    "ministral": Family(fields=frozenset({WINDOW, LAYER_KINDS})),
+    "ministral": Family(fields=frozenset({WINDOW, LAYER_KINDS}), engines=_BOTH),
     "mistral": Family(fields=frozenset({WINDOW}), engines=_BOTH),
     "olmo2": Family(engines=_BOTH),
-    "olmo3": Family(fields=frozenset({WINDOW, LAYER_KINDS}), has_rotary_by_kind=True),
+    "olmo3": Family(fields=frozenset({WINDOW, LAYER_KINDS}), has_rotary_by_kind=True, engines=_BOTH),
     "phi3": Family(
         fields=frozenset({WINDOW, "embd_pdrop", "resid_pdrop", "original_max_position_embeddings"}),
         former=_PARTIAL,
         rotary=frozenset({"default"}),
         is_rotary_partial=True,
+        engines=_BOTH,
     ),
-    # vLLM's own models of these have the window in all layers or in none, whatever layer_types says.
-    "qwen2": Family(fields=_QWEN, engines=_BOTH, even_engines=_VLLM),
-    "qwen3": Family(fields=_QWEN, engines=_BOTH, even_engines=_VLLM),
-    "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"})),
+    # vLLM's own models of the two have the window in all layers or in none, whatever layer_types says.
+    "qwen2": Family(fields=_QWEN, is_even_in_vllm=True, engines=_BOTH),
+    "qwen3": Family(fields=_QWEN, vllm_fixed=_NO_BIAS, is_even_in_vllm=True, engines=_BOTH),
+    "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"}), engines=_BOTH),
     "smollm3": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"}),
         former=frozenset({"max_window_layers", "pretraining_tp"}),
+        engines=_BOTH,
     ),
 }
 """By `model_type`."""

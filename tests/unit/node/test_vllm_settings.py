@@ -64,14 +64,14 @@ def test_positions_of_each_kind_of_layer_have_a_table_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (small_config("seed_oss"), "vLLM does not serve seed_oss policies"),
-        (small_config("qwen3"), "vLLM serves no qwen3 policy with a window in some layers alone"),
-        (small_config("qwen3", layer_types=["sliding_attention"] * 2), None),
+        (small_config("qwen3"), "vLLM serves no qwen3 policy whose attention_bias is True"),
+        (small_config("qwen2"), "vLLM serves no qwen2 policy with a window in some layers alone"),
+        (small_config("qwen2", layer_types=["sliding_attention"] * 2), None),
         (small_config("qwen2", layer_types=["full_attention"] * 2, sliding_window=None), None),
     ],
 )
 def test_a_policy_that_vllm_would_compute_otherwise_is_refused(config: PreTrainedConfig, said: str | None) -> None:
-    """vLLM takes a Qwen with windows in some layers, ignores them, and the node's work would be rejected."""
+    """vLLM ignores windows in some layers of a Qwen, and biases: the node's work would be rejected."""
     expected = pytest.raises(WrongEngine, match=said) if said else contextlib.nullcontext()
     with expected:
         check_family(Blueprint(config, None, frozenset(), 0))
