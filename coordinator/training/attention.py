@@ -80,11 +80,11 @@ def attend_packed(
     if softcap is None:
         attended = _attend(query, key, value, window=window, scaling=scaling).transpose(1, 2)
     else:
-        seen = visible(torch.arange(query.shape[2], device=query.device)[None], columns=query.shape[2], window=window)
-        added = torch.where(seen[:, None], 0.0, torch.finfo(torch.float32).min)
+        columns = torch.arange(query.shape[2], device=query.device)
+        seen = None if window is None else visible(columns, columns=len(columns), window=window)[None, None]
         assert scaling is not None
         with torch.autocast(query.device.type, enabled=False):
-            attended, _none = attend_capped(module, query, key, value, added, scaling=scaling, softcap=softcap)
+            attended, _none = attend_capped(module, query, key, value, seen, scaling=scaling, softcap=softcap)
     line: Tensor = _FromSamples.apply(attended.flatten(2), layout)  # type: ignore[no-untyped-call]
     return line.view(1, -1, *attended.shape[2:]), None
 

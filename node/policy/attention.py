@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import sdpa_mask
 
 from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW
 
@@ -60,7 +60,7 @@ def attend_capped(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     softcap: float,
@@ -68,8 +68,9 @@ def attend_capped(
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers, with scores bounded by x -> softcap tanh(x / softcap) before the mask.
 
-    Of queries [B, H, Q, D], keys and values [B, G, K, D] and a mask [B or 1, 1, Q, K]: [B, Q, H, D]. In float32, since
-    in 16 bits a score of 40 is off by an eighth. At most SCORES scores are in memory at a time.
+    Of queries [B, H, Q, D], keys and values [B, G, K, D]: [B, Q, H, D]. A mask [B or 1, 1, Q, K] is added, or says what
+    is seen; without one the Q = K tokens see those up to their own. In float32, since in 16 bits a score of 40 is off
+    by an eighth. At most SCORES scores are in memory at a time.
     """
     batch, heads, tokens, size = query.shape
     groups, columns = key.shape[1:3]
@@ -82,11 +83,16 @@ def attend_capped(
         # The heads that share keys are queries of theirs, so that no key is copied.
         shared = query[:, :, rows].float().reshape(batch, groups, -1, size)
         scores = torch.matmul(shared, wide).mul(scaling / softcap).tanh().mul(softcap)
-        scores = scores.view(batch, groups, heads // groups, count, columns) + attention_mask[:, None, :, rows]
+        scores = scores.view(batch, groups, heads // groups, count, columns)
+        if attention_mask is None:
+            mask = visible(torch.arange(first, rows.stop, device=query.device), columns=columns, window=None)
+        else:
+            mask = attention_mask[:, None, :, rows]
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
         attended = torch.matmul(scores.softmax(-1).view(batch, groups, -1, columns), values)
         parts.append(attended.view(batch, heads, count, size))
     return torch.cat(parts, 2).transpose(1, 2).to(query.dtype), None
 
 
 AttentionInterface.register(CAPPED, attend_capped)
-AttentionMaskInterface.register(CAPPED, eager_mask)
+AttentionMaskInterface.register(CAPPED, sdpa_mask)

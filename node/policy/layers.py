@@ -58,11 +58,14 @@ class LayeredModel:
         In memory at a time: those states, the weights of the largest layer, and a layer's activations for one batch;
         of the embedding only the rows of these tokens. Raises UnreadablePolicy.
         """
-        states, arguments = self._enter(batches)
-        for index, layer in enumerate(self._layers):
+        states = self._enter(batches)
+        for layer, entry in zip(self._layers, self._entries, strict=True):
             weights = self._weights(layer, altered=True)
             for at, inputs in enumerate(states):
-                states[at] = functional_call(layer, weights, (inputs,), arguments[at][index])
+                self._base(
+                    inputs_embeds=inputs, use_cache=False
+                )  # for this batch's arguments: a mask is as large as it
+                states[at] = functional_call(layer, weights, (inputs,), entry.arguments)
             del weights  # before the next layer's are read
         weights = self._weights(self._norm)
         return [functional_call(self._norm, weights, (inputs,)) for inputs in states]
@@ -71,9 +74,9 @@ class LayeredModel:
         """Read the output head. Raises UnreadablePolicy."""
         return OutputHead(self._weights(self._head)["weight"], self._rule)
 
-    def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
-        """Return what the layers are given for each batch: the first one's input, and the other arguments of each."""
-        states, arguments = [], []
+    def _enter(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """Return the first layer's input of each batch."""
+        states = []
         rows = sorted({row for ids in batches for row in ids.flatten().tolist()})
         (name,) = (self._names[id(parameter)] for parameter in self._embedding.parameters())
         # Converted before it is used: some families scale what they look up, in the dtype that they compute in.
@@ -82,8 +85,7 @@ class LayeredModel:
             places = torch.searchsorted(torch.tensor(rows), ids).to(self._file.device)
             embedded = functional_call(self._embedding, {"weight": table}, (places,))
             states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
-            arguments.append([entry.arguments for entry in self._entries])
-        return states, arguments
+        return states
 
     def _weights(
         self, module: nn.Module, *, dtype: torch.dtype | None = None, altered: bool = False

@@ -59,7 +59,7 @@ def small_shape(folder: Path, **fields: Any) -> tuple[ModelShape, Any]:
     return read_shape(path), AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize(("family", "is_tied"), zip(sorted(ATTENTION_FAMILIES), cycle([True, False])))
+@pytest.mark.parametrize(("family", "is_tied"), [*zip(sorted(ATTENTION_FAMILIES), cycle([True, False]))])
 def test_what_is_counted_is_what_the_model_has(tmp_path: Path, family: str, is_tied: bool) -> None:
     fields = telling_fields(family, layers=2) | {"tie_word_embeddings": is_tied}
     shape, model = small_shape(tmp_path, family=family, **fields)

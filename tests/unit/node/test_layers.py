@@ -96,7 +96,7 @@ def made_up_spans(hidden: int) -> list[Span]:
     return spans
 
 
-@pytest.mark.parametrize(("family", "tied"), zip(sorted(ATTENTION_FAMILIES), cycle([True, False])))
+@pytest.mark.parametrize(("family", "tied"), [*zip(sorted(ATTENTION_FAMILIES), cycle([True, False]))])
 def test_layer_by_layer_every_family_computes_the_same_bits(family: str, tied: bool, tmp_path: Path) -> None:
     path = written(tmp_path, family, tied=tied)
     assert_same_bits(path, dtype=torch.bfloat16)
