@@ -100,7 +100,9 @@ _NO_BIAS: Final = {"attention_bias": (False,)}
 _QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window_layers"})
 
 ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
+    "arcee": Family(activation="relu2", engines=_BOTH),
     "ernie4_5": Family(fields=frozenset({"use_bias"}), vllm_fixed={"use_bias": (None, False)}, engines=_BOTH),
+    "exaone4": Family(fields=frozenset({WINDOW, LAYER_KINDS, "sliding_window_pattern"}), engines=_BOTH),
     "gemma": Family(
         fixed=_CAUSAL,
         former=frozenset({"hidden_activation"}),
@@ -130,6 +132,7 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
         logit_cap="final_logit_softcapping",
         engines=_BOTH,
     ),
+    "glm": Family(former=_PARTIAL, is_rotary_partial=True, engines=_BOTH),
     "glm4": Family(former=_PARTIAL, is_rotary_partial=True, engines=_BOTH),
     "granite": Family(
         fields=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
