@@ -80,14 +80,10 @@ def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
 
 def _with_float_base(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters, or those of each kind of layer, with a base that is a float."""
-    return {
-        name: _with_float_base(value)
-        if isinstance(value, dict)
-        else float(value)
-        if name == "rope_theta" and type(value) is int
-        else value
-        for name, value in rope.items()
-    }
+    found = {name: _with_float_base(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    if type(found.get("rope_theta")) is int:
+        found["rope_theta"] = float(found["rope_theta"])
+    return found
 
 
 def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:

@@ -94,6 +94,7 @@ class Family:
 
 _BOTH: Final = frozenset({"torch", "vllm"})
 _CAUSAL: Final = {"use_bidirectional_attention": (None, False)}
+_PLAIN: Final = frozenset({"default"})
 _PARTIAL: Final = frozenset({"partial_rotary_factor"})
 # Of some families, vLLM's own models ignore biases of attention without saying so.
 _NO_BIAS: Final = {"attention_bias": (False,)}
@@ -132,8 +133,8 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
         logit_cap="final_logit_softcapping",
         engines=_BOTH,
     ),
-    "glm": Family(former=_PARTIAL, is_rotary_partial=True, engines=_BOTH),
-    "glm4": Family(former=_PARTIAL, is_rotary_partial=True, engines=_BOTH),
+    "glm": Family(former=_PARTIAL, rotary=_PLAIN, is_rotary_partial=True, engines=_BOTH),
+    "glm4": Family(former=_PARTIAL, rotary=_PLAIN, is_rotary_partial=True, engines=_BOTH),
     "granite": Family(
         fields=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
         logit_divisor="logits_scaling",
@@ -147,7 +148,7 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     "phi3": Family(
         fields=frozenset({WINDOW, "embd_pdrop", "resid_pdrop", "original_max_position_embeddings"}),
         former=_PARTIAL,
-        rotary=frozenset({"default"}),
+        rotary=_PLAIN,
         is_rotary_partial=True,
         engines=_BOTH,
     ),
