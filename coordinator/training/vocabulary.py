@@ -182,7 +182,9 @@ def _look_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     weight: Any = embedding.weight
     shard = VocabularyShard.of(weight)
     found_ND: Tensor = _Lookup.apply(weight.to_local(), ids.flatten(), shard, embedding.padding_idx)  # type: ignore[no-untyped-call]
-    return found_ND.view(*ids.shape, -1)
+    found: Any = found_ND.view(*ids.shape, -1)
+    scale: Tensor | None = getattr(embedding, "embed_scale", None)  # transformers' own lookup multiplies by it
+    return found if scale is None else found * scale.to(found.dtype)
 
 
 class _Lookup(torch.autograd.Function):
