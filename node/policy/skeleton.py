@@ -81,9 +81,9 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute, in float32, the rotary frequencies of a model with attention, and the scale of its embedding."""
     base: Any = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
-    scale = getattr(base.embed_tokens, "scalar_embed_scale", None)
-    if scale is not None:
-        base.embed_tokens.embed_scale = torch.tensor(scale, dtype=torch.float32, device=device)
+    embedding = base.embed_tokens
+    if hasattr(embedding, "embed_scale"):
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=torch.float32, device=device)
 
 
 def probe_shapes(skeleton: PreTrainedModel) -> None:
