@@ -182,9 +182,10 @@ def _look_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     weight: Any = embedding.weight
     shard = VocabularyShard.of(weight)
     found_ND: Tensor = _Lookup.apply(weight.to_local(), ids.flatten(), shard, embedding.padding_idx)  # type: ignore[no-untyped-call]
-    found: Any = found_ND.view(*ids.shape, -1)
     scale: Tensor | None = getattr(embedding, "embed_scale", None)  # transformers' own lookup multiplies by it
-    return found if scale is None else found * scale.to(found.dtype)
+    if scale is not None:
+        found_ND = found_ND * scale.to(found_ND.dtype)
+    return found_ND.view(*ids.shape, -1)
 
 
 class _Lookup(torch.autograd.Function):

@@ -81,9 +81,8 @@ def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
 def _with_float_base(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters, or those of each kind of layer, with a base that is a float."""
     found = {name: _with_float_base(value) if isinstance(value, dict) else value for name, value in rope.items()}
-    if type(found.get("rope_theta")) is int:
-        found["rope_theta"] = float(found["rope_theta"])
-    return found
+    base = found.get("rope_theta")
+    return found | {"rope_theta": float(base)} if type(base) is int else found
 
 
 def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
