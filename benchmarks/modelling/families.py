@@ -14,8 +14,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from node.policy.attention import kernel_of
+from node.policy.experts import SORTED
 from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW
+from node.policy.layout import cast
 from node.policy.models.tiny_llama import EOS, PAD
+from node.policy.skeleton import unique_tensors
 
 WINDOW_TOKENS: Final = 8
 SPREAD: Final = 0.1
@@ -33,12 +36,33 @@ _SIZES: Final[dict[str, Any]] = {
     "pad_token_id": PAD,
 }
 
+_MIXTURE: Final[dict[str, Any]] = {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "mlp_only_layers": [0],
+    "n_group": 2,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+}
+"""Of experts in two groups; the first layer has none, where a family can have such layers."""
+
 
 def small_config(family: str, **fields: Any) -> PreTrainedConfig:
     """Return a configuration of `family` with `telling_fields`; `fields` override."""
     wanted = _SIZES | fields
     telling = telling_fields(family, layers=wanted["num_hidden_layers"])
     declared = _declared(family)
+    if "kv_lora_rank" in telling:
+        wanted["num_key_value_heads"] = wanted["num_attention_heads"]
     sizes = {name: value for name, value in wanted.items() if name in declared}
     return CONFIG_MAPPING[family](**telling | sizes)
 
@@ -49,10 +73,10 @@ def small_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float3
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=kernel_of(config)
+            config, dtype=dtype, attn_implementation=kernel_of(config), experts_implementation=SORTED
         )
         with torch.no_grad():
-            for weight in model.parameters():
+            for weight in unique_tensors(cast(model, dtype)).values():
                 weight.add_(SPREAD * torch.randn_like(weight))
     return model.eval()
 
@@ -66,6 +90,10 @@ def telling_fields(family: str, *, layers: int) -> dict[str, Any]:
     found |= {"head_dim": 8, "query_pre_attn_scalar": 24, "no_rope_layers": [layer % 2 for layer in range(layers)]}
     for name, value in ((row.logit_divisor, 0.5), (row.logit_cap, 3.0), (row.score_cap, 1.5)):
         found |= {name: value} if name else {}
+    if row.experts:
+        found |= _MIXTURE | {row.experts: 4}
+    if "kv_lora_rank" in declared:  # whose keys are made for each head
+        found["num_key_value_heads"] = _SIZES["num_attention_heads"]
     if row.has_windows:
         kinds = [(SLIDING, FULL)[layer % 2] for layer in range(layers)]
         found |= {WINDOW: WINDOW_TOKENS, LAYER_KINDS: kinds, "use_sliding_window": True}
@@ -78,4 +106,4 @@ def telling_fields(family: str, *, layers: int) -> dict[str, Any]:
 
 
 def _declared(family: str) -> frozenset[str]:
-    return frozenset(each.name for each in dataclasses.fields(CONFIG_MAPPING[family]))
+    return ATTENTION_FAMILIES[family].undeclared | {each.name for each in dataclasses.fields(CONFIG_MAPPING[family])}

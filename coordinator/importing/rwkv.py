@@ -71,7 +71,7 @@ def import_rwkv(checkpoint: Path, vocabulary: Path, folder: Path) -> Imported:
         with (partial / SINGLE).open("wb") as file:
             file.write(render_tensors(shapes, dtype, {"format": "pt"}))
             pieces = (piece for name in shapes for piece in _numbers(names[name], stored))
-            write_numbers(file, pieces, dtype=dtype)
+            write_numbers(file, pieces, tensors=((math.prod(shape), dtype) for shape in shapes.values()))
         open_folder(partial)
     parameters = sum(map(math.prod, shapes.values()))
     return Imported(config.model_type, config.num_hidden_layers, config.hidden_size, parameters, dtype)

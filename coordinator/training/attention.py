@@ -63,6 +63,7 @@ def attend_packed(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers: queries, keys and values [1, heads, L, D] to [1, L, heads, D].
@@ -77,14 +78,16 @@ def attend_packed(
         query, key, value = (each.to(dtype) for each in (query, key, value))
     query, key, value = (_gather_samples(each, layout) for each in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < query.shape[2] else None
-    if softcap is None:
+    if softcap is None and s_aux is None:
         attended = _attend(query, key, value, window=window, scaling=scaling).transpose(1, 2)
     else:
         columns = torch.arange(query.shape[2], device=query.device)
         seen = None if window is None else visible(columns, columns=len(columns), window=window)[None, None]
         assert scaling is not None
         with torch.autocast(query.device.type, enabled=False):
-            attended, _none = attend_capped(module, query, key, value, seen, scaling=scaling, softcap=softcap)
+            attended, _none = attend_capped(
+                module, query, key, value, seen, scaling=scaling, softcap=softcap, s_aux=s_aux
+            )
     line: Tensor = _FromSamples.apply(attended.flatten(2), layout)  # type: ignore[no-untyped-call]
     return line.view(1, -1, *attended.shape[2:]), None
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -34,12 +35,13 @@ from coordinator.training.checkpoint import (
 )
 from coordinator.training.groups import Group
 from coordinator.training.grpo import Execution, train_step
-from coordinator.training.lora import adapter_counters, load_trained, policy_shapes, policy_tensors
+from coordinator.training.lora import adapter_counters, load_trained, policy_layout, policy_tensors
 from coordinator.training.losses import load_loss
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.teacher import TEACHER, load_teacher
 from coordinator.training.world import World, free_gathered
 from node.policy.file import Policy, PolicySource, write_policy
+from node.policy.layout import dtype_of, shapes_of
 from node.protocol.run import LoraSpec, RunSpec
 from shardcast.wire import encode
 
@@ -277,8 +279,11 @@ def write_gathered(
 
     Every process calls it. Raises OSError, in the first alone.
     """
-    numbers = (part for tensor in policy_tensors(model) for part in world.gather_parts(tensor, dtype))
-    source = PolicySource(model.config, tokenizer, policy_shapes(model), numbers)
+    gathered = (
+        world.gather_parts(tensor, stored, dtype_of(stored.name, dtype)) for tensor, stored in policy_tensors(model)
+    )
+    numbers = chain.from_iterable(gathered)
+    source = PolicySource(model.config, tokenizer, shapes_of(policy_layout(model)), numbers)
     try:
         if world.is_first:
             write_policy(source, path, dtype=dtype)

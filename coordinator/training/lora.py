@@ -25,6 +25,7 @@ from coordinator.errors import BadConfiguration
 from coordinator.training.vocabulary import like_weight, own_rows
 from coordinator.training.world import World, full_tensor
 from node.policy.file import Policy, load_policy
+from node.policy.layout import StoredRange, stored_layout
 from node.policy.products import Linear
 from node.policy.skeleton import unique_tensors
 from node.protocol.run import LoraSpec
@@ -161,21 +162,23 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
             layer.is_adapted = True
 
 
-def policy_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a policy's tensors, by sorted name: the model's without its adapters."""
-    found = ((name, tuple(tensor.shape)) for name, tensor in unique_tensors(model).items())
-    return {name: shape for name, shape in sorted(found) if _last(name) not in (A, B)}
+def policy_layout(model: PreTrainedModel) -> dict[str, StoredRange]:
+    """Return the tensors of a policy's file, by sorted name: the model's without its adapters."""
+    return {name: stored for name, stored in stored_layout(model).items() if _last(name) not in (A, B)}
 
 
-def policy_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield a policy's tensors in the order of `policy_shapes`, adapters merged, one in memory at a time.
+def policy_tensors(model: PreTrainedModel) -> Iterator[tuple[Tensor, StoredRange]]:
+    """Yield, in the order of `policy_layout`, the tensor that has each one's numbers; adapters merged, one at a time.
 
     A collective that every process that shares the model must exhaust.
     """
     layers, tensors = dict(adapted_layers(model)), unique_tensors(model)
-    for name in policy_shapes(model):
-        layer = layers.get(name.removesuffix(".weight"))
-        yield tensors[name] if layer is None or not name.endswith(".weight") else layer.merged()
+    for stored in policy_layout(model).values():
+        layer = layers.get(stored.name.removesuffix(".weight"))
+        if layer is None or not stored.name.endswith(".weight"):
+            yield tensors[stored.name], stored
+        else:
+            yield layer.merged(), stored
 
 
 def _last(name: str) -> str:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from coordinator.training.vocabulary import rows_of_rank, share_vocabulary
 from node.policy.config import ATTENTION
+from node.policy.layout import StoredRange
 from node.policy.memory import map_large_blocks
 
 T = TypeVar("T")
@@ -88,22 +89,29 @@ class World:
         row, _ = rows_of_rank(self.rank, self.size, len(whole))
         return whole.to_local().view(-1), row * math.prod(whole.shape[1:])
 
-    def gather_parts(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield a tensor in `dtype`, in parts that follow each other, each of which is one process's.
+    def gather_parts(self, tensor: Tensor, stored: StoredRange, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the numbers of a tensor that `stored` names, in `dtype`: flat parts, each of which one process has.
 
         A collective that every process must exhaust. Unlike `full_tensor`, none ever holds the whole tensor.
         """
         whole = tensor.detach()
         if not isinstance(whole, DTensor):
-            yield whole
+            yield whole.reshape(-1)[stored.numbers]
             return
-        own = whole.to_local().to(dtype)
+        width = math.prod(whole.shape[1:])
         for rank in range(self.size):
-            _, rows = rows_of_rank(rank, self.size, len(whole))
-            part = own if rank == self.rank else own.new_empty(rows, *whole.shape[1:])
-            if rows:
-                dist.broadcast(part, src=rank)
+            first, rows = rows_of_rank(rank, self.size, len(whole))
+            begin = max(stored.first - first * width, 0)
+            end = min(stored.numbers.stop - first * width, rows * width)
+            if begin >= end:
+                continue
+            own = rank == self.rank
+            part = whole.to_local().view(-1)[begin:end].to(dtype) if own else self._empty(end - begin, dtype)
+            dist.broadcast(part, src=rank)
             yield part
+
+    def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(count, dtype=dtype, device=self.device)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum a tensor over all processes."""

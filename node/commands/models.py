@@ -44,6 +44,9 @@ def family_row(family: str) -> dict[str, str]:
         "capped scores": row.score_cap,
         "partial rotary": row.is_rotary_partial,
         "rotary by kind of layer": row.has_rotary_by_kind,
+        "experts": row.experts,
+        "sinks": row.has_sinks,
+        "latent keys and values": "kv_lora_rank" in row.fields,
     }
     besides = [name for name, is_so in said.items() if is_so]
     besides += [f"vllm with {name} {allowed[-1]}".lower() for name, allowed in row.vllm_fixed.items()]

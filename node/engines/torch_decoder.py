@@ -132,7 +132,7 @@ def attend_grouped(
     attended = F.scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
     )
-    return attended.reshape(batch, 1, heads, size), None
+    return attended.reshape(batch, 1, heads, -1), None
 
 
 AttentionInterface.register(GROUPED, attend_grouped)

@@ -121,6 +121,9 @@ def check_family(blueprint: Blueprint) -> None:
 def cache_bytes_per_token(blueprint: Blueprint, *, itemsize: int) -> int:
     """Return the bytes of one token's keys and values over all layers."""
     config: Any = blueprint.config
+    if (rank := getattr(config, "kv_lora_rank", None)) is not None:
+        latent: int = config.num_hidden_layers * (rank + config.qk_rope_head_dim) * itemsize
+        return latent
     size: int = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_size(config) * itemsize
     return size
 

@@ -25,9 +25,10 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def kernel_of(config: PreTrainedConfig) -> str:
-    """Return the kernel that computes all that the configuration asks for: `sdpa` ignores a cap of the scores."""
-    field = ATTENTION_FAMILIES[config.model_type].score_cap
-    return "sdpa" if field is None or getattr(config, field) is None else CAPPED
+    """Return the kernel that computes all that the configuration asks for: `sdpa` ignores caps of scores, and sinks."""
+    family = ATTENTION_FAMILIES[config.model_type]
+    is_capped = family.score_cap is not None and getattr(config, family.score_cap) is not None
+    return CAPPED if is_capped or family.has_sinks else "sdpa"
 
 
 def visible(position_ids: Tensor, *, columns: int, window: int | None) -> Tensor:
@@ -63,14 +64,16 @@ def attend_capped(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    softcap: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers, with scores bounded by x -> softcap tanh(x / softcap) before the mask.
 
-    Of queries [B, H, Q, D], keys and values [B, G, K, D]: [B, Q, H, D]. A mask [B or 1, 1, Q, K] is added, or says what
-    is seen; without one the Q = K tokens see those up to their own. In float32, since in 16 bits a score of 40 is off
-    by an eighth. At most SCORES scores are in memory at a time.
+    `s_aux` [H] are each head's sink: the score of one more column, whose value is 0. Of queries [B, H, Q, D], keys and
+    values [B, G, K, D]: [B, Q, H, D]. A mask [B or 1, 1, Q, K] is added, or says what is seen; without one the Q = K
+    tokens see those up to their own. In float32, since in 16 bits a score of 40 is off by an eighth. At most SCORES
+    scores are in memory at a time.
     """
     batch, heads, tokens, size = query.shape
     groups, columns = key.shape[1:3]
@@ -82,15 +85,20 @@ def attend_capped(
         count = rows.stop - first
         # The heads that share keys are queries of theirs, so that no key is copied.
         shared = query[:, :, rows].float().reshape(batch, groups, -1, size)
-        scores = torch.matmul(shared, wide).mul(scaling / softcap).tanh().mul(softcap)
+        scores = torch.matmul(shared, wide)
+        scores = scores.mul(scaling) if softcap is None else scores.mul(scaling / softcap).tanh().mul(softcap)
         scores = scores.view(batch, groups, heads // groups, count, columns)
         if attention_mask is None:
             mask = visible(torch.arange(first, rows.stop, device=query.device), columns=columns, window=None)
         else:
             mask = attention_mask[:, None, :, rows]
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
-        attended = torch.matmul(scores.softmax(-1).view(batch, groups, -1, columns), values)
-        parts.append(attended.view(batch, heads, count, size))
+        if s_aux is not None:
+            sinks = s_aux.float().view(groups, -1, 1, 1).expand(batch, -1, -1, count, 1)
+            scores = torch.cat([scores, sinks], -1)
+        shares = scores.softmax(-1)[..., :columns]
+        attended = torch.matmul(shares.reshape(batch, groups, -1, columns), values)
+        parts.append(attended.view(batch, heads, count, -1))
     return torch.cat(parts, 2).transpose(1, 2).to(query.dtype), None
 
 

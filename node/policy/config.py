@@ -51,6 +51,8 @@ _PARTIAL = "partial_rotary_factor"
 """Field of the part of each head that rotary positions turn, at most 1."""
 _YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 """Optional parameters of `yarn`."""
+MAX_EXPERTS = 1024
+"""Of a layer. With the layers they decide how many tensors are built."""
 
 # Declared by every configuration, but for other tasks or for selecting outputs.
 _NOT_STORED = frozenset(
@@ -72,7 +74,9 @@ _NOT_STORED = frozenset(
 def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
     """Render `config` as JSON with sorted keys, for weights in `dtype`; a rotary base becomes a float."""
     values = config.to_dict() | {"dtype": dtype}
-    rendered = {name: values[name] for name in config_fields(type(config)) if name in values}
+    # A field with a name of its own and one that all families share is kept, and found, under the latter.
+    kept = {name: config.attribute_map.get(name, name) for name in config_fields(type(config))}
+    rendered = {name: values[key] for name, key in kept.items() if key in values}
     if isinstance(rope := rendered.get("rope_parameters"), dict):
         rendered["rope_parameters"] = _with_float_base(rope)
     return json.dumps(rendered | {"model_type": config.model_type}, sort_keys=True)
@@ -114,7 +118,9 @@ def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
 
 def config_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     """Return the fields a configuration may set: declared ones, so not `auto_map`, a kernel's or a quantizer's name."""
-    return frozenset(field.name for field in dataclasses.fields(config_class)) - _NOT_STORED
+    declared = frozenset(field.name for field in dataclasses.fields(config_class))
+    family = ATTENTION_FAMILIES.get(config_class.model_type)
+    return declared - _NOT_STORED | (family.undeclared if family else frozenset())
 
 
 def _decode_config(text: str) -> dict[str, Any]:
@@ -158,6 +164,7 @@ def _check_attention(config: PreTrainedConfig, family: Family) -> None:
     else:
         _check_positions(rope, family)
     _check_windows(config)
+    _check_experts(config, family)
     if getattr(config, family.activation_field, None) != family.activation:
         raise MalformedPolicy(f"its activation is not {family.activation}", code="unsupported_model")
     for name in (family.logit_divisor, family.logit_cap, family.score_cap):
@@ -188,6 +195,18 @@ def _check_windows(config: PreTrainedConfig) -> None:
         raise MalformedPolicy("its window is that of none of its layers", code="unsupported_model")
     if is_used and (type(window) is not int or window < 1 or not getattr(config, "use_sliding_window", True)):
         raise MalformedPolicy(f"its layers have a window of {str(window)[:30]} tokens", code="unsupported_model")
+
+
+def _check_experts(config: PreTrainedConfig, family: Family) -> None:
+    """Refuse more experts than MAX_EXPERTS, and more chosen ones than there are."""
+    if family.experts is None:
+        return
+    experts, chosen = getattr(config, family.experts), getattr(config, "num_experts_per_tok", None)
+    if type(experts) is not int or type(chosen) is not int or not 1 <= chosen <= experts <= MAX_EXPERTS:
+        raise MalformedPolicy(
+            f"it chooses {str(chosen)[:30]} of {str(experts)[:30]} experts, where {MAX_EXPERTS} are the most",
+            code="bad_config",
+        )
 
 
 def _check_positions(rope: object, family: Family) -> None:

@@ -52,20 +52,36 @@ LAYER_KINDS: Final = "layer_types"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of published files: of a layer's feed-forward block, and of each expert's three matrices."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What the configurations of a family with attention may say, by the fields of transformers' class.
 
     `fields` are those that its modules read besides `FIELDS`; any other field has its default or is refused, so that
-    none is ignored. `fixed` are the values that some may have, `former` the fields of a folder's config.json that the
-    class reads as others, or that its modules have no use for. `rotary` are the kinds of rotary positions, which are
-    given for each kind of layer where `has_rotary_by_kind`, and may turn a part of each head where `is_rotary_partial`.
-    `logit_divisor`, `logit_cap` and `score_cap` name the fields that divide logits, and bound logits and attention
-    scores by x -> cap tanh(x / cap). `engines` are those that serve it, vLLM only where fields have the values of
-    `vllm_fixed`, and where all layers attend alike if `is_even_in_vllm`.
+    none is ignored. `undeclared` are those that the class takes, and computes by, without declaring them. `fixed` are
+    the values that some may have, also of those that a folder's config.json has alone, and `former` the fields of a
+    config.json that the class reads as others, or that its modules have no use for.
+
+    `rotary` are the kinds of rotary positions, which are given for each kind of layer where `has_rotary_by_kind`, and
+    may turn a part of each head where `is_rotary_partial`. `logit_divisor`, `logit_cap` and `score_cap` name the fields
+    that divide logits, and bound logits and attention scores by x -> cap tanh(x / cap). `experts` names the field that
+    counts a layer's experts, None without any, and `expert_names` what published files have of each, None where these
+    have all in one tensor, as transformers has. Where it `has_sinks`, a head may attend to nothing. `engines` are those
+    that serve it, vLLM only where fields have the values of `vllm_fixed`, and where all layers attend alike if
+    `is_even_in_vllm`.
     """
 
     fields: frozenset[str] = frozenset()
+    undeclared: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     former: frozenset[str] = frozenset()
     activation: str = "silu"
@@ -76,6 +92,9 @@ class Family:
     logit_divisor: str | None = None
     logit_cap: str | None = None
     score_cap: str | None = None
+    experts: str | None = None
+    expert_names: ExpertNames | None = None
+    has_sinks: bool = False
     engines: frozenset[str] = frozenset({"torch"})
     vllm_fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     is_even_in_vllm: bool = False
@@ -84,7 +103,7 @@ class Family:
     def known_fields(self) -> frozenset[str]:
         """The fields that may differ from their defaults."""
         named = {self.activation_field, self.logit_divisor, self.logit_cap, self.score_cap} - {None}
-        return FIELDS | self.fields | {name for name in named if name}
+        return FIELDS | self.fields | self.undeclared | {name for name in named if name}
 
     @property
     def has_windows(self) -> bool:
@@ -98,10 +117,25 @@ _PLAIN: Final = frozenset({"default"})
 _PARTIAL: Final = frozenset({"partial_rotary_factor"})
 # Of some families, vLLM's own models ignore biases of attention without saying so.
 _NO_BIAS: Final = {"attention_bias": (False,)}
+_ROUTED: Final = frozenset({"moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok", "router_aux_loss_coef"})
+"""Of these the last belongs to a loss that no run has, and means nothing."""
+_SHARED: Final = frozenset(
+    {"first_k_dense_replace", "n_group", "n_shared_experts", "num_mtp_layers", "routed_scaling_factor", "topk_group"}
+)
 _QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window_layers"})
 
 ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     "arcee": Family(activation="relu2", engines=_BOTH),
+    "deepseek_v3": Family(
+        fields=_ROUTED
+        | _SHARED
+        | {"kv_lora_rank", "n_routed_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"}
+        | {"rope_interleave", "v_head_dim"},
+        fixed={"ep_size": (1,), "moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        former=frozenset({"aux_loss_alpha", "head_dim", "qk_head_dim", "seq_aux"}),
+        experts="n_routed_experts",
+        expert_names=ExpertNames(),
+    ),
     "ernie4_5": Family(fields=frozenset({"use_bias"}), vllm_fixed={"use_bias": (None, False)}, engines=_BOTH),
     "exaone4": Family(fields=frozenset({WINDOW, LAYER_KINDS, "sliding_window_pattern"}), engines=_BOTH),
     "gemma": Family(
@@ -135,6 +169,23 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "glm": Family(former=_PARTIAL, rotary=_PLAIN, is_rotary_partial=True, engines=_BOTH),
     "glm4": Family(former=_PARTIAL, rotary=_PLAIN, is_rotary_partial=True, engines=_BOTH),
+    "glm4_moe": Family(
+        fields=_ROUTED | _SHARED | {"n_routed_experts", "use_qk_norm"},
+        undeclared=frozenset({"head_dim"}),
+        former=_PARTIAL,
+        rotary=_PLAIN,
+        is_rotary_partial=True,
+        experts="n_routed_experts",
+        expert_names=ExpertNames(),
+        engines=_BOTH,
+    ),
+    "gpt_oss": Family(
+        fields=frozenset({WINDOW, LAYER_KINDS, "num_experts_per_tok", "num_local_experts", "router_aux_loss_coef"})
+        | {"swiglu_alpha", "swiglu_limit"},
+        former=frozenset({"experts_per_token", "initial_context_length"}),
+        experts="num_local_experts",
+        has_sinks=True,
+    ),
     "granite": Family(
         fields=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
         logit_divisor="logits_scaling",
@@ -143,6 +194,13 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family(engines=_BOTH),
     "ministral": Family(fields=frozenset({WINDOW, LAYER_KINDS}), engines=_BOTH),
     "mistral": Family(fields=frozenset({WINDOW}), engines=_BOTH),
+    "mixtral": Family(
+        fields=frozenset({WINDOW, "num_experts_per_tok", "num_local_experts", "router_aux_loss_coef"}),
+        experts="num_local_experts",
+        expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+        vllm_fixed={WINDOW: (None,)},
+        engines=_BOTH,
+    ),
     "olmo2": Family(engines=_BOTH),
     "olmo3": Family(fields=frozenset({WINDOW, LAYER_KINDS}), has_rotary_by_kind=True, engines=_BOTH),
     "phi3": Family(
@@ -155,6 +213,15 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     # vLLM's own models of the two have the window in all layers or in none, whatever layer_types says.
     "qwen2": Family(fields=_QWEN, is_even_in_vllm=True, engines=_BOTH),
     "qwen3": Family(fields=_QWEN, vllm_fixed=_NO_BIAS, is_even_in_vllm=True, engines=_BOTH),
+    "qwen3_moe": Family(
+        fields=_ROUTED | {WINDOW, "decoder_sparse_step", "mlp_only_layers", "num_experts", "use_sliding_window"},
+        undeclared=frozenset({"head_dim"}),
+        former=frozenset({"max_window_layers"}),
+        experts="num_experts",
+        expert_names=ExpertNames(),
+        vllm_fixed=_NO_BIAS | {WINDOW: (None,), "use_sliding_window": (False,)},
+        engines=_BOTH,
+    ),
     "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"}), engines=_BOTH),
     "smollm3": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"}),

@@ -28,7 +28,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from node.policy.config import DTYPES, FAMILIES, parse_config, render_config
 from node.policy.errors import MalformedPolicy
-from node.policy.header import read_header, reading_errors, render_header, stored_tensors
+from node.policy.header import read_header, reading_errors, render_header, stored_dtype, stored_tensors
+from node.policy.layout import cast, dtype_of, shapes_of, stored_layout
 from node.policy.products import LogitRule, OutputHead
 from node.policy.skeleton import build_skeleton, materialise, probe, probe_shapes, unique_tensors
 from node.policy.streaming import SeenChunks, are_finite, read_into, read_numbers, write_numbers
@@ -170,9 +171,9 @@ class PolicySource:
     @staticmethod
     def of_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PolicySource:
         """Describe a model and its own weights."""
-        tensors = dict(sorted(unique_tensors(model).items()))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return PolicySource(model.config, tokenizer, shapes, tensors.values())
+        layout, tensors = stored_layout(model), unique_tensors(model)
+        numbers = (tensors[stored.name].reshape(-1)[stored.numbers] for stored in layout.values())
+        return PolicySource(model.config, tokenizer, shapes_of(layout), numbers)
 
 
 class Shards(Protocol):
@@ -218,7 +219,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path
 
     Raises ValueError for a model whose family or dtypes `load_policy` would refuse, and OSError.
     """
-    if {tensor.dtype for tensor in unique_tensors(model).values()} != {model.dtype}:
+    if any(tensor.dtype != dtype_of(name, model.dtype) for name, tensor in unique_tensors(model).items()):
         raise ValueError("a policy's tensors must share one dtype: float32, bfloat16 or float16")
     write_policy(PolicySource.of_model(model, tokenizer), path, dtype=model.dtype)
 
@@ -240,8 +241,10 @@ def write_policy(source: PolicySource, path: Path, *, dtype: torch.dtype) -> Non
     try:
         with temporary.open("wb") as file:
             file.write(header)
-            written = write_numbers(file, source.numbers, dtype=dtype)
-            if written != (declared := sum(map(math.prod, shapes.values()))):
+            counts = {name: math.prod(shape) for name, shape in shapes.items()}
+            tensors = ((count, dtype_of(name, dtype)) for name, count in counts.items())
+            written = write_numbers(file, source.numbers, tensors=tensors)
+            if written != (declared := sum(counts.values())):
                 raise ValueError(f"tensors of {declared} numbers cannot be made of {written}")
             file.flush()
             os.fsync(file.fileno())
@@ -269,7 +272,7 @@ def load_policy(
     where: Shards = shards or _Whole(torch.device(device))
     with reading_errors(path):
         blueprint, skeleton, stored = _read_blueprint(path)
-        model: Any = skeleton if dtype is None else skeleton.to(dtype)  # type: ignore[arg-type]  # its stub
+        model = skeleton if dtype is None else cast(skeleton, dtype)
         if where.size > 1:
             probe_shapes(model)
         prepare(model)
@@ -322,11 +325,13 @@ def _read_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor], sh
 
     A probe of two tokens would not find them all.
     """
+    layout, tensors = stored_layout(model), unique_tensors(model)
     names, faulty = sorted(stored), -1
-    tensors = unique_tensors(model)
     for at, name in enumerate(names):
-        part, first = shards.own_part(tensors[name])
-        if not read_into(part, stored[name], first=first):
+        part = layout[name]
+        own, first = shards.own_part(tensors[part.name])
+        begin, end = max(part.first, first), min(part.numbers.stop, first + len(own))
+        if begin < end and not read_into(own[begin - first : end - first], stored[name], first=begin - part.first):
             faulty = at
             break
     faulty = int(shards.largest(torch.tensor([faulty])))
@@ -346,12 +351,12 @@ def _read_blueprint(path: Path) -> tuple[Blueprint, PreTrainedModel, dict[str, S
     metadata, stored = read_header(path)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     config = parse_config(metadata["config"], tensors=len(shapes))
-    dtype = getattr(torch, DTYPES[next(iter(stored.values())).dtype])
+    dtype = stored_dtype(stored)
     if config.dtype != dtype:
         raise MalformedPolicy(f"holds {dtype}, but its configuration says {config.dtype}", code="wrong_tensors")
     tokenizer = parse_tokenizer(metadata["tokenizer"], metadata["tokenizer_config"], vocabulary=config.vocab_size)
     skeleton = build_skeleton(config, dtype=dtype)
-    _check_shapes({name: tuple(tensor.shape) for name, tensor in unique_tensors(skeleton).items()}, shapes)
+    _check_shapes(shapes_of(stored_layout(skeleton)), shapes)
     parameters = sum(map(math.prod, shapes.values()))
     return Blueprint(config, tokenizer, eos_ids_of(config, tokenizer), parameters), skeleton, stored
 

@@ -29,9 +29,10 @@ from transformers import (
 
 from node.policy.config import ATTENTION, DTYPES, FAMILIES, config_fields, parse_config, render_config
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES
+from node.policy.families import ATTENTION_FAMILIES, Family
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
+from node.policy.layout import EXACT, shapes_of, stored_aliases, stored_layout
 from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, unique_tensors
 from node.policy.streaming import read_numbers
 from node.policy.tokenizer import (
@@ -70,6 +71,8 @@ MAX_BYTES: Final = {
 }
 """Limits of the files that are parsed, by swarmproof or transformers, checked before."""
 MAX_END_MARKS: Final = 64
+MAX_DRAFTS: Final = 16
+"""Layers that predict further tokens; published models have one."""
 
 _OTHER_TOKENIZER: Final = "bring the tokenizer of this model"
 
@@ -133,7 +136,7 @@ class ModelFolder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of all weights; float32 where they have several."""
-        names = {DTYPES[tensor.dtype] for tensor in self.tensors.values()}
+        names = {DTYPES[tensor.dtype] for name, tensor in self.tensors.items() if not name.endswith(EXACT)}
         found: torch.dtype = getattr(torch, names.pop() if len(names) == 1 else "float32")
         return found
 
@@ -157,8 +160,8 @@ class ModelFolder:
 
     def source(self) -> PolicySource:
         """Return what the policy file is made of, weights read as they are written."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in unique_tensors(self.skeleton).items()}
-        numbers = itertools.chain.from_iterable(read_numbers(self.tensors[name]) for name in sorted(shapes))
+        shapes = shapes_of(stored_layout(self.skeleton))
+        numbers = itertools.chain.from_iterable(read_numbers(self.tensors[name]) for name in shapes)
         return PolicySource(self.config, self.tokenizer, shapes, numbers)
 
 
@@ -174,6 +177,7 @@ def open_folder(folder: Path) -> ModelFolder:
     _check_fields(folder / CONFIG, values)
     tensors = read_weights(folder)
     config = _parse_config(folder, values["model_type"], tensors=len(tensors))
+    tensors = _without_drafts(tensors, config)
     tokenizer = _check_tokenizer(folder, vocabulary=config.vocab_size)
     config.eos_token_id = end_marks(folder, config, tokenizer)
     try:
@@ -183,9 +187,8 @@ def open_folder(folder: Path) -> ModelFolder:
             folder / CONFIG, f"cannot become a policy: {error}; correct eos_token_id", code=error.code
         ) from error
     skeleton = _build(folder, config)
-    state = skeleton.state_dict(keep_vars=True)
-    required = unique_tensors(skeleton).keys()
-    check_tensors(folder, tensors, family=config.model_type, state=state, required=required)
+    shapes = shapes_of(stored_layout(skeleton))
+    check_tensors(folder, tensors, family=config.model_type, shapes=shapes, aliases=stored_aliases(skeleton))
     return ModelFolder(config, tokenizer, skeleton, tensors, ends)
 
 
@@ -279,10 +282,14 @@ def _check_fields(path: Path, values: Mapping[str, Any]) -> None:
                 f"{consequence} ({name}): take the original weights of a supported family",
                 code="unsupported_model",
             )
-    former = ATTENTION_FAMILIES[family].former if family in ATTENTION_FAMILIES else frozenset[str]()
-    known = config_fields(CONFIG_MAPPING[family]) | _FORMER_FIELDS | former
+    row, config_class = ATTENTION_FAMILIES.get(family, Family()), CONFIG_MAPPING[family]
+    known = config_fields(config_class) | set(config_class.attribute_map.values()) | _FORMER_FIELDS | row.former
     # What is null or false is switched off, as it is where nobody knows it.
-    unknown = sorted(name for name, value in values.items() if name not in known and value not in (None, False))
+    unknown = sorted(
+        name
+        for name, value in values.items()
+        if name not in known and value not in (None, False) and value not in row.fixed.get(name, ())
+    )
     if unknown:
         raise _bad(
             path,
@@ -307,6 +314,15 @@ def _parse_config(folder: Path, family: str, *, tensors: int) -> PreTrainedConfi
         raise _bad(
             path, f"cannot become a policy: {error}; take another model, or change it", code=error.code
         ) from error
+
+
+def _without_drafts(tensors: Mapping[str, StoredTensor], config: PreTrainedConfig) -> dict[str, StoredTensor]:
+    """Leave out the layers behind the last one that predict further tokens, which no run draws with or trains."""
+    count = min(getattr(config, "num_mtp_layers", 0), MAX_DRAFTS)
+    if count:
+        config.num_mtp_layers = 0
+    drafts = tuple(f"model.layers.{config.num_hidden_layers + layer}." for layer in range(count))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(drafts)} if drafts else {**tensors}
 
 
 def _check_tokenizer(folder: Path, *, vocabulary: int) -> PreTrainedTokenizerFast:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from node.policy.config import DTYPES
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
+from node.policy.layout import EXACT, dtype_of
 from node.policy.weights import ITEM_BYTES, MAX_HEADER_BYTES, StoredTensor
 
 FORMAT = "policy/1"
@@ -38,7 +39,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return a policy's metadata and its tensors, which have one dtype; raises as `stored_tensors`."""
+    """Return a policy's metadata and its tensors; raises as `stored_tensors`."""
     with reading_errors(path):
         data_start = _check_length(path)
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -67,12 +68,13 @@ def render_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, me
 
     safetensors' own metadata order varies between calls.
     """
-    (name_of_dtype,) = (name for name, torch_name in DTYPES.items() if torch_name == str(dtype)[6:])
+    stored_as = {torch_name: name for name, torch_name in DTYPES.items()}
     entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": name_of_dtype, "shape": list(shape), "data_offsets": [start, end]}
+        own = dtype_of(name, dtype)
+        start, end = end, end + math.prod(shape) * own.itemsize
+        entries[name] = {"dtype": stored_as[str(own)[6:]], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -98,9 +100,19 @@ def _declared_tensors(file: Any, path: Path, data_start: int) -> dict[str, Store
         part = file.get_slice(name)
         stored[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()), start)
         start += stored[name].count * ITEM_BYTES.get(stored[name].dtype, 0)
-    dtypes = {tensor.dtype for tensor in stored.values()}
+    stored_dtype(stored)
+    return stored
+
+
+def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Return the dtype of a policy by its tensors; raises MalformedPolicy unless all have theirs of it."""
+    dtypes = {tensor.dtype for name, tensor in stored.items() if not name.endswith(EXACT)}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
         raise MalformedPolicy(
             f"tensors must have one dtype of {sorted(DTYPES)}, not {sorted(dtypes)}", code="wrong_tensors"
         )
-    return stored
+    for name, tensor in stored.items():
+        if name.endswith(EXACT) and tensor.dtype != "F32":
+            raise MalformedPolicy(f"{name[:200]!r} has {tensor.dtype}, and always F32", code="wrong_tensors")
+    found: torch.dtype = getattr(torch, DTYPES[dtypes.pop()])
+    return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from node.policy.layout import dtype_of, stored_layout
 from node.policy.products import LogitRule, OutputHead
 from node.policy.reading import OpenPolicy
 from node.policy.skeleton import build_skeleton, fill_buffers, unique_tensors
@@ -38,6 +39,9 @@ class LayeredModel:
         model.train(False)
         base = model.base_model
         self._file, self._rounded, self._dtype, self._alter = file, rounded, dtype, alter
+        self._parts: dict[str, dict[str, slice]] = {}
+        for stored, part in stored_layout(model).items():
+            self._parts.setdefault(part.name, {})[stored] = part.numbers
         self._names = {id(tensor): name for name, tensor in unique_tensors(model).items()}
         self._embedding, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
         self._embedding.padding_idx = None  # for gradients alone, and no row of the table that is read here
@@ -87,22 +91,27 @@ class LayeredModel:
             states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
         return states
 
-    def _weights(
-        self, module: nn.Module, *, dtype: torch.dtype | None = None, altered: bool = False
-    ) -> dict[str, Tensor]:
+    def _weights(self, module: nn.Module, *, altered: bool = False) -> dict[str, Tensor]:
         """Read the weights of one module, by its own names."""
-        found = {}
-        for local, parameter in module.named_parameters():
-            weight = self._file.read(self._names[id(parameter)], dtype=dtype or self._dtype)
-            self._convert(weight, self._alter if altered and weight.ndim == 2 else None)
-            found[local] = weight
-        return found
+        return {
+            local: self._read(self._names[id(tensor)], tensor.shape, altered=altered)
+            for local, tensor in module.state_dict(keep_vars=True).items()
+        }
+
+    def _read(self, name: str, shape: torch.Size, *, altered: bool) -> Tensor:
+        """Read one tensor of the model, of all its parts in the file."""
+        dtype = dtype_of(name, self._dtype)
+        weight = self._file.read(self._parts[name], shape=shape, dtype=dtype)
+        if dtype == self._dtype:
+            self._convert(weight, self._alter if altered and weight.ndim > 1 else None)
+        return weight
 
     def _convert(self, weight: Tensor, alter: Alter | None) -> None:
         """Round, and alter, a weight in place."""
         if weight.dtype == self._rounded and alter is None:
             return
-        for rows in torch.split(weight, max(1, PIECE_NUMBERS // weight[0].numel())):
+        matrix = weight.flatten(0, -2) if weight.ndim > 1 else weight  # every expert's rows
+        for rows in torch.split(matrix, max(1, PIECE_NUMBERS // matrix[0].numel())):
             rows.copy_(rows.to(self._rounded))
             if alter is not None:
                 rows.copy_(alter(rows.float()).to(self._rounded))

@@ -9,7 +9,7 @@ import secrets
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -128,14 +128,20 @@ class OpenPolicy:
         """A name that the open file has, even after the one it was opened by is deleted."""
         return Path(f"/proc/self/fd/{self._file}")
 
-    def read(self, name: str, *, dtype: torch.dtype) -> Tensor:
-        """Read a tensor, cast to `dtype`, a piece of the file in memory at a time; raises UnreadablePolicy.
+    def read(self, parts: Mapping[str, slice], *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Read a tensor [shape], cast to `dtype`, of whose flat numbers each part, by its name in the file, has some.
 
-        The file is read and not mapped: mapped pages would count as this process's memory.
+        A piece of the file is in memory at a time: it is read and not mapped, since mapped pages would count as this
+        process's memory. Raises UnreadablePolicy.
         """
+        weight = torch.empty(*shape, dtype=dtype, device=self.device)
+        for name, numbers in parts.items():
+            self._read_into(weight.view(-1)[numbers], name)
+        return weight
+
+    def _read_into(self, flat: Tensor, name: str) -> None:
         stored = self._stored[name]
-        weight = torch.empty(stored.shape, dtype=dtype, device=self.device)
-        flat, at, item = weight.view(-1), 0, ITEM_BYTES[stored.dtype]
+        at, item = 0, ITEM_BYTES[stored.dtype]
         buffer = torch.empty(min(stored.count * item, PIECE_BYTES), dtype=torch.uint8)
         while at < stored.count:
             piece = buffer[: (stored.count - at) * item]
@@ -143,7 +149,6 @@ class OpenPolicy:
             numbers = piece.view(getattr(torch, DTYPES[stored.dtype]))
             flat[at : at + len(numbers)].copy_(numbers)
             at += len(numbers)
-        return weight
 
     def read_rows(self, name: str, rows: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Read these rows of a tensor as [rows, ...], cast to `dtype`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from node.policy.attention import kernel_of
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
+from node.policy.experts import SORTED, use_exact_routers
 from node.policy.families import PROJECTIONS
 from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
@@ -20,7 +22,8 @@ from node.policy.products import use_blocks
 def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model on the meta device, from this machine's classes only; raises MalformedPolicy."""
     build: Any = AutoModelForCausalLM.from_config
-    kernel = {"attn_implementation": kernel_of(config)} if config.model_type in ATTENTION else {}
+    has_attention = config.model_type in ATTENTION
+    kernel = {"attn_implementation": kernel_of(config), "experts_implementation": SORTED} if has_attention else {}
     try:
         with torch.device("meta"):
             # transformers makes the dtype it is given that of all threads meanwhile: whoever computes beside this
@@ -31,9 +34,10 @@ def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTraine
             model.config.dtype = dtype
     except Exception as error:
         raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
-    if kernel:
+    if has_attention:
         _check_buffers(model)
     use_blocks(model)
+    use_exact_routers(model)
     return model
 
 
@@ -52,6 +56,13 @@ def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
     return {name: state[name] for name in first.values()}
+
+
+def layer_matrices(model: nn.Module) -> Iterator[Tensor]:
+    """Yield views of the layers' matrices [rows, in], those of a layer's experts as one."""
+    for name, weight in model.named_parameters():
+        if ".layers." in name and (weight.ndim == 2 or (weight.ndim == 3 and ".experts." in name)):
+            yield weight.flatten(0, -2)
 
 
 def projections(model: nn.Module) -> dict[str, nn.Linear]:

@@ -89,15 +89,19 @@ def read_into(target: Tensor, stored: StoredTensor, *, first: int = 0) -> bool:
     return True
 
 
-def write_numbers(file: BinaryIO, tensors: Iterable[Tensor], *, dtype: torch.dtype) -> int:
-    """Write the numbers of each tensor in turn, cast to `dtype`, and return how many; raises OSError.
+def write_numbers(file: BinaryIO, pieces: Iterable[Tensor], *, tensors: Iterable[tuple[int, torch.dtype]]) -> int:
+    """Write `tensors`, each so many numbers in a dtype, made of `pieces`; return how many were written.
 
-    A tensor is released before the next one is taken from `tensors`.
+    No piece has numbers of two tensors, and each is released before the next one is taken. Raises OSError.
     """
-    written = 0
-    for tensor in tensors:
-        written += _write(file, tensor.detach(), dtype)
-        del tensor
+    waiting, written = iter(tensors), 0
+    left, dtype = 0, torch.float32
+    for piece in pieces:
+        while left <= 0 < piece.numel():
+            left, dtype = next(waiting, (piece.numel(), dtype))
+        left -= piece.numel()
+        written += _write(file, piece.detach(), dtype)
+        del piece
     return written
 
 

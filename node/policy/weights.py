@@ -6,11 +6,11 @@ Nothing is unpickled, and no weight is read but by `same_numbers`. Every header 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -176,15 +176,15 @@ def check_tensors(
     tensors: Mapping[str, StoredTensor],
     *,
     family: str,
-    state: Mapping[str, Any],
-    required: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
 ) -> None:
-    """Compare the stored tensors with a model's `state` dict, whose `required` names are each another tensor.
+    """Compare the stored tensors with a model's `shapes`; `aliases` are further names of some of these.
 
     A shared one may be stored under each of its names. Raises MalformedPolicy (`wrong_tensors`).
     """
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for name in sorted(set(required) - tensors.keys()):
+    expected = {**shapes, **{name: shapes[known] for name, known in aliases.items()}}
+    for name in sorted(shapes.keys() - tensors.keys()):
         raise _wrong(folder, f"lacks tensor {name!r} of a {family} model", advice="bring all of its weights")
     for name, stored in sorted(tensors.items()):
         if name not in expected and _is_derived(name):
@@ -195,15 +195,13 @@ def check_tensors(
         if stored.shape != expected[name]:
             fault += f" of shape {list(stored.shape)}, where {CONFIG} says {list(expected[name])}"
             raise _wrong(stored.file, fault, advice=_OTHER_CONFIG)
-    _check_shared(folder, state, tensors)
+    _check_shared(folder, aliases, tensors)
 
 
-def _check_shared(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+def _check_shared(folder: Path, aliases: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse two different tensors where the model has one: transformers would untie them, and no reader does."""
-    first: dict[int, str] = {}
-    for name, tensor in state.items():
-        known = first.setdefault(id(tensor), name)
-        if known != name and name in tensors and not same_numbers(tensors[known], tensors[name]):
+    for name, known in aliases.items():
+        if name in tensors and not same_numbers(tensors[known], tensors[name]):
             fault = f"ties {name!r} to {known!r}, and the weights have two different ones"
             raise _wrong(folder / CONFIG, fault, advice="set tie_word_embeddings to false")
 

@@ -23,6 +23,7 @@ from node.policy.errors import PolicyError
 from node.policy.file import Policy, load_policy
 from node.policy.layers import Alter, LayeredModel
 from node.policy.reading import OpenPolicy
+from node.policy.skeleton import layer_matrices
 from node.protocol.admission import GAIN_ERRORS
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout, toploc_bytes
@@ -136,9 +137,8 @@ def altered(policy: Policy, alter: Alter) -> Policy:
     """Copy the policy to compute in float32, with the matrices of its layers changed by `alter` and rounded again."""
     exact = policy.in_float32()
     with torch.no_grad():
-        for name, weight in exact.model.named_parameters():
-            if weight.ndim == 2 and ".layers." in name:
-                weight.copy_(alter(weight).to(next(policy.model.parameters()).dtype))
+        for weight in layer_matrices(exact.model):
+            weight.copy_(alter(weight).to(policy.model.dtype))
     return exact
 
 

@@ -19,6 +19,7 @@ from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environments
 from node.episodes.conversation import asking, graded, turn_rules
 from node.policy.file import Blueprint, Policy, render_prompt
+from node.policy.skeleton import layer_matrices
 from node.protocol.messages import Lease, candidate_of
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
@@ -164,9 +165,8 @@ class Workshop:
 @torch.no_grad()
 def _change(policy: Policy, change: Change) -> None:
     """Apply `coordinator.calibration.cheats.alter` in memory."""
-    for name, weight in policy.model.named_parameters():
-        if weight.ndim == 2 and ".layers." in name:
-            weight.copy_(change(weight))
+    for weight in layer_matrices(policy.model):
+        weight.copy_(change(weight))
 
 
 @dataclass(eq=False)

@@ -27,6 +27,7 @@ from coordinator.training.initial import initial_policy
 from node.cli import main
 from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import load_policy, render_prompt, save_policy, write_policy
+from node.policy.layout import dtype_of
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec
@@ -117,7 +118,8 @@ def test_transformers_loads_the_policy_bit_for_bit(case: str, tmp_path: Path) ->
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected, state = policy.model.state_dict(), found.state_dict()
     assert state.keys() == expected.keys()
-    assert all(state[name].dtype == torch.bfloat16 and torch.equal(state[name], expected[name]) for name in state)
+    assert all(state[name].dtype == dtype_of(name, torch.bfloat16) for name in state)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
     tied = policy.config.tie_word_embeddings
     assert (found.get_output_embeddings().weight is found.get_input_embeddings().weight) == tied
     ends = found.generation_config.eos_token_id

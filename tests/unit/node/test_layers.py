@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,8 @@ class Counting(OpenPolicy):
         super().__init__(path)
         self.alive, self.most = 0, 0
 
-    def read(self, name: str, *, dtype: torch.dtype) -> Tensor:
-        weight = super().read(name, dtype=dtype)
+    def read(self, parts: Mapping[str, slice], *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        weight = super().read(parts, shape=shape, dtype=dtype)
         self.alive += weight.nbytes
         self.most = max(self.most, self.alive)
         weakref.finalize(weight, self._released, weight.nbytes)

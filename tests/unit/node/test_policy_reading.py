@@ -65,15 +65,15 @@ def test_weights_stay_readable_while_they_are_in_use(tiny_policy_path: Path, tmp
     file, stored = OpenPolicy(path), load_file(path)
     path.unlink()
     for name, weight in stored.items():
-        assert torch.equal(file.read(name, dtype=torch.float32), weight)
-        assert torch.equal(file.read(name, dtype=torch.bfloat16), weight.bfloat16())
+        assert torch.equal(file.read({name: slice(None)}, shape=weight.shape, dtype=torch.float32), weight)
+        assert torch.equal(file.read({name: slice(None)}, shape=weight.shape, dtype=torch.bfloat16), weight.bfloat16())
 
 
 def test_weights_larger_than_a_piece_are_read_whole(tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
     file = OpenPolicy(tiny_policy_path)
     for name, weight in load_file(tiny_policy_path).items():
-        assert torch.equal(file.read(name, dtype=torch.float32), weight)
+        assert torch.equal(file.read({name: slice(None)}, shape=weight.shape, dtype=torch.float32), weight)
 
 
 def test_a_file_that_has_become_shorter_fails_the_machine_and_not_the_policy(
@@ -84,8 +84,8 @@ def test_a_file_that_has_become_shorter_fails_the_machine_and_not_the_policy(
     file = OpenPolicy(path)
     os.truncate(path, 200_000)
     with pytest.raises(UnreadablePolicy, match="shorter"):
-        for name in load_file(tiny_policy_path):
-            file.read(name, dtype=torch.float32)
+        for name, weight in load_file(tiny_policy_path).items():
+            file.read({name: slice(None)}, shape=weight.shape, dtype=torch.float32)
 
 
 def test_a_file_that_is_missing_is_unreadable(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_header_that_loads_is_read_piece_by_piece_as_well(tiny_policy_path: Pa
     policy, file = load_policy(path, dtype=torch.float32), OpenPolicy(path)
     assert policy.parameters == file.blueprint.parameters
     for name, weight in stored.items():
-        assert torch.equal(file.read(name, dtype=torch.float32), weight)
+        assert torch.equal(file.read({name: slice(None)}, shape=weight.shape, dtype=torch.float32), weight)
 
 
 def test_rows_of_a_weight_are_read_in_the_order_asked_for(tiny_policy_path: Path) -> None:
