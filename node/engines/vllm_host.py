@@ -27,6 +27,7 @@ import psutil
 from node.engines import vllm_processes
 from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy
 from node.engines.vllm_settings import VllmSettings, make_plan
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Blueprint
 from node.policy.reading import inspect_once
 from node.protocol.run import RunSpec
@@ -160,10 +161,16 @@ class VllmHost:
 
     def _write_config(self, folder: Path, blueprint: Blueprint) -> None:
         """Write our checked configuration for vLLM."""
-        config = blueprint.config.to_dict() | {
-            "architectures": [_architecture(blueprint)],
-            "dtype": self._spec.model.dtype,
-        }
+        # vLLM asks for fields that a family's own configuration class leaves out, since they have one value.
+        fixed = {name: values[0] for name, values in ATTENTION_FAMILIES[blueprint.config.model_type].fixed.items()}
+        config = (
+            fixed
+            | blueprint.config.to_dict()
+            | {
+                "architectures": [_architecture(blueprint)],
+                "dtype": self._spec.model.dtype,
+            }
+        )
         (folder / "config.json").write_text(json.dumps(config))
 
     def _remove_other_policies(self, folder: Path) -> None:

@@ -134,6 +134,10 @@ class ProvingWorker:
             # packed copy of the old weights.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+            # On a CPU vLLM packs the experts of a mixture when it loads them first, and takes them for packed after.
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and self.model_runner.device.type == "cpu":
+                kernel.fused_experts.process_weights_after_loading(module)
         _recorders[0].version = version
 
     def swarmproof_take(self, wanted: list[list[Any]]) -> bytes:
