@@ -28,6 +28,8 @@ KINDS: Final = (
     CurveKind("clip_fraction", "Clipped", "share of tokens beyond the clip range"),
     CurveKind("grad_norm", "Gradient norm", "before it is clipped, mean over updates"),
     CurveKind("staleness", "Staleness", "steps between drawing and training"),
+    CurveKind("busiest_expert", "Busiest expert", "share of tokens that meet it, mean over layers"),
+    CurveKind("expert_entropy", "Balance of experts", "1 where all are chosen as often, 0 where it is always one"),
 )
 KEYS: Final = frozenset(kind.key for kind in KINDS)
 REWARD_OF: Final = "reward/"

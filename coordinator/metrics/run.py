@@ -54,6 +54,10 @@ _STEP_FIGURES = {
         "swarmproof_step_logprob_gap_nats",
         "Mean difference of the log-probabilities of that step's tokens: the trainer's and the verifier's.",
     ),
+    "busiest_expert": (
+        "swarmproof_step_busiest_expert_ratio",
+        "Share of that step's tokens that met the busiest expert of a layer, mean over the layers.",
+    ),
     "learning_rate": ("swarmproof_step_learning_rate", "Learning rate of the newest finished step."),
     "tokens": ("swarmproof_step_tokens", "Tokens that the newest finished step trained on."),
     "groups_kept": ("swarmproof_step_groups_used", "Groups of that step that taught something: not all of one reward."),

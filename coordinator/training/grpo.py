@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from coordinator.metrics.curves import REWARD_OF
 from coordinator.training import recipe
 from coordinator.training.attention import packed_attention
+from coordinator.training.balance import ExpertLoad, counted_experts
 from coordinator.training.groups import Group, Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.lora import without_adapters
@@ -78,15 +79,17 @@ def train_step(
     scored, kept = [each for one in by_group for each in one], sum(1 for one in by_group if one)
     stats = Statistics()
     set_training(model)
-    updates = Updates(model, reference, teacher, spec, execution, stats, before_update, load_loss(training))
+    loss = load_loss(training)
     recurrent = isinstance(model, RecurrentForCausalLM)
-    with repeatable(execution.world.device), packed_attention(model, reference, teacher):
+    device = execution.world.device
+    with repeatable(device), packed_attention(model, reference, teacher), counted_experts(model) as experts:
+        updates = Updates(model, reference, teacher, spec, execution, stats, experts, before_update, loss)
         for samples in split(scored, training.minibatches):
             lengths = [len(each.sample.completion_ids) for each in samples]
             divisor = recipe.loss_divisor(lengths, training=training, most=spec.sampling.max_new_tokens)
             rows = pack(samples, row_tokens=execution.row_tokens, recurrent=recurrent)
             updates.update(optimizer, rows, divisor=divisor)
-    means = stats.means(execution.world)
+        means = stats.means(execution.world) | experts.means(execution.world)
     rewards = [reward for group in groups for reward in group.rewards]
     reward, apart = math.fsum(rewards) / max(1, len(rewards)), environment_rewards(groups, spec)
     if execution.world.is_first:
@@ -180,6 +183,7 @@ class Updates:
     spec: RunSpec
     execution: Execution
     stats: Statistics
+    experts: ExpertLoad
     before_update: Callable[[], object]
     loss: CustomLoss | None
 
@@ -209,6 +213,7 @@ class Updates:
     def _backward(self, row: PackedRow, *, divisor: float) -> RowSums:
         """Accumulate a row's part of the gradient of the minibatch's loss."""
         training, temperature = self.spec.training, self.spec.sampling.temperature
+        self.experts.is_counting = bool(row.weight.any())  # a filler row is there for the other processes alone
         states_ND, reference_N, teacher_N = self._forward(row)
         log_ratio_N, own = self._of_completions(states_ND, row, reference_N, divisor=divisor)
 

@@ -25,6 +25,7 @@ from benchmarks.modelling.families import small_model
 from coordinator.run.home import Home
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.teacher import TEACHER
+from node.policy.families import TINY_HIDDEN
 from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import make_tokenizer
@@ -78,7 +79,7 @@ def launched(state: Path, processes: int, **arguments: object) -> list[dict[str,
 def beginning(folder: Path, family: str = "tiny") -> Path:
     folder.mkdir()
     for seed, name in ((1, "policy-0.safetensors"), (2, TEACHER)):
-        model = MAKERS[family](seed) if family in MAKERS else small_model(family, seed=seed)
+        model = MAKERS[family](seed) if family in MAKERS else small_model(family, seed=seed, hidden_size=TINY_HIDDEN)
         save_policy(model, make_tokenizer(), folder / name)
     return folder
 
@@ -109,8 +110,9 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
             {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, (2,), 1e-5, "tiny", marks=pytest.mark.nightly
         ),
         pytest.param({}, (2,), 1e-5, "finch", marks=pytest.mark.nightly),
+        ({}, (3,), 1e-5, "glm4_moe"),
     ],
-    ids=["plain", "muon", "recurrent", "frames", "lora", "teacher", "terms", "finch"],
+    ids=["plain", "muon", "recurrent", "frames", "lora", "teacher", "terms", "finch", "experts"],
 )
 def test_several_processes_have_the_loss_curve_of_one(
     tmp_path: Path, recipe: dict[str, object], sizes: tuple[int, ...], atol: float, family: str
@@ -125,7 +127,7 @@ def test_several_processes_have_the_loss_curve_of_one(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["tiny", "finch", "gemma2"])
+@pytest.mark.parametrize("family", ["tiny", "finch", "gemma2", "glm4_moe"])
 def test_a_shared_vocabulary_has_the_gradients_of_a_whole_one(tmp_path: Path, family: str) -> None:
     """Of a tied head and one of its own, over 128 ids that three do not divide evenly: each id is one process's.
     Gemma scales what it looks up, and caps its logits.

@@ -28,6 +28,7 @@ from coordinator.training.recipe import (
     token_losses,
     token_ratios,
 )
+from node.policy.experts import routers
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
 
@@ -484,3 +485,22 @@ def test_a_configuration_with_dropout_trains_like_one_without(family):
         train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0)
         trained.append(weights(model))
     assert same(*trained)
+
+
+def test_a_step_says_how_evenly_its_tokens_meet_the_experts():
+    """A router that collapses shows in no loss; of a policy without experts there is nothing to say."""
+    model = small_model("mixtral")
+    shares = []
+    for _ in range(2):
+        spec = run_spec(learning_rate=0.0)
+        stats = train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0)
+        shares.append((stats["busiest_expert"], stats["expert_entropy"]))
+        for router in routers(model):
+            with torch.no_grad():
+                router.weight.zero_()  # equal scores, of which the same two are always the largest
+    assert shares[1] == pytest.approx((1.0, math.log(2) / math.log(4)))
+    assert 0.5 <= shares[0][0] < 1.0
+    assert shares[1][1] < shares[0][1] <= 1.0
+    plain = small_model("llama")
+    stats = train_step(plain, make_optimizer(plain, spec.training), batch(plain), spec=spec, step=0)
+    assert not any("expert" in name for name in stats)
