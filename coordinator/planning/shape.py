@@ -1,7 +1,7 @@
 """A model's sizes, counted on the modules that its config.json builds on the meta device: no weight is read.
 
-A config that this release can run is judged as a policy file's is. One with experts is counted as well, though no run
-can begin with it (`ModelShape.runs_here`); any other is refused.
+A config that this release can run is judged as a policy file's is. One with experts of another family is counted as
+well, though no run can begin with it (`ModelShape.runs_here`); any other is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     `active` are the parameters that one token meets, `matrices` those that Muon would train. FSDP gathers each layer as
     one (`largest_layer`), and embeddings, head and last norm together (`outside_layers`). `projections` are the layers
     that can have adapters, with the inputs and outputs of all of one name. `feed_forward` is the width that one token
-    meets, of all its experts.
+    meets, of all its experts. `latent` is what a cache has of a token and layer, where
+    the heads share it; 0 where it has keys and values of each.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     heads: int
     kv_heads: int
     head_dim: int
+    latent: int
     has_head_norms: bool
     vocabulary: int
     positions: int
@@ -144,7 +146,11 @@ def _count(
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in base.layers]
     routed = sum(tensor.numel() for key, tensor in tensors.items() if _EXPERTS in key)
     each = sizes.num_experts_per_tok or 1
-    head_dim = getattr(config, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is None:
+        head_dim = getattr(config, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    else:
+        head_dim, latent = config.qk_nope_head_dim + config.qk_rope_head_dim, latent + config.qk_rope_head_dim
     if sizes.experts:
         feed_forward = (sizes.moe_intermediate_size or sizes.intermediate_size) * (each + (sizes.n_shared_experts or 0))
     else:
@@ -168,6 +174,7 @@ def _count(
         heads=sizes.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or sizes.num_attention_heads,
         head_dim=head_dim,
+        latent=latent or 0,
         has_head_norms=any(key.endswith("q_norm.weight") for key in tensors),
         vocabulary=sizes.vocab_size,
         positions=sizes.max_position_embeddings,
