@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from coordinator.calibration import cheats
 from coordinator.calibration.measure import draw
@@ -18,6 +19,7 @@ from coordinator.calibration.slots import SyntheticSlots
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.errors import NodeError
+from node.policy.experts import routers
 from node.policy.file import Policy
 from node.policy.models.base import RecurrentForCausalLM
 from node.policy.models.frame_action import FrameActionForCausalLM
@@ -36,10 +38,23 @@ BEST_OF = 8
 Groups = list[list[Rollout]]
 
 
-def _memory_cheats(model: object) -> dict[str, Callable[..., TorchEngine]]:
+def _expert_cheats(model: nn.Module) -> dict[str, Callable[..., TorchEngine]]:
+    """Return engines that route otherwise than the policy; none for one without experts."""
+    chosen = [router.top_k for router in routers(model)]
+    if not chosen:
+        return {}
+    fewer: dict[str, Callable[..., TorchEngine]] = {"one expert fewer": cheats.FewerExpertsEngine}
+    return {
+        "an expert dropped": cheats.DroppedExpertEngine,
+        "1 % noise on routers": cheats.NoisyRouterEngine,
+        **(fewer if min(chosen) > 1 else {}),
+    }
+
+
+def _memory_cheats(model: nn.Module) -> dict[str, Callable[..., TorchEngine]]:
     """Return engines whose cache, state or frames deviate from the policy's own."""
     if not isinstance(model, RecurrentForCausalLM):
-        return {"fp8 cache": cheats.Fp8CacheEngine}
+        return {"fp8 cache": cheats.Fp8CacheEngine} | _expert_cheats(model)
     found: dict[str, Callable[..., TorchEngine]] = {
         f"state forgotten every {cheats.RESET_TOKENS} tokens": cheats.StateResetEngine
     }

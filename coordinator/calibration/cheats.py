@@ -19,8 +19,11 @@ from torch import Tensor
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
+from node.policy.experts import routers
 from node.policy.file import Policy, load_policy, save_policy
+from node.policy.layout import cast
 from node.policy.models.base import LENGTH, State, join, select
+from node.policy.skeleton import layer_matrices
 from node.protocol.run import RunSpec
 from node.protocol.sampling import gumbel_noise
 from node.protocol.submission import Rollout, chunk_sizes
@@ -58,10 +61,9 @@ def alter(path: Path, out: Path, change: Change) -> None:
     policy = load_policy(path, dtype=torch.float32)
     stored = torch.bfloat16 if policy.config.dtype == torch.bfloat16 else torch.float32
     with torch.no_grad():
-        for name, weight in policy.model.named_parameters():
-            if weight.ndim == 2 and ".layers." in name:
-                weight.copy_(change(weight))
-    save_policy(policy.model.to(stored), policy.tokenizer, out)  # type: ignore[arg-type]  # its stub
+        for weight in layer_matrices(policy.model):
+            weight.copy_(change(weight))
+    save_policy(cast(policy.model, stored), policy.tokenizer, out)
 
 
 class Chooser:
@@ -129,6 +131,34 @@ class Fp8CacheEngine(TorchEngine):
 
 def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.float8_e4m3fn).to(output.dtype)
+
+
+class FewerExpertsEngine(TorchEngine):
+    """Torch engine whose tokens meet one expert fewer than the policy's router chooses."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        for router in routers(self.policy.model):
+            router.top_k -= 1
+
+
+class DroppedExpertEngine(TorchEngine):
+    """Torch engine without the first expert of each layer, which then adds nothing to a token."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        for name, weight in self.policy.model.named_parameters():
+            if name.endswith(".experts.down_proj"):
+                weight.data[0].zero_()
+
+
+class NoisyRouterEngine(TorchEngine):
+    """Torch engine with 1 % of noise on the routers' weights alone."""
+
+    async def load(self, path: Path, *, version: int) -> None:
+        await super().load(path, version=version)
+        for router in routers(self.policy.model):
+            router.weight.data.copy_(noise(router.weight.data.float()))
 
 
 class _TamperedStateEngine(TorchEngine):

@@ -35,6 +35,13 @@ MEAN_STANDARD_ERRORS = 3.0
 MAX_SURPRISE_NATS = 3.0
 """Nats by which the least likely of n honest sums may exceed the expected log n."""
 
+ROUTED_HEADROOM = 1.5
+"""Multiple of the farthest honest sum of a policy with experts that has to be accepted; of single values its square.
+
+Where rounding has a router choose others, all that attends to the token deviates: seldom, and by far more than a normal
+distribution of what was seen would have it (docs/adr/0033-routing-is-not-carried.md).
+"""
+
 HEADROOM = 2.0
 """Limits of single values are this multiple of the largest honest value seen."""
 
@@ -59,7 +66,7 @@ def single_value_limits(proofs: ProofSpec) -> list[str]:
     return [name for name in MIN_LIMITS if name not in useless]
 
 
-def fit(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> HonestSpec:
+def fit(*workers: Sequence[Group], false_rejections: float, parts: int = 1, headroom: float = 1.0) -> HonestSpec:
     """Fit the level of each statistic that the groups have values of; at least two groups per worker.
 
     Each worker is one machine and kernel, whose deviation never averages out, so levels bound every worker instead of
@@ -70,14 +77,17 @@ def fit(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> H
     differently. A worker that always uses the worst of them is honest too, so the mean is that of its highest part.
 
     Finally, where these levels make a sampled group or completion less likely than MAX_SURPRISE_NATS allows, the shared
-    variance is widened. Raises ValueError for too few groups.
+    variance is widened; so it is until what deviates `headroom` times as far would be accepted. Raises ValueError for
+    too few groups.
     """
     if not workers or any(len(groups) < 2 for groups in workers):
         raise ValueError("fitting levels needs at least two groups per worker")
     spreads = math.sqrt(2 * drift_limit(LimitsSpec(false_rejections=false_rejections)))
+    # Evidence grows with the square of a deviation, or slower.
+    most = math.inf if headroom == 1 else -math.log(false_rejections) / headroom**2
     found = [[[one.statistics for one in group] for group in groups] for groups in workers]
     values = {name: [[[one[name] for one in group] for group in groups] for groups in found] for name in STATISTICS}
-    levels = {name: _fit(every, name, spreads=spreads, parts=parts) for name, every in values.items()}
+    levels = {name: _fit(every, name, spreads=spreads, parts=parts, most=most) for name, every in values.items()}
     # Statistics that the run's proofs lack keep their defaults.
     return HonestSpec(**{name: level for name, level in levels.items() if level is not None})
 
@@ -91,7 +101,7 @@ class _Moments:
 
 
 def _fit(
-    workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str, *, spreads: float, parts: int
+    workers: Sequence[Sequence[Sequence[Sequence[float]]]], name: str, *, spreads: float, parts: int, most: float
 ) -> LevelSpec | None:
     every = [sorted(value for group in groups for values in group for value in values) for groups in workers]
     if not all(every):
@@ -106,7 +116,8 @@ def _fit(
         # A normal quantile `spreads` deviations above a lower mean is that of a narrower normal above the largest.
         shared_variance=max(max(0.0, one.shared_variance**0.5 - (mean - one.mean) / spreads) ** 2 for one in found),
     )
-    return _widen_until_plausible(level, [one for groups in workers for group in groups for one in _sums(group, level)])
+    sums = [one for groups in workers for group in groups for one in _sums(group, level)]
+    return _widen_until_plausible(level, sums, most=most)
 
 
 def _sums(group: Sequence[Sequence[float]], level: LevelSpec) -> list[Total]:
@@ -114,9 +125,9 @@ def _sums(group: Sequence[Sequence[float]], level: LevelSpec) -> list[Total]:
     return [total(values, level) for values in (*group, list(chain.from_iterable(group)))]
 
 
-def _widen_until_plausible(level: LevelSpec, sums: Sequence[Total]) -> LevelSpec:
-    """Widen the variance until every sum is plausible at the corrected significance level."""
-    allowed = math.log(len(sums)) + MAX_SURPRISE_NATS
+def _widen_until_plausible(level: LevelSpec, sums: Sequence[Total], *, most: float) -> LevelSpec:
+    """Widen the variance until every sum is plausible at the corrected significance level, and shows `most` nats."""
+    allowed = min(math.log(len(sums)) + MAX_SURPRISE_NATS, most)
     unlikely = [one for one in sums if evidence(one, level) > allowed]
     if not unlikely:
         return level
@@ -172,14 +183,17 @@ def _mean(sums: Sequence[Sequence[tuple[int, float]]]) -> float:
     return math.fsum(s for group in sums for _, s in group) / count if count else -math.inf
 
 
-def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 1) -> LimitsSpec:
+def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 1, headroom: float = 1.0) -> LimitsSpec:
     """Fit the levels, and single-value limits with HEADROOM above the largest honest value.
+
+    Of a policy whose honest sums may be `headroom` times as far apart (see `fit`), a single value may be its square.
 
     One token may lose MARGIN_MEDIANS medians, and a rollout of ordinary length may have one such token, if the defaults
     allow it. Sketch distances saturate for unrelated states, so twice an honest one may mean nothing: the default
     applies unless it leaves less than half as much headroom.
     """
-    honest, default = fit(*workers, false_rejections=false_rejections, parts=parts), LimitsSpec()
+    honest = fit(*workers, false_rejections=false_rejections, parts=parts, headroom=headroom)
+    default = LimitsSpec()
     levels = LimitsSpec(honest=honest, false_rejections=false_rejections)
     every = [one for groups in workers for group in groups for one in group]
     figures = [one.figures(levels) for one in every]
@@ -188,22 +202,24 @@ def fit_limits(*workers: Sequence[Group], false_rejections: float, parts: int = 
         largest: float = max(getattr(one, figure) for one in figures)
         return largest
 
-    def twice(name: str) -> float:
-        return max(MIN_LIMITS[name], HEADROOM * most(name))
+    multiple = HEADROOM * headroom**2
+
+    def above(name: str) -> float:
+        return max(MIN_LIMITS[name], multiple * most(name))
 
     lost = [margin for one in every for margin in one.margins if margin > 0]
     tail = min(default.token_margin, MARGIN_MEDIANS * statistics.median(lost) if lost else 0.0)
-    token_margin = max(twice("token_margin"), tail)
+    token_margin = max(above("token_margin"), tail)
     one_token = min(default.rollout_margin_mean, token_margin / statistics.median(len(one.margins) for one in every))
     sketch = most("sketch_distance")
     return LimitsSpec(
-        exponent_mismatches=twice("exponent_mismatches"),
-        mantissa_mean=twice("mantissa_mean"),
-        mantissa_median=twice("mantissa_median"),
-        sketch_distance=min(twice("sketch_distance"), max(default.sketch_distance, 1.5 * sketch)),
+        exponent_mismatches=above("exponent_mismatches"),
+        mantissa_mean=above("mantissa_mean"),
+        mantissa_median=above("mantissa_median"),
+        sketch_distance=min(above("sketch_distance"), max(default.sketch_distance, 1.5 * sketch)),
         token_margin=token_margin,
-        rollout_margin_mean=max(MIN_LIMITS["rollout_margin_mean"], HEADROOM * most("margin_mean"), one_token),
-        logprob_error=twice("logprob_error"),
+        rollout_margin_mean=max(MIN_LIMITS["rollout_margin_mean"], multiple * most("margin_mean"), one_token),
+        logprob_error=above("logprob_error"),
         false_rejections=false_rejections,
         honest=honest,
     )

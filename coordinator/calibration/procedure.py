@@ -16,7 +16,15 @@ import msgspec
 import torch
 
 from coordinator.calibration.attempts import Attempts
-from coordinator.calibration.fit import MIN_LIMITS, Group, fit, fit_limits, rounded, single_value_limits
+from coordinator.calibration.fit import (
+    MIN_LIMITS,
+    ROUTED_HEADROOM,
+    Group,
+    fit,
+    fit_limits,
+    rounded,
+    single_value_limits,
+)
 from coordinator.calibration.measure import measure
 from coordinator.calibration.result import CalibrationResult, CheatOutcome, outcome
 from coordinator.calibration.sketch_step import find_step
@@ -30,6 +38,7 @@ from node.commands.engine_options import prefills_maker
 from node.engines.device import find_device
 from node.engines.vllm_settings import VllmSettings
 from node.environments import NO_DATASETS, check_rewards, load_environments
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import inspect_policy, load_policy, save_policy, write_policy
 from node.policy.models import RECURRENT
 from node.policy.reading import OpenPolicy
@@ -47,6 +56,9 @@ STEP_GROUPS = 16
 """Groups per worker for one estimate of the sketch's step."""
 
 STEP_IN_FLIGHT = (8,)
+
+ROUTED_GROUPS = 256
+"""Honest groups of each worker that a policy with experts takes (docs/adr/0033-routing-is-not-carried.md)."""
 
 _FIGURES = {"rollout_margin_mean": "margin_mean"}
 """Figures whose limits have another name."""
@@ -179,8 +191,17 @@ class _Calibration:
         accepted = self._settings.false_rejections
         chance = own.false_rejections if accepted is None else accepted
         parts = len(IN_FLIGHT)
-        found = fit_limits(*honest, false_rejections=chance, parts=parts)
-        levels = fit(*(groups[::2] for groups in honest), false_rejections=chance, parts=parts)
+        family = ATTENTION_FAMILIES.get(self._prefill.blueprint.config.model_type)
+        headroom = ROUTED_HEADROOM if family and family.experts else 1.0
+        if headroom > 1 and self._settings.groups < ROUTED_GROUPS:
+            log.warning(
+                "a policy with experts deviates seldom and far, of which %d groups show little: take %d (--groups)",
+                self._settings.groups,
+                ROUTED_GROUPS,
+            )
+        found = fit_limits(*honest, false_rejections=chance, parts=parts, headroom=headroom)
+        half = (groups[::2] for groups in honest)
+        levels = fit(*half, false_rejections=chance, parts=parts, headroom=headroom)
         found = rounded(msgspec.structs.replace(found, honest=levels))
         changes = {name: getattr(found, name) for name in single_value_limits(self._spec.proofs)}
         limits = msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)

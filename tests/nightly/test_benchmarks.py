@@ -184,6 +184,12 @@ CASES = {
         equal={"hostile_admitted": 0, "honest_slots_rejected": 0},
         sections=["attacks"],
     ),
+    "routing": Case(
+        "--tokens 4 --layers 1 --warm-start 0.01 --groups 4 --cheat-groups 1",
+        "other_experts_bfloat16_most other_experts_float32_most honest_rejected",
+        equal={"other_experts_float32_most": 0},
+        sections=["choices", "caught"],
+    ),
     "sampling": Case(
         "--rounds 1 --vocabulary 1000",
         "warm_up_seconds ours_1_thread_ms_128x1000 ours_mib_128x1000 reference_mib_128x1000 verifier_mib_128x1000",

@@ -7,7 +7,15 @@ import random
 
 import pytest
 
-from coordinator.calibration.fit import MIN_LIMITS, fit, fit_limits, round_up, rounded, single_value_limits
+from coordinator.calibration.fit import (
+    MIN_LIMITS,
+    ROUTED_HEADROOM,
+    fit,
+    fit_limits,
+    round_up,
+    rounded,
+    single_value_limits,
+)
 from coordinator.calibration.trial import try_groups
 from node.protocol.evidence import STATISTICS, add, evidence, evidence_limit
 from node.protocol.run import LimitsSpec, ProofSpec
@@ -154,6 +162,24 @@ def test_a_worker_whose_groups_differ_more_is_not_stopped_because_another_ones_m
 
 
 NO_LIMITS = dict.fromkeys(MIN_LIMITS, 1e9)
+
+
+def test_what_experts_do_to_few_groups_rejects_none_that_deviates_half_as_far_again():
+    """Rounding has a router choose others for one prompt in eighty, and all completions of its group are off."""
+
+    def groups(count, *, seed, far):
+        rng = random.Random(seed)
+        shares = [far if at % 80 == 79 else rng.gauss(0, 0.05) for at in range(count)]
+        return [[rollout(rng, shared=shared) for _ in range(ROLLOUTS)] for shared in shares]
+
+    seen = [groups(80, seed=seed, far=1.0) for seed in (1, 2)]
+    unseen = groups(240, seed=3, far=1.45)
+    plain, routed = (
+        rounded(fit_limits(*seen, false_rejections=1e-6, headroom=headroom)) for headroom in (1.0, ROUTED_HEADROOM)
+    )
+    assert try_groups(unseen, plain).rejected_groups > 0
+    assert try_groups(unseen, routed).rejected_groups == 0
+    assert try_groups(worker_groups(20, seed=4, worker=4.0), routed).rejected_groups == 20
 
 
 def test_a_statistic_without_any_value_has_no_level():
