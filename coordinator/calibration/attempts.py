@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
 
 from coordinator.calibration import cheats
+from coordinator.calibration.architecture_cheats import architecture_edits
 from coordinator.calibration.measure import draw
 from coordinator.calibration.slots import SyntheticSlots
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.errors import NodeError
-from node.policy.experts import routers
 from node.policy.file import Policy
 from node.policy.models.base import RecurrentForCausalLM
 from node.policy.models.frame_action import FrameActionForCausalLM
@@ -38,23 +37,10 @@ BEST_OF = 8
 Groups = list[list[Rollout]]
 
 
-def _expert_cheats(model: nn.Module) -> dict[str, Callable[..., TorchEngine]]:
-    """Return engines that route otherwise than the policy; none for one without experts."""
-    chosen = [router.top_k for router in routers(model)]
-    if not chosen:
-        return {}
-    fewer: dict[str, Callable[..., TorchEngine]] = {"one expert fewer": cheats.FewerExpertsEngine}
-    return {
-        "an expert dropped": cheats.DroppedExpertEngine,
-        "1 % noise on routers": cheats.NoisyRouterEngine,
-        **(fewer if min(chosen) > 1 else {}),
-    }
-
-
-def _memory_cheats(model: nn.Module) -> dict[str, Callable[..., TorchEngine]]:
+def _memory_cheats(model: object) -> dict[str, Callable[..., TorchEngine]]:
     """Return engines whose cache, state or frames deviate from the policy's own."""
     if not isinstance(model, RecurrentForCausalLM):
-        return {"fp8 cache": cheats.Fp8CacheEngine} | _expert_cheats(model)
+        return {"fp8 cache": cheats.Fp8CacheEngine}
     found: dict[str, Callable[..., TorchEngine]] = {
         f"state forgotten every {cheats.RESET_TOKENS} tokens": cheats.StateResetEngine
     }
@@ -71,7 +57,8 @@ class Attempts:
     """Runs every cheat on the same slots, with the torch engine where `policy` is.
 
     `policy` is the run's, stored in `path`; `folder` receives the policies that cheats derive from it. `other` is an
-    unrelated policy with the same tokenizer, for a cheat that draws with it and proves with the right one.
+    unrelated policy with the same tokenizer, for a cheat that draws with it and proves with the right one. `only` names
+    the cheats that are tried, None all.
     """
 
     def __init__(
@@ -85,11 +72,13 @@ class Attempts:
         groups: int,
         threads: int,
         other: Path | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
         self._spec = spec
         self._path = path
         self._folder = folder
         self._other = other
+        self._only = only
         self._slots = slots
         self._threads = threads
         self._device = policy.model.device
@@ -97,6 +86,7 @@ class Attempts:
         self._requests = [slots.requests(slot) for slot in self._numbers]
         self._prover = cheats.Prover(policy, spec)
         self._memory_cheats = _memory_cheats(policy.model)
+        self._edits = architecture_edits(policy.config)
 
     async def groups(self) -> AsyncIterator[tuple[str, Groups]]:
         """Yield each cheat's name and the groups it submits."""
@@ -104,9 +94,11 @@ class Attempts:
             "int8 weights": partial(self._with_weights, int8),
             "int4 weights": partial(self._with_weights, cheats.int4),
             "1 % noise on weights": partial(self._with_weights, cheats.noise),
+            "2 % noise on weights": partial(self._with_weights, partial(cheats.noise, share=0.02)),
             **{
                 name: partial(self._draw, self._requests, engine=engine) for name, engine in self._memory_cheats.items()
             },
+            **{name: partial(self._with_edit, edit) for name, edit in self._edits.items()},
             "temperature x 0.9": partial(self._with_rule, cheats.tempered(0.9)),
             "greedy": partial(self._with_rule, cheats.greedy()),
             "top-p 0.95": partial(self._with_rule, cheats.nucleus(0.95)),
@@ -118,7 +110,8 @@ class Attempts:
         if self._other is not None:
             tries["another model's tokens, right proofs"] = partial(self._prove_other, self._other)
         for name, attempt in tries.items():
-            yield name, await attempt()
+            if self._only is None or name in self._only:
+                yield name, await attempt()
 
     async def _draw(
         self,
@@ -141,8 +134,11 @@ class Attempts:
             await running.close()
 
     async def _with_weights(self, change: cheats.Change) -> Groups:
+        return await self._with_edit(partial(cheats.change_matrices, change=change))
+
+    async def _with_edit(self, edit: cheats.Edit) -> Groups:
         path = self._folder / "altered.safetensors"
-        cheats.alter(self._path, path, change)
+        cheats.rewrite(self._path, path, edit)
         return await self._draw(self._requests, path=path)
 
     async def _with_rule(self, rule: Choose) -> Groups:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
-from node.policy.experts import routers
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layout import cast
 from node.policy.models.base import LENGTH, State, join, select
@@ -35,6 +36,9 @@ from node.verification.proofs import build_proofs
 from node.verification.spans import appraise_spans, spans_of
 
 Change = Callable[[Tensor], Tensor]
+"""Of one matrix [out, in]."""
+Edit = Callable[[PreTrainedModel], object]
+"""Of a whole policy in float32, its weights or its configuration, in place."""
 
 NOISE_SEED = 20
 TARGET = ord("*")
@@ -56,14 +60,24 @@ def noise(weight: Tensor, *, share: float = 0.01) -> Tensor:
     return weight * (1 + share * torch.randn(weight.shape, generator=generator))
 
 
-def alter(path: Path, out: Path, change: Change) -> None:
-    """Write the policy in `path` to `out`, with `change` applied to every matrix of its layers; same dtype."""
+@torch.no_grad()
+def change_matrices(model: PreTrainedModel, change: Change) -> None:
+    """Apply `change` to every matrix of the layers."""
+    for weight in layer_matrices(model):
+        weight.copy_(change(weight))
+
+
+def rewrite(path: Path, out: Path, edit: Edit) -> None:
+    """Write the policy in `path` to `out` after `edit`; same dtype."""
     policy = load_policy(path, dtype=torch.float32)
     stored = torch.bfloat16 if policy.config.dtype == torch.bfloat16 else torch.float32
-    with torch.no_grad():
-        for weight in layer_matrices(policy.model):
-            weight.copy_(change(weight))
+    edit(policy.model)
     save_policy(cast(policy.model, stored), policy.tokenizer, out)
+
+
+def alter(path: Path, out: Path, change: Change) -> None:
+    """Write the policy in `path` to `out`, with `change` applied to every matrix of its layers; same dtype."""
+    rewrite(path, out, partial(change_matrices, change=change))
 
 
 class Chooser:
@@ -120,45 +134,29 @@ def nucleus(share: float) -> Chooser:
 
 
 class Fp8CacheEngine(TorchEngine):
-    """Torch engine with keys and values rounded to 8-bit floating point (E4M3), as a quantised cache would."""
+    """Torch engine with keys and values rounded to 8-bit floating point (E4M3), as a quantised cache would.
+
+    Of multi-head latent attention it is what keys and values are made of, which vLLM's cache holds in their place.
+    """
 
     async def load(self, path: Path, *, version: int) -> None:
         await super().load(path, version=version)
         for name, module in self.policy.model.named_modules():
-            if name.endswith((".k_proj", ".v_proj")):
+            if name.endswith((".k_proj", ".v_proj", ".kv_a_proj_with_mqa")):
                 module.register_forward_hook(_to_fp8)
+            elif name.endswith(".qkv_proj"):
+                config: Any = self.policy.config
+                cached = 2 * config.num_key_value_heads
+                numbers = module.out_features * cached // (config.num_attention_heads + cached)
+                module.register_forward_hook(partial(_last_to_fp8, numbers=numbers))
 
 
 def _to_fp8(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.float8_e4m3fn).to(output.dtype)
 
 
-class FewerExpertsEngine(TorchEngine):
-    """Torch engine whose tokens meet one expert fewer than the policy's router chooses."""
-
-    async def load(self, path: Path, *, version: int) -> None:
-        await super().load(path, version=version)
-        for router in routers(self.policy.model):
-            router.top_k -= 1
-
-
-class DroppedExpertEngine(TorchEngine):
-    """Torch engine without the first expert of each layer, which then adds nothing to a token."""
-
-    async def load(self, path: Path, *, version: int) -> None:
-        await super().load(path, version=version)
-        for name, weight in self.policy.model.named_parameters():
-            if name.endswith(".experts.down_proj"):
-                weight.data[0].zero_()
-
-
-class NoisyRouterEngine(TorchEngine):
-    """Torch engine with 1 % of noise on the routers' weights alone."""
-
-    async def load(self, path: Path, *, version: int) -> None:
-        await super().load(path, version=version)
-        for router in routers(self.policy.model):
-            router.weight.data.copy_(noise(router.weight.data.float()))
+def _last_to_fp8(module: Any, inputs: Any, output: Tensor, *, numbers: int) -> Tensor:
+    return torch.cat([output[..., :-numbers], _to_fp8(module, inputs, output[..., -numbers:])], -1)
 
 
 class _TamperedStateEngine(TorchEngine):

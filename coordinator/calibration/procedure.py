@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -69,8 +69,8 @@ class CalibrationSettings:
     """Calibration settings. `policy` None uses the run's first; `false_rejections` None the run's own.
 
     `engines` are those of workers, `verifier` is that of the run's verifiers; each is made by
-    `node.commands.engine_options`, with `device`, `threads` and the settings `vllm`. `datasets` are the files of the
-    run's datasets, by digest.
+    `node.commands.engine_options`, with `device`, `threads` and the settings `vllm`. `cheats` names those that are
+    tried, None all. `datasets` are the files of the run's datasets, by digest.
     """
 
     engines: Sequence[str] = ("torch",)
@@ -81,6 +81,7 @@ class CalibrationSettings:
     policy: Path | None = None
     groups: int = 128
     cheat_groups: int = 32
+    cheats: Collection[str] | None = None
     false_rejections: float | None = None
     datasets: Mapping[str, Path] = field(default_factory=lambda: NO_DATASETS)
 
@@ -222,6 +223,7 @@ class _Calibration:
             slots=self._slots,
             groups=self._settings.cheat_groups,
             threads=self._settings.threads or 1,
+            only=self._settings.cheats,
         )
         found = {}
         async for name, drawn in attempts.groups():

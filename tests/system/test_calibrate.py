@@ -102,7 +102,7 @@ def test_json_is_one_line_that_programs_can_read(done):
     assert told["limits"]["token_margin"] == written(folder).limits.token_margin
     assert [one["name"] for one in told["honest"]] == ["torch sdpa", "torch eager"]
     assert [one["groups"] for one in told["honest"]] == [6, 6]
-    assert len(told["cheats"]) == 11
+    assert len(told["cheats"]) == 12
     assert {one["groups"] for one in told["cheats"]} == {1}
     assert (folder / "report" / "calibration.json").read_text() == output
     assert len(told["policy"]) == 64

@@ -71,7 +71,7 @@ def test_limits_fitted_to_a_vllm_verifier_keep_honest_work_and_find_other_weight
     assert set(honest) == {"torch sdpa", "torch eager", "vllm"}
     assert {one["rejected_groups"] + one["drifted_groups"] for one in honest.values()} == {0}
     cheats = {one["name"]: one["rejected_groups"] for one in told["cheats"]}
-    assert len(cheats) == 11
+    assert len(cheats) == 12
     for name in ("int8 weights", "int4 weights", "1 % noise on weights", "fp8 cache", "changed prompt"):
         assert cheats[name] == 2, name
     assert not any("--engine torch" in line for line in told["warnings"])

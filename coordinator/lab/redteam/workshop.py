@@ -13,13 +13,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from coordinator.calibration.cheats import Prover
+from coordinator.calibration.cheats import Change, Prover, change_matrices
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import Environment, Problem, load_environments
 from node.episodes.conversation import asking, graded, turn_rules
-from node.policy.file import Blueprint, Policy, render_prompt
-from node.policy.skeleton import layer_matrices
+from node.policy.file import Blueprint, render_prompt
 from node.protocol.messages import Lease, candidate_of
 from node.protocol.run import RunSpec
 from node.protocol.slots import group_seeds, slot_problem
@@ -28,9 +27,6 @@ from node.protocol.turns import Replies, replay
 from node.sampling.forced import choose
 from node.sampling.types import Choice, Choose
 from node.worker.policies import PolicyFeed
-
-Change = Callable[[Tensor], Tensor]
-"""From a matrix of the policy's layers to what is used in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +149,13 @@ class Workshop:
             return
         await engine.load(self._file(version) if recipe.model is None else recipe.model, version=version)
         if recipe.change is not None:
-            _change(engine.policy, recipe.change)
+            change_matrices(engine.policy.model, recipe.change)
 
     def _file(self, version: int) -> Path:
         held = self._feed.get(version)
         if held is None or not held.path.exists():
             raise FileNotFoundError(f"policy {version} is not held")
         return held.path
-
-
-@torch.no_grad()
-def _change(policy: Policy, change: Change) -> None:
-    """Apply `coordinator.calibration.cheats.alter` in memory."""
-    for weight in layer_matrices(policy.model):
-        weight.copy_(change(weight))
 
 
 @dataclass(eq=False)
