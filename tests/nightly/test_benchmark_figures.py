@@ -20,6 +20,8 @@ from waiting import until
 from benchmarks.broadcasting import bad_relay, full, ours
 from benchmarks.broadcasting.delivery import BroadcastFile, BroadcastResult, Setting, WorkerNotServed, deliver
 from benchmarks.broadcasting.processes import NodeEnded, NodeSwarm
+from benchmarks.families import ATTACKS, COLUMNS
+from benchmarks.families import figures_of as family_figures
 from benchmarks.forging import forgers, judging, policies, stages
 from benchmarks.forging.forgers import Window
 from benchmarks.levels import SIZES, figures_of, sampled
@@ -477,3 +479,31 @@ def test_held_out_problems_were_drawn_with_seeds_of_their_own(reasoning):
     drawn = {name: [pool_of(f"{name} 0", 50).entry(at)["question"] for at in range(50)] for name in (WARM, LEARNED)}
     held_out = [pool_of(f"{HELD_OUT} 0", 50).entry(at)["question"] for at in range(50)]
     assert held_out not in drawn.values()
+
+
+# families: what was not measured is not well, and says so.
+
+
+def family_row(family, **changes):
+    whole = dict.fromkeys(["torch", "perturbed", "noise_1pct", "other_prompt", "export"], 1.0) | {"honest_rejected": 0}
+    gradients = {"trainer": 1e-6, "fsdp2": 1e-6}
+    return {"family": family, **dict.fromkeys([*COLUMNS, *ATTACKS]), **whole, **gradients, "why": {}} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "spoilt"),
+    [
+        ({"expert_dropped": 0.5}, {"expert_dropped_caught": 0.5}),
+        ({"honest_rejected": 2}, {"honest_rejected": 2}),
+        ({"honest_rejected": None}, {"honest_rejected": None, "families": 1}),
+        ({"perturbed": None}, {"perturbed_caught": 0.0, "families": 1}),
+        ({"trainer": 0.3}, {"trainer_difference": 0.3, "families": 1}),
+        ({"fsdp2": None}, {"families": 1}),
+        ({"export": None}, {"export_bit_exact": 0.5, "families": 1}),
+    ],
+)
+def test_a_family_that_fails_anywhere_spoils_the_figures(changes, spoilt):
+    well = family_row("llama")
+    assert family_figures([well, family_row("qwen3")])["families"] == 2
+    found = family_figures([well, family_row("mixtral", **changes)])
+    assert {name: found[name] for name in spoilt} == spoilt

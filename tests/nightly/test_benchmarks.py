@@ -77,6 +77,14 @@ CASES = {
         equal={"honest_rollouts": 64, "changed_prompt_rollout": 1},
     ),
     "economics": Case("--slots 500 --floors 1", "best_cheat_over_honest", sections=["floors", "prices"]),
+    "families": Case(
+        "--only llama finch --groups 4 --cheat-groups 2",
+        """families honest_rejected perturbed_caught noise_1pct_caught other_prompt_caught router_perturbed_caught
+        expert_dropped_caught half_window_caught trainer_difference fsdp2_difference export_bit_exact""",
+        equal={"families": 2, "honest_rejected": 0, "perturbed_caught": 1, "export_bit_exact": 1},
+        most={"trainer_difference": 1e-4, "fsdp2_difference": 1e-4},
+        sections=["rows"],
+    ),
     "forgery": Case(
         """--no-peer --hidden 128 --training-steps 10 --prompts 4 --forgeries 128 --short 64
         --default-forgeries 64""",
