@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.modelling.families import small_config
 from coordinator.calibration.workers import without_onednn
 from node.policy.models.base import RecurrentForCausalLM
 from node.policy.models.eagle import EagleConfig, EagleForCausalLM
@@ -18,8 +19,12 @@ from node.policy.models.frame_action import FrameActionConfig, FrameActionForCau
 from node.policy.models.goldfinch import GoldFinchConfig, GoldFinchForCausalLM
 
 ATTENTION = ("llama", "qwen3", "olmo2")
+SPECIAL = ("gemma3_text", "qwen3_moe")
+"""With windows, and with experts."""
+_PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "final_logit_softcapping": None, "moe_intermediate_size": 256}
+"""What they train and decode without, and their experts' width."""
 RECURRENT = ("eagle", "finch", "goldfinch", "frame-action")
-FAMILIES = ATTENTION + RECURRENT
+FAMILIES = ATTENTION + SPECIAL + RECURRENT
 VOCABULARY = 128
 LAYERS = 4
 _RWKV: dict[str, tuple[Any, Any]] = {
@@ -42,8 +47,11 @@ def make(family: str, *, hidden: int, layers: int = LAYERS) -> Any:
         config_class, model_class = _RWKV[family]
         return model_class(config_class(**sizes))
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}
+    fields = sizes | heads | {"max_position_embeddings": 512, "tie_word_embeddings": False}
+    if family in SPECIAL:
+        return build(small_config(family, **fields | _PLAIN))
     make_config: Any = CONFIG_MAPPING[family]
-    return build(make_config(**sizes, **heads, max_position_embeddings=512, tie_word_embeddings=False))
+    return build(make_config(**fields))
 
 
 def build(config: Any) -> Any:

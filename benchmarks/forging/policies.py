@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.forging import architectures
-from benchmarks.forging.architectures import ATTENTION, VOCABULARY
+from benchmarks.forging.architectures import VOCABULARY
+from node.policy.models.base import RecurrentForCausalLM
 
 PROMPT_TOKENS = 32
 SAMPLES = 8
@@ -59,7 +60,7 @@ def train(family: str, *, hidden: int, steps: int, dtype: torch.dtype = torch.bf
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * min(1.0, (step + 1) / 20) * (1 - step / steps)
         rows = _excerpts(model, _TRAINING_ROWS, _TRAINING_TOKENS)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=family in ATTENTION):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not isinstance(model, RecurrentForCausalLM)):
             logits = model(input_ids=rows, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
@@ -133,7 +134,7 @@ def distil(model: Any, drawn: Drawn, *, steps: int) -> Any:
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (1 - step / steps)
         rows = torch.randint(0, len(drawn.ids), (_TRAINING_ROWS,))
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=type(model.config).model_type in ATTENTION):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not isinstance(model, RecurrentForCausalLM)):
             states = student.base_model(input_ids=drawn.ids[rows, :-1], use_cache=False).last_hidden_state
         loss = F.mse_loss(states[:, PROMPT_TOKENS - 1 :].float(), drawn.verifier[rows].float())
         loss.backward()  # type: ignore[no-untyped-call]
