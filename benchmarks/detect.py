@@ -19,7 +19,9 @@ float32 (`limits.readings`; `--readings 1` for once).
   honest work;
 - `toploc_`, `sketch_`: groups, by one scheme's proofs and nothing else.
 
-A second run of a random policy over 32,000 tokens (23 million weights) repeats the changed weights with `_mid`. The
+A second run of a random policy over 32,000 tokens (23 million weights) repeats the changed weights with `_mid`, and one
+of a tiny random policy of each of `--families`, drawn by the torch engine, with `_FAMILY`: there beside the attacks
+that only its architecture allows, such as an expert dropped, or half the window (`benchmarks.families` has all). The
 floor of the honest columns is the stated false-rejection bound, `--false-rejections` for each sum that is judged.
 """
 
@@ -27,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,18 +40,21 @@ import msgspec
 import torch
 
 from benchmarks import workload
-from benchmarks.learning.loop import grouped
+from benchmarks.learning.steps import SMALLER, train
+from benchmarks.modelling.family_checks import OWN
+from benchmarks.modelling.family_policies import random_family_model
 from benchmarks.warm_start import add_warm_start, warmed_up
 from coordinator.calibration import cheats
 from coordinator.calibration.attempts import Attempts
-from coordinator.calibration.fit import Group, fit_limits
+from coordinator.calibration.fit import ROUTED_HEADROOM, Group, fit_limits
 from coordinator.calibration.measure import measure
 from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import judge_rollouts, try_groups
 from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_workers
-from coordinator.training.grpo import train_step
-from coordinator.training.optimizers import make_optimizer
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Policy, load_policy, save_policy
+from node.policy.layout import cast
+from node.policy.models.tiny_llama import make_tokenizer
 from node.policy.reading import OpenPolicy
 from node.protocol.admission import GAIN_LIMIT, judge_group
 from node.protocol.evidence import add, evidences
@@ -65,18 +69,15 @@ Groups = list[list[Rollout]]
 
 LEARNING_RATE = 1e-4
 STEPS = 6
-GROUPS_PER_STEP = 32
 IN_A_ROW = 4
 SKETCH_BYTES_PER_TOKEN = 4.0
 OTHER_SEED = 1
-SMALLER = {"stale_lr_1e5": 0.1, "stale_lr_1e6": 0.01}
-"""Shares of the last training step, for smaller learning rates."""
 LOOKS = 100
 """Honest groups of each worker that get a second look."""
+FAMILIES = ("qwen3_moe", "deepseek_v3", "gemma3_text")
+"""Families with experts, with latent attention besides, and with windows."""
 KEYS = {
-    "int8 weights": "int8",
-    "int4 weights": "int4",
-    "1 % noise on weights": "noise_1pct",
+    "2 % noise on weights": "noise_2pct",
     "fp8 cache": "fp8_cache",
     "temperature x 0.9": "temperature_09",
     "greedy": "greedy",
@@ -141,46 +142,6 @@ def make_spec(options: argparse.Namespace, *, tokens: int) -> RunSpec:
     )
 
 
-async def train(spec: RunSpec, folder: Path, *, seed: int, steps: int, warm: float) -> list[Path]:
-    """Train in a short run: the torch engine draws, `train_step` trains.
-
-    Return the files of the last policy, of the one before, and of those from which one step at each learning rate of
-    `SMALLER` would have led to the last one.
-    """
-    model, tokenizer = warmed_up(warm, seed=seed)
-    optimizer = make_optimizer(model, spec.training)
-    paths = [folder / f"step{step}.safetensors" for step in range(steps + 1)]
-    (worker, *_) = make_workers(["torch"], threads=1)
-    before = copy.deepcopy(model)
-    for step, path in enumerate(paths):
-        save_policy(copy.deepcopy(model).to(getattr(torch, spec.model.dtype)), tokenizer, path)
-        if step == steps:
-            break
-        slots = SyntheticSlots(spec, load_policy(path, dtype=torch.float32))
-        numbers = slots.allocate(GROUPS_PER_STEP)
-        async with worker.running(spec, path) as engine:
-            drawn = [await engine.generate(slots.requests(slot)) for slot in numbers]
-        groups = grouped(
-            list(chain.from_iterable(drawn)),
-            spec.sampling.group_size,
-            version=step,
-            reward=lambda at, rollout: slots.reward(numbers[at], rollout),  # noqa: B023  (called at once)
-        )
-        before = copy.deepcopy(model)
-        model.train()
-        stats = train_step(model, optimizer, groups, spec=spec, step=step)
-        model.train(mode=False)
-        workload.say(f"training step {step}: reward {stats['reward']:.2f}")
-    nearer = [folder / f"{key}.safetensors" for key in SMALLER]
-    for path, share in zip(nearer, SMALLER.values(), strict=True):
-        between = copy.deepcopy(model)
-        with torch.no_grad():
-            for weight, old in zip(between.parameters(), before.parameters(), strict=True):
-                weight.lerp_(old, share)
-        save_policy(between.to(getattr(torch, spec.model.dtype)), tokenizer, path)
-    return [paths[-1], paths[-2], *nearer]
-
-
 def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
     dtype = getattr(torch, spec.model.dtype)
     policy = load_policy(path, dtype=dtype)
@@ -191,16 +152,19 @@ def make_bench(spec: RunSpec, path: Path, *, previous: Path | None) -> Bench:
 
 
 async def honest(
-    bench: Bench, counts: Sequence[tuple[HonestWorker, int]], *, false_rejections: float
+    bench: Bench, counts: Sequence[tuple[HonestWorker, int]], *, false_rejections: float, headroom: float = 1.0
 ) -> dict[str, Any]:
-    """Fit limits on half of each worker's groups, and judge the others."""
+    """Fit limits on half of each worker's groups, and judge the others; `headroom` is `fit_limits`'s."""
     drawn: list[Groups] = []
     for worker, count in counts:
         drawn.append(await worker.draw(bench.spec, bench.path, bench.slots, groups=count))
         workload.say(f"honest: {count} groups by {worker.name}")
     measured = [bench.measured(groups) for groups in drawn]
     bench.limits = fit_limits(
-        *(groups[::2] for groups in measured), false_rejections=false_rejections, parts=len(IN_FLIGHT)
+        *(groups[::2] for groups in measured),
+        false_rejections=false_rejections,
+        parts=len(IN_FLIGHT),
+        headroom=headroom,
     )
     rejected = drifted = 0
     for groups in measured:
@@ -302,6 +266,33 @@ async def changed_weights(bench: Bench, worker: HonestWorker, folder: Path, *, g
     return found
 
 
+async def attempted(
+    bench: Bench,
+    folder: Path,
+    options: argparse.Namespace,
+    *,
+    groups: int,
+    keys: Mapping[str, str],
+    other: Path | None = None,
+) -> dict[str, Any]:
+    """Judge each cheat of `keys`, by its name, that the policy's architecture allows."""
+    attempts = Attempts(
+        bench.spec,
+        policy=bench.policy,
+        path=bench.path,
+        folder=folder,
+        slots=bench.slots,
+        groups=groups,
+        threads=options.threads,
+        other=other,
+        only=keys,
+    )
+    found: dict[str, Any] = {}
+    async for name, drawn in attempts.groups():
+        found |= judged(bench, drawn, key=keys[name])
+    return found
+
+
 async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure the trained tiny policy."""
     spec = make_spec(options, tokens=48)
@@ -320,20 +311,7 @@ async def trained(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for key, path in zip(SMALLER, nearer, strict=True):
         drawn = await first.draw(spec, path, bench.slots, groups=options.cheat_groups)
         found |= judged(bench, drawn, key=key)
-    attempts = Attempts(
-        spec,
-        policy=bench.policy,
-        path=newest,
-        folder=folder,
-        slots=bench.slots,
-        groups=options.cheat_groups,
-        threads=options.threads,
-        other=other,
-    )
-    async for name, groups in attempts.groups():
-        if KEYS[name] + "_group" not in found:
-            found |= judged(bench, groups, key=KEYS[name])
-    return found
+    return found | await attempted(bench, folder, options, groups=options.cheat_groups, keys=KEYS, other=other)
 
 
 async def random_policy(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -347,18 +325,41 @@ async def random_policy(options: argparse.Namespace, folder: Path) -> dict[str, 
     return {f"{key}_mid": value for key, value in found.items()}
 
 
+async def of_family(family: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure a tiny policy of a family with random weights, and the attacks that its architecture allows."""
+    path = folder / f"{family}.safetensors"
+    save_policy(cast(random_family_model(family), getattr(torch, options.dtype)), make_tokenizer(), path)
+    spec = make_spec(options, tokens=options.tokens)
+    bench = make_bench(msgspec.structs.replace(spec, proofs=ProofSpec()), path, previous=None)
+    workers = make_workers(["torch"], threads=options.threads)
+    counts = [(worker, options.family_groups // len(workers)) for worker in workers]
+    headroom = ROUTED_HEADROOM if ATTENTION_FAMILIES[family].experts else 1.0
+    found = await honest(bench, counts, false_rejections=options.false_rejections, headroom=headroom)
+    groups = max(IN_A_ROW, options.family_groups // 4)
+    found |= await changed_weights(bench, workers[0], folder, groups=groups)
+    found |= await attempted(bench, folder, options, groups=groups, keys=OWN)
+    return {f"{key}_{family}": value for key, value in found.items()}
+
+
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         figures = await trained(options, Path(folder))
-        mid: Mapping[str, Any] = await random_policy(options, Path(folder)) if options.mid_groups else {}
-    return figures | {"bytes_per_token": SKETCH_BYTES_PER_TOKEN} | dict(mid)
+        figures |= await random_policy(options, Path(folder)) if options.mid_groups else {}
+        for family in options.families:
+            figures |= await of_family(family, options, Path(folder))
+    return figures | {"bytes_per_token": SKETCH_BYTES_PER_TOKEN}
 
 
 def main() -> None:
     parser = workload.make_parser(__doc__, tokens=64, hidden=256, layers=8)
+    told = f"with attacks of their own (default: {' '.join(FAMILIES)})"
     parser.add_argument("--groups", type=int, default=2800, help="honest groups of 8 (default 2800)")
     parser.add_argument("--cheat-groups", type=int, default=128, help="groups of each cheat (default 128)")
     parser.add_argument("--mid-groups", type=int, default=48, help="honest groups of the random policy; 0: none")
+    parser.add_argument(
+        "--families", nargs="*", choices=sorted(ATTENTION_FAMILIES), default=FAMILIES, metavar="FAMILY", help=told
+    )
+    parser.add_argument("--family-groups", type=int, default=96, help="honest groups of each of these (default 96)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
     parser.add_argument("--step", type=float, default=0.005, help="the sketch's step (default 0.005)")
     parser.add_argument("--readings", type=int, choices=(1, 2), default=2, help="of each rollout (default 2)")

@@ -70,10 +70,12 @@ CASES = {
         equal={"hostile_slots_admitted": 0, "honest_slots_rejected": 0},
     ),
     "detect": Case(
-        f"{ENGINE} --engine torch --groups 8 --cheat-groups 4 --mid-groups 0 --steps 1 --warm-start 0.01",
+        f"""{ENGINE} --engine torch --groups 8 --cheat-groups 4 --mid-groups 0 --steps 1 --warm-start 0.01
+        --families qwen3_moe --family-groups 8""",
         """honest_rollouts honest_rejected int8_group int4_group noise_1pct_group stale_one_step_group
         other_model_tokens_group best_of_8_group changed_prompt_rollout temperature_09_group32
-        runner_up_tau01_group32 bytes_per_token toploc_int8_group honest_rejected_out_of_sample""",
+        runner_up_tau01_group32 bytes_per_token toploc_int8_group honest_rejected_out_of_sample
+        expert_dropped_group_qwen3_moe half_window_group_qwen3_moe""",
         equal={"honest_rollouts": 64, "changed_prompt_rollout": 1},
     ),
     "economics": Case("--slots 500 --floors 1", "best_cheat_over_honest", sections=["floors", "prices"]),
