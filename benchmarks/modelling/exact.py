@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.modelling.policies import RECURRENT_NAMES, random_model
+from benchmarks.modelling.policies import random_model
 from benchmarks.modelling.rwkv_package import package_logits
+from node.policy.families import TINY_RECURRENT
 
 PACKAGE_TOKENS = 200
 DECODED_TOKENS = 509
@@ -25,7 +26,7 @@ IN_THE_PACKAGE = ("eagle", "finch")
 def measure(_options: argparse.Namespace) -> dict[str, float]:
     """Return the largest differences."""
     ids = _draw(ROWS, DECODED_TOKENS)
-    decoded = {name: decode_difference(random_model(name), ids) for name in RECURRENT_NAMES}
+    decoded = {name: decode_difference(random_model(name), ids) for name in TINY_RECURRENT}
     found = {f"{name}_logits_vs_rwkv_package": package_difference(name) for name in IN_THE_PACKAGE}
     return found | {f"decode_vs_prefill_fp32_{name.replace('-', '_')}": value for name, value in decoded.items()}
 

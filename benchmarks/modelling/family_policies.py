@@ -7,10 +7,10 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 
 from benchmarks.modelling.families import small_model
-from benchmarks.modelling.policies import RECURRENT_NAMES, random_model
-from node.policy.families import ATTENTION_FAMILIES, LAYER_KINDS, SLIDING, WINDOW
+from benchmarks.modelling.policies import random_model
+from node.policy.families import ATTENTION_FAMILIES, LAYER_KINDS, SLIDING, TINY_RECURRENT, WINDOW
 
-NAMES: Final = (*ATTENTION_FAMILIES, *RECURRENT_NAMES)
+NAMES: Final = (*ATTENTION_FAMILIES, *TINY_RECURRENT)
 """Every family: those with attention by `model_type`, recurrent ones by their name in `node.policy.families`."""
 WINDOW_TOKENS: Final = 24
 """Fewer than a prompt of `benchmarks.workload` has."""
@@ -28,7 +28,7 @@ EXPERTS: Final = 8
 
 def random_family_model(family: str, *, for_vllm: bool = False) -> PreTrainedModel:
     """Make a policy in float32, evaluating, whose every weight is a random number; one that vLLM serves `for_vllm`."""
-    if family in RECURRENT_NAMES:
+    if family in TINY_RECURRENT:
         return random_model(family)
     row, fields = ATTENTION_FAMILIES[family], dict(SIZES)
     if row.experts:

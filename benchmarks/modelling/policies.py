@@ -7,13 +7,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from node.policy.families import TINY_FAMILIES
 from node.policy.file import save_policy
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import make_tokenizer
-
-RECURRENT_NAMES = tuple(name for name in TINY_FAMILIES if name != "tiny")
-"""By the names of `node.policy.families`."""
 
 
 def random_model(name: str, *, seed: int = 1, spread: float = 0.05) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
+from benchmarks.modelling.policies import random_policy
 from benchmarks.report import say
 from coordinator.calibration import cheats
 from coordinator.calibration.fit import Group
@@ -26,6 +26,7 @@ from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import try_groups
 from coordinator.lab.processes.layout import family_run_toml
 from node.engines.torch import TorchEngine
+from node.policy.families import TINY_RECURRENT
 from node.policy.file import load_policy
 from node.protocol.run import RunSpec, parse_run_toml
 from node.protocol.submission import Rollout
@@ -43,7 +44,7 @@ def measure_families(options: argparse.Namespace) -> dict[str, float]:
     """Measure every family, and the worst of them."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in RECURRENT_NAMES:
+        for name in TINY_RECURRENT:
             key = name.replace("-", "_")
             told = measure_family(name, Path(folder), options)
             say(f"{name}: {told}")

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-TINY_FAMILIES: Final = ("tiny", "eagle", "finch", "goldfinch", "frame-action")
-"""Values of `model.initial`: each is warm-started, or untrained with the prefix "random-". "tiny" is a Llama."""
+TINY_ATTENTION: Final = {"tiny": "llama", "gemma3": "gemma3_text", "glm4-moe": "glm4_moe"}
+"""Tiny policies with attention, with the `model_type` of each."""
+TINY_RECURRENT: Final = ("eagle", "finch", "goldfinch", "frame-action")
+TINY_FAMILIES: Final = (*TINY_ATTENTION, *TINY_RECURRENT)
+"""Values of `model.initial`: each is warm-started, or untrained with the prefix "random-"."""
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a Llama, which can have adapters; some families have others in place of several of them."""
 TINY_POSITIONS: Final = 512
-"""Longest sequence of the Llama among them; the recurrent ones have no limit."""
+"""Longest sequence of those with attention; the recurrent ones have no limit."""
 TINY_HIDDEN: Final = 128
 """Hidden units of each."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from node.policy.child import ANSWER_SECONDS, NoAnswer, ask_child
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
-from node.policy.families import PROJECTIONS, TINY_FAMILIES, TINY_HIDDEN, TINY_POSITIONS
+from node.policy.families import PROJECTIONS, TINY_ATTENTION, TINY_FAMILIES, TINY_HIDDEN, TINY_POSITIONS
 
 RANDOM: Final = "random-"
 """Prefix of `model.initial` for a tiny policy that is not warm-started."""
@@ -55,7 +55,7 @@ def tiny_policy(initial: str) -> FirstPolicy | None:
     family = initial.removeprefix(RANDOM)
     if family not in TINY_FAMILIES:
         return None
-    if family == "tiny":
+    if family in TINY_ATTENTION:
         layers = dict.fromkeys(PROJECTIONS, 0)
         return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=TINY_POSITIONS, projections=layers)
     return FirstPolicy(family=family, hidden=TINY_HIDDEN, positions=None)

@@ -8,7 +8,7 @@ import click
 
 from node.commands.options import FOLDER, json_option, number_option
 from node.errors import ConfigError
-from node.policy.families import TINY_FAMILIES
+from node.policy.families import TINY_ATTENTION, TINY_FAMILIES, engines_of
 
 EXIT_INTERRUPTED = 130
 
@@ -37,7 +37,7 @@ EXIT_INTERRUPTED = 130
     type=click.Choice(TINY_FAMILIES),
     default="tiny",
     show_default=True,
-    help="Family of the policy: a small Llama, or a recurrent one.",
+    help="Family of the policy: a small Llama, one with windows or with experts, or a recurrent one.",
 )
 @click.option(
     "--keep", is_flag=True, help="Let the swarm go on until Ctrl-C, and keep its data: look around, audit it."
@@ -58,7 +58,7 @@ def demo(
     from node.commands.engine_options import check_engine
 
     check_engine(engine)
-    if engine == "vllm" and model != "tiny":
+    if engine not in engines_of(TINY_ATTENTION.get(model, model)):
         raise ConfigError(f"vLLM has no model for {model} policies.", code="wrong_engine")
     settings = DemoSettings(
         steps=steps, out=out, headless=headless, as_json=as_json, seed=seed, engine=engine, model=model, keep=keep

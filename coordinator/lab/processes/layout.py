@@ -93,22 +93,15 @@ class Swarm:
         return self.folder / "trainer"
 
 
-FAMILY_RULES: Mapping[str, Mapping[str, str | float]] = {
-    "tiny": {},
-    "eagle": {},
-    "finch": {},
-    "goldfinch": {},
-    "frame-action": {"max_new_tokens": 24},
-}
-"""What the demonstration's run.toml says otherwise for a family (`node.policy.families`), as `demo_run_toml` takes
-it."""
+FAMILY_RULES: Mapping[str, Mapping[str, str | float]] = {"frame-action": {"max_new_tokens": 24}}
+"""What the demonstration's run.toml says otherwise for some families, as `demo_run_toml` takes it."""
 FAMILY_ENVIRONMENTS: Mapping[str, str] = {"frame-action": "terminal"}
 """Of families that do other tasks."""
 
 
 def family_run_toml(family: str, **changes: str | float) -> str:
     """Return `demo_run_toml` for a policy of `family`."""
-    text = demo_run_toml(**{"initial": f'"{family}"', **FAMILY_RULES[family], **changes})
+    text = demo_run_toml(**{"initial": f'"{family}"', **FAMILY_RULES.get(family, {}), **changes})
     if family in FAMILY_ENVIRONMENTS:
         entry = f'[[environments]]\nname = "{FAMILY_ENVIRONMENTS[family]}"\n\n'
         text = re.sub(r"(?ms)^\[\[environments\]\].*?(?=^\[[a-z])", entry, text)

@@ -15,13 +15,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from waiting import eventually
 
 from benchmarks.modelling.families import small_model
-from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
+from benchmarks.modelling.policies import random_policy
 from node.engines import BadRequest, BrokenPolicy, Interrupted, NoPolicy, SampleRequest
 from node.engines.torch import Batch, Call, TorchEngine
 from node.engines.torch_loading import LoadedPolicy
 from node.policy import products
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES
+from node.policy.families import ATTENTION_FAMILIES, TINY_RECURRENT
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.admission import Figures, judge_rows
@@ -479,7 +479,7 @@ async def test_closing_ends_what_is_under_way_and_the_engine_can_be_loaded_anew(
 # A policy that arrives in flight: a verifier prefills each segment under its own policy, and must find it.
 
 
-@pytest.mark.parametrize("family", ["qwen3", *RECURRENT_NAMES])
+@pytest.mark.parametrize("family", ["qwen3", *TINY_RECURRENT])
 async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +487,7 @@ async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
     spec = make_spec(max_new_tokens=60, max_version_lead=1, temperature=0.8)
     paths = {version: tmp_path / f"policy-{version}" for version in (1, 2)}
     for version, path in paths.items():
-        if family in RECURRENT_NAMES:
+        if family in TINY_RECURRENT:
             random_policy(family, path, seed=version)
         else:
             save_family(family, path, eos=[1], seed=version)

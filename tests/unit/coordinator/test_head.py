@@ -15,6 +15,7 @@ from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs
 from coordinator.training.packing import PackedRow, Scored, pack
+from node.policy.families import TINY_RECURRENT
 from node.policy.models.tiny import MAKERS
 from node.policy.products import LogitRule, OutputHead
 
@@ -185,7 +186,7 @@ def test_the_head_reads_what_the_models_own_forward_pass_reads(family: str) -> N
     assert model.get_output_embeddings().bias is None
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *drawn]])).logits[0, 2:-1]
-        row = row_of(Sample(prompt, drawn, (-1.0,) * 4), recurrent=family != "tiny")
+        row = row_of(Sample(prompt, drawn, (-1.0,) * 4), recurrent=family in TINY_RECURRENT)
         with packed_attention(model):
             found = row_logprobs(model, row, temperature=TEMPERATURE)
     assert_near(found, torch.log_softmax(logits.double() / TEMPERATURE, -1)[range(4), list(drawn)], 2e-6)

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.modelling.policies import RECURRENT_NAMES, random_model, random_policy
+from benchmarks.modelling.policies import random_model, random_policy
 from coordinator.training.groups import Sample
 from coordinator.training.packing import Scored, pack
 from node.engines.base import DoesNotFit, WrongEngine
 from node.engines.vllm_settings import VllmSettings, make_plan
 from node.policy.config import parse_config
 from node.policy.errors import MalformedPolicy
-from node.policy.families import RECURRENT_FAMILIES, TINY_FAMILIES
+from node.policy.families import RECURRENT_FAMILIES, TINY_FAMILIES, TINY_RECURRENT
 from node.policy.file import inspect_policy, load_policy
 from node.policy.models import RECURRENT
 from node.policy.models.base import LENGTH, state_bytes
@@ -34,7 +34,7 @@ from node.protocol.run import RunSpec
 RWKV = ["eagle", "finch"]
 
 
-@pytest.fixture(params=RECURRENT_NAMES)
+@pytest.fixture(params=TINY_RECURRENT)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -57,7 +57,7 @@ def step_by_step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def test_every_recurrent_family_has_a_tiny_policy_and_the_commands_name_them_all() -> None:
     assert tuple(MAKERS) == TINY_FAMILIES
-    assert {MAKERS[each](0).config.model_type for each in RECURRENT_NAMES} == set(RECURRENT) == set(RECURRENT_FAMILIES)
+    assert {MAKERS[each](0).config.model_type for each in TINY_RECURRENT} == set(RECURRENT) == set(RECURRENT_FAMILIES)
 
 
 @pytest.mark.parametrize("columns", [1, WKV_CHUNK - 1, WKV_CHUNK, WKV_CHUNK + 1, 5 * WKV_CHUNK + 7])

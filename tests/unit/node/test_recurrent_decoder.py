@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.modelling.policies import RECURRENT_NAMES, random_policy
+from benchmarks.modelling.policies import random_policy
 from node.engines.recurrent_decoder import RecurrentDecoder, Snapshots
+from node.policy.families import TINY_RECURRENT
 from node.policy.file import Policy, load_policy
 from node.policy.models.wkv import WKV_CHUNK
 
 
-@pytest.fixture(scope="module", params=RECURRENT_NAMES)
+@pytest.fixture(scope="module", params=TINY_RECURRENT)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     path = random_policy(request.param, tmp_path_factory.mktemp(request.param) / "policy")
     return load_policy(path, dtype=torch.float32)
