@@ -30,14 +30,14 @@ def swarmproof(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_coordinator_begins_no_run_with_a_family_that_would_train_wrongly(tmp_path: Path) -> None:
-    """Granite scales its logits: trained as another model, it learns from ratios that are off from the first step."""
+    """Cohere scales its logits: trained as another model, it learns from ratios that are off from the first step."""
     folder = make_folder(tmp_path / "model")
-    edit_json(folder / "config.json", {"model_type": "granite", "logits_scaling": 8.0})
+    edit_json(folder / "config.json", {"model_type": "cohere", "logit_scale": 0.0625})
     create_key(tmp_path / "run.key")
     options = ("--run", run_toml(folder), "--key", tmp_path / "run.key", "--data", tmp_path / "run", "--port", 0)
     done = swarmproof("coordinator", *options, "--no-peer")
     assert done.returncode == 1
-    assert "the model_type 'granite', and these are supported: " in done.stderr
+    assert "the model_type 'cohere', and these are supported: " in done.stderr
     assert "hint: `swarmproof coordinator --check --run run.toml " in done.stderr
     assert "run id" not in done.stdout
     with closing(sqlite3.connect(tmp_path / "run" / "swarmproof.sqlite3")) as database:

@@ -17,7 +17,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coordinator.training.export import export_file
-from node.policy.config import ATTENTION
 from node.policy.file import load_policy, save_policy
 from node.policy.models.tiny_llama import EOS, PAD, make_tokenizer
 
@@ -38,6 +37,8 @@ for folder in sys.argv[2:]:
     del llm
 print(json.dumps(answers))
 """
+FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+"""Those that one configuration fits; of every family `test_vllm_families` compares what vLLM computes of its files."""
 PROMPTS = [[55, 32, 23, 24, 17, 25], [10, 20], [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]]
 
 
@@ -93,11 +94,11 @@ def serve(folders: list[Path]) -> dict[str, list[list[int]]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_vllm_answers_as_the_policy_of_every_family_does(tmp_path: Path) -> None:
+def test_vllm_answers_as_the_policy_does(tmp_path: Path) -> None:
     expected = {}
-    for number, family in enumerate(sorted(ATTENTION)):
+    for number, family in enumerate(FAMILIES):
         path = policy_file(tmp_path / f"{family}.safetensors", family, tied=number % 2 == 0)
         folder = tmp_path / family
         export_file(path, folder, shard_bytes=300_000)
         expected[str(folder)] = greedy(path)
-    assert serve([tmp_path / family for family in sorted(ATTENTION)]) == expected
+    assert serve([tmp_path / family for family in FAMILIES]) == expected

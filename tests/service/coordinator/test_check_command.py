@@ -74,7 +74,7 @@ def test_a_run_that_exists_is_not_asked_for_its_first_policy_again(folder: Path)
 def test_the_doctor_says_the_same_of_a_folder(folder: Path) -> None:
     size = read_footprint(folder)
     assert (size.item_bytes, size.file_bytes, size.max_tokens) == (2, 2 * size.parameters, 512)
-    edit_json(folder / "config.json", {"model_type": "granite"})
+    edit_json(folder / "config.json", {"model_type": "cohere"})
     (only,) = check_folder(folder, None)
     assert (only.level, "these are supported: " in only.sentence) == (Level.PROBLEM, True)
     shard_of(folder, "model.norm.weight").unlink()
